@@ -14,7 +14,7 @@ from builders.random import rng
 
 import safeload
 from safeload.numpy import load_file, save_file
-from safeload.operations.quantize import int8_by_parts
+from safeload.operations.quantize import quantize as module
 
 
 def words(*shape):
@@ -58,7 +58,7 @@ def written(folder, tensors, said):
 @pytest.mark.parametrize("most", [1, 96 * 32, 2 * 24 * 64, 1 << 20])
 @pytest.mark.parametrize("make", [gptq, awq, experts])
 def test_parts_of_any_size(make, most, tmp_path, monkeypatch):
-    monkeypatch.setattr(int8_by_parts, "_AT_A_TIME", most)
+    monkeypatch.setattr(module, "_AT_A_TIME", most)
     folder = written(tmp_path / "x", *make())
     ((name, dense),) = safeload.load(folder, dtype="float32").items()
     for axis in (None, *range(-dense.ndim, dense.ndim)):
@@ -75,7 +75,7 @@ def test_parts_of_any_size(make, most, tmp_path, monkeypatch):
 
 def test_a_weight_that_is_not_finite_is_told_by_its_index(tmp_path, monkeypatch):
     """A finite scale can make infinite weights."""
-    monkeypatch.setattr(int8_by_parts, "_AT_A_TIME", 96 * 32)
+    monkeypatch.setattr(module, "_AT_A_TIME", 96 * 32)
     tensors, said = gptq(scale=ml_dtypes.bfloat16)
     tensors["a.scales"][2, 70] = 3e38
     tensors["a.g_idx"][:50] = 1
@@ -96,8 +96,8 @@ _GROWTH = """
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))
     safeload.load(sys.argv[1], [])
-    from safeload.operations.quantize import int8_by_parts
-    int8_by_parts._AT_A_TIME = 4 << 20
+    from safeload.operations.quantize import quantize as module
+    module._AT_A_TIME = 4 << 20
     loaded = safeload.load_quantized, safeload.convert  # their modules
     before = peak()
     if len(sys.argv) > 2:

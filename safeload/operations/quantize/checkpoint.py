@@ -1,4 +1,4 @@
-"""Quantizes whole checkpoints: which tensors, to which scheme, by which rules."""
+"""Quantize whole checkpoints, and the rules that select a scheme for each tensor."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests
 
-#: Names of matrices that engines want in full precision: lookup tables, and tensors that are small or scale others.
+#: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
 #: Used for models without a schema; a schema gives the role of each tensor.
 KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
 
 _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
 
-# Part of the architecture name of embedding models in GGUF files: they have a final norm, but no head.
+# Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
 _HEADLESS = "embedding"
 
 Keep = str | Iterable[str] | Callable[[str], object] | None
@@ -49,8 +49,8 @@ class Summary(NamedTuple):
     Attributes:
         bytes_before: bytes of all tensors as stored in the source.
         bytes_after: bytes of the result.
-        quantized: name to scheme of each tensor that was quantized.
-        kept: name to reason of each tensor that was left unquantized.
+        quantized: the scheme of each quantized tensor, by name.
+        kept: the reason for each unquantized tensor, by name.
     """
 
     bytes_before: int
@@ -64,10 +64,10 @@ class Summary(NamedTuple):
         lines = [f"{self.bytes_before:,} bytes became {self.bytes_after:,} ({times})"]
         for verb, groups in (("quantized to", self.quantized), ("kept:", self.kept)):
             counts: dict[str, list[str]] = {}
-            for name, what in groups.items():
-                counts.setdefault(what, []).append(name)
-            for what, names in counts.items():
-                lines.append(f"{len(names):6,} {verb} {what}: {names[0]}{', ...' if len(names) > 1 else ''}")
+            for name, label in groups.items():
+                counts.setdefault(label, []).append(name)
+            for label, names in counts.items():
+                lines.append(f"{len(names):6,} {verb} {label}: {names[0]}{', ...' if len(names) > 1 else ''}")
         return "\n".join(lines)
 
 
@@ -75,87 +75,78 @@ class QuantizedDict(dict[str, QuantizedTensor | Array]):
     """Name to array or `QuantizedTensor`, in the order of the source.
 
     Attributes:
-        summary: which tensors were quantized, and why the others were not.
+        summary: the quantized tensors, and why each other tensor was kept.
     """
 
     summary: Summary
 
     def __repr__(self) -> str:
-        made = Counter(self.summary.quantized.values()) if hasattr(self, "summary") else {}
-        note = ", ".join(f"{count:,} quantized to {scheme}" for scheme, count in made.items())
+        counts = Counter(self.summary.quantized.values()) if hasattr(self, "summary") else {}
+        note = ", ".join(f"{count:,} quantized to {scheme}" for scheme, count in counts.items())
         return dict_repr("QuantizedDict", self, note)
 
 
 class Planned(NamedTuple):
-    """The decision about one tensor.
+    """The decision about one tensor."""
 
-    Attributes:
-        scheme: the scheme to quantize it to; None if it is left unquantized.
-        reason: why it is left unquantized.
-        already: whether the reason is that it is of the requested scheme already.
-    """
-
-    scheme: str | None
-    reason: str = ""
-    already: bool = False
+    scheme: str | None  # None leaves the tensor unquantized
+    reason: str = ""  # why it is left unquantized
+    already: bool = False  # True if it has the requested scheme already
 
 
 class ModelRules(NamedTuple):
-    """What the roles of tensors are derived from: embedding, head, norm.
+    """Facts about a model to derive the roles of its tensors from, such as embedding, head and norm."""
 
-    Attributes:
-        names: names of all tensors.
-        config: parsed ``config.json``; None without one.
-        schema: schema of the architecture; None if it is unknown.
-        architecture: ``general.architecture`` of a GGUF file; "" without one.
-    """
-
-    names: Collection[str]
-    config: Mapping[str, Any] | None = None
-    schema: Schema | None = None
-    architecture: str = ""
+    names: Collection[str]  # of all tensors
+    config: Mapping[str, Any] | None = None  # parsed ``config.json``
+    schema: Schema | None = None  # of the architecture
+    architecture: str = ""  # ``general.architecture`` of a GGUF file
 
     @classmethod
     def of(cls, catalog: Catalog) -> ModelRules:
-        """The model of a catalog."""
+        """Return the rules for the model of a catalog."""
         names = dict.fromkeys(catalog).keys()
         choice = choose(catalog.config, catalog.format, names)
         architecture = str(catalog.metadata.get("general.architecture", ""))
         return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
 
     def tied_heads(self) -> dict[str, str]:
-        """Absent heads that are tied to an embedding: name of the head to name of the embedding."""
+        """Return the embedding that each absent head is tied to, by the name of the head."""
         if self.schema is None and _HEADLESS in self.architecture:
             return {}
         return absent_heads(self.schema, self.names, self.config)
 
 
 def check_restorable(name: str, scheme: str) -> None:
-    """Refuses a quantized tensor that cannot be dequantized, as requantizing it needs.
+    """Refuse to requantize a tensor that cannot be dequantized.
 
     Raises:
-        UnsupportedError: there is no kernel for its scheme.
+        UnsupportedError: no kernel dequantizes the scheme.
     """
     try:
         readable = row_of(scheme).converts_to(_F32)
-    except ValueError:  # a ggml type that this version does not know
+    except ValueError:  # an unknown ggml type
         readable = False
     if not readable:
         raise UnsupportedError(f"tensor {show(name)} is {scheme}, which this version does not dequantize")
 
 
 class Rules:
-    """The rules for which tensors are quantized to which scheme."""
+    """Selects a scheme for each tensor.
+
+    Attributes:
+        schema: schema of the model, which gives the roles of tensors; None falls back to `KEPT_NAMES`.
+    """
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None
-        given = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
-        self._schemes = {pattern: None if one is None else parse(one) for pattern, one in given.items()}
+        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
+        self._schemes = {pattern: None if value is None else parse(value) for pattern, value in schemes.items()}
         self._keep = keep if callable(keep) else None
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
-        """Decides about one tensor: the first reason that applies leaves it unquantized."""
+        """Decide about a tensor; the first reason to keep it wins."""
         shape, scheme = about.shape, about.scheme
         if not about.floating and scheme is None:
             return Planned(None, f"is {about.dtype}, not floating")
@@ -163,30 +154,31 @@ class Rules:
             return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
         if 0 in shape:
             return Planned(None, "is empty")
-        found = next(((p, s) for p, s in self._schemes.items() if fnmatchcase(name, p)), None)
-        if found is None:
+        matches = ((pattern, to) for pattern, to in self._schemes.items() if fnmatchcase(name, pattern))
+        pattern, requested = next(matches, (None, None))
+        if pattern is None:
             return Planned(None, "no pattern of scheme= matches")
-        if found[1] is None:
-            return Planned(None, f"scheme={{{show(found[0])}: None}}")
-        made = SCHEMES[found[1]].of_rows(shape[-1])
-        if scheme is not None and scheme in (found[1], made):
+        if requested is None:
+            return Planned(None, f"scheme={{{show(pattern)}: None}}")
+        result = SCHEMES[requested].of_rows(shape[-1])
+        if scheme is not None and scheme in (requested, result):
             return Planned(None, f"is {scheme} already", already=True)
         kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
         if kept is not None:
             return Planned(None, f"keep={show(kept)}")
         if self._keep is not None and self._keep(name):
-            return Planned(None, "keep= said so")
+            return Planned(None, "excluded by keep=")
         usual = self.usual(name)
-        if usual is not None and found[0] == "*":  # an explicit pattern overrides the defaults
+        if usual is not None and pattern == "*":  # an explicit pattern overrides the defaults
             return Planned(None, usual)
-        if made is None:
-            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[found[1]].block}")
+        if result is None:
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}")
         if scheme is not None and not about.packed:
             check_restorable(name, scheme)
-        return Planned(made)
+        return Planned(result)
 
     def usual(self, name: str) -> str | None:
-        """Why a matrix of this name is left unquantized by default; None if it is quantized."""
+        """Return why a matrix of this name is kept by default, or None if it is quantized."""
         role = None if self.schema is None else self.schema.role(name)
         if role is not None:
             return _KEPT_ROLES.get(role)
@@ -195,13 +187,13 @@ class Rules:
 
 
 def heads_to_quantize(model: ModelRules, rules: Rules, about: Callable[[str], TensorDescription]) -> dict[str, str]:
-    """Tied heads that are quantized although no file has them: name of the head to name of its embedding."""
-    found = {}
+    """Return the embedding of each tied head that is quantized although no file stores it."""
+    heads = {}
     for head, embedding in model.tied_heads().items():
         origin = about(embedding)
         if not origin.quantized and origin.floating and rules.plan(head, origin).scheme is not None:
-            found[head] = embedding
-    return found
+            heads[head] = embedding
+    return heads
 
 
 def load_quantized(
@@ -216,41 +208,41 @@ def load_quantized(
     threads: int | None = None,
     progress: Progress = None,
 ) -> QuantizedDict:
-    """Loads a checkpoint with its matrices quantized and other floating tensors as float32, in one pass over its bytes.
+    """Load a checkpoint with its matrices quantized and other floating tensors as float32, in one pass over its bytes.
 
-    Floating tensors of 2 axes are quantized (of 3 axes: each matrix), except embeddings, norms and biases. The schema
-    that ``config.json`` selects says which those are (see `safeload.models.schema`); without one, `KEPT_NAMES` does.
-    Integer, bool and complex tensors are unchanged. A tensor that is already quantized is dequantized and quantized
-    again if another scheme is requested; otherwise it is unchanged. For int8 each matrix is read twice, once for its
-    absmax.
+    Floating tensors with 2 axes are quantized (with 3 axes: each matrix), except embeddings, norms and biases. These
+    are identified by the schema of the architecture in ``config.json`` (see `safeload.models.schema`), or by
+    `KEPT_NAMES` if there is no schema. Integer, bool and complex tensors are unchanged. Tensors that are already
+    quantized stay as they are, unless another scheme is requested: then they are dequantized and quantized again. For
+    int8 each matrix is read twice, first for its absmax.
 
-    A head that is absent because it is tied to the embedding is quantized from it, and the embedding stays float32. The
-    schema and the config say what is tied. For an unknown architecture ``lm_head.weight`` is tied to
+    If the head is tied to the embedding and not stored, the head is quantized from the embedding, which stays float32.
+    The schema and the config determine which tensors are tied. In unknown architectures ``lm_head.weight`` is tied to
     ``model.embed_tokens.weight``, and in GGUF files ``output.weight`` to ``token_embd.weight``.
 
     Args:
         source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
-        scheme: as in `quantize`; or a dict of ``fnmatch`` pattern to scheme for mixed precision. The first pattern that
-            matches decides, None leaves the tensor unquantized, and any pattern other than "*" overrides the schema
-            and `KEPT_NAMES`. Matrices whose rows are not whole super-blocks of 256 get, as in llama.cpp, "q5_0" instead
-            of "q4_k", "q5_1" instead of "q5_k", and "q8_0" instead of "q6_k".
+        scheme: as in `quantize`, or a dict from ``fnmatch`` patterns to schemes for mixed precision. The first matching
+            pattern wins; None leaves the tensor unquantized, and patterns other than "*" override the schema and
+            `KEPT_NAMES`. If the rows of a matrix are not whole super-blocks of 256, it gets "q5_0" instead of "q4_k",
+            "q5_1" instead of "q5_k", and "q8_0" instead of "q6_k", as in llama.cpp.
         keep: patterns of names to leave unquantized, or a function of the name.
         tie_lm_head: False to omit the tied head.
         rounding: for "q4_0": "absmax" (the default) or "ggml".
-        axis: for int8 the axis with a scale for each of its elements; None for one scale for each matrix, so shape [N]
-            for a tensor of N matrices.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
+        axis: for int8: the axis to give a scale per element; None for a scale per matrix, so that a tensor of N
+            matrices has scales of shape [N].
+        storage_options: for URLs: options of the filesystem behind the URL, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array or `QuantizedTensor`, in the order of the source; its ``summary`` says which were left unquantized
-        and why.
+        Name to array or `QuantizedTensor`, in the order of the source. Its ``summary`` lists the unquantized tensors,
+        with reasons.
 
     Raises:
-        RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
-        ValueError: wrong arguments.
-        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as EXL2, or stored codes; or
+        RangeError: a value is NaN or infinite, or the scale of a block does not fit float16; with tensor and index.
+        ValueError: invalid arguments.
+        UnsupportedError: a tensor holds codes that cannot be dequantized, such as EXL2, or was opened as stored; or
             see `safeload.open`.
         FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
 
@@ -267,37 +259,26 @@ def load_quantized(
     rules = Rules(scheme, keep)
     with Catalog.of(source, storage_options) as catalog:
         catalog.refuse_codes(catalog, "load_quantized")
-        work = _Work(catalog, rules, tie_lm_head, rounding, axis, threads)
-        return work.run(progress)
+        loader = _Quantizing(catalog, rules, tie_lm_head=tie_lm_head, rounding=rounding, axis=axis, threads=threads)
+        return loader.run(progress)
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the result.
+    """A tensor of the result."""
 
-    Attributes:
-        origin: name of the tensor that it is made from; for a tied head that of the embedding.
-        about: description of the origin.
-        source: values of the origin; None if it is quantized: it is read when its turn comes.
-    """
-
-    origin: str
-    about: TensorDescription
-    source: Source | None
+    origin: str  # name of the stored tensor: the embedding of a tied head
+    about: TensorDescription  # of the origin
+    source: Source | None  # values of the origin; None if it is quantized, because it is read later
 
 
-class _Work:
-    """One run of `load_quantized`.
-
-    Args:
-        catalog: the tensors.
-        rules: decide which tensors are quantized to which scheme.
-        tie_lm_head: see `load_quantized`, also for the other arguments.
-    """
+class _Quantizing:
+    """The state of a call to `load_quantized`."""
 
     def __init__(
         self,
         catalog: Catalog,
         rules: Rules,
+        *,
         tie_lm_head: bool,
         rounding: Rounding | None,
         axis: int | None,
@@ -327,7 +308,7 @@ class _Work:
         return _Tensor(name, about, source)
 
     def run(self, progress: Progress) -> QuantizedDict:
-        """The result; tensors in files are read in one run."""
+        """Return the result; tensors in files are read in one run."""
         quantized, kept = {}, {}
         for name, tensor in self._tensors.items():
             plan = self._rules.plan(name, tensor.about)
@@ -338,15 +319,15 @@ class _Work:
                 quantized[name] = plan.scheme
                 self._result[name] = self._quantize(name, tensor, plan.scheme)
         run_requests(self._requests, threads=self._threads, progress=progress)
-        for name, made in self._result.items():
-            if isinstance(made, np.ndarray):
-                self._result[name] = jobs.native_order(made)
-        after = sum(made.nbytes for made in self._result.values())
+        for name, value in self._result.items():
+            if isinstance(value, np.ndarray):
+                self._result[name] = jobs.native_order(value)
+        after = sum(value.nbytes for value in self._result.values())
         self._result.summary = Summary(self._before, after, quantized, kept)
         return self._result
 
     def _keep(self, tensor: _Tensor) -> QuantizedTensor | Array:
-        """A tensor that is not to be quantized: unchanged if it is already, else an array that `run` fills."""
+        """Return a tensor to keep: unchanged if it is quantized already, else an array to fill."""
         source = tensor.source
         if source is None:
             value = self._catalog.value(tensor.origin)
@@ -359,14 +340,14 @@ class _Work:
         return array
 
     def _quantize(self, name: str, tensor: _Tensor, scheme: str) -> QuantizedTensor:
-        """A quantized tensor that `run` fills; if the source has another scheme, it is filled at once."""
+        """Return a quantized tensor, filled by `run`, or immediately if the source has another scheme."""
         axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
         target = SCHEMES[scheme].target(self._rounding if scheme == "q4_0" else None)
         if tensor.source is not None:
             new = new_tensor(tensor.source, scheme, axis)
             self._requests.append(Request(tensor.source, new, target))
             return new
-        value = self._catalog.value(tensor.origin)  # one at a time: each needs memory as float32
+        value = self._catalog.value(tensor.origin)  # immediately: only one is held in memory as float32
         assert isinstance(value, QuantizedTensor)
         source = of_reals(name, value.dequantize(threads=self._threads), self._threads)
         new = new_tensor(source, scheme, axis)
@@ -375,7 +356,7 @@ class _Work:
 
 
 def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:
-    """The axis with per-axis scales; a tensor of 3 axes has at least one scale for each matrix."""
+    """Return the axis with a scale per element; tensors with 3 axes have at least a scale per matrix."""
     if axis is None:
         return usual_axis(INT8, shape)
     if not -len(shape) <= axis < len(shape):

@@ -1,4 +1,4 @@
-"""Quantization error: how far dequantized values are from the original ones."""
+"""Measure quantization error: the distance of dequantized values from the originals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .checkpoint import ModelRules
 
 
 class QuantizationError(NamedTuple):
-    """How far dequantized values are from the original ones.
+    """The distance of dequantized values from the originals.
 
     Attributes:
         max_error: largest absolute difference.
-        rms_error: root of the mean square of the differences.
-        snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite if there is no
-            difference.
+        rms_error: root mean square of the differences.
+        snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite if all values
+            are equal.
 
     Example:
         >>> import numpy as np
@@ -38,8 +38,7 @@ class QuantizationError(NamedTuple):
     snr_db: float
 
 
-# Number of elements that are compared at a time.
-_COMPARED = 1 << 20
+_BLOCK = 1 << 20  # elements compared at a time
 
 
 @overload
@@ -54,20 +53,21 @@ def quantization_error(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, QuantizationError] | QuantizationError:
-    """The quantization error of one tensor, or of each quantized tensor of a checkpoint.
+    """Return the quantization error of a tensor, or of each quantized tensor of a checkpoint.
 
     Args:
         source: the original values: an array, a dict of arrays, a `Checkpoint`, a path or a URL.
-        quantized: the quantized values: a `QuantizedTensor` for an array, else a dict (as `load_quantized` returns it),
-            a `Checkpoint`, a path or a URL. A tied head is compared with the embedding.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
+        quantized: the quantized values. If ``source`` is an array, a `QuantizedTensor`; otherwise a dict such as
+            `load_quantized` returns, a `Checkpoint`, a path or a URL. A tied head is compared with the embedding.
+        storage_options: for URLs: options of the filesystem behind the URL, see `open`.
 
     Returns:
-        A `QuantizationError` for one tensor, else a dict of them by name for the quantized tensors.
+        A `QuantizationError` if ``source`` is an array, else a dict from the name of each quantized tensor to its
+        error.
 
     Raises:
         TensorNotFoundError: the source lacks a quantized tensor.
-        ValueError: shapes differ, or only one of the two is a single tensor.
+        ValueError: shapes differ, or a single tensor is compared with a checkpoint.
 
     Example:
         >>> import safeload
@@ -78,16 +78,16 @@ def quantization_error(
     """
     if isinstance(quantized, QuantizedTensor):
         if not isinstance(source, np.ndarray):
-            raise ValueError(f"a single QuantizedTensor is compared with an array, not with a {type(source).__name__}")
+            raise ValueError(f"source must be an array if quantized is a QuantizedTensor, got {type(source).__name__}")
         return _error_of("", source, quantized)
     if isinstance(source, np.ndarray):
-        raise ValueError(f"an array is compared with a QuantizedTensor, not with a {type(quantized).__name__}")
-    with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as made:
+        raise ValueError(f"quantized must be a QuantizedTensor if source is an array, got {type(quantized).__name__}")
+    with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as codes:
         tied = ModelRules.of(originals).tied_heads()
-        names = {name: tied.get(name, name) for name in made if made.about(name).quantized}
+        names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
         originals.check(names.values())
         originals.refuse_codes(names.values(), "quantization_error")
-        return {name: _of_tensor(name, originals.array(origin), made.value(name)) for name, origin in names.items()}
+        return {name: _of_tensor(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
 
 
 def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationError:
@@ -99,10 +99,11 @@ def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> Quantizat
     original = as_array(original, name)
     if original.shape != quantized.shape:
         raise ValueError(
-            f"{subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"
+            f"{subject(name)}the original has shape {list(original.shape)}, but the quantized tensor has shape "
+            f"{list(quantized.shape)}"
         )
     largest, squares, signal = 0.0, 0.0, 0.0
-    for exact, dequantized in _pieces(original, quantized):
+    for exact, dequantized in _blocks(original, quantized):
         difference = exact - dequantized
         largest = max(largest, float(np.abs(difference).max(initial=0)))
         squares += float(np.square(difference).sum())
@@ -112,15 +113,15 @@ def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> Quantizat
     return QuantizationError(largest, math.sqrt(squares / count), snr)
 
 
-def _pieces(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array, Array]]:
-    """Original and dequantized values in float64, some rows at a time."""
+def _blocks(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array, Array]]:
+    """Yield blocks of rows in float64: original and dequantized values."""
     if len(original.shape) < 2:
         yield np.float64(original), quantized.dequantize(np.float32).astype(np.float64)
         return
     values = None if quantized.packing is None else quantized.dequantize(np.float32)
-    step = max(1, _COMPARED * original.shape[0] // max(1, original.size))
+    step = max(1, _BLOCK * original.shape[0] // max(1, original.size))
     for begin in range(0, original.shape[0], step):
         rows = slice(begin, begin + step)
         exact = original[rows].astype(np.float64)
-        made = quantized._rows(rows).dequantize(np.float32) if values is None else values[rows]
-        yield exact, made.astype(np.float64)
+        dequantized = quantized._rows(rows).dequantize(np.float32) if values is None else values[rows]
+        yield exact, dequantized.astype(np.float64)

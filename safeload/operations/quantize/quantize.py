@@ -1,109 +1,33 @@
-"""Quantizes arrays to int8 or to the block types of ggml, in the pass that reads them."""
+"""Quantize arrays to int8, to ggml block types, or to ternary codes, in the pass that reads them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ...base import packing
 from ...base.arrays import Array
 from ...base.native import lib
+from ...base.packing import Grid, Packing
 from ...base.scheme import INT8, SCHEMES, parse
 from ...base.text import show
+from ...engine.codes.code_ranges import Range, small_ranges, values_before
 from ...engine.codes.quantized_tensor import QuantizedTensor, channels_of, storage_of
+from ...engine.codes.restore import restore_jobs
 from ...engine.codes.source import Source, address, of_reals
 from ...engine.run import jobs
+from ...engine.run.cast import astype
+from ...engine.run.job import Channels, Job, Origin
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from .bitnet import BITNET, quantize_bitnet
-from .int8_by_parts import fill_by_parts, not_finite, set_scale
+from ...errors import RangeError
 
 SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 Rounding: TypeAlias = Literal["absmax", "ggml"]
-
-
-class Request(NamedTuple):
-    """One result to fill from a source: a quantized tensor, or an array of the dtype with number ``target``."""
-
-    source: Source
-    result: QuantizedTensor | Array
-    target: int
-
-
-def new_tensor(source: Source, scheme: str, axis: int | None, data: Array | None = None) -> QuantizedTensor:
-    """A new quantized tensor, to be filled by `run_requests`, with codes in ``data`` if given."""
-    (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
-    scales = None if scale is None else np.zeros(scale[1], scale[0])
-    codes = private_array(data_shape, data_dtype) if data is None else data
-    return QuantizedTensor(scheme, source.shape, codes, scales, axis)
-
-
-def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
-    """Fills the results: int8 in two passes over its source, everything else in one.
-
-    Raises:
-        RangeError: a value is out of range for its scheme; the message has tensor and index.
-    """
-    for w in wanted:
-        if _by_parts(w):
-            assert isinstance(w.result, QuantizedTensor)
-            fill_by_parts(w.source, w.result, threads)
-    wanted = [w for w in wanted if not _by_parts(w)]
-    scaled = [w for w in wanted if _is_int8(w)]
-    first, second = _halves(progress, sum(w.source.size for w in scaled), sum(w.source.size for w in wanted))
-    factors = _scales(scaled, threads, first)
-    # What is read twice comes from the page cache the second time.
-    batch = jobs.Batch()
-    for w in wanted:
-        memory = address(w.result.data if isinstance(w.result, QuantizedTensor) else w.result)
-        if id(w) in factors:
-            assert isinstance(w.result, QuantizedTensor)
-            channels = channels_of(w.source.shape, w.result.axis, factors[id(w)])
-            batch.add(w.source.work(lib.SL_OP_INT8, memory, channels=channels))
-        else:
-            for job in w.source.jobs(memory, w.target):
-                batch.add(job)
-    batch.run(threads=threads, progress=second)
-
-
-def _is_int8(w: Request) -> bool:
-    return isinstance(w.result, QuantizedTensor) and w.result.scale is not None
-
-
-def _by_parts(w: Request) -> bool:
-    return _is_int8(w) and not w.source.in_order
-
-
-def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) -> dict[int, Array]:
-    """Fills in the scales of int8 tensors. Returns the factors for their values, by ``id`` of the request."""
-    maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
-    channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
-    work = [
-        w.source.work(lib.SL_OP_ABSMAX, address(bits), channels=one)
-        for w, bits, one in zip(scaled, maxima, channels, strict=True)
-    ]
-    jobs.Batch(work).run(threads=threads, progress=progress)
-    factors = {}
-    for w, bits in zip(scaled, maxima, strict=True):
-        if not_finite(bits):
-            jobs.Batch([w.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
-        factors[id(w)] = set_scale(w.result, bits)  # type: ignore[arg-type]
-    return factors
-
-
-def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Progress]:
-    """Splits one progress callback between two runs; ``first`` and ``second`` are their bytes."""
-    if not callable(progress) or not first:
-        return None, progress
-    report = progress
-    return (lambda done, total: report(done, first + second)), (
-        lambda done, total: report(first + done, first + second)
-    )
-
-
-# ---- one array ----
 
 
 def quantize(
@@ -115,41 +39,41 @@ def quantize(
     out: QuantizedTensor | None = None,
     threads: int | None = None,
 ) -> QuantizedTensor:
-    """Quantizes an array to int8, to a block type of ggml, or to ternary codes.
+    """Quantize an array to int8, to a ggml block type, or to ternary codes.
 
     - "int8": scale = absmax / 127, codes x * (127 / absmax) rounded half away from zero, within [-128, 127].
     - "q4_0": blocks of 32 along the last axis, each with a float16 scale d and 4-bit codes q, value (q - 8) * d. With
-      ``rounding="absmax"`` d = absmax / 7 and q = round(x / d) + 8; with "ggml" the bytes are those of llama.cpp's
-      reference.
+      ``rounding="absmax"`` d = absmax / 7 and q = round(x / d) + 8; with "ggml" the bytes match llama.cpp's reference.
     - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as in llama.cpp's reference.
-    - "q5_0": as "q4_0" with 5-bit codes, value (q - 16) * d; "q4_1" and "q5_1": also with a float16 minimum m, value
-      q * d + m. All as in llama.cpp's reference.
+    - "q5_0": like "q4_0" with 5-bit codes, value (q - 16) * d. "q4_1" and "q5_1" add a float16 minimum m, value
+      q * d + m. All match llama.cpp's reference.
     - "q4_k", "q5_k": super-blocks of 256, in which 8 runs of 32 have a 6-bit scale and a 6-bit minimum, in units of two
-      float16, value q * scale - minimum; "q6_k": 16 runs of 16 with an 8-bit scale, value (q - 32) * scale. Each scale
-      is the best of some twenty tries, as in llama.cpp's reference without an importance matrix.
-    - "bitnet": for the master weights of BitNet b1.58, what training computes with: codes -1, 0 and 1, value code * m,
-      where m is the mean of abs(x); four rows of codes in one of bytes, as transformers packs them.
+      float16, value q * scale - minimum. "q6_k": 16 runs of 16 with an 8-bit scale, value (q - 32) * scale. Each scale
+      is the best of about twenty candidates, as in llama.cpp's reference without an importance matrix.
+    - "bitnet": the codes -1, 0 and 1 that training computes from the master weights of BitNet b1.58, value code * m
+      with m = mean(abs(x)). A byte holds the codes of four rows, as transformers packs them.
 
-    The reference is https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c. An absmax of zero, or one so
-    small that its inverse is not finite, gives scale 0, and all values dequantize as 0.
+    The reference is https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c. If absmax is zero, or so small
+    that its inverse is not finite, the scale is 0 and all values dequantize as 0.
 
     Args:
-        x: array of real numbers, or anything that numpy converts to one; for block types the last axis must be a
-            multiple of 32, for "q4_k", "q5_k" and "q6_k" of 256.
-        scheme: one of the above.
-        axis: for int8 the axis with a scale for each of its elements; None for one scale.
-        rounding: for "q4_0": "absmax" (the default) or "ggml"; "q8_0" takes both, with the same result; the others
-            take "ggml".
-        out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one. It is unchanged if a
-            value is refused.
+        x: array of real numbers, or anything that NumPy can convert to an array. For block types the last axis must be
+            a multiple of 32, for "q4_k", "q5_k" and "q6_k" of 256.
+        scheme: see above.
+        axis: for int8: the axis to give a scale per element; None for a single scale.
+        rounding: for "q4_0": "absmax" (the default) or "ggml". "q8_0" accepts both, with equal results; other block
+            types accept "ggml".
+        out: quantized tensor to fill, with the scheme, shape and axis of the result; None for a new one. It is left
+            unchanged if a value is refused.
         threads: None: chosen automatically.
 
     Returns:
-        The quantized tensor; ``out`` if it was given.
+        The quantized tensor; ``out`` if given.
 
     Raises:
-        RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with the index of the first.
-        ValueError: unknown scheme or rounding, an axis out of bounds, rows that are not whole blocks, an ``out`` that
+        RangeError: a value is NaN or infinite, or the scale of a block does not fit float16; the message has the first
+            index.
+        ValueError: unknown scheme or rounding, axis out of bounds, rows that are not whole blocks, or an ``out`` that
             does not match.
         TypeError: x does not hold real numbers.
 
@@ -158,29 +82,38 @@ def quantize(
         >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
         array([-127,  -64,   25,  127], dtype=int8)
     """
-    if isinstance(scheme, str) and scheme.lower() == BITNET:
+    if isinstance(scheme, str) and scheme.lower() == _BITNET:
         if axis is not None or rounding is not None or out is not None:
-            raise ValueError("bitnet takes neither axis=, rounding= nor out=")
-        return quantize_bitnet("", x, threads)
+            raise ValueError("bitnet does not accept axis=, rounding= or out=")
+        return _quantize_bitnet(x, threads)
     name = parse(scheme)
     target = SCHEMES[name].target(rounding)
     if name == INT8 and rounding is not None:
-        raise ValueError("rounding is for q4_0: int8 has one")
+        raise ValueError("rounding is for q4_0: int8 has a single rounding")
     check_threads(threads)
     source = of_reals("", x, threads)
     if axis is not None and axis < 0:
         axis += len(source.shape)
     storage_of(name, source.shape, axis)
     if out is not None:
-        _check_fitting(out, source, name, axis)
+        _check_out(out, source, name, axis)
     result = new_tensor(source, name, axis)
     run_requests([Request(source, result, target)], threads=threads, progress=None)
     if out is None:
         return result
-    out.data[...] = result.data  # only now: out is unchanged if a value is refused
+    out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
     if out.scale is not None:
         out.scale[...] = result.scale
     return out
+
+
+def _check_out(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
+    if not isinstance(out, QuantizedTensor):
+        raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
+    if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
+        raise ValueError(f"out is {show(out)}, but the result is {scheme} {list(source.shape)} with axis={axis}")
+    if not (out.data.flags.c_contiguous and out.data.flags.writeable):
+        raise ValueError("out.data must be C-contiguous and writable")
 
 
 def quantize_source(
@@ -192,23 +125,242 @@ def quantize_source(
     data: Array,
     threads: int | None,
 ) -> QuantizedTensor:
-    """Quantizes one tensor into ``data``.
+    """Quantize a tensor into ``data``.
 
     Raises:
         RangeError: a value is out of range for the scheme; the message has tensor and index.
     """
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
-    given = source if isinstance(source, Source) else of_reals("", source, threads)
-    result = new_tensor(given, scheme, axis, data)
-    run_requests([Request(given, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)
+    reals = source if isinstance(source, Source) else of_reals("", source, threads)
+    result = new_tensor(reals, scheme, axis, data)
+    run_requests([Request(reals, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)
     return result
 
 
-def _check_fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
-    if not isinstance(out, QuantizedTensor):
-        raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
-    if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
-        raise ValueError(f"out is {show(out)}, but the result is {scheme} {list(source.shape)} with axis={axis}")
-    if not (out.data.flags.c_contiguous and out.data.flags.writeable):
-        raise ValueError("out.data must be C-contiguous and writable")
+# ---- many tensors in one run ----
+
+
+class Request(NamedTuple):
+    """A result to fill from a source."""
+
+    source: Source
+    result: QuantizedTensor | Array
+    target: int  # dtype number of the codes, or of the array
+
+    @property
+    def is_int8(self) -> bool:
+        """True if the result has a scale apart from its codes."""
+        return isinstance(self.result, QuantizedTensor) and self.result.scale is not None
+
+    @property
+    def by_parts(self) -> bool:
+        """True for int8 from packed codes in another order than their values."""
+        return self.is_int8 and not self.source.in_order
+
+
+def new_tensor(source: Source, scheme: str, axis: int | None, data: Array | None = None) -> QuantizedTensor:
+    """Return a quantized tensor for `run_requests` to fill; its codes are in ``data`` if given."""
+    (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
+    scales = None if scale is None else np.zeros(scale[1], scale[0])
+    codes = private_array(data_shape, data_dtype) if data is None else data
+    return QuantizedTensor(scheme, source.shape, codes, scales, axis)
+
+
+def run_requests(requests: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
+    """Fill the results: int8 in two passes over its source, everything else in a single pass.
+
+    Raises:
+        RangeError: a value is out of range for its scheme; the message has tensor and index.
+    """
+    for request in requests:
+        if request.by_parts:
+            assert isinstance(request.result, QuantizedTensor)
+            _fill_by_parts(request.source, request.result, threads)
+    requests = [request for request in requests if not request.by_parts]
+    scaled = [request for request in requests if request.is_int8]
+    first_bytes, all_bytes = (sum(request.source.size for request in each) for each in (scaled, requests))
+    first, second = _halves(progress, first_bytes, all_bytes)
+    factors = _scales(scaled, threads, first)
+    # The second pass reads from the page cache.
+    batch = jobs.Batch()
+    for request in requests:
+        source, result = request.source, request.result
+        memory = address(result.data if isinstance(result, QuantizedTensor) else result)
+        if id(request) in factors:
+            assert isinstance(result, QuantizedTensor)
+            channels = channels_of(source.shape, result.axis, factors[id(request)])
+            batch.add(source.work(lib.SL_OP_INT8, memory, channels=channels))
+        else:
+            for job in source.jobs(memory, request.target):
+                batch.add(job)
+    batch.run(threads=threads, progress=second)
+
+
+def _scales(requests: Sequence[Request], threads: int | None, progress: Progress) -> dict[int, Array]:
+    """Fill the scales of int8 tensors; return the factors for their values by ``id`` of the request."""
+    maxima = [np.zeros(request.result.scale.shape, np.uint32) for request in requests]  # type: ignore[union-attr]
+    work = []
+    for request, bits in zip(requests, maxima, strict=True):
+        channels = channels_of(request.source.shape, request.result.axis, None)  # type: ignore[union-attr]
+        work.append(request.source.work(lib.SL_OP_ABSMAX, address(bits), channels=channels))
+    jobs.Batch(work).run(threads=threads, progress=progress)
+    factors = {}
+    for request, bits in zip(requests, maxima, strict=True):
+        if _not_finite(bits):
+            jobs.Batch([request.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
+        factors[id(request)] = _set_scale(request.result, bits)  # type: ignore[arg-type]
+    return factors
+
+
+def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Progress]:
+    """Split a progress callback between two runs of ``first`` and ``second`` bytes."""
+    if not callable(progress) or not first:
+        return None, progress
+    report = progress
+    return (lambda done, total: report(done, first + second)), (
+        lambda done, total: report(first + done, first + second)
+    )
+
+
+_INFINITY_BITS = 0x7F800000
+
+
+def _not_finite(maxima: Array) -> bool:
+    """Return True if the bits of any maximum are infinity or NaN."""
+    return bool((maxima >= _INFINITY_BITS).any())
+
+
+def _set_scale(result: QuantizedTensor, maxima: Array) -> Array:
+    """Set the scale of an int8 tensor from the bits of its channels' maxima; return a factor per channel."""
+    absmax = maxima.view(np.float32)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(127) / absmax
+    usable = np.isfinite(inverse)
+    assert result.scale is not None
+    result.scale[...] = np.where(usable, absmax / np.float32(127), np.float32(0)).reshape(result.scale.shape)
+    return np.ascontiguousarray(np.where(usable, inverse, np.float32(0)), np.float32).reshape(-1)
+
+
+# ---- int8 from packed codes in another order than their values ----
+
+# Values restored at a time: 224 MiB of float32, more than most matrices of models with 8 billion weights have. A larger
+# matrix is restored twice, because its scale must be known before its codes.
+_AT_A_TIME = 56 << 20
+
+
+def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None) -> None:
+    """Fill an int8 tensor from packed codes, in parts, so that restored values take bounded memory.
+
+    Raises:
+        RangeError: a value is not finite; the message has tensor and index.
+        FormatError, OSError: the file cannot be read.
+    """
+    assert source.packed is not None
+    assert result.scale is not None
+    packed = source.packed.packing
+    ranges = list(small_ranges(packed, _AT_A_TIME))
+    values = private_array((_count(ranges[0], packed),), np.dtype(np.float32))
+    maxima = np.zeros(result.scale.size, np.uint32)
+    for part in ranges:
+        _restore(source, part, values, threads)
+        job, own, inner = _job(source, part, values, result.axis)
+        channels = Channels(own.stop - own.start, inner)
+        memory = address(maxima[own])
+        jobs.Batch([job._replace(op=lib.SL_OP_ABSMAX, memory=memory, channels=channels)]).run(threads=threads)
+        if _not_finite(maxima[own]):
+            jobs.Batch([job._replace(op=lib.SL_OP_FINITE)]).run(threads=threads)  # raises, with the index
+    factors = _set_scale(result, maxima)
+    for part in ranges:
+        if len(ranges) > 1:
+            _restore(source, part, values, threads)
+        job, own, inner = _job(source, part, values, result.axis)
+        channels = Channels(own.stop - own.start, inner, factors[own])
+        memory = address(result.data) + values_before(packed, part)
+        jobs.Batch([job._replace(op=lib.SL_OP_INT8, memory=memory, channels=channels)]).run(threads=threads)
+
+
+def _count(part: Range, packed: Packing) -> int:
+    return part.matrices * part.rows * part.columns_of(packed)
+
+
+def _restore(source: Source, part: Range, values: Array, threads: int | None) -> None:
+    """Restore the values of a range of codes."""
+    assert source.packed is not None
+    memory = address(values) - 4 * values_before(source.packed.packing, part)
+    restoring = restore_jobs(source.packed, memory, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
+    jobs.Batch(restoring).run(threads=threads)
+
+
+def _job(source: Source, part: Range, values: Array, axis: int | None) -> tuple[Job, slice, int]:
+    """Return a job on the values of a range, its channels, and the number of consecutive values per channel."""
+    assert source.packed is not None
+    count, begin = _count(part, source.packed.packing), values_before(source.packed.packing, part)
+    origin = Origin(source.name, source.shape, values, begin)
+    job = Job(None, address(values), 0, 4 * count, lib.SL_F32, lib.SL_F32, origin=origin)
+    if axis is None:
+        return job, slice(0, 1), 1
+    length, inner = source.shape[axis], math.prod(source.shape[axis + 1 :])
+    if count % (length * inner) == 0:
+        return job, slice(0, length), inner
+    first = begin // inner % length
+    if count < inner:  # part of a single channel
+        return job, slice(first, first + 1), count
+    return job, slice(first, first + count // inner), inner
+
+
+# ---- BitNet b1.58 ----
+
+_BITNET = "bitnet"
+_SMALLEST_MEAN = 1e-5  # the smallest mean magnitude, as in ``WeightQuant``
+_BLOCK = 1 << 20  # elements of the rows processed together
+# A file of such tensors opens again with this config, in which the scale divides.
+_BITNET_CONFIG = '{"quantization_config": {"linear_class": "bitlinear", "quant_method": "bitnet"}}'
+
+
+def _quantize_bitnet(x: Any, threads: int | None) -> QuantizedTensor:
+    """Return ternary codes of a matrix: clip(round(x * s), -1, 1) with s = 1 / mean(abs(x)), value code / s.
+
+    This is ``WeightQuant`` of transformers' integrations/bitnet.py in float32. The mean is summed in float64 and
+    rounded once, because the order of PyTorch's float32 sum depends on the machine.
+
+    Raises:
+        ValueError: x is not a matrix, or its number of rows is not a multiple of 4.
+        RangeError: a value is NaN or infinite.
+        TypeError: x does not hold real numbers.
+    """
+    shape = of_reals("", x, threads).shape
+    if len(shape) != 2 or shape[0] % 4:
+        raise ValueError(f"bitnet packs four rows of a matrix into one, but the shape is {list(shape)}")
+    values: Array = np.asarray(astype(x, np.float32, threads=threads))
+    step = max(1, _BLOCK // max(1, shape[1]))
+    total = sum(float(np.abs(values[k : k + step], dtype=np.float64).sum()) for k in range(0, shape[0], step))
+    if not np.isfinite(total):
+        at = [int(k) for k in np.argwhere(~np.isfinite(values))[0]]
+        raise RangeError(f"element {at} is {values[tuple(at)]}: only finite numbers can be quantized")
+    mean = np.float32(max(total / max(1, values.size), _SMALLEST_MEAN))
+    scale = np.reciprocal(mean, dtype=np.float32)
+    rows = shape[0] // 4
+    data = np.zeros((rows, shape[1]), np.uint8)
+    for begin in range(0, rows, step):
+        part = slice(begin, min(begin + step, rows))
+        planes = [values[plane * rows + part.start : plane * rows + part.stop] for plane in range(4)]
+        for plane, numbers in enumerate(planes):
+            codes = np.clip(np.rint(numbers * scale), -1, 1).astype(np.int8) + 1
+            data[part] |= (codes << 2 * plane).astype(np.uint8)
+    grid = Grid(max(1, shape[0]), max(1, shape[1]), 1, 1)
+    packed = Packing(
+        _BITNET,
+        "ternary",
+        shape,
+        1,
+        *shape,
+        packing.PLANES,
+        2,
+        "ternary",
+        shape[1],
+        grid=grid,
+        scale_rule=packing.INVERSE,
+        config=_BITNET_CONFIG,
+    )
+    return QuantizedTensor.of_parts(packed, {}, {packing.CODES: data, packing.SCALE: np.array([scale])})

@@ -1,4 +1,4 @@
-"""Stacks layers into one tensor for each kind of weight, transposed if the layout says so."""
+"""Stack the layers of each kind of weight into one tensor, transposed if the layout requests it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from ...models.layout import LAYER, Layout, StackedTensor
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 
-# Most digits of a layer number: ``int`` itself refuses texts of more than 4300.
-_MAX_DIGITS = 18
+_MAX_DIGITS = 18  # of a layer number, because ``int`` refuses more than 4300
 
 
 class StackedDict(dict[str, Array]):
     """Name to stacked array, in the order of the layout.
 
     Attributes:
-        left_out: names of the tensors that no entry of the layout uses.
+        left_out: names of the tensors that the layout does not use.
 
     Example:
         >>> import safeload
@@ -54,21 +53,13 @@ class StackedDict(dict[str, Array]):
 
 
 class Stack(NamedTuple):
-    """One tensor of the result, planned.
-
-    Attributes:
-        entry: entry of the layout.
-        names: names of its layers, in order; a single tensor if there is no layer axis.
-        layer: shape of a layer in the source.
-        shape: shape of the result.
-        row: dtype of the result.
-    """
+    """A planned tensor of the result."""
 
     entry: StackedTensor
-    names: list[str]
-    layer: tuple[int, ...]
-    shape: tuple[int, ...]
-    row: dtypes.Dtype
+    names: list[str]  # the layers in order; a single tensor if there is no layer axis
+    layer: tuple[int, ...]  # shape of a layer in the source
+    shape: tuple[int, ...]  # shape of the result
+    row: dtypes.Dtype  # dtype of the result
 
 
 def stack(
@@ -81,15 +72,15 @@ def stack(
     threads: int | None = None,
     progress: Progress = None,
 ) -> StackedDict:
-    """Arranges the tensors of a checkpoint by a layout: read, converted, transposed and stacked in one pass.
+    """Arrange the tensors of a checkpoint by a layout: read, convert, transpose and stack them in one pass.
 
     Args:
         source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
         layout: the layout of the result; see `safeload.layouts`.
-        dtype: dtype for floating tensors; None to leave it unchanged. Quantized tensors require one.
+        dtype: dtype for floating tensors; None leaves it unchanged. Required if tensors are quantized.
         out: arrays to fill, by name. Each must be C-contiguous and have the dtype and shape of the result; all are
-            checked before the first byte is written. They may overlap arrays of the source, but may not map its files.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
+            checked before the first byte is written. They can overlap arrays of the source, but must not map its files.
+        storage_options: for URLs: options of the filesystem behind the URL, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
@@ -98,9 +89,9 @@ def stack(
 
     Raises:
         TensorNotFoundError: a source or a layer is missing; the message names layer and tensor.
-        SafeloadError: layers differ in shape or dtype; the message names two of them.
+        SafeloadError: layers differ in shape or dtype; the message names two layers.
         UnsupportedError: a tensor to transpose is not a matrix, the conversion is not supported, or a tensor holds
-            codes of a family that is not dequantized, such as EXL2, or stored codes.
+            codes that cannot be dequantized, such as EXL2, or was opened as stored.
         ValueError: an array of ``out`` does not match.
         FormatError, OSError: see `safeload.open`.
 
@@ -117,34 +108,33 @@ def stack(
         check_mapping(out, "out")
     with Catalog.of(source, storage_options) as catalog:
         plans = plan({name: catalog.about(name) for name in catalog}, layout, target)
-        named = {name for planned in plans for name in planned.names}
-        catalog.refuse_codes(named, "stack")
+        used = {name for stack in plans for name in stack.names}
+        catalog.refuse_codes(used, "stack")
         result = _targets(plans, out)
         refuse_own_files(result if out is not None else {}, catalog.weight_files)
         filled = dict(result)
-        for name in overlapping(result if out is not None else {}, catalog.memory_of(named)):
+        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
             filled[name] = private_array(result[name].shape, result[name].dtype)
-        fill(catalog, [(planned, filled[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
+        fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
         for name, array in filled.items():
             if array is not result[name]:
                 np.copyto(result[name], array)
-        result.left_out = tuple(name for name in catalog if name not in named)
+        result.left_out = tuple(name for name in catalog if name not in used)
     return result
 
 
 def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:
-    """The arrays to fill."""
+    """Return the arrays to fill: ``out`` if given, else new arrays."""
     result = StackedDict()
     unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
     if unknown:
         raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
-    for planned in plans:
-        wanted = dtypes.array_dtype(planned.row.number)
-        name = planned.entry.name
+    for stack in plans:
+        dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
         if out is not None and name not in out:
             raise ValueError(f"out: no array for {show(name)}")
         try:
-            result[name] = target_array(planned.shape, wanted, None if out is None else out[name])
+            result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
         except ValueError as error:
             raise ValueError(f"{show(name)}: {error}") from None
     return result
@@ -153,24 +143,24 @@ def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> Stacked
 # ---- plan ----
 
 
-def plan(known: Mapping[str, TensorDescription], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
-    """Plans what `fill` makes, and checks every name and shape.
+def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
+    """Plan the tensors of a layout, checking every name and shape.
 
     Raises:
         TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a safeload.Layout, not {type(layout).__name__}")
-    found = {entry.source: _layers_of(known, entry) for entry in layout.tensors if entry.stacked}
+    layers = {entry.source: _layers_of(tensors, entry) for entry in layout.tensors if entry.stacked}
     counts: dict[str, int] = {}
-    for source, layers in found.items():
+    for source, numbers in layers.items():
         prefix = source.split(LAYER)[0]
-        counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in layers), 0)
-    return [_plan_one(entry, known, found.get(entry.source), counts, target) for entry in layout.tensors]
+        counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in numbers), 0)
+    return [_plan_entry(entry, tensors, layers.get(entry.source), counts, target) for entry in layout.tensors]
 
 
-def _layers_of(known: Mapping[str, TensorDescription], entry: StackedTensor) -> set[int]:
-    """The numbers of the layers that match an entry.
+def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -> set[int]:
+    """Return the numbers of the layers that match an entry.
 
     Raises:
         SafeloadError: a number has leading zeros, or too many digits for any model.
@@ -178,16 +168,16 @@ def _layers_of(known: Mapping[str, TensorDescription], entry: StackedTensor) -> 
     prefix, suffix = entry.source.split(LAYER)
     pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
     layers = set()
-    for name in known:
+    for name in tensors:
         match = pattern.fullmatch(name)
         if match is None:
             continue
         digits = match[1]
         if len(digits) > _MAX_DIGITS:
-            raise SafeloadError(f"{show(entry.name)}: {_clipped(name)} has a layer's number of {len(digits)} digits")
+            raise SafeloadError(f"{show(entry.name)}: {_clipped(name)} has a layer number with {len(digits)} digits")
         if digits != str(int(digits)):
             raise SafeloadError(
-                f"{show(entry.name)}: {show(name)} has a layer's number with leading zeros: {show(digits)}"
+                f"{show(entry.name)}: {show(name)} has a layer number with leading zeros: {show(digits)}"
             )
         layers.add(int(digits))
     return layers
@@ -197,50 +187,44 @@ def _clipped(name: str) -> str:
     return repr(name if len(name) <= 40 else f"{name[:40]}...")
 
 
-def _plan_one(
+def _plan_entry(
     entry: StackedTensor,
-    known: Mapping[str, TensorDescription],
+    tensors: Mapping[str, TensorDescription],
     layers: set[int] | None,
     counts: Mapping[str, int],
     target: dtypes.Dtype | None,
 ) -> Stack:
-    """Plans one entry of a layout.
+    """Plan an entry of a layout.
 
     Args:
-        entry: the entry.
-        known: all tensors of the source.
         layers: numbers of the layers that match the entry; None if it has no layer axis.
         counts: number of layers by the prefix of their names, over all entries.
-        target: dtype for floating tensors; None to leave it unchanged.
-
-    Raises:
-        TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
     """
     names = [entry.source]
     if layers is not None:
         prefix, suffix = entry.source.split(LAYER)
         if not layers:
             raise TensorNotFoundError(
-                f"{show(entry.name)}: no tensor is called {show(entry.source)} with a layer's number"
+                f"{show(entry.name)}: no tensor is called {show(entry.source)} with a layer number"
             )
         count = counts[prefix]
-        if len(layers) < count:  # checked before the names are made: a single large number may ask for any count
+        if len(layers) < count:  # checked before the names are built, because a large number can imply any count
             missing = next(k for k in range(count) if k not in layers)
             name = f"{prefix}{missing}{suffix}"
             raise TensorNotFoundError(
                 f"{show(entry.name)}: layer {missing} of {count} is missing: there is no tensor {show(name)}"
             )
         names = [f"{prefix}{k}{suffix}" for k in range(count)]
-    elif entry.source not in known:
+    elif entry.source not in tensors:
         raise TensorNotFoundError(f"{show(entry.name)}: there is no tensor {show(entry.source)}")
-    first = known[names[0]]
+    first = tensors[names[0]]
     for name in names[1:]:
-        if known[name].shape != first.shape:
-            shape = list(known[name].shape)
+        if tensors[name].shape != first.shape:
+            shape = list(tensors[name].shape)
             raise SafeloadError(
                 f"{show(entry.name)}: {show(names[0])} has shape {list(first.shape)}, but {show(name)} has {shape}"
             )
-    rows = [_result_row(name, known[name], target) for name in names]
+    rows = [_result_row(name, tensors[name], target) for name in names]
     for name, row in zip(names, rows, strict=True):
         if row is not rows[0]:
             raise SafeloadError(
@@ -250,20 +234,20 @@ def _plan_one(
     if entry.transpose:
         if len(layer) != 2:
             raise UnsupportedError(
-                f"{show(entry.name)}: {show(names[0])} has shape {list(layer)}: only matrices are transposed"
+                f"{show(entry.name)}: {show(names[0])} has shape {list(layer)}: only matrices can be transposed"
             )
         layer = layer[::-1]
     return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
 
 
-def _result_row(name: str, known: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
-    if target is not None and (known.row.floating or known.scheme is not None):
+def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
+    if target is not None and (tensor.row.floating or tensor.scheme is not None):
         return target
-    if known.scheme is not None or known.row.packed:
+    if tensor.scheme is not None or tensor.row.packed:
         raise UnsupportedError(
-            f"tensor {show(name)} is {known.scheme or known.row.name}: pass a dtype= to stack its values"
+            f"tensor {show(name)} is {tensor.scheme or tensor.row.name}: pass a dtype= to stack its values"
         )
-    return known.row
+    return tensor.row
 
 
 # ---- fill ----
@@ -271,35 +255,35 @@ def _result_row(name: str, known: TensorDescription, target: dtypes.Dtype | None
 
 def fill(
     catalog: Catalog,
-    wanted: Sequence[tuple[Stack, Array]],
+    targets: Sequence[tuple[Stack, Array]],
     *,
     threads: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fills C-contiguous arrays as planned, all in one run.
+    """Fill C-contiguous arrays as planned, all in one run.
 
     Raises:
         FormatError, OSError: a file cannot be read.
     """
     batch = Batch()
-    for planned, array in wanted:
-        size = math.prod(planned.layer) * array.dtype.itemsize
+    for stack, array in targets:
+        size = math.prod(stack.layer) * array.dtype.itemsize
         begin = batch.into(array)
         grid: JobGrid | None = None
-        for k, name in enumerate(planned.names):
-            origin = _convertible(catalog.source(name), planned.row, threads)
+        for k, name in enumerate(stack.names):
+            origin = _convertible(catalog.source(name), stack.row, threads)
             if origin.size == 0:
                 continue
             element, item = origin.row.block_bytes, array.dtype.itemsize
-            if planned.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
-                rows, columns = planned.layer
+            if stack.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
+                rows, columns = stack.layer
                 grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
-            batch.add(origin.job(begin + k * size, planned.row.number, grid=grid))
+            batch.add(origin.job(begin + k * size, stack.row.number, grid=grid))
     batch.run(threads=threads, progress=progress)
 
 
 def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
-    """A source of whole-byte elements for a strided copy; quantized and packed ones are decoded first."""
+    """Return a source with whole-byte elements for a strided copy; quantized and packed tensors are decoded first."""
     if isinstance(value, QuantizedTensor):
         return of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
     if not value.row.packed:
