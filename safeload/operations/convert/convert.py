@@ -53,82 +53,83 @@ def convert(
     threads: int | None = None,
     progress: Progress = None,
 ) -> ConvertReport:
-    """Writes the tensors and metadata of checkpoints into a file of another format, in little memory.
+    """Convert checkpoints to another format, dtype or layout, in memory that does not grow with the checkpoint.
 
-    To safetensors, tensors that are copied, converted or dequantized pass through a ring of 64 MiB, and are read ahead
-    of what is written. Those that are quantized or stacked, and all of other formats, are made one at a time: they
-    take the memory of the largest.
+    For safetensors, tensors that are copied, cast or dequantized pass through a ring of 64 MiB, which is read ahead of
+    the writer. Quantized and stacked tensors, and all tensors in other formats, are made one at a time and take the
+    memory of the largest.
 
-    Names stay as they are unless ``rename`` changes them: this does not convert between model architectures
-    (llama.cpp's ``convert_hf_to_gguf.py`` does). First ``names`` or ``only`` and ``drop`` choose tensors, then
-    ``adapters`` change them, then ``dtype``, ``quantize`` and ``keep`` convert them, all by the names of the source;
-    ``rename`` comes last. A tensor that the format does not support is refused by name before anything is written.
+    Names stay as they are unless you pass ``rename``: safeload does not convert between model architectures, as
+    llama.cpp's ``convert_hf_to_gguf.py`` does. First ``names``, or ``only`` and ``drop``, select tensors; then
+    ``adapters`` are merged; then ``dtype``, ``quantize`` and ``keep`` convert the tensors. All of these use the names
+    in the source; ``rename`` comes last. If the format does not support a tensor, it is refused by name before
+    anything is written.
 
     Args:
-        src: a path or a URL, an open `Checkpoint` (such as ``open(path, root="state_dict")``) or a dict of arrays; or a
-            list of these, whose tensors are merged.
-        dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for one
-            tensor); the error for an unknown suffix lists them all. With ``max_shard_size``
-            it is a folder, which gets safetensors shards, an index, and the source's ``config.json`` with the new
-            dtype, and without a quantization that the weights no longer have. A URL such as "s3://bucket/model/", or a
-            path of `safeload.remote`, is always a folder: shards are uploaded one by one, and the index last.
-        dtype: dtype for floating tensors, and for quantized and packed ones, which are dequantized. For ".gguf" tensors
-            of one axis always become float32, as llama.cpp requires for norms and biases.
-        quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, as in `load_quantized`: the same tensors
-            are quantized, including tied heads unless ``names`` is given; the others become ``dtype``. Q4_0 rounds by
+        src: a path or URL, an open `Checkpoint` (such as ``open(path, root="state_dict")``), a dict of arrays, or a
+            list of these to merge.
+        dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for a
+            single tensor); the error for an unknown suffix lists all formats. With ``max_shard_size`` it is a folder,
+            which gets safetensors shards, an index, and the source's ``config.json`` with the new dtype, and without
+            its quantization if the tensors are dequantized. A URL such as "s3://bucket/model/", or a path of
+            `safeload.remote`, is always a folder: shards are uploaded one by one, the index last.
+        dtype: dtype for floating tensors, and for quantized and packed tensors, which are dequantized. In ".gguf" files
+            tensors with one axis always become float32, because llama.cpp requires it for norms and biases.
+        quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision. Selects the tensors that `load_quantized`
+            quantizes, including tied heads unless ``names`` is given; ``dtype`` applies to the rest. Q4_0 rounds by
             "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
         names: exact names of the tensors to convert; None for all.
-        only: shell pattern, or several, of the names to convert, such as ``"model.layers.0.*"``; instead of ``names``.
-        drop: shell pattern, or several, of names to leave out.
-        keep: shell pattern, or several, of tensors that ``quantize`` leaves unquantized, or a function of the name.
-        rename: pairs (regular expression, replacement) that ``re.sub`` applies to each name of the result, in order;
-            or a dict of these.
-        metadata: text for the header, merged with that of the source; the value None removes a key. Values for
-            ".gguf" may also be numbers and lists.
+        only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of
+            ``names``.
+        drop: shell pattern, or list of patterns, of names to leave out.
+        keep: shell pattern, list of patterns, or function of the name: tensors that ``quantize`` leaves unquantized.
+        rename: pairs (regular expression, replacement), or a dict, for ``re.sub`` to apply to each name in order.
+        metadata: text for the header, merged with the metadata of the source; the value None removes a key. For
+            ".gguf", values can also be numbers and lists.
         adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
-            these, see `load`. Packed tensors that one changes need ``dtype`` or ``quantize``.
-        max_shard_size: bytes, or text such as "500MB" or "5GB", which is what URLs get by default; a larger tensor gets
-            a shard of its own. The index is put in place last: until then a new folder has none, and an old folder with
-            another number of shards is still what it was. With the same number of shards as before, a crash during the
-            renames leaves some of both; in a store, which renames nothing, the new shards get other names.
-        format: the format of the file, such as "gguf", if the suffix does not select it; the error for an unknown one
-            lists them all. A suffix of a different format is refused. ".bin", which other programs take for a torch
-            file, needs ``format`` or ``layout``.
-        extras: whether a folder that is made from a folder also gets the tokenizer, the chat template and
-            ``generation_config.json``, so that other libraries load the result. From https, which lists no folders, it
-            gets none of these.
-        storage_options: for URLs, of ``src`` and of ``dst``: options of the filesystem that a URL leads to, see `open`.
-            Workers of an executor get only those without secrets, and take keys from their environment.
-        overwrite: False to raise FileExistsError if the destination exists. In a folder the shards and the
-            ``model.safetensors`` of the old checkpoint are removed once the new one is complete; a file called
-            ``model.safetensors`` replaces an index and its shards beside it, also if they are the source and every
-            tensor is converted. If the source has no ``config.json``, that of the folder stays, without a quantization
-            that the new weights do not have.
-        resume: True to write a folder shard by shard, with a record beside each that is whole, and to go on where an
-            earlier call with the same options stopped. A call that fails then leaves what is whole.
-        executor: runs a piece for each shard of a folder, on other processes or machines that have the same files:
-            anything with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
-            ``client.get_executor(pure=False)``. The files are those of one process. What is whole stays, as for
-            ``resume``.
-        threads: for reading and converting; None: chosen automatically, and one for each piece of an executor.
+            these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
+        max_shard_size: bytes, or text such as "500MB" or "5GB"; the default for URLs is "5GB". A larger tensor gets a
+            shard of its own. The index is put in place last: until then a new folder has no index, and an old folder
+            with a different number of shards is unchanged. If the number of shards is equal, a crash during the renames
+            leaves a mixture of old and new shards. A store renames nothing, so new shards get different names.
+        format: the format of the file, such as "gguf", if the suffix does not select it; the error for an unknown
+            format lists all formats. A suffix of a different format is refused. ".bin", which other programs read as a
+            torch file, requires ``format`` or ``layout``.
+        extras: True to copy the tokenizer, the chat template and ``generation_config.json`` from a source folder to the
+            destination folder, so that other libraries can load the result. Not available from https, which cannot list
+            folders.
+        storage_options: for URLs, in ``src`` and ``dst``: options of the filesystem behind the URL, see `open`. Workers
+            of an executor only get options without secrets, and should take keys from their environment.
+        overwrite: False to raise FileExistsError if the destination exists. In a folder, the old shards and
+            ``model.safetensors`` are removed once the new checkpoint is complete. A file called ``model.safetensors``
+            replaces an index and its shards beside it, even if they are the source, as long as every tensor is
+            converted. If the source has no ``config.json``, the folder keeps its own, without a quantization that does
+            not apply to the new weights.
+        resume: True to record each complete shard of a folder, and to continue an earlier call with the same options.
+            If such a call fails, it leaves the complete shards in place.
+        executor: runs a piece for each shard of a folder, in other processes or on other machines that see the same
+            files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
+            ``client.get_executor(pure=False)``. The result has the same bytes as with a single process. Complete shards
+            stay in place after an error, as with ``resume``.
+        threads: for reading and converting. None: chosen automatically, or one per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
 
     Returns:
-        What was written: files, tensors, bytes, seconds, and with ``quantize`` which tensors were quantized.
+        A report of files, tensors, bytes and seconds, and with ``quantize`` of the quantized tensors.
 
     Raises:
-        FileExistsError: ``dst`` exists, and ``overwrite`` is not set; or a ``model.safetensors`` of unknown origin
+        FileExistsError: ``dst`` exists and ``overwrite`` is not set; or a ``model.safetensors`` of unknown origin
             would hide the new index.
         UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a tensor
-            holds codes of a family that is not dequantized, such as EXL2, or stored codes, and the result is not
+            holds codes that cannot be dequantized, such as EXL2, or was opened as stored, unless the result is
             safetensors with all tensors as stored.
-        SafeloadError: two sources have a tensor of the same name.
-        TensorNotFoundError: an unknown name, or a pattern that matches none.
-        ValueError: wrong arguments, such as ``rename`` that gives two tensors one name, ``executor`` without
-            ``max_shard_size`` or for tensors in memory, or ``resume`` of a conversion with other options.
-        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written; no partial file is left. Shards in
-            a store that could not be removed have no index.
+        SafeloadError: two sources have a tensor with the same name.
+        TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
+        ValueError: invalid arguments, such as a ``rename`` that gives two tensors the same name, ``executor`` without
+            ``max_shard_size`` or with tensors in memory, or ``resume`` with different options.
+        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written. No partial file is left; shards
+            that could not be removed from a store have no index.
 
     Example:
         >>> import safeload
