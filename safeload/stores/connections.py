@@ -1,4 +1,4 @@
-"""HTTP connections, pooled by urllib3, whose connects, handshakes and reads another thread can abort."""
+"""HTTP connections, pooled by urllib3. Another thread can abort a connect, a handshake or a read."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ for _name in ("urllib3.connection", "urllib3.connectionpool"):
     logging.getLogger(_name).addFilter(_is_foreign)
 
 
-# ---- sockets whose reads other threads can end ----
+# ---- abortable sockets ----
 
 
 class _Line:
-    """A second descriptor of a connected socket: it can shut the connection down in whatever state the first one is."""
+    """A second descriptor of a connected socket: it can shut the connection down in any state."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected.dup()
@@ -381,7 +381,7 @@ class Connections:
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Unregister a file; after the last one, close all idle connections."""
+        """Unregister a file; close all idle connections after the last file."""
         self._users.discard(user)
         if not self._users:
             _close(self._managers)

@@ -1,4 +1,4 @@
-"""Where paths lead: the local file system, or stores behind URLs. What opens checkpoints knows only `Files`."""
+"""Paths, locations, and the files that they lead to: local files, or stores behind URLs, all seen as `Files`."""
 
 from __future__ import annotations
 
@@ -17,62 +17,62 @@ _Result = TypeVar("_Result")
 
 
 class Files(Protocol):
-    """Finds and opens files. Paths are texts that only it divides; any thread may use it."""
+    """Finds and opens files. Paths are opaque text to everyone else; safe to use from any thread."""
 
     @property
     def remote(self) -> bool:
-        """Whether each question takes a request."""
+        """Whether every method call can be a network request."""
 
     def open(self, path: str) -> ByteStore:
-        """Opens a file for reading.
+        """Open a file for reading.
 
         Raises:
             FormatError: not a regular file.
-            FileNotFoundError: there is none.
-            OSError: it cannot be opened.
+            FileNotFoundError: the file does not exist.
+            OSError: the file cannot be opened.
         """
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder at a path."""
+        """Return whether a path leads to a folder."""
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
-        """Names in a folder, sorted, and whether each is a folder itself; hidden ones are left out."""
+        """Return the sorted names in a folder, without hidden names, and whether each is a folder itself."""
 
     def join(self, folder: str, name: str) -> str:
-        """The path of a bare name in a folder."""
+        """Return the path of a bare name in a folder."""
 
     def split(self, path: str) -> tuple[str, str]:
-        """The folder of a path, and its name there."""
+        """Split a path into its folder and its name there."""
 
     def absolute(self, path: str) -> str:
-        """The path that leads to the same file from everywhere in this process."""
+        """Return a path that stays valid anywhere in this process."""
 
     def shown(self, path: str) -> str:
-        """A path as messages have it: without secrets."""
+        """Return a path for messages, without secrets."""
 
     def public(self, path: str) -> str:
-        """An absolute path as pickles and plans carry it, without secrets.
+        """Return an absolute path for pickles and plans, without secrets.
 
         Raises:
-            UnsupportedError: it leads nowhere without them.
+            UnsupportedError: the path leads nowhere without its secrets.
         """
 
     def public_options(self) -> dict[str, Any] | None:
-        """The ``storage_options`` as plans carry them, without secrets; None without any.
+        """Return the ``storage_options`` for plans, without secrets, or None if there are none.
 
         Raises:
             UnsupportedError: the files are in a store of this process.
         """
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Refuses a file that has changed, before it is opened, if that can be told without a request.
+        """Refuse a file that has changed, before it is opened, if that takes no request.
 
         Raises:
-            FormatError: it has.
+            FormatError: the file has changed.
         """
 
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """The results of a function that opens files, for each item; many at a time where that saves time."""
+        """Map a function that opens files over items, concurrently if the files are remote."""
 
 
 class LocalFiles:
@@ -84,48 +84,37 @@ class LocalFiles:
         return "LOCAL"
 
     def open(self, path: str) -> ByteStore:
-        """See `Files`."""
         return open_local(path)
 
     def is_folder(self, path: str) -> bool:
-        """See `Files`."""
         return os.path.isdir(path)
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
-        """See `Files`."""
         with os.scandir(folder) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
 
     def join(self, folder: str, name: str) -> str:
-        """See `Files`."""
         return os.path.join(folder, name)
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `Files`."""
         return os.path.split(path)
 
     def absolute(self, path: str) -> str:
-        """See `Files`."""
         return absolute(path)
 
     def shown(self, path: str) -> str:
-        """See `Files`."""
         return path
 
     def public(self, path: str) -> str:
-        """See `Files`."""
         return path
 
     def public_options(self) -> dict[str, Any] | None:
-        """See `Files`."""
         return None
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """See `Files`."""
         check_unchanged(path, seen)
 
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """See `Files`."""
         return [function(item) for item in items]
 
 
@@ -133,13 +122,13 @@ LOCAL = LocalFiles()
 
 
 class Location:
-    """Where a file or a folder is: a path, and what finds and opens files there.
+    """A file or folder: a path, and the store that the path belongs to.
 
-    `safeload.open`, and every function that takes a path, takes a location too. A pickle of it has no secrets.
+    `safeload.open` and every function that takes a path also take a location. Its pickle contains no secrets.
 
     Args:
-        files: finds and opens it.
-        path: as ``files`` takes it, with the secrets of a URL: messages have `shown`.
+        files: finds and opens the file.
+        path: the path as ``files`` takes it, including the secrets of a URL; messages use `shown`.
 
     Attributes:
         files: see above.
@@ -172,7 +161,7 @@ class Location:
         return hash((self.files, self.path))
 
     def __truediv__(self, name: str) -> Location:
-        """The location of a name in this folder."""
+        """Return the location of a name in this folder."""
         return Location(self.files, self.files.join(self.path, name))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -180,20 +169,19 @@ class Location:
 
     @property
     def shown(self) -> str:
-        """The path as messages have it, without secrets."""
+        """The path for messages, without secrets."""
         return self.files.shown(self.path)
 
 
 @contextmanager
 def rather_changed(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
-    """Says of files on the network that cannot be opened again that they have changed, if they have.
+    """If a remote file can no longer be read, raise instead that it has changed, if it has.
 
     Args:
-        files: where they are.
-        seen: path and version of each.
+        seen: the path and version of each file.
 
     Raises:
-        FormatError: they have.
+        FormatError: a file has changed.
     """
     try:
         yield

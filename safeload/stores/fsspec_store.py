@@ -1,4 +1,4 @@
-"""Files of fsspec's filesystems: calls that can be ended, ranges, versions, and errors in safeload's words."""
+"""Files of fsspec filesystems: abortable calls, ranges, versions, and S3 objects read through presigned URLs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import inspect
 import os
 from collections.abc import Sequence
 from concurrent.futures import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.cached import CachingFileSystem
@@ -15,14 +16,18 @@ from fsspec.implementations.cached import CachingFileSystem
 from ..base import log
 from ..base.forking import ProcessLock
 from ..errors import FormatError, RemoteError, UnsupportedError
-from .foreign_errors import again, changed, checked
+from .foreign_errors import changed, checked, retried
 from .remote import RemoteStore, fill
 from .stop import current
 from .store import Span
 
-# Seconds after which signals are handled while a call goes on in fsspec's thread: Windows interrupts no waiting.
+if TYPE_CHECKING:
+    from .http import HttpStore
+    from .http_client import Client, RequestTarget
+
+# Seconds between signal checks while a call runs in fsspec's thread: Windows cannot interrupt a wait.
 _TICK = 0.2
-# Keys of `info` that tell one content from another, the most exact first.
+# Keys of `info` that distinguish contents, most precise first.
 _VERSIONS = (
     "generation", "ETag", "etag", "e_tag", "VersionId", "version_id", "md5Hash", "content_md5", "md5", "xet_hash",
     "blob_id", "sha", "CRC", "checksum", "chksum", "mtime", "LastModified", "last_modified", "modified", "updated",
@@ -31,13 +36,13 @@ _VERSIONS = (
 
 
 class FsspecHandle:
-    """A filesystem of fsspec that works in every process.
+    """An fsspec filesystem that works in every process.
 
-    An asynchronous one belongs to the thread that runs its event loop, which a fork does not copy.
+    An asynchronous filesystem belongs to the thread of its event loop, which a fork does not copy.
 
     Args:
         fs: the filesystem.
-        secrets: texts that no message may have.
+        secrets: texts to keep out of messages.
     """
 
     def __init__(self, fs: Any, secrets: list[str]) -> None:
@@ -49,13 +54,13 @@ class FsspecHandle:
 
     @property
     def fs(self) -> Any:
-        """The filesystem, in a forked process one of its own."""
+        """The filesystem; a forked process gets its own."""
         if self._process != os.getpid():
             self._fs, self._process = _renewed(self._fs), os.getpid()
         return self._fs
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Calls a method of the filesystem; the call ends with `stop.current`, and by Ctrl-C."""
+        """Call a method of the filesystem; `stop.current` and Ctrl-C abort it."""
         return self._call(self.fs, name, *arguments, **named)
 
     def _call(self, fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
@@ -72,13 +77,13 @@ class FsspecHandle:
             raise
 
     def ask(self, url: str, name: str, *arguments: Any, **named: Any) -> Any:
-        """`call`, with errors in safeload's words."""
+        """Like `call`, but translate errors."""
         return checked(lambda: self.call(name, *arguments, **named), url, self.secrets)
 
     def info(self, url: str, path: str) -> dict[str, Any]:
-        """What the store says about a path now, not what a cache says.
+        """Return the store's current information about a path, bypassing caches.
 
-        Nor does it ask a cache, which looks into the folder: http has none.
+        Caches would list the folder, which http does not have.
         """
 
         def read() -> Any:
@@ -87,14 +92,14 @@ class FsspecHandle:
                 fs = fs.fs
             fs.invalidate_cache(path)
             method = getattr(fs, "_info", None) or fs.info
-            again = {"refresh": True} if "refresh" in inspect.signature(method).parameters else {}
-            return self._call(fs, "info", path, **again)
+            refresh = {"refresh": True} if "refresh" in inspect.signature(method).parameters else {}
+            return self._call(fs, "info", path, **refresh)
 
         return dict(checked(read, url, self.secrets))
 
 
 def _usable(fs: Any) -> Any:
-    # One that was made for a program's own event loop has none that other threads may use.
+    # A filesystem made for the program's own event loop has no loop that other threads can use.
     if isinstance(fs, AsyncFileSystem) and fs.asynchronous:
         return type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": False, "loop": None})
     return fs
@@ -110,18 +115,17 @@ def _renewed(fs: Any) -> Any:
 
 
 def version_of(info: dict[str, Any]) -> tuple[Any, ...]:
-    """The version of a file by what `info` says: its size, and the first thing that tells its content from another."""
-    found = next((info[key] for key in _VERSIONS if info.get(key) not in (None, "")), None)
-    return info["size"], None if found is None else str(found)
+    """Return the version of a file: its size, and the first entry of `info` that distinguishes contents."""
+    mark = next((info[key] for key in _VERSIONS if info.get(key) not in (None, "")), None)
+    return info["size"], None if mark is None else str(mark)
 
 
 class FsspecStore(RemoteStore):
-    """A file of a filesystem, read by ranges. Each lands in memory of its own: not all that reads it can be ended.
+    """A file of an fsspec filesystem, read by ranges into separate buffers, because not every read can be aborted.
 
     Args:
-        handle: the filesystem.
-        place: the path in it.
-        url: as messages show it.
+        place: the path in the filesystem.
+        url: the URL in messages.
     """
 
     def __init__(self, handle: FsspecHandle, place: str, url: str) -> None:
@@ -133,15 +137,14 @@ class FsspecStore(RemoteStore):
         if info.get("type") == "directory":
             raise FormatError("this is a folder, not a file", url)
         if not isinstance(info.get("size"), int):
-            raise UnsupportedError(f"{url}: the store does not say how long the file is, so it gives no ranges of it")
+            raise UnsupportedError(f"{url}: the store does not state the size of the file, so ranges are unavailable")
         self.size = info["size"]
         self.version = version_of(info)
         log.debug("%s: opened by %s", url, type(handle.fs).__name__)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
-        """Fills spans, see `RemoteStore.read_spans`."""
         begin, end = spans[0].offset, spans[-1].end
-        fill(spans, begin, again(lambda: self._range(begin, end), self.path, self._handle.secrets, begin, end))
+        fill(spans, begin, retried(lambda: self._range(begin, end), self.path, self._handle.secrets, begin, end))
 
     def _range(self, begin: int, end: int) -> bytes:
         turns = self._handle.turns
@@ -153,12 +156,82 @@ class FsspecStore(RemoteStore):
         if len(content) == end - begin:
             return bytes(content)
         if len(content) > end - begin:
-            raise UnsupportedError(f"{self.path}: the store does not give ranges of this file")
+            raise UnsupportedError(f"{self.path}: the store does not support ranges of this file")
         self.confirm()
-        raise RemoteError(f"{len(content):,} bytes came instead of {end - begin:,}", self.path, begin, end)
+        raise RemoteError(f"expected {end - begin:,} bytes, got {len(content):,}", self.path, begin, end)
 
     def confirm(self) -> None:
-        """Asks for the version once more."""
-        found = version_of(self._handle.info(self.path, self._place))
-        if found != self.version:
-            raise changed(self.path, self.size, found[0])
+        version = version_of(self._handle.info(self.path, self._place))
+        if version != self.version:
+            raise changed(self.path, self.size, version[0])
+
+
+# ---- presigned URLs ----
+
+# Lifetime of a signature in seconds. Temporary credentials may expire earlier; the URL is then signed again.
+_VALID = 3600
+# Connection settings that our HTTP client does not support.
+_CONNECTION = frozenset(("client_cert", "proxies", "proxies_config"))
+
+
+class Signer:
+    """Opens S3 objects through presigned URLs: s3fs signs, and `HttpStore` reads straight into the arrays' memory.
+
+    Each range is read with ``If-Match``, which s3fs does not send, and opening takes one request instead of two.
+    """
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+        self._making = ProcessLock()
+
+    def open(self, handle: FsspecHandle, place: str, shown: str) -> HttpStore | None:
+        """Open an object; return None if s3fs has to read it, or may have a better error.
+
+        Raises:
+            FileNotFoundError: the object does not exist.
+            FormatError: the responses are of different objects.
+        """
+        if not _signable(handle.fs):
+            return None
+
+        def resolve() -> RequestTarget:
+            from .http_client import RequestTarget, web_url
+
+            fs = handle.fs
+            named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
+            url = str(handle.ask(shown, "url", place, expires=_VALID, **named))
+            web, _ = web_url(url)
+            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
+            headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
+            return RequestTarget(web, headers)
+
+        try:
+            from .http import HttpStore
+
+            return HttpStore(shown, resolve, self._shared(handle))
+        except (FormatError, FileNotFoundError):
+            raise
+        except (RemoteError, ImportError) as error:
+            log.debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
+        return None
+
+    def _shared(self, handle: FsspecHandle) -> Client:
+        from .http_client import Client
+
+        with self._making.own:
+            if self._client is None:
+                verify = _settings(handle.fs, "client_kwargs").get("verify")
+                self._client = Client({} if verify is None else {"verify": verify}, "s3")
+            return self._client
+
+
+def _settings(fs: Any, name: str) -> dict[str, Any]:
+    return dict(getattr(fs, name, None) or {})
+
+
+def _signable(fs: Any) -> bool:
+    """Return whether a URL can carry the whole request: a customer's encryption key must be sent in headers."""
+    keys = {*_settings(fs, "s3_additional_kwargs"), *_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
+    return not any(key.startswith("SSECustomer") for key in keys) and not _CONNECTION & {
+        *_settings(fs, "config_kwargs")
+    }

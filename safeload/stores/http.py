@@ -87,7 +87,7 @@ class _Route(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """The headers that distinguish one content from another."""
+    """The headers that distinguish contents."""
 
     etag: str | None = None
     modified: str | None = None
@@ -123,7 +123,7 @@ class _Transfer:
         self._spans = spans
         self._k = 0
         self._scratch = memoryview(b"")
-        self.at, self.end = spans[0].offset, spans[-1].end  # the first missing byte, and one past the last
+        self.at, self.end = spans[0].offset, spans[-1].end  # the range of missing bytes
 
     def memory(self) -> memoryview:
         """Return the memory for the next bytes."""
@@ -250,7 +250,7 @@ class HttpStore(RemoteStore):
         return headers
 
     def _renew(self, seen: _Route) -> bool:
-        """Resolve the URL again, in one thread only, and return whether there is another URL to try."""
+        """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
         lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
             current().check()

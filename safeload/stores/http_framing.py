@@ -15,21 +15,21 @@ _HEADS = 10
 _FIELDS = 64 << 10
 # Maximum length of the line before a chunk: its size and extensions, which are ignored.
 _LINE = 4096
-# Over TLS a single receive returns at most one record of 16 KiB; C gathers records faster than a Python loop.
+# Over TLS a single receive returns at most a record of 16 KiB; C gathers records faster than a Python loop.
 _RECORDS = 128 << 10
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
 _LENGTH = re.compile(r"[0-9]{1,18}")
-# Python stops reading header fields at a malformed line, and reports it only as one of these defects.
+# Python stops reading header fields at a malformed line, and reports it only by these defects.
 _LOST = (errors.MissingHeaderBodySeparatorDefect, errors.FirstHeaderLineIsContinuationDefect)
 
 
 class BadResponse(http.client.HTTPException):
-    """A response that breaks HTTP's framing rules. The message never quotes a header, which may echo a secret."""
+    """A response that breaks HTTP's framing rules. The message never quotes a header, because it may echo a secret."""
 
 
 class Response(http.client.HTTPResponse):
-    """A response whose body is received piece by piece, so that an error loses no bytes that have arrived."""
+    """A response that receives its body piece by piece, so that an error loses no bytes."""
 
     tls = False  # whether bytes arrive in TLS records
     _heads = 0
@@ -111,7 +111,7 @@ class Response(http.client.HTTPResponse):
         return count
 
     def _next_chunk(self) -> int:
-        """Return the size of the next chunk, 0 after the last one."""
+        """Return the size of the next chunk, 0 after the last chunk."""
         if self._left is not None:
             end = self.fp.read(2)
             if len(end) < 2:

@@ -1,4 +1,4 @@
-"""``hf://`` URLs: huggingface_hub says which commit and which files, and the Web's reader reads them.
+"""``hf://`` URLs: huggingface_hub resolves commits and lists files, and our HTTP client reads them.
 
 A URL is ``hf://owner/name[@revision][/path]``; datasets and spaces have ``datasets/`` and ``spaces/`` before the owner.
 The revision is one name; a slash in it is written ``%2F``, except in ``refs/pr/1`` and ``refs/convert/parquet``.
@@ -17,7 +17,7 @@ from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
-from .foreign_errors import again, cleaned, in_our_words, may_pass
+from .foreign_errors import cleaned, is_transient, retried, translated
 from .http import HttpStore
 from .http_client import Client, RequestTarget, web_url
 from .options import secrets_of
@@ -31,33 +31,26 @@ _URL = re.compile(
     re.DOTALL,
 )
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
-# Storage options of the Hub itself.
+# Storage options handled here.
 _OPTIONS = ("endpoint", "token")
-# What the Hub says when there is nothing, as opposed to no access; by the names of huggingface_hub's classes.
+# Errors for things that do not exist, as opposed to missing access, by the class names of huggingface_hub.
 _MISSING = ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
 
 
 class HubPlace(NamedTuple):
-    """What a URL names.
+    """The parts of a URL."""
 
-    Attributes:
-        kind: "model", "dataset" or "space".
-        repo: owner and name.
-        revision: a branch, a tag or a commit; None for the main branch.
-        path: in the repository; empty for all of it.
-    """
-
-    kind: str
-    repo: str
-    revision: str | None
-    path: str
+    kind: str  # "model", "dataset" or "space"
+    repo: str  # owner and name
+    revision: str | None  # a branch, a tag or a commit; None for the main branch
+    path: str  # in the repository; empty for the whole repository
 
 
 def place_of(url: str) -> HubPlace:
-    """Divides a URL.
+    """Parse a URL.
 
     Raises:
-        UnsupportedError: it does not name a repository.
+        UnsupportedError: the URL does not name a repository.
     """
     match = _URL.fullmatch(url)
     if match is None:
@@ -71,24 +64,19 @@ def place_of(url: str) -> HubPlace:
 
 
 class Snapshot(NamedTuple):
-    """A commit of a repository.
+    """A commit of a repository."""
 
-    Attributes:
-        commit: its digest.
-        files: paths of its files.
-    """
-
-    commit: str
-    files: frozenset[str]
+    commit: str  # its digest
+    files: frozenset[str]  # their paths
 
 
 class Hub:
     """Repositories of the Hugging Face Hub.
 
-    Each revision is resolved once, in one request, and stays at its commit for as long as this object lives.
+    Each revision is resolved once, in a single request, and stays at that commit for the lifetime of the object.
 
     Args:
-        options: ``token`` and ``endpoint``, by default huggingface_hub's own; the rest is for the Web's reader.
+        options: ``token`` and ``endpoint``, which default to huggingface_hub's own; the rest is passed to `Client`.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -116,64 +104,63 @@ class Hub:
         self._asking = ProcessLock()
 
     def __repr__(self) -> str:
-        return "<Hub>"  # the token is a secret
+        return "<Hub>"  # the token is secret
 
     def snapshot(self, place: HubPlace, url: str) -> Snapshot:
-        """The commit of a revision, and its files.
+        """Return the commit of a revision and its files.
 
         Raises:
-            FileNotFoundError: there is no such repository or revision, or none that this token may know of.
+            FileNotFoundError: the repository or the revision does not exist, or is invisible to the token.
             RemotePermissionError: the repository is gated, or the token is wrong.
-            RemoteError: the Hub does not answer.
+            RemoteError: the Hub does not respond.
         """
         key = place.kind, place.repo, place.revision
-        found = self._snapshots.get(key)
-        if found is None:
-            with self._asking.own:  # the shards of a folder are opened by many threads
-                found = self._snapshots.get(key)
-                if found is None:
-                    found = self._snapshots[key] = self._ask(place, urls.shown(url))
-                    log.debug("%s: commit %s, %d files", urls.shown(url), found.commit, len(found.files))
-        return found
+        snapshot = self._snapshots.get(key)
+        if snapshot is None:
+            with self._asking.own:  # many threads open the shards of a folder
+                snapshot = self._snapshots.get(key)
+                if snapshot is None:
+                    snapshot = self._snapshots[key] = self._ask(place, urls.shown(url))
+                    log.debug("%s: commit %s, %d files", urls.shown(url), snapshot.commit, len(snapshot.files))
+        return snapshot
 
     def _ask(self, place: HubPlace, shown: str) -> Snapshot:
         def ask() -> Any:
             return self._api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
 
-        info = again(ask, shown, self._secrets, passing=_may_pass, words=self._words)
+        info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
         if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-            raise RemoteError("the Hub does not say which commit this is", shown)
+            raise RemoteError("the Hub does not state the commit", shown)
         names = [file.rfilename for file in info.siblings or ()]
         for name in names:
             if not _is_path(name):
-                raise RemoteError(f"the Hub lists files: expected paths in the repository, got {show(name)}", shown)
+                raise RemoteError(f"the Hub's list of files has an invalid path: {show(name)}", shown)
         return Snapshot(info.sha, frozenset(names))
 
-    def _words(self, error: Exception, shown: str, *_: Any) -> Exception:
-        """The Hub's own sentence where it refuses."""
+    def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
+        """Like `translated`, but with the Hub's own explanation."""
         names = [kind.__name__ for kind in type(error).__mro__]
-        said = cleaned(error, self._secrets)
+        text = cleaned(error, self._secrets)
         if "GatedRepoError" in names or "DisabledRepoError" in names or "LocalTokenNotFoundError" in names:
-            return RemotePermissionError(said, shown)
+            return RemotePermissionError(text, shown)
         if any(name in names for name in _MISSING):
-            return missing_file(shown, f"{said} ({shown})")
+            return missing_file(shown, f"{text} ({shown})")
         if "HFValidationError" in names or "HfUriError" in names:
-            return UnsupportedError(f"{shown}: {said}")
+            return UnsupportedError(f"{shown}: {text}")
         if _status(error) in (401, 403):
-            return RemotePermissionError(said, shown)
+            return RemotePermissionError(text, shown)
         if _status(error) is not None:
-            return RemoteError(said, shown)
-        return in_our_words(error, shown, self._secrets)
+            return RemoteError(text, shown)
+        return translated(error, shown, self._secrets)
 
     # ---- Backend ----
 
     def open(self, url: str) -> ByteStore:
-        """See `Backend`."""
         place = place_of(url)
         snapshot = self.snapshot(place, url)
         shown = urls.shown(url)
         if place.path not in snapshot.files:
-            what = "this is a folder, not a file" if self.is_folder(url) else "there is no such file in the repository"
+            what = "this is a folder, not a file" if self.is_folder(url) else "the repository has no such file"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
 
         def resolve() -> RequestTarget:
@@ -189,22 +176,21 @@ class Hub:
         try:
             return HttpStore(shown, resolve, self._client)
         except RemotePermissionError as error:
-            ours = self._reason(place, shown) or error
+            refusal = self._refusal(place, shown) or error
         try:
-            raise ours
+            raise refusal
         finally:
-            del ours  # which refers to this frame
+            del refusal  # it refers to this frame
 
-    def _reason(self, place: HubPlace, shown: str) -> Exception | None:
-        """Why a file is refused, in the Hub's own sentence: a gated repository may be listed, but not read."""
+    def _refusal(self, place: HubPlace, shown: str) -> Exception | None:
+        """Return the Hub's own explanation for a refused file: a gated repository can be listed, but not read."""
         try:
             self._api.auth_check(place.repo, repo_type=place.kind)
         except Exception as error:
-            return self._words(error, shown)
+            return self._translated(error, shown)
         return None
 
     def is_folder(self, url: str) -> bool:
-        """See `Backend`."""
         place = place_of(url)
         try:
             files = self.snapshot(place, url).files
@@ -213,18 +199,17 @@ class Hub:
         return not place.path or any(name.startswith(f"{place.path}/") for name in files)
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        """See `Backend`."""
         place = place_of(url)
         begin = f"{place.path}/" if place.path else ""
-        found = {
+        entries = {
             (name[len(begin) :].partition("/")[0], "/" in name[len(begin) :])
             for name in self.snapshot(place, url).files
             if name.startswith(begin)
         }
-        return sorted(found)
+        return sorted(entries)
 
     def pinned(self, url: str) -> str:
-        """The URL with the commit that its revision was resolved to, if it was: what another process opens."""
+        """Return the URL with its revision replaced by the resolved commit, if any, for other processes."""
         place = place_of(url)
         snapshot = self._snapshots.get((place.kind, place.repo, place.revision))
         if snapshot is None:
@@ -233,11 +218,11 @@ class Hub:
         return f"hf://{before}{place.repo}@{snapshot.commit}" + (f"/{place.path}" if place.path else "")
 
     def upload(self, source: str, url: str) -> None:
-        """See `Backend`: one commit for each file."""
+        """Upload a file in a commit of its own."""
         place = place_of(url)
         shown = urls.shown(url)
         if not place.path:
-            raise UnsupportedError(f"{shown}: expected a path in the repository to write to")
+            raise UnsupportedError(f"{shown}: expected the path of a file in the repository")
 
         def commit() -> None:
             self._api.upload_file(
@@ -249,45 +234,45 @@ class Hub:
                 commit_message=f"Upload {place.path.rpartition('/')[2]}",
             )
 
-        again(commit, shown, self._secrets, passing=_may_pass, words=self._words)
+        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
         self._forget(place)
 
     def remove(self, several: Sequence[str]) -> None:
-        """See `Backend`: one commit for all of them."""
+        """Remove all files in a single commit."""
         from huggingface_hub import CommitOperationDelete
 
         place, shown = place_of(several[0]), urls.shown(several[0])
         self._forget(place)
         files = self.snapshot(place, several[0]).files
-        there = sorted({found for url in several if (found := place_of(url).path) in files})
-        if not there:
+        existing = sorted({path for url in several if (path := place_of(url).path) in files})
+        if not existing:
             return
 
         def commit() -> None:
             self._api.create_commit(
                 place.repo,
-                [CommitOperationDelete(path) for path in there],
-                commit_message=f"Remove {there[0].rpartition('/')[2]}" + (" and others" if len(there) > 1 else ""),
+                [CommitOperationDelete(path) for path in existing],
+                commit_message=f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else ""),
                 repo_type=place.kind,
                 revision=place.revision,
             )
 
-        again(commit, shown, self._secrets, passing=_may_pass, words=self._words)
+        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
         self._forget(place)
 
     def check_writable(self, url: str) -> None:
-        """See `Backend`: the repository exists."""
+        """Check that the repository exists."""
         place = place_of(url)
         self._forget(place)
         self.snapshot(place, url)
 
     def _forget(self, place: HubPlace) -> None:
-        """Has the next question about a revision asked anew."""
+        """Resolve the revision again on its next use."""
         self._snapshots.pop((place.kind, place.repo, place.revision), None)
 
 
 def _is_path(name: object) -> bool:
-    """Whether Git can have a file of this name."""
+    """Return whether Git allows this path."""
     if not isinstance(name, str) or any("\ud800" <= char <= "\udfff" for char in name):
         return False
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
@@ -298,8 +283,8 @@ def _status(error: Exception) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     status = _status(error)
     if status is not None:
         return status in (408, 429) or status >= 500
-    return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and may_pass(error)
+    return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)

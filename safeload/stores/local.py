@@ -1,4 +1,4 @@
-"""Local files: a store whose descriptor can be closed between reads, mappings, identities, and replacing a file."""
+"""Local files: stores, descriptors closed between reads, mappings, identities, and replacing a file."""
 
 from __future__ import annotations
 
@@ -134,11 +134,11 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
     return status
 
 
-# ---- one budget for all threads' jobs ----
+# ---- a budget for all threads' jobs ----
 
 
 class Claim:
-    """The descriptors that one run of jobs may hold at a time.
+    """The descriptors that a run of jobs may hold at a time.
 
     All runs of a process share half of `_budget`, but each may hold at least one descriptor. A claim publishes its own
     number before it adds up all claims, so that of two concurrent claims at least one sees the other.
@@ -203,7 +203,7 @@ def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
 
 
 def compare(version: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
-    """Raise FormatError if a file's version is not the one seen before; ``seen`` may be a prefix of a version."""
+    """Raise FormatError if a file's version differs from the version seen before; ``seen`` may be a prefix of a version."""
     if version[: len(seen)] != tuple(seen):
         what = "it was modified or replaced"
         if version[0] != seen[0]:

@@ -1,4 +1,4 @@
-"""Stores that the caller has opened: filesystems of fsspec, stores of obstore, and paths of either."""
+"""Stores that the caller has opened: fsspec filesystems, obstore stores, and paths in either."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..errors import RemoteError, RemotePermissionError, UnsupportedError
 from . import url as urls
 from .files import Location
 from .filesystem import Filesystem, is_escaped
-from .foreign_errors import again, changed, cleaned, in_our_words, may_pass
+from .foreign_errors import changed, cleaned, is_transient, retried, translated
 from .options import secrets_of
 from .remote import ForeignStore, RemoteStore, fill
 from .remote_files import RemoteFiles
 from .store import ByteStore, Span
 from .thread_group import each
 
-# Schemes of obstore's classes; another class gets its name.
+# Schemes of obstore's classes; any other class uses its own name.
 _SCHEMES = {
     "S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https", "LocalStore": "file",
     "MemoryStore": "memory",
@@ -29,61 +29,56 @@ _SCHEMES = {
 
 
 def of_fsspec(fs: Any, path: str) -> Location:
-    """A path in a filesystem of fsspec; see `safeload.remote.of_fsspec`."""
-    needed = ("cat_file", "info", "ls", "_strip_protocol", "unstrip_protocol")
-    if not all(hasattr(fs, name) for name in needed):
-        raise TypeError(f"fs: expected a filesystem of fsspec, found {type(fs).__name__}")
+    """Return a path in an fsspec filesystem; see `safeload.remote.of_fsspec`."""
+    required = ("cat_file", "info", "ls", "_strip_protocol", "unstrip_protocol")
+    if not all(hasattr(fs, name) for name in required):
+        raise TypeError(f"fs must be an fsspec filesystem, got {type(fs).__name__}")
     if not isinstance(path, str):
-        raise TypeError(f"path: expected a str, found {type(path).__name__}")
+        raise TypeError(f"path must be a str, got {type(path).__name__}")
     url = path if urls.is_url(path) else fs.unstrip_protocol(fs._strip_protocol(path))
-    if urls.scheme_of(url) == "file" and is_escaped(fs):  # as `file://` URLs are, so that a pickle leads to the file
+    if urls.scheme_of(url) == "file" and is_escaped(fs):  # like `file://` URLs, so that a pickle leads to the file
         url = escaped(url)
-    # What a pickle carries of a cache leads to the files behind it.
+    # A pickle of a cache carries the options of the filesystem behind it.
     options = getattr(getattr(fs, "fs", fs), "storage_options", None)
     return Location(RemoteFiles(options if isinstance(options, Mapping) else {}, Filesystem(fs)), url)
 
 
 def of_obstore(store: Any, path: str) -> Location:
-    """A path in a store of obstore; see `safeload.remote.of_obstore`."""
+    """Return a path in an obstore store; see `safeload.remote.of_obstore`."""
     if not all(callable(getattr(store, name, None)) for name in ("get", "head", "list_with_delimiter")):
-        raise TypeError(f"store: expected a store of obstore, found {type(store).__name__}")
+        raise TypeError(f"store must be an obstore store, got {type(store).__name__}")
     if not isinstance(path, str):
-        raise TypeError(f"path: expected a str, found {type(path).__name__}")
+        raise TypeError(f"path must be a str, got {type(path).__name__}")
     backend = Obstore(store)
     return Location(RemoteFiles(None, backend), backend.root + path.strip("/"))
 
 
 def path_of(value: Any) -> Location:
-    """What an object names that is neither a text nor a path of the local file system.
+    """Return the location of an object that is neither a str nor a local path.
 
-    Taken are a `Location`; objects with a filesystem of fsspec as ``fs`` and a path in it as ``path``
-    (``fsspec.core.OpenFile``, universal_pathlib's ``UPath``); and stores with the members of `ByteStore`.
+    Accepts a `Location`; objects with an fsspec filesystem as ``fs`` and a path as ``path`` (``fsspec.core.OpenFile``,
+    universal_pathlib's ``UPath``); and stores with the members of `ByteStore`.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: any other object.
     """
     if isinstance(value, Location):
         return value
     fs, path = getattr(value, "fs", None), getattr(value, "path", None)
     if isinstance(path, str) and hasattr(fs, "cat_file"):
         if getattr(value, "compression", None) is not None:
-            raise UnsupportedError(f"{path}: a compressed file has no ranges: open it without compression=")
+            raise UnsupportedError(f"{path}: ranges of a compressed file cannot be read: open it without compression=")
         return of_fsspec(fs, path)
     if callable(getattr(value, "read_into", None)) and hasattr(value, "size"):
         name = path if isinstance(path, str) else type(value).__name__
         return Location(RemoteFiles(None, Single(value)), name if urls.is_url(name) else f"store://{name}")
     raise TypeError(
-        f"a path, a URL, a path of fsspec or a store (size, version, read_into, close) is wanted, "
-        f"found {type(value).__name__}"
+        f"expected a path, URL, fsspec path or store (size, version, read_into, close), got {type(value).__name__}"
     )
 
 
 class Single:
-    """A store of the caller's as a `Backend`: whatever the URL, it is the file.
-
-    Args:
-        store: the caller's.
-    """
+    """A caller's store as a `Backend`: every URL leads to it."""
 
     def __init__(self, store: ByteStore) -> None:
         self._store = store
@@ -92,38 +87,32 @@ class Single:
         return f"<{type(self._store).__name__}>"
 
     def open(self, url: str) -> RemoteStore:
-        """See `Backend`."""
         return self._store if isinstance(self._store, RemoteStore) else ForeignStore(self._store, urls.shown(url))
 
     def is_folder(self, url: str) -> bool:
-        """See `Backend`."""
         return False
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        """See `Backend`."""
-        raise UnsupportedError(f"{urls.shown(url)}: a store of the caller's is one file, and lists no folder")
+        raise UnsupportedError(f"{urls.shown(url)}: a single store has no folders")
 
     def upload(self, source: str, url: str) -> None:
-        """See `Backend`."""
-        raise UnsupportedError(f"{urls.shown(url)}: a store of the caller's is only read")
+        self.check_writable(url)
 
     def remove(self, several: Sequence[str]) -> None:
-        """See `Backend`."""
         self.check_writable(several[0])
 
     def check_writable(self, url: str) -> None:
-        """See `Backend`."""
-        raise UnsupportedError(f"{urls.shown(url)}: a store of the caller's is only read")
+        raise UnsupportedError(f"{urls.shown(url)}: a single store is read-only")
 
 
 class Obstore:
-    """A store of obstore as a `Backend`.
+    """An obstore store as a `Backend`.
 
     Args:
         store: any object with obstore's methods ``get``, ``head``, ``list_with_delimiter`` and ``put``.
 
     Attributes:
-        root: the URL of its root as messages show it.
+        root: the root's URL in messages.
     """
 
     def __init__(self, store: Any) -> None:
@@ -150,34 +139,30 @@ class Obstore:
         return url[len(self.root) :].strip("/")
 
     def open(self, url: str) -> ObstoreFile:
-        """See `Backend`."""
         return ObstoreFile(self._store, self._place(url), url, self._secrets)
 
     def is_folder(self, url: str) -> bool:
-        """See `Backend`."""
-        found = self._list(url)
-        return bool(found["objects"] or found["common_prefixes"]) or not self._place(url)
+        entries = self._list(url)
+        return bool(entries["objects"] or entries["common_prefixes"]) or not self._place(url)
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        """See `Backend`."""
-        found, here = self._list(url), self._place(url)
-        names = [(item["path"], False) for item in found["objects"]] + [(p, True) for p in found["common_prefixes"]]
-        return sorted((path.rstrip("/").rpartition("/")[2], folder) for path, folder in names if path != here)
+        entries, folder = self._list(url), self._place(url)
+        paths = [(entry["path"], False) for entry in entries["objects"]]
+        paths += [(prefix, True) for prefix in entries["common_prefixes"]]
+        return sorted((path.rstrip("/").rpartition("/")[2], is_folder) for path, is_folder in paths if path != folder)
 
     def _list(self, url: str) -> Mapping[str, Any]:
         place = self._place(url)
-        found = checked_call(lambda: self._store.list_with_delimiter(place or None), url, self._secrets)
-        return found if isinstance(found, Mapping) else {}
+        entries = checked_call(lambda: self._store.list_with_delimiter(place or None), url, self._secrets)
+        return entries if isinstance(entries, Mapping) else {}
 
     def upload(self, source: str, url: str) -> None:
-        """See `Backend`. obstore's ``put`` shows an object when all of it is there."""
+        """Upload a file; obstore's ``put`` makes an object visible only when it is complete."""
         place = self._place(url)
         checked_call(lambda: self._store.put(place, Path(source)), url, self._secrets)
 
     def remove(self, several: Sequence[str]) -> None:
-        """See `Backend`."""
-
-        def remove_one(url: str) -> None:  # of a list it would not say which of them do not exist
+        def remove_one(url: str) -> None:  # for a list, obstore would not report which objects do not exist
             place = self._place(url)
             with suppress(FileNotFoundError):
                 checked_call(lambda: self._store.delete(place), url, self._secrets)
@@ -185,18 +170,16 @@ class Obstore:
         each(remove_one, several)
 
     def check_writable(self, url: str) -> None:
-        """See `Backend`."""
         self._place(url)
 
 
 class ObstoreFile(RemoteStore):
-    """A file of a store of obstore. Each range lands in memory of its own, and says which version it is of.
+    """A file of an obstore store. Each range arrives in a buffer of its own, with the version it belongs to.
 
     Args:
-        store: the caller's.
-        place: the path in it.
-        url: as messages show it.
-        secrets: texts that no message may have.
+        place: the path in the store.
+        url: the URL in messages.
+        secrets: texts to keep out of messages.
     """
 
     def __init__(self, store: Any, place: str, url: str, secrets: list[str]) -> None:
@@ -210,10 +193,15 @@ class ObstoreFile(RemoteStore):
         log.debug("%s: opened by %s", url, type(store).__name__)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
-        """Fills spans, see `RemoteStore.read_spans`."""
         begin, end = spans[0].offset, spans[-1].end
-        content = again(
-            lambda: self._range(begin, end), self.path, self._secrets, begin, end, passing=_may_pass, words=_words
+        content = retried(
+            lambda: self._range(begin, end),
+            self.path,
+            self._secrets,
+            begin,
+            end,
+            transient=_is_transient,
+            translate=_translated,
         )
         fill(spans, begin, content)
 
@@ -222,61 +210,62 @@ class ObstoreFile(RemoteStore):
         options: dict[str, Any] = {"range": (begin, end)}
         if self._etag is not None and not self._etag.startswith("W/"):
             options["if_match"] = self._etag
-        answer = self._store.get(self._place, options=options)
-        if _version(answer.meta) != self.version:
-            raise changed(self.path, self.size, answer.meta["size"])
-        content = memoryview(answer.bytes())
+        response = self._store.get(self._place, options=options)
+        if _version(response.meta) != self.version:
+            raise changed(self.path, self.size, response.meta["size"])
+        content = memoryview(response.bytes())
         if len(content) != end - begin:
-            raise RemoteError(f"{len(content):,} bytes came instead of {end - begin:,}", self.path, begin, end)
+            raise RemoteError(f"expected {end - begin:,} bytes, got {len(content):,}", self.path, begin, end)
         return content
 
 
 def _version(meta: Mapping[str, Any]) -> tuple[Any, ...]:
-    found = meta.get("version") or meta.get("e_tag") or meta.get("last_modified")
-    return meta["size"], None if found is None else str(found)
+    mark = meta.get("version") or meta.get("e_tag") or meta.get("last_modified")
+    return meta["size"], None if mark is None else str(mark)
 
 
 def check_process(process: int, url: str) -> None:
-    """Refuses a fork: obstore's threads are not in it, and a read would wait for them for ever.
+    """Refuse a forked process: it lacks obstore's threads, and a read would wait forever.
 
     Raises:
-        UnsupportedError: this is another process than ``process``.
+        UnsupportedError: this is not ``process``.
     """
     if os.getpid() != process:
         raise UnsupportedError(
-            f"{url}: a forked process cannot use obstore: begin processes by spawn or forkserver, and open it there"
+            f"{url}: obstore does not work in a forked process: start processes with spawn or forkserver, and open the "
+            "store there"
         )
 
 
 def checked_call(function: Any, url: str, secrets: list[str]) -> Any:
-    """Calls a function of obstore, with errors in our words."""
+    """Call a function of obstore, translating its errors."""
     try:
         return function()
     except Exception as error:
-        ours = _words(error, url, secrets)
+        translation = _translated(error, url, secrets)
     try:
-        raise ours
+        raise translation
     finally:
-        del ours  # which refers to this frame
+        del translation  # it refers to this frame
 
 
-def _words(
+def _translated(
     error: Exception, url: str, secrets: list[str], begin: int | None = None, end: int | None = None
 ) -> Exception:
     if not type(error).__module__.startswith("obstore"):
-        return in_our_words(error, url, secrets, begin, end)
+        return translated(error, url, secrets, begin, end)
     name = type(error).__name__
-    said = cleaned(Exception(str(error).partition("\n\nDebug source")[0]), secrets)
+    text = cleaned(Exception(str(error).partition("\n\nDebug source")[0]), secrets)
     if name == "NotFoundError":
-        return in_our_words(FileNotFoundError(), url, secrets)
+        return translated(FileNotFoundError(), url, secrets)
     if name == "PreconditionError":
         return changed(url, 0)
     if name == "NotSupportedError":
-        return UnsupportedError(f"{url}: {said}")
+        return UnsupportedError(f"{url}: {text}")
     if name in ("PermissionDeniedError", "UnauthenticatedError"):
-        return RemotePermissionError(f"the store refuses access: {said}", url, begin, end)
-    return RemoteError(said, url, begin, end)
+        return RemotePermissionError(f"the store refuses access: {text}", url, begin, end)
+    return RemoteError(text, url, begin, end)
 
 
-def _may_pass(error: Exception) -> bool:
-    return not type(error).__module__.startswith("obstore") and may_pass(error)  # obstore has tried again itself
+def _is_transient(error: Exception) -> bool:
+    return not type(error).__module__.startswith("obstore") and is_transient(error)  # obstore itself has retried

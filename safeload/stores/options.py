@@ -1,4 +1,4 @@
-"""``storage_options``: which of them may be known, and which are secrets."""
+"""``storage_options``: which options are public, and which are secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..base.url import Url
 from . import url as urls
 
-# Options that say where something is and name no one. All others may be secrets, and stay in this process.
+# Options that locate a file and identify no user. All other options may be secret, and stay in this process.
 PUBLIC = frozenset(
     (
         "account_name", "anon", "cache_check", "cache_storage", "check_files", "client_kwargs", "config_kwargs",
@@ -16,30 +16,30 @@ PUBLIC = frozenset(
         "revision", "same_names", "target_options", "target_protocol", "use_ssl", "verify", "version_aware",
     )
 )  # fmt: skip
-# Values of options that are shorter are words such as "us" or "true", and too common to be looked for.
+# Shorter values are words such as "us" or "true", which are too common to be masked.
 _LEAST = 5
 
 
 def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The ``storage_options`` that pickles, plans and journals carry; the others come from the worker's environment."""
+    """Return the options that pickles, plans and journals may carry; workers take the rest from their environment."""
     if options is None:
         return None
-    found: dict[str, Any] = {}
+    public: dict[str, Any] = {}
     for key, value in options.items():
-        if isinstance(value, Mapping):  # options of a client, or of one link of a chain
-            found[key] = public_options(value)
+        if isinstance(value, Mapping):  # options of a client, or of a link of a chain
+            public[key] = public_options(value)
         elif key in PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
-            found[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
-    return found
+            public[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
+    return public
 
 
 def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
-    """Texts in ``storage_options`` that no message may have, the longest first."""
+    """Return the texts in ``storage_options`` that must not appear in messages, longest first."""
     return sorted(set(_texts(options or {})), key=len, reverse=True)
 
 
 def secrets_of_urls(chain: Iterable[Url]) -> Iterator[str]:
-    """Yield the texts in the links of a chain that no message may have."""
+    """Return the texts in the links of a chain that must not appear in messages."""
     return (text for link in chain for text in link.secrets if len(text) >= _LEAST)
 
 

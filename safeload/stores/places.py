@@ -1,4 +1,4 @@
-"""What callers pass as a path: one of this machine, a URL, a path in a store of theirs, a store of their own."""
+"""Callers' paths: local paths, URLs, paths in a caller's filesystem or store, and stores themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .store import ByteStore
 
 
 class FilesystemPath(Protocol):
-    """A path in a filesystem of fsspec: ``fsspec.core.OpenFile``, universal_pathlib's ``UPath``."""
+    """A path in an fsspec filesystem: ``fsspec.core.OpenFile``, universal_pathlib's ``UPath``."""
 
     @property
     def fs(self) -> Any:
@@ -22,63 +22,61 @@ class FilesystemPath(Protocol):
 
     @property
     def path(self) -> str:
-        """The path there."""
+        """The path in it."""
 
 
-# What is opened beside paths of this machine and URLs.
+# Anything that can be opened besides local paths and URLs.
 Located: TypeAlias = Location | FilesystemPath | ByteStore
 
 
-def is_located(given: object) -> bool:
-    """Whether an object, neither a path of this machine nor an array, is a `Located`."""
-    if isinstance(given, Location):
+def is_located(value: object) -> bool:
+    """Return whether an object that is neither a local path nor an array is a `Located`."""
+    if isinstance(value, Location):
         return True
-    members = ("fs", "path") if hasattr(given, "fs") else ("size", "version", "read_into", "close")
-    return all(hasattr(given, name) for name in members)
+    members = ("fs", "path") if hasattr(value, "fs") else ("size", "version", "read_into", "close")
+    return all(hasattr(value, name) for name in members)
 
 
 def places_of(
-    given: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None = None
+    paths: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[list[str], Files]:
-    """Paths as texts, and where they lead.
+    """Return callers' paths as text, and the files that they lead to.
 
     Args:
-        given: what callers pass.
-        storage_options: of the filesystems that URLs lead to.
+        storage_options: for the filesystems of URLs.
 
     Raises:
         TypeError: not a path.
-        ValueError: files of several stores in a list, or URLs beside those of a store of the caller's; a path that
-            contains a NUL.
+        ValueError: a list with files of several stores, or with URLs beside a caller's store; a path with a NUL.
     """
     texts: list[str] = []
     files: Files = LOCAL
-    own: Files | None = None  # of URLs
-    for one in given:
-        if isinstance(one, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(one, "fs"):
-            text = one if isinstance(one, str) else native_path(one)[0]
+    url_files: Files | None = None
+    for path in paths:
+        if isinstance(path, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(path, "fs"):
+            text = path if isinstance(path, str) else native_path(path)[0]
             if not urls.is_url(text):
                 texts.append(native_path(text)[0])
                 continue
             if "\0" in text:
                 raise ValueError(f"embedded null byte in path {show(urls.shown(text))}")
-            if own is None:
+            if url_files is None:
                 from .remote_files import RemoteFiles  # only here: most paths are local
 
-                own = RemoteFiles(storage_options)
-            files = _same(files, own)
+                url_files = RemoteFiles(storage_options)
+            files = _common(files, url_files)
             texts.append(text)
         else:
             from .object_store import path_of
 
-            place = path_of(one)
-            files = _same(files, place.files)
-            texts.append(place.path)
+            location = path_of(path)
+            files = _common(files, location.files)
+            texts.append(location.path)
     return texts, files
 
 
-def _same(known: Files, files: Files) -> Files:
-    """Where all paths of a list lead; those of this machine may be beside others."""
+def _common(known: Files, files: Files) -> Files:
+    """Return the files behind all paths of a list; local paths may be mixed with paths of a single store."""
     if known is LOCAL or files is LOCAL or known is files:
         return files if known is LOCAL else known
     raise ValueError(

@@ -1,4 +1,4 @@
-"""A file in a store that gives ranges of it on request: what such stores have in common."""
+"""Files in remote stores: range reads, and small reads from cached windows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .stop import current
 from .store import ByteStore, Memory, Span
 from .thread_group import each
 
-# Bytes of the first request: 97 % of the headers of the Hub's safetensors files fit into 100,000.
+# Size of the first request: 97 % of the safetensors headers on the Hub fit into 100,000 bytes.
 WINDOW = 128 << 10
-# Ranges that are read ahead are read together, with the gap between them, if it has at most this many bytes; and as
-# many ranges as this many bytes hold.
+# Prefetched ranges are merged into a request if the gap between two ranges is at most _GAP bytes and the request at most
+# _TOGETHER bytes long.
 _GAP, _TOGETHER = 64 << 10, 8 << 20
 
 
 class RemoteStore(ABC):
-    """One file, of which any range can be read. Any thread may use it.
+    """A file that can be read by ranges, from any thread.
 
-    Small reads, while it is opened, are answered from windows that are fetched when they are needed.
+    While the file is opened, small reads are served from windows that are fetched on demand.
 
     Attributes:
-        path: its URL as messages show it: without user, password and query.
-        size: bytes.
-        version: size, and what tells this content from another: an ETag, a version id, a time; None where the store
-            gives none. Numbers and texts only.
+        path: the URL in messages, without user, password and query.
+        size: in bytes.
+        version: the size and a mark that distinguishes contents, such as an ETag, a version id or a time; None if the
+            store has no such mark. Numbers and str only.
     """
 
     path: str
@@ -39,7 +39,7 @@ class RemoteStore(ABC):
 
     def __init__(self) -> None:
         self._windows: dict[int, bytes] = {}  # by offset
-        self._begins: list[int] = []  # their offsets, in order
+        self._begins: list[int] = []  # sorted offsets of the windows
         self._lock = ProcessLock()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -47,39 +47,38 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def read_spans(self, spans: Sequence[Span]) -> None:
-        """Fills spans, in one request if that is possible: from the first byte of the first to the last of the last.
+        """Fill spans, if possible in a single request from the first byte of the first span to the last byte of the last.
 
-        Called in any thread; `stop.current` ends it. What is broken off, refused for a while or answered in part is
-        tried again, a few times.
+        Called from any thread; `stop.current` aborts it. Transient failures are retried.
 
         Args:
-            spans: ascending, without overlaps, with little between them.
+            spans: ascending, not overlapping, with small gaps.
 
         Raises:
             FormatError: the file has changed since it was opened.
-            RemoteError, OSError: the bytes cannot be had.
+            RemoteError, OSError: the bytes cannot be read.
         """
 
-    def confirm(self) -> None:  # noqa: B027  most stores have nothing to do: each answer says which version it is of
-        """Called when a call has read all that it wants, before anyone uses it.
+    def confirm(self) -> None:  # noqa: B027  most stores do nothing, because each response states its version
+        """Check the version once a call has read everything, before the data is used.
 
         Raises:
             FormatError: the file has changed since it was opened.
-            RemoteError, OSError: that cannot be found out.
+            RemoteError, OSError: the version cannot be determined.
         """
 
     def close(self) -> None:
-        """Releases what the store holds. Nothing more is read from it, whatever it would have."""
+        """Release resources and refuse all further reads, even from windows."""
         self._closed = True
         self._drop()
 
     def check_open(self) -> None:
-        """Raises ValueError after `close`."""
+        """Raise ValueError after `close`."""
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
     def read_into(self, offset: int, memory: Memory) -> None:
-        """Fills memory with the bytes from ``offset`` on; see `read_spans` for errors."""
+        """Fill memory with the bytes from ``offset`` on; see `read_spans` for errors."""
         self.check_open()
         view = memoryview(memory).cast("B")  # type: ignore[arg-type]
         if not view.nbytes:
@@ -91,9 +90,9 @@ class RemoteStore(ABC):
     # ---- small reads ----
 
     def keep(self, offset: int, content: bytes) -> None:
-        """Keeps bytes that were read, for `read_at`."""
+        """Keep a window of bytes for `read_at`."""
         with self._lock.own:
-            # A fork may copy the state between any two lines: a beginning is listed only while it has its window.
+            # A fork may copy the state between any two statements, so list an offset only while it has its window.
             if len(content) >= len(self._windows.get(offset, b"")):
                 self._windows[offset] = content
             at = bisect_left(self._begins, offset)
@@ -101,7 +100,7 @@ class RemoteStore(ABC):
                 self._begins.insert(at, offset)
 
     def settle(self) -> None:
-        """Drops the windows when the table has been read, unless one of them is the whole file."""
+        """Drop the windows once the table has been read, unless a window holds the whole file."""
         if len(self._windows.get(0, b"")) < self.size:
             self._drop()
 
@@ -111,14 +110,17 @@ class RemoteStore(ABC):
             self._windows.clear()
 
     def held(self, offset: int, size: int) -> bytes | None:
-        """Bytes that are in a window; None if they are in none."""
+        """Return bytes from a single window, or None."""
         for begin, content in self._around(offset):
             if offset + size <= begin + len(content):
                 return content[offset - begin : offset - begin + size]
         return None
 
     def _around(self, offset: int) -> list[tuple[int, bytes]]:
-        """The windows that a byte may be in: the last few that begin before it, as they overlap little; the first."""
+        """Return the windows that may hold a byte: the last few that begin before it, and the first window.
+
+        A few are enough because windows overlap little.
+        """
         with self._lock.own:
             at = bisect_right(self._begins, offset)
             return [
@@ -127,20 +129,20 @@ class RemoteStore(ABC):
             ]
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """Bytes of the file, fewer at its end: from a window, or from the file with what lies behind them."""
+        """Return bytes from a window, or read a new window; fewer bytes at the end of the file."""
         self.check_open()
         size = max(0, min(size, self.size - offset))
         if not size:
             return b""
-        found = self.held(offset, size)
-        if found is not None:
-            return found
-        # What begins in a window goes on behind it, unless another thread has brought all of it meanwhile.
-        for begin, content in self._around(offset):
-            end = begin + len(content)
+        content = self.held(offset, size)
+        if content is not None:
+            return content
+        # If a window holds the beginning, the rest is behind it, unless another thread has fetched all of it meanwhile.
+        for begin, window in self._around(offset):
+            end = begin + len(window)
             if offset < end:
-                found = content[offset - begin : offset - begin + size]
-                return found + self.read_at(offset + len(found), size - len(found))
+                content = window[offset - begin : offset - begin + size]
+                return content + self.read_at(offset + len(content), size - len(content))
         begin = max(0, min(offset, self.size - WINDOW))
         memory = bytearray(max(offset + size, min(begin + WINDOW, self.size)) - begin)
         self.read_into(begin, memory)
@@ -149,7 +151,7 @@ class RemoteStore(ABC):
         return content[offset - begin : offset - begin + size]
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Reads ranges [begin, end) that `read_at` will be asked for, many at a time."""
+        """Fetch ranges [begin, end) concurrently, for later calls of `read_at`."""
         requests: list[list[tuple[int, int]]] = []
         for begin, end in sorted({(max(0, begin), min(end, self.size)) for begin, end in ranges}):
             if begin >= end or self.held(begin, end - begin) is not None:
@@ -162,7 +164,7 @@ class RemoteStore(ABC):
         each(self._fetch_all, requests)
 
     def _fetch_all(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Reads ranges in one request, and keeps them, but not what is between them."""
+        """Read ranges in a single request, and keep the ranges without the gaps."""
         first = ranges[0][0]
         memory = memoryview(bytearray(max(end for _, end in ranges) - first))
         self.read_into(first, memory)
@@ -171,13 +173,12 @@ class RemoteStore(ABC):
 
 
 class ForeignStore(RemoteStore):
-    """A store of the caller's, with the four members of `ByteStore`.
+    """A caller's store with the four members of `ByteStore`.
 
-    What it reads lands in memory of its own first: it may not be possible to end it.
+    Reads go through a separate buffer, because they may not be abortable.
 
     Args:
-        store: the caller's.
-        path: as messages show it.
+        path: the URL in messages.
     """
 
     def __init__(self, store: ByteStore, path: str) -> None:
@@ -188,26 +189,23 @@ class ForeignStore(RemoteStore):
         self.version = self._version()
 
     def _version(self) -> tuple[Any, ...]:
-        known = self._store.version
-        return (self._store.size, *known) if isinstance(known, tuple) else (self._store.size, known)
+        version = self._store.version
+        return (self._store.size, *version) if isinstance(version, tuple) else (self._store.size, version)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
-        """Fills spans, see `RemoteStore.read_spans`."""
         read_spans(self._store, spans)
 
     def confirm(self) -> None:
-        """Compares the version with that of the opening."""
         if self._version() != self.version:
-            raise FormatError("the file has changed since it was opened: its version is another one", self.path)
+            raise FormatError("the file has changed since it was opened: its version differs", self.path)
 
     def close(self) -> None:
-        """Closes the caller's store."""
         super().close()
         self._store.close()
 
 
 def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
-    """Fills spans from any store, from what it holds if that is enough; see `RemoteStore.read_spans`."""
+    """Fill spans from any store, or from a window; see `RemoteStore.read_spans`."""
     begin, end = spans[0].offset, spans[-1].end
     if isinstance(store, RemoteStore):
         store.check_open()
@@ -223,12 +221,11 @@ def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
 
 
 def fill(spans: Sequence[Span], begin: int, content: bytes | bytearray | memoryview) -> None:
-    """Copies bytes that a read that cannot be aborted has brought, unless the call that wanted them has ended.
+    """Copy the result of a read that could not be aborted, unless its call has ended.
 
     Args:
-        spans: what to fill.
-        begin: offset of the bytes in the store.
-        content: the bytes, to the end of the last span.
+        begin: offset of ``content`` in the store.
+        content: the bytes up to the end of the last span.
     """
     view = memoryview(content)
     with current().filling():

@@ -1,4 +1,4 @@
-"""Paths that are URLs: finds the store that a URL belongs to, and opens what is there."""
+"""Paths that are URLs: finds the backend of a URL, and opens files there."""
 
 from __future__ import annotations
 
@@ -22,62 +22,62 @@ class Backend(Protocol):
     """One kind of store, opened with the caller's options. URLs are the caller's, secrets included."""
 
     def open(self, url: str) -> ByteStore:
-        """Opens a file: a `RemoteStore`, or a `LocalStore` where the file is on this machine.
+        """Open a file: a `RemoteStore`, or a `LocalStore` if the file is on this machine.
 
         Raises:
-            FileNotFoundError: there is none.
-            RemoteError, OSError: it cannot be opened.
+            FileNotFoundError: the file does not exist.
+            RemoteError, OSError: the file cannot be opened.
         """
 
     def is_folder(self, url: str) -> bool:
-        """Whether there is a folder at a URL. Stores without folders say no."""
+        """Return whether a URL leads to a folder; False for stores without folders."""
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        """Names in a folder, sorted, and whether each is a folder itself."""
+        """Return the sorted names in a folder, and whether each is a folder itself."""
 
     def upload(self, source: str, url: str) -> None:
-        """Writes a local file to a URL, where it is seen when it is complete, or not at all.
+        """Write a local file to a URL, where it becomes visible only when it is complete.
 
         Raises:
-            UnsupportedError: the store cannot be written to.
-            RemoteError, OSError: it cannot be written.
+            UnsupportedError: the store is read-only.
+            RemoteError, OSError: the file cannot be written.
         """
 
     def remove(self, several: Sequence[str]) -> None:
-        """Removes files. Those that do not exist do no harm.
+        """Remove files, of which some may not exist.
 
         Raises:
-            UnsupportedError: the store cannot be written to.
-            RemoteError, OSError: one of them cannot be removed.
+            UnsupportedError: the store is read-only.
+            RemoteError, OSError: a file cannot be removed.
         """
 
     def check_writable(self, url: str) -> None:
-        """Refuses a folder that no file can be written into, as far as that is known before it is tried.
+        """Refuse a folder that is known to be read-only before anything is written.
 
         Raises:
-            UnsupportedError: the store cannot be written to.
-            FileNotFoundError: what must exist before the folder does not, such as a repository.
-            RemoteError, OSError: the store does not answer.
+            UnsupportedError: the store is read-only.
+            FileNotFoundError: a parent that must exist, such as a repository, does not.
+            RemoteError, OSError: the store does not respond.
         """
 
 
 class RemoteFiles:
-    """The files behind URLs, and beside them those of this machine; see `Files`.
+    """The files behind URLs, and local files too; see `Files`.
 
     Args:
-        options: ``storage_options``; None if the caller has given none.
-        backend: a store of the caller's, which all URLs belong to.
+        options: ``storage_options``; None if the caller has passed none.
+        backend: a caller's store, which all URLs belong to.
     """
 
     remote = True
 
     def __init__(self, options: Mapping[str, Any] | None = None, backend: Backend | None = None) -> None:
         if not isinstance(options, (Mapping, type(None))):
-            raise TypeError(f"storage_options: expected a dict, found {type(options).__name__}")
+            raise TypeError(f"storage_options must be a dict, got {type(options).__name__}")
         self._options = options
         self._backend = backend
         self._backends: dict[tuple[str, str], Backend] = {}
-        # Whether marks in paths are data already, as in most stores of the caller's.
+        # Whether paths are literal, so that marks such as "%" are data, as in most stores of callers.
         self._literal = backend is not None and not getattr(backend, "escapes", False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,50 +85,46 @@ class RemoteFiles:
             raise TypeError(f"{self._backend!r} holds a store of this process: a pickle cannot carry it")
         return RemoteFiles, (public_options(self._options),)
 
-    def public_options(self) -> dict[str, Any] | None:
-        """See `Files`."""
-        if self._backend is not None and self._options is None:
-            raise UnsupportedError(
-                f"{self._backend!r} is a store of this process: a plan cannot carry it, and workers cannot open it"
-            )
-        return public_options(self._options)
-
     def __repr__(self) -> str:
-        return "<RemoteFiles>"  # options are secrets
+        return "<RemoteFiles>"  # options are secret
 
     def backend(self, url: str) -> Backend:
-        """The store that a URL belongs to."""
-        scheme = urls.scheme_of(url)
+        """Return the store that a URL belongs to."""
         if self._backend is not None:
             urls.check_allowed(url, True)
             return self._backend
-        found = self._backends.get(_key(url))
-        if found is None:
+        backend = self._backends.get(_key(url))
+        if backend is None:
             urls.check_allowed(url, self._options is not None)
-            made = _backend(scheme, url, self._options or {})
-            found = self._backends.setdefault(_key(url), made)
-        return found
+            backend = self._backends.setdefault(_key(url), _backend(url, self._options or {}))
+        return backend
 
     def open(self, path: str) -> ByteStore:
-        """See `Files`."""
         if not urls.is_url(path):
             return LOCAL.open(path)
         urls.check_no_page(path)
         return self.backend(path).open(path)
 
     def is_folder(self, path: str) -> bool:
-        """See `Files`."""
         return self.backend(path).is_folder(path) if urls.is_url(path) else LOCAL.is_folder(path)
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
-        """See `Files`."""
         if not urls.is_url(folder):
             return LOCAL.listing(folder)
-        found = self.backend(folder).listing(folder)
-        return [(name, is_folder) for name, is_folder in found if not name.startswith(".")]
+        entries = self.backend(folder).listing(folder)
+        return [(name, is_folder) for name, is_folder in entries if not name.startswith(".")]
+
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        return each(function, items)
+
+    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+        """Check local files only: of a URL it would take a request, and opening compares versions anyway."""
+        if not urls.is_url(path):
+            LOCAL.check_unchanged(path, seen)
+
+    # ---- paths as text ----
 
     def join(self, folder: str, name: str) -> str:
-        """See `Files`."""
         if not urls.is_url(folder):
             return LOCAL.join(folder, name)
         try:
@@ -137,57 +133,36 @@ class RemoteFiles:
             raise UnsupportedError(f"{urls.shown(folder)}: {show(name)}: {error}") from None
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `Files`."""
         return urls.split(path, self._literal) if urls.is_url(path) else LOCAL.split(path)
 
     def absolute(self, path: str) -> str:
-        """See `Files`."""
         return path if urls.is_url(path) else LOCAL.absolute(path)
 
     def shown(self, path: str) -> str:
-        """See `Files`."""
         return urls.shown(path) if urls.is_url(path) else path
 
     def public(self, path: str) -> str:
-        """See `Files`."""
         if not urls.is_url(path):
             return LOCAL.public(path)
         pinned = getattr(self._backend or self._backends.get(_key(path)), "pinned", None)  # a revision of the Hub
         return urls.public(path if pinned is None else pinned(path))
 
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """See `Files`: nothing can be told without a request, but opening compares."""
-        if not urls.is_url(path):
-            LOCAL.check_unchanged(path, seen)
-
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """See `Files`."""
-        return each(function, items)
-
-    # ---- writing ----
-
-    def upload(self, source: str, url: str) -> None:
-        """See `Backend`."""
-        self.backend(url).upload(source, url)
-
-    def remove(self, several: Sequence[str]) -> None:
-        """See `Backend`; all of the URLs are in one store."""
-        if several:
-            self.backend(several[0]).remove(several)
-
-    def check_writable(self, url: str) -> None:
-        """See `Backend`."""
-        self.backend(url).check_writable(url)
+    def public_options(self) -> dict[str, Any] | None:
+        if self._backend is not None and self._options is None:
+            raise UnsupportedError(
+                f"{self._backend!r} is a store of this process: a plan cannot carry it, and workers cannot open it"
+            )
+        return public_options(self._options)
 
 
 def _key(url: str) -> tuple[str, str]:
-    """What has a backend of its own: each host, as a redirect or a key of one store concerns no other."""
+    """Return the key of a URL's backend: each host has its own, so that its redirects and credentials affect no other host."""
     scheme, link = urls.scheme_of(url), divided(url)
     return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
 
 
-def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:
-    chained = len(urls.links(url)) > 1
+def _backend(url: str, options: Mapping[str, Any]) -> Backend:
+    scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https"):
         from .http import Web
 
@@ -200,6 +175,6 @@ def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:
         from .filesystem import LocalUrls
 
         return LocalUrls()
-    from .filesystem import Filesystem
+    from .filesystem import filesystem_of
 
-    return Filesystem.of_url(url, options)
+    return filesystem_of(url, options)

@@ -43,7 +43,7 @@ class Failure(NamedTuple):
 
 
 class Tries:
-    """Counts the attempts to read one range."""
+    """Counts the attempts to read a range."""
 
     def __init__(self, retries: int, at: int = 0) -> None:
         self._retries = retries
@@ -147,7 +147,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _is_certificate_error(error: BaseException) -> bool:
-    """Return whether the server's certificate was rejected; urllib3 1 has its own class, whose module varies."""
+    """Return whether the server's certificate was rejected; urllib3 1 has its own class, in varying modules."""
     return isinstance(error, ssl.CertificateError) or type(error).__name__ == "CertificateError"
 
 

@@ -1,4 +1,4 @@
-"""Ends the threads that read for a call: when the call returns, none of them writes into the caller's memory."""
+"""Ends the threads that read for a call, so that after the call returns no thread writes into the caller's memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import contextmanager
 
 
 class Stopped(BaseException):
-    """Raised in a thread whose work is no longer wanted. Not an `Exception`: nothing may take it for a failed read."""
+    """Raised in a thread after its call has ended. Not an `Exception`, so that nothing mistakes it for a failed read."""
 
 
 class Stop:
-    """Tells the threads of a call to end. Any thread may use it; `stop` may be called more than once."""
+    """Ends the threads of a call. Any thread may use it; `stop` may be called more than once."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._stopped = False
-        self._filling: list[int] = []  # threads
+        self._filling: list[int] = []  # thread ids
         self._aborts: dict[object, Callable[[], object]] = {}
 
     def stop(self) -> None:
-        """Ends all waiting and every read that can be ended, and returns when no thread is in `filling`."""
+        """End all waits and abortable reads, and return when no thread is in `filling`."""
         with self._condition:
             self._stopped = True
             aborts = list(self._aborts.values())
@@ -30,23 +30,23 @@ class Stop:
         for abort in aborts:
             abort()
         with self._condition:
-            own = threading.get_ident()  # which may be in `filling`, where garbage was collected
+            own = threading.get_ident()  # it may be in `filling` itself, if garbage collection brought it here
             self._condition.wait_for(lambda: all(thread == own for thread in self._filling))
 
     def check(self) -> None:
-        """Raises Stopped after `stop`."""
+        """Raise Stopped after `stop`."""
         if self._stopped:
             raise Stopped
 
     def sleep(self, seconds: float) -> None:
-        """Waits; raises Stopped as soon as `stop` is called."""
+        """Sleep; raise Stopped as soon as `stop` is called."""
         with self._condition:
             self._condition.wait_for(lambda: self._stopped, seconds)
         self.check()
 
     @contextmanager
     def aborting(self, abort: Callable[[], object]) -> Iterator[None]:
-        """While it is entered, `stop` calls a function that makes the read in this thread fail, in another thread."""
+        """Inside the block, `stop` calls ``abort`` from another thread, which makes this thread's read fail."""
         key = object()
         with self._condition:
             self.check()
@@ -54,7 +54,7 @@ class Stop:
         try:
             yield
         except BaseException:
-            self.check()  # the failure is that of the abort
+            self.check()  # the abort has caused the failure
             raise
         finally:
             with self._condition:
@@ -62,7 +62,7 @@ class Stop:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Around every write into the caller's memory by a read that cannot be aborted: `stop` waits for its end."""
+        """Surround an unabortable read's writes into the caller's memory: `stop` waits for the end of the block."""
         with self._condition:
             self.check()
             self._filling.append(threading.get_ident())
@@ -75,7 +75,7 @@ class Stop:
 
 
 class _Never(Stop):
-    """That of the program's own threads. It has no lock: a fork might find it held by another thread."""
+    """The `Stop` of the program's own threads. It has no lock, which another thread could hold at a fork."""
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -94,14 +94,14 @@ _NEVER = _Never()
 
 
 def current() -> Stop:
-    """What ends the reads of this thread. In a thread of the program's it is never stopped: Ctrl-C interrupts it."""
+    """Return what ends this thread's reads. In the program's own threads it never stops; Ctrl-C interrupts its reads."""
     stop: Stop = getattr(_of_thread, "stop", _NEVER)
     return stop
 
 
 @contextmanager
 def belonging(stop: Stop) -> Iterator[None]:
-    """While it is entered, `current` returns ``stop`` in this thread."""
+    """Inside the block, `current` returns ``stop`` in this thread."""
     before = current()
     _of_thread.stop = stop
     try:

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a place that bytes come from."""
+"""The protocol of a store: the members that a source of bytes must have."""
 
 from __future__ import annotations
 
@@ -6,48 +6,43 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ..base.arrays import Array
 
-# Contiguous memory that a read fills.
+# Contiguous memory to read into.
 Memory: TypeAlias = bytearray | memoryview | Array
 
 
 @runtime_checkable
 class ByteStore(Protocol):
-    """The bytes of one file, wherever it is. Any thread may use it.
+    """The bytes of a file, wherever it is. Must be safe to use from any thread.
 
-    A store may have more to offer than this: `local.descriptor_of` and `local.mapping_of` say whether it does, and
+    A store can offer more: `local.descriptor_of` and `local.mapping_of` tell whether it does, and
     `remote.RemoteStore` reads several ranges at once.
     """
 
     @property
     def size(self) -> int:
-        """Number of bytes."""
+        """Size in bytes."""
 
     @property
     def version(self) -> tuple[Any, ...]:
-        """Differs where the content does. The first field is the size; fields that only this process knows are last."""
+        """Changes with the content. The size comes first; fields that are meaningful only in this process come last."""
 
     def read_into(self, offset: int, memory: Memory) -> None:
-        """Fills memory with the bytes from ``offset`` on.
+        """Fill memory with the bytes from ``offset`` on.
 
         Raises:
-            FormatError: there are fewer bytes than that.
-            OSError: they cannot be read.
+            FormatError: the file ends too early.
+            OSError: the bytes cannot be read.
         """
 
     def close(self) -> None:
-        """Releases what the store holds; memory that it has filled or mapped stays valid."""
+        """Release resources; memory that was filled or mapped stays valid."""
 
 
 class Span(NamedTuple):
-    """Where bytes of a store go.
+    """A range of a store, and the memory to read it into."""
 
-    Attributes:
-        offset: of the first of them in the store.
-        memory: that they fill: writable, contiguous bytes.
-    """
-
-    offset: int
-    memory: memoryview
+    offset: int  # first byte in the store
+    memory: memoryview  # writable, contiguous bytes
 
     @property
     def end(self) -> int:
@@ -56,15 +51,15 @@ class Span(NamedTuple):
 
 
 def read_at(store: ByteStore, offset: int, size: int) -> bytes:
-    """Bytes of a store, fewer at its end.
+    """Return bytes of a store; fewer than ``size`` at its end.
 
     Raises:
         FormatError, OSError: see `ByteStore.read_into`.
     """
     windowed = getattr(store, "read_at", None)
-    if windowed is not None:  # of a `RemoteStore`, where each read is a request
-        found: bytes = windowed(offset, size)
-        return found
+    if windowed is not None:  # of a `RemoteStore`, for which each read can be a request
+        content: bytes = windowed(offset, size)
+        return content
     size = max(0, min(size, store.size - offset))
     if size == 0:
         return b""

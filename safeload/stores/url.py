@@ -1,4 +1,4 @@
-"""Which URLs are opened: the rules on schemes, chains and networks. `base.url` parses them."""
+"""Rules on which URLs may be opened: schemes, chains and networks. `base.url` does the parsing."""
 
 from __future__ import annotations
 
@@ -17,57 +17,55 @@ from ..base.url import shown as shown
 from ..base.url import split as split
 from ..errors import UnsupportedError
 
-# Schemes that need no `storage_options`: a path in a configuration must not reach whatever fsspec can reach.
+# Schemes that need no `storage_options`: a path in a configuration must not reach every filesystem of fsspec.
 PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
-# Those that stay on this machine.
+# Schemes that never use the network.
 _HERE = ("file", "memory")
-# Variables that forbid the network; huggingface_hub reads the first one the same way.
+# Variables that forbid the network; huggingface_hub reads the first variable in the same way.
 _OFFLINE = ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE")
 
 
 def needs_query(url: str) -> bool:
-    """Whether a URL has a query, or a fragment, without which it leads elsewhere, or nowhere."""
+    """Return whether a URL has a query or a fragment, without which it would lead elsewhere."""
     return any(link.tail for link in parsed(url) if link.place is not None)
 
 
 def check_allowed(url: str, asked: bool) -> None:
-    """Refuses URLs that a caller has not asked for.
+    """Refuse URLs that a caller may not have meant to open.
 
     Args:
-        url: a URL.
-        asked: whether the caller has passed ``storage_options`` or a file system.
+        asked: whether the caller has passed ``storage_options`` or a filesystem.
 
     Raises:
-        UnsupportedError: a scheme that needs ``storage_options``, a chain without them, or the network while a variable
-            forbids it.
+        UnsupportedError: a scheme or a chain that needs ``storage_options``, or a variable forbids the network.
     """
     scheme = scheme_of(url)
     chained = len(links(url)) > 1
     if not asked and (chained or scheme not in PLAIN):
         what = "a chain of URLs" if chained else f"the scheme {show(scheme)}"
         raise UnsupportedError(
-            f"{shown(url)}: {what} is opened only with storage_options= (which may be empty): "
-            f"without, only {', '.join(PLAIN)} are"
+            f"{shown(url)}: {what} needs storage_options= (which may be empty); without it, safeload opens only "
+            f"{', '.join(PLAIN)}"
         )
     variable = offline()
     if variable is not None and any(scheme_of(link) not in _HERE for link in links(url) if "://" in link):
-        raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids the network")
+        raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids network access")
 
 
 def check_no_page(url: str) -> None:
-    """Refuses a page of the Hub, which is HTML about a model or a file of it.
+    """Refuse a page of the Hub, which is HTML about a model or a file.
 
     Raises:
-        UnsupportedError: it says what to open instead.
+        UnsupportedError: the message names the URL to open instead.
     """
     plain = shown(url)
     page = of_page(plain)
     if page is not None and "/resolve/" not in plain and "/raw/" not in plain:
-        raise UnsupportedError(f"{plain}: this is a page of the Hub: open {page}")
+        raise UnsupportedError(f"{plain}: this is a web page of the Hub: open {page} instead")
 
 
 def offline() -> str | None:
-    """The variable that forbids the network; None if none is set."""
+    """Return the variable that forbids the network, or None."""
     return next((name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
@@ -75,7 +73,7 @@ def public(url: str) -> str:
     """Return a URL without secrets that still leads to its file.
 
     Raises:
-        UnsupportedError: the URL leads elsewhere without them.
+        UnsupportedError: the URL leads elsewhere without its secrets.
     """
     if needs_query(url):
         raise UnsupportedError(
@@ -91,10 +89,10 @@ def local_path(url: str) -> str:
     """Return the path of a ``file://`` URL.
 
     Raises:
-        UnsupportedError: it names another machine, or no file.
+        UnsupportedError: the URL names another machine, or no file.
     """
     if os.name == "nt":
-        # What fsspec's `unstrip_protocol` makes of a path.
+        # fsspec's `unstrip_protocol` writes two slashes before a drive.
         url = re.sub(r"^(file://)([a-z]:/)", r"\1/\2", url, flags=re.IGNORECASE)
     link = divided(url)
     try:

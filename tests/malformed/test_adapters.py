@@ -55,7 +55,7 @@ def deep(count):
     [
         (b"", ["is not JSON"]),
         (b"\xff\xfe{}", ["adapter_config.json"]),
-        (b"[]", ["must be a JSON object, found list"]),
+        (b"[]", ["must be a JSON object, got list"]),
         (b'{"peft_type": "LORA", "peft_type": "LORA"}', ["duplicate key 'peft_type'"]),
         (deep(100_000).encode(), ["adapter_config.json"]),
         (b'{"peft_type": "LORA", "r": 2, "lora_alpha": NaN}', ["adapter_config.json"]),

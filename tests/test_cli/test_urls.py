@@ -209,7 +209,7 @@ def test_nothing_that_is_printed_has_secrets(run, server):
 def test_schemes_that_need_options_are_refused_in_one_line(run):
     status, _, err = run("info", "nosuch://bucket/a.safetensors")
     assert (status, err.count("\n")) == (1, 1)
-    assert "is opened only with --storage-option KEY=VALUE: without" in err
+    assert "needs --storage-option KEY=VALUE; without it" in err
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -261,13 +261,13 @@ REFUSED = [
     ("memory://a/x.GGUF", ValueError, "has the suffix of a file"),
     ("memory://a/x.pt", ValueError, "has the suffix of a file"),
     ("memory://user:password@b/x.npz", ValueError, "'memory://b/x.npz' has the suffix"),
-    ("https://example.org/x/", UnsupportedError, "https cannot be written to"),
-    ("http://example.org/x.safetensors", UnsupportedError, "https cannot be written to"),
+    ("https://example.org/x/", UnsupportedError, "https is read-only"),
+    ("http://example.org/x.safetensors", UnsupportedError, "https is read-only"),
     ("memory://a/b?x=secret", UnsupportedError, r"memory://a/b: expected .* without \? and #"),
-    ("zip://a::memory://b", UnsupportedError, "only with storage_options="),
-    ("ftp://host/a", UnsupportedError, "only with storage_options="),
+    ("zip://a::memory://b", UnsupportedError, "needs storage_options="),
+    ("ftp://host/a", UnsupportedError, "needs storage_options="),
     (Path("s3://bucket/model"), ValueError, "pathlib drops a slash"),
-    (7, TypeError, "found int"),
+    (7, TypeError, "got int"),
     (b"abc\0", TypeError, "a path, not the content"),
 ]
 

@@ -250,7 +250,7 @@ def test_short_answers_are_tried_again_and_never_fill_memory(faulty):
     store = Filesystem(faulty).open("memory://m/model.bin")
     faulty.change = lambda content: content[:-1]
     memory = bytearray(100)
-    with pytest.raises(RemoteError, match="99 bytes came instead of 100"):
+    with pytest.raises(RemoteError, match="expected 100 bytes, got 99"):
         store.read_into(0, memory)
     assert memory == bytes(100)
     assert len(faulty.reads) == foreign_errors.TRIES

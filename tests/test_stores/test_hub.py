@@ -250,7 +250,7 @@ def test_a_list_of_other_than_paths_is_an_error(name, server, files):
     content = json.dumps({"id": "o/n", "sha": "a" * 40, "siblings": [{"rfilename": "x"}, {"rfilename": name}]}).encode()
     server.faults = [saying(content)]
     for call in (files.open, files.listing, files.is_folder):
-        with pytest.raises(RemoteError, match="expected paths in the repository, got"):
+        with pytest.raises(RemoteError, match="has an invalid path:"):
             call("hf://owner/name")
 
 
@@ -322,7 +322,7 @@ def test_an_upload_that_is_refused_leaves_nothing(server, repository, files, tmp
     with pytest.raises(RemotePermissionError, match="may not write"):
         files.backend(FILE).upload(str(tmp_path / "new.bin"), "hf://owner/name/new.bin")
     assert len(repository.commits) == 1
-    with pytest.raises(UnsupportedError, match="a path in the repository"):
+    with pytest.raises(UnsupportedError, match="path of a file in the repository"):
         files.backend(FILE).upload(str(tmp_path / "new.bin"), "hf://owner/name")
 
 
@@ -362,5 +362,5 @@ def test_an_answer_of_the_api_that_is_nonsense_is_an_error(server, files):
         answer.headers["Content-Length"] = str(len(answer.content))
 
     server.faults = [http_faults.Fault(nonsense)]
-    with pytest.raises(RemoteError, match="does not say which commit"):
+    with pytest.raises(RemoteError, match="does not state the commit"):
         files.open(FILE)

@@ -97,14 +97,14 @@ def test_a_pickle_of_a_filesystem_has_no_secret(folder):
 
 @pytest.mark.parametrize("value", ["path", None, 3, object()])
 def test_what_is_no_filesystem_is_refused(value):
-    with pytest.raises(TypeError, match="expected a filesystem of fsspec"):
+    with pytest.raises(TypeError, match="fs must be an fsspec filesystem"):
         of_fsspec(value, "x")
-    with pytest.raises(TypeError, match="expected a store of obstore"):
+    with pytest.raises(TypeError, match="store must be an obstore store"):
         of_obstore(value, "x")
 
 
 def test_a_path_that_is_no_text_is_refused():
-    with pytest.raises(TypeError, match="path: expected a str"):
+    with pytest.raises(TypeError, match="path must be a str"):
         of_fsspec(MemoryFileSystem(), Path("x"))
 
 
@@ -142,7 +142,7 @@ def test_a_compressed_file_is_refused(folder):
 
 @pytest.mark.parametrize("value", ["x", Path("x"), None, 3, {}, SimpleNamespace(fs=None, path="x")])
 def test_other_objects_are_nothing_of_ours(value):
-    with pytest.raises(TypeError, match=f"a store .* is wanted, found {type(value).__name__}"):
+    with pytest.raises(TypeError, match=f"expected .* store .*, got {type(value).__name__}"):
         object_store.path_of(value)
 
 
@@ -213,7 +213,7 @@ def test_short_answers_of_an_obstore_never_fill_memory(store):
     opened_store = opened(of_obstore(counting, "folder/model.bin"))
     counting.answer = lambda answer: SimpleNamespace(meta=answer.meta, bytes=lambda: bytes(answer.bytes())[:-1])
     memory = bytearray(100)
-    with pytest.raises(RemoteError, match=r"99 bytes came instead of 100 .*bytes \[0, 100\)"):
+    with pytest.raises(RemoteError, match=r"expected 100 bytes, got 99 .*bytes \[0, 100\)"):
         opened_store.read_into(0, memory)
     assert memory == bytes(100)
 

@@ -19,9 +19,8 @@ moto_server = pytest.importorskip("moto.server")
 from safeload import FormatError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError  # noqa: E402
 from safeload.stores import foreign_errors, retries, thread_group  # noqa: E402
-from safeload.stores.fsspec_store import FsspecHandle, FsspecStore  # noqa: E402
+from safeload.stores.fsspec_store import FsspecHandle, FsspecStore, Signer  # noqa: E402
 from safeload.stores.http import HttpStore  # noqa: E402
-from safeload.stores.presigned import Signer  # noqa: E402
 from safeload.stores.remote_files import RemoteFiles  # noqa: E402
 from safeload.stores.store import Span  # noqa: E402
 

@@ -88,7 +88,7 @@ def test_what_may_be_secret_is_not_shown(url, shown):
     "url", ["ftp://host/a", "filecache::https://host/a", "zip://a::file:///b", "local://x", "s3a://b"]
 )
 def test_only_plain_urls_are_opened_without_being_asked_for(url):
-    with pytest.raises(UnsupportedError, match="only with storage_options="):
+    with pytest.raises(UnsupportedError, match="needs storage_options="):
         urls.check_allowed(f"{url}?s3cr3t", asked=False)
     urls.check_allowed(url, asked=True)
 
@@ -175,7 +175,7 @@ def test_what_is_pickled_has_no_secret():
     ],
 )
 def test_a_page_of_the_hub_is_told_from_a_file(page, url):
-    with pytest.raises(UnsupportedError, match=f"this is a page of the Hub: open {url}$"):
+    with pytest.raises(UnsupportedError, match=f"this is a web page of the Hub: open {url} instead$"):
         RemoteFiles().open(page)
     urls.check_no_page("https://huggingface.co/owner/name/resolve/main/model.safetensors")
     urls.check_no_page("https://host/owner/name")

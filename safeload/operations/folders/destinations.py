@@ -60,7 +60,7 @@ def of(location: Location) -> Folder:
     from .store_folder import StoreFolder
 
     assert isinstance(files, RemoteFiles)
-    files.check_writable(path)
+    files.backend(path).check_writable(path)
     suffix = "" if path.endswith("/") else os.path.splitext(path)[1].lower()
     if suffix in SUFFIXES or suffix in WEIGHT_SUFFIXES:
         raise ValueError(

@@ -157,7 +157,7 @@ class StoreFolder:
             with _room(folder, size), AtomicFile(path, size, durable=False, digest=digest) as file:
                 yield file
             log.debug("%s: uploading %d bytes", self.shown(name), size)
-            self._store.upload(path, self._url(name))
+            self._store.backend(self._path).upload(path, self._url(name))
 
     @contextmanager
     def shard(self, stack: ExitStack, name: str) -> Iterator[ExitStack]:
@@ -168,7 +168,8 @@ class StoreFolder:
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Folder`."""
-        self._store.remove([self._url(name) for name in names])
+        if names:
+            self._store.backend(self._path).remove([self._url(name) for name in names])
 
     @contextmanager
     def undone(self) -> Iterator[None]:
