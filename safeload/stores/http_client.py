@@ -145,7 +145,7 @@ def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
 
 @lru_cache(maxsize=2)
 def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """Create a context with the system's certificates; cached, because reading certificates can take as long as opening a file.
+    """Create a context with the system's certificates; cached, because they take long to read.
 
     Args:
         file: the variable SSL_CERT_FILE, which OpenSSL reads itself.

@@ -203,7 +203,7 @@ def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
 
 
 def compare(version: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
-    """Raise FormatError if a file's version differs from the version seen before; ``seen`` may be a prefix of a version."""
+    """Raise FormatError if a file's version differs from ``seen``, which may be a prefix of a version."""
     if version[: len(seen)] != tuple(seen):
         what = "it was modified or replaced"
         if version[0] != seen[0]:

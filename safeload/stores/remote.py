@@ -15,8 +15,8 @@ from .thread_group import each
 
 # Size of the first request: 97 % of the safetensors headers on the Hub fit into 100,000 bytes.
 WINDOW = 128 << 10
-# Prefetched ranges are merged into a request if the gap between two ranges is at most _GAP bytes and the request at most
-# _TOGETHER bytes long.
+# Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
+# _TOGETHER bytes.
 _GAP, _TOGETHER = 64 << 10, 8 << 20
 
 
@@ -47,7 +47,7 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def read_spans(self, spans: Sequence[Span]) -> None:
-        """Fill spans, if possible in a single request from the first byte of the first span to the last byte of the last.
+        """Fill spans, if possible by a single request from the first span's first byte to the last span's last byte.
 
         Called from any thread; `stop.current` aborts it. Transient failures are retried.
 

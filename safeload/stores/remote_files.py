@@ -156,7 +156,7 @@ class RemoteFiles:
 
 
 def _key(url: str) -> tuple[str, str]:
-    """Return the key of a URL's backend: each host has its own, so that its redirects and credentials affect no other host."""
+    """Return the key of a URL's backend: each host has its own, so its redirects and credentials affect no other."""
     scheme, link = urls.scheme_of(url), divided(url)
     return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
 

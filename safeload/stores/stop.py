@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Stopped(BaseException):
-    """Raised in a thread after its call has ended. Not an `Exception`, so that nothing mistakes it for a failed read."""
+    """Raised in a thread after its call has ended. Not an `Exception`, because it is not a failed read."""
 
 
 class Stop:
@@ -94,7 +94,7 @@ _NEVER = _Never()
 
 
 def current() -> Stop:
-    """Return what ends this thread's reads. In the program's own threads it never stops; Ctrl-C interrupts its reads."""
+    """Return the `Stop` of this thread. In the program's own threads it never stops; Ctrl-C interrupts reads there."""
     stop: Stop = getattr(_of_thread, "stop", _NEVER)
     return stop
 
