@@ -1,4 +1,4 @@
-"""The GGUF row of the registry: opens files, and writes them for `convert`. The format: csrc/formats/gguf.c."""
+"""The GGUF row of the registry: open files, and write files for `convert`. csrc/formats/gguf.c describes the format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..registry import Candidate, Content, OpenRequest
 from . import read as reading
 
 _ARCHITECTURE = "general.architecture"
-# Names of tensors in transformers; names in llama.cpp begin with blk, token_embd, output.
+# Tensor names of transformers; names of llama.cpp begin with blk, token_embd, output.
 _HUGGING_FACE_NAME = re.compile(r"^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]", re.ASCII)
 
 
-def read(candidate: Candidate, wanted: OpenRequest) -> Content:
-    """An open file with its table; see `read.read_table`."""
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of an open file; see `read.read_table`."""
     candidate.file.table = reading.read_table(candidate.file)
     return Content(candidate.file)
 
@@ -32,8 +32,8 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes tensors from any format with `write.save`, and warns if no engine will load the file."""
-    from . import write as writing  # imported here: opening does not need it
+    """Write tensors of any format with `write.save`, and warn if no engine will load the file."""
+    from . import write as writing  # opening does not need it
 
     values = values_of(metadata or {})
     _warn(tensors, values, str(path))
@@ -41,7 +41,7 @@ def write(
 
 
 def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
-    """Metadata for GGUF: values without a GGUF type as JSON; values that JSON cannot hold either are left out."""
+    """Convert metadata to GGUF: values without a GGUF type become JSON; values that JSON cannot hold are dropped."""
     from . import write as writing
 
     values: dict[str, Any] = {}
@@ -54,13 +54,13 @@ def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> None:
-    """Warns about what an engine needs and the file lacks: conversion copies tensors, it does not build a model."""
+    """Warn if the file lacks what an engine needs, because conversion copies tensors and does not build a model."""
     missing = []
     if not isinstance(values.get(_ARCHITECTURE), str):
         missing.append(f"the metadata has no {_ARCHITECTURE}")
     foreign = next((name for name in tensors if _HUGGING_FACE_NAME.search(name)), None)
     if foreign is not None:
-        missing.append(f"{clip(printable(foreign), 80)} is a name of Hugging Face, not of llama.cpp")
+        missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
     if tensors and missing:
         log.warning(
             "%s: no engine will load this file: %s. llama.cpp's convert_hf_to_gguf.py makes a model that engines load",

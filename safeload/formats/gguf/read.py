@@ -1,4 +1,4 @@
-"""Reads GGUF files into tables with metadata. The parser is csrc/formats/gguf.c, which describes the format."""
+"""Read GGUF files into tables with metadata. The parser is csrc/formats/gguf.c, which describes the format."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...base.table import Table, Unknown
 from ...engine.run.weight_file import WeightFile
 from .values import DTYPES, NUMBERS
 
-# Bytes of a file on the network that are read first, and how many times as many if the header is longer: that of a
-# model with its vocabulary has 2 to 15 MB.
+# Bytes of a remote file to read first, and the factor for each further read. The header of a model with its vocabulary
+# has 2 to 15 MB.
 _FIRST, _GROWTH = 128 << 10, 8
 _SIZE = struct.Struct("<Q")  # length of a string
 _ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, number of elements
@@ -29,15 +29,15 @@ _REMOVED = {
 class Metadata(Mapping[str, Any]):
     """The metadata of a GGUF file, in file order. A value is unpacked on first access and then cached.
 
-    Integers are ``int`` and floats ``float`` of classes that remember the stored type, bools ``bool``, strings
-    ``str``; arrays of numbers and bools are 1-D numpy arrays of their type, arrays of strings lists of ``str``, arrays
-    of arrays lists of these. Bytes that are not UTF-8 become lone surrogates, as in `os.fsdecode`. The metadata stays
-    valid after the file is closed.
+    Integers are ``int`` and floats ``float``, of subclasses that remember the stored type. Bools are ``bool``, strings
+    ``str``. Arrays of numbers and bools are 1-D NumPy arrays of their type, arrays of strings are lists of ``str``, and
+    arrays of arrays are lists of arrays. Bytes that are not UTF-8 become lone surrogates, as in `os.fsdecode`. The
+    metadata stays valid after the file is closed.
 
     Attributes:
         version: of the format, 2 or 3.
-        ternary: shapes of the tensors of I2_S, which the table lists as bytes. Internal.
-        unknown: tensors of types that this version does not know. Internal.
+        ternary: shapes of the I2_S tensors, which the table lists as bytes. Internal.
+        unknown: tensors of types unknown to this version. Internal.
     """
 
     def __init__(self, gguf: Any) -> None:
@@ -53,12 +53,13 @@ class Metadata(Mapping[str, Any]):
         self.ternary: dict[str, tuple[int, ...]] = {}
         self.unknown: dict[str, Unknown] = {}
         for k in range(gguf.listed_count):
-            one = gguf.listed[k]
-            name = str(self._bytes[one.name_begin : one.name_end], "utf-8")
-            shape = tuple(one.dims[0 : one.rank])
-            if one.dtype == lib.SL_UNKNOWN:
-                removed = _REMOVED.get(one.type)
-                self.unknown[name] = Unknown(f"{one.type} ({removed}, removed)" if removed else str(one.type), shape)
+            tensor = gguf.listed[k]
+            name = str(self._bytes[tensor.name_begin : tensor.name_end], "utf-8")
+            shape = tuple(tensor.dims[0 : tensor.rank])
+            if tensor.dtype == lib.SL_UNKNOWN:
+                removed = _REMOVED.get(tensor.type)
+                label = f"{tensor.type} ({removed}, removed)" if removed else str(tensor.type)
+                self.unknown[name] = Unknown(label, shape)
             else:
                 self.ternary[name] = shape
 
@@ -78,18 +79,18 @@ class Metadata(Mapping[str, Any]):
         return key in self._entries
 
     def stored(self, key: str) -> bytes:
-        """A value as stored in the file: the number of its type as u32, then its bytes."""
+        """Return a value as stored in the file: its type as u32, then its bytes."""
         type, begin, end = self._entries[key]
         data: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
         return data
 
     def without(self, prefix: str) -> Metadata:
-        """The metadata without the keys that begin with ``prefix``."""
-        left = Metadata.__new__(Metadata)
-        left.__dict__.update(self.__dict__)
-        left._entries = {key: entry for key, entry in self._entries.items() if not key.startswith(prefix)}
-        left._values = {}
-        return left
+        """Return the metadata without the keys that begin with ``prefix``."""
+        rest = Metadata.__new__(Metadata)
+        rest.__dict__.update(self.__dict__)
+        rest._entries = {key: entry for key, entry in self._entries.items() if not key.startswith(prefix)}
+        rest._values = {}
+        return rest
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
@@ -109,11 +110,11 @@ class Metadata(Mapping[str, Any]):
         return f"{{{', '.join(shown)}}}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # pickles the values, without the file
+        return dict, (dict(self),)  # pickle the values without the file
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality of two values. NaN is not equal to itself, as usual."""
+    """Compare two values. As usual, NaN does not equal itself."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.array_equal(a, b)
     if isinstance(a, list) and isinstance(b, list):
@@ -122,7 +123,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _unpack(type: int, data: bytes) -> Any:
-    """Decodes a value from bytes that the C core has checked."""
+    """Decode a value from bytes that the C core has checked."""
     if type == lib.SL_GGUF_ARRAY:
         return _unpack_array(data, 0)[0]
     if type == lib.SL_GGUF_STRING:
@@ -132,7 +133,7 @@ def _unpack(type: int, data: bytes) -> Any:
 
 
 def _unpack_array(data: bytes, at: int) -> tuple[Any, int]:
-    """Decodes the array at ``at``; returns it and the position of its end."""
+    """Decode the array at ``at``; return it and the position of its end."""
     item, count = _ARRAY_HEAD.unpack_from(data, at)
     at += _ARRAY_HEAD.size
     values: list[Any] = []
@@ -163,21 +164,19 @@ class GgufTable(Table):
         self.quantized = any(row.blocked for row in self.rows)
 
     def may_be_packed(self) -> bool:
-        """Whether any tensor may have a scale outside of its blocks, by the dtypes alone."""
         return bool(self.ternary) or lib.SL_NVFP4 in self.numbers
 
     def metadata(self) -> Metadata:
-        """The metadata of the file."""
         return self._metadata
 
 
 def read_table(file: WeightFile) -> GgufTable:
-    """The tensors of an open file.
+    """Return the tensors of an open file.
 
     Raises:
-        FormatError: the file breaks the format; the error has the byte position.
-        UnsupportedError: an unsupported version or byte order.
-        LimitError: a header of more than 128 MiB.
+        FormatError: the file breaks the format; has the byte position.
+        UnsupportedError: unsupported version or byte order.
+        LimitError: the header has more than 128 MiB.
         OSError: the file cannot be read.
     """
     table, gguf, error = ffi.new("sl_table **"), ffi.new("sl_gguf **"), Error()

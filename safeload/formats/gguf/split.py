@@ -1,7 +1,6 @@
 """Split GGUF files, as llama.cpp and gguf-py write them: ``X-00001-of-00003.gguf``, with keys ``split.*``.
 
-Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/gguf-split. The first part has the metadata of
-the whole.
+The first part holds the metadata of the model. Source: https://github.com/ggml-org/llama.cpp/tree/master/tools/gguf-split.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, UnsupportedError
@@ -19,27 +19,27 @@ from .read import Metadata
 PREFIX = "split."
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
-# The largest number of five digits.
+# The largest number with five digits.
 MAX_PARTS = 99_999
 
 _NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.ASCII | re.DOTALL | re.IGNORECASE)
 
 
 def is_part(file: WeightFile) -> bool:
-    """Whether an open GGUF file is part of a split one."""
+    """Return True if an open GGUF file is part of a split model."""
     return _COUNT in (file.table.metadata() or {})
 
 
 def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tuple[list[WeightFile], Mapping[str, Any]]:
-    """All parts in order, and the metadata of the whole.
+    """Return all parts in order and the metadata of the model.
 
     Args:
         file: any part.
         open_part: opens another part by its path.
 
     Raises:
-        FormatError: the parts do not belong together, or one is missing.
-        UnsupportedError: the names of the other parts do not follow from the file's name.
+        FormatError: the parts do not belong together, or a part is missing.
+        UnsupportedError: the file has been renamed, so that the names of the other parts are unknown.
     """
     count, number = _value(file, _COUNT), _value(file, _NUMBER)
     if not 1 <= count <= MAX_PARTS or not 0 <= number < count:
@@ -50,9 +50,11 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
     if count == 1:
         paths = [file.path]
     elif name is None or (int(name[2]), int(name[3])) != (number + 1, count):
-        raise UnsupportedError(
-            f"{file.path}: this is part {number + 1} of {count} of a split GGUF file, and its name must end in "
-            f"-{number + 1:05}-of-{count:05}.gguf, so that the other parts are found"
+        raise error_about(
+            UnsupportedError,
+            f"this is part {number + 1} of {count} of a split GGUF file; to find the other parts, its name must end in "
+            f"-{number + 1:05}-of-{count:05}.gguf",
+            path=file.path,
         )
     else:
         paths = [files.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
@@ -70,12 +72,12 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
         )
     total = _value(parts[0], _TENSORS)
     for k, part in enumerate(parts):
-        for key, wanted in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):
-            if (found := _value(part, key)) != wanted:
-                raise FormatError(f"{key} is {found}, but {wanted} according to the other parts", part.path)
-    held = sum(part.table.count for part in parts)
-    if held != total:
-        raise FormatError(f"{_TENSORS} is {total}, but the parts have {held} tensors", parts[0].path)
+        for key, expected in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):
+            if (value := _value(part, key)) != expected:
+                raise FormatError(f"{key} is {value}, but {expected} according to the other parts", part.path)
+    stored = sum(part.table.count for part in parts)
+    if stored != total:
+        raise FormatError(f"{_TENSORS} is {total}, but the parts have {stored} tensors", parts[0].path)
     metadata = parts[0].table.metadata()
     assert isinstance(metadata, Metadata)
     return parts, metadata.without(PREFIX)
@@ -84,5 +86,5 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
 def _value(file: WeightFile, key: str) -> int:
     value = (file.table.metadata() or {}).get(key)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise FormatError(f"{key} must be an integer, found {show(value)}: the file is part of a split one", file.path)
+        raise FormatError(f"{key} must be an integer, got {show(value)}", file.path)
     return int(value)

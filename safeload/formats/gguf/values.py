@@ -1,8 +1,7 @@
-"""Values of GGUF metadata: numbers that remember their stored type, so that a copy of a file preserves it.
+"""Numbers of GGUF metadata, which remember their stored type so that a copy of a file preserves it.
 
-GGUF has ten types of numbers where Python has two, and readers insist on theirs: llama.cpp refuses a layer count that
-is not a u32. So a number is read as an instance of a subclass of `int` or `float` that stands for its type and is equal
-to the plain number in every way.
+GGUF has ten types of numbers, Python has two, and readers are strict: llama.cpp refuses a layer count that is not a
+u32. Numbers are therefore read as subclasses of `int` and `float`, one per type, that behave like the plain number.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class F64(float):
     """Stored as f64."""
 
 
-# Classes of numbers and dtypes of arrays by GGUF's number of the type. Bools are plain `bool`.
+# Classes of numbers and dtypes of arrays by type in GGUF. Bools are plain `bool`.
 NUMBERS: dict[int, type[int] | type[float]] = {
     lib.SL_GGUF_U8: U8,
     lib.SL_GGUF_I8: I8,

@@ -1,4 +1,4 @@
-"""Writes GGUF files. csrc/formats/gguf.c describes the format."""
+"""Write GGUF files. csrc/formats/gguf.c describes the format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
+from ...base.messages import error_about
 from ...base.native import lib
+from ...base.packing import CODES, GGUF, SCALE
 from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.text import check_name, show
@@ -20,7 +22,8 @@ from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError
-from .packed_tensors import I2_S, Ternary, parts_of
+from ..metadata import encode
+from .file_type import KEY as FILE_TYPE
 from .read import Metadata
 from .values import DTYPES, NUMBERS
 
@@ -34,15 +37,19 @@ MAX_ALIGNMENT = 1 << 30
 
 # ggml's limit (GGML_MAX_DIMS).
 MAX_DIMS = 4
-# llama.cpp accepts names of fewer than 64 bytes (GGML_MAX_NAME), stable-diffusion.cpp builds ggml with 128. Names that
-# no build of ggml reads are refused.
+# llama.cpp accepts names of fewer than 64 bytes (GGML_MAX_NAME), stable-diffusion.cpp builds ggml with 128. No build of
+# ggml reads longer names.
 MAX_NAME = 127
 # The format's limit.
 MAX_KEY = (1 << 16) - 1
 
+# I2_S of https://github.com/microsoft/BitNet: its type, which ggml has used for another type, and the file type that
+# distinguishes it; bytes of the scale.
+_I2_S, _FILE_TYPE_I2_S, _TAIL = 36, 40, 32
+
 _U32, _U64, _ARRAY_HEAD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 
-# Types for a plain integer: the first that can hold it. gguf-py also prefers the first of these.
+# Types for a plain integer: the first that can hold it. gguf-py also prefers i32.
 _INTEGERS = (
     (lib.SL_GGUF_I32, -(1 << 31), (1 << 31) - 1),
     (lib.SL_GGUF_U32, 0, (1 << 32) - 1),
@@ -61,14 +68,14 @@ def save(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes a GGUF file in the order of ``tensors``; see `safeload.gguf.save_file`."""
+    """Write a GGUF file in the order of ``tensors``; see `safeload.gguf.save_file`."""
     metadata = {} if metadata is None else metadata
     check_mapping(tensors, "tensors")
     check_mapping(metadata, "metadata", "text to values")
     alignment = _alignment(metadata)
     entries = [_key(key) + _stored(metadata, key, alignment) for key in metadata]
-    given = {name: part for each in tensors.items() for name, part in parts_of(*each, tensors, metadata)}
-    plans = [_plan(name, value) for name, value in given.items()]
+    parts = {name: part for item in tensors.items() for name, part in _parts(*item, tensors, metadata)}
+    plans = [_plan(name, value) for name, value in parts.items()]
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(plans), len(entries)))
     head += b"".join(entries)
     offset = 0
@@ -78,32 +85,32 @@ def save(
     if plans:
         head += bytes(-len(head) % alignment)
     if len(head) + offset >= 1 << 63:
-        raise SafeloadError(f"{len(head) + offset} bytes are more than any file can have")
+        raise SafeloadError(f"no file can have {len(head) + offset} bytes")
     with AtomicFile(path, len(head) + offset, overwrite=overwrite, durable=durable) as file:
         _write(file, np.frombuffer(head, np.uint8), [plan.data for plan in plans], alignment)
 
 
 def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], alignment: int) -> None:
-    """Writes everything in order; buffers that are in memory exactly as in the file are passed on in one list."""
+    """Write everything in order; buffers with the bytes of the file are passed on together."""
     padding = np.zeros(alignment, np.uint8)
     waiting = [(address_of(head), head.size)]
     for data in tensors:
         for _owner, address, size in pieces_of(materialize(data)):
             waiting.append((address, size))
             if isinstance(data, Lazy) or not written_as_is(data):
-                file.write([piece for piece in waiting if piece[1]])
+                file.write([buffer for buffer in waiting if buffer[1]])
                 waiting.clear()
         waiting.append((address_of(padding), -data.nbytes % alignment))
-    file.write([piece for piece in waiting if piece[1]])
+    file.write([buffer for buffer in waiting if buffer[1]])
 
 
 # ---- tensors ----
 
 
 class _Plan(NamedTuple):
-    """A tensor to write: its entry in the header up to the offset, and its data."""
+    """A tensor to write."""
 
-    description: bytes
+    description: bytes  # the entry in the header, up to the offset
     data: Array | Lazy
 
     @property
@@ -112,47 +119,42 @@ class _Plan(NamedTuple):
 
 
 def _plan(name: Any, value: Any) -> _Plan:
-    """Plans the writing of a tensor.
+    """Return the header entry and the data of a tensor.
 
     Raises:
-        TypeError: a name is not a str, or a value is not an array.
-        UnsupportedError: a dtype or a scheme that GGUF does not have.
-        SafeloadError: a name or a shape that GGUF cannot hold.
+        TypeError: the name is not a str, or the value is not an array.
+        UnsupportedError: GGUF does not have the dtype or scheme.
+        SafeloadError: GGUF cannot hold the name or the shape.
     """
     check_name(name)
     if isinstance(value, np.generic):
         value = np.asarray(value)
     data: Array | Lazy
     if isinstance(value, LazyPacked) or (isinstance(value, QuantizedTensor) and value.packing is not None):
-        raise UnsupportedError(
-            f"tensor {show(name)} is {value.scheme}, which GGUF does not have: dequantize it, or convert with "
-            'quantize="q8_0" or dtype="float32"',
-            tensor=name,
-        )
+        advice = 'dequantize it, or convert with quantize="q8_0" or dtype="float32"'
+        text = f"is {value.scheme}, which GGUF does not have: {advice}"
+        raise error_about(UnsupportedError, text, tensor=name)
     if isinstance(value, (QuantizedTensor, LazyQuantized)):
         if value.scheme == INT8:
-            raise UnsupportedError(
-                f"tensor {show(name)} is int8 with scales, which GGUF does not have: "
-                'pass quantize="q8_0" or dtype="float32"',
-                tensor=name,
-            )
+            text = 'is int8 with scales, which GGUF does not have: pass quantize="q8_0" or dtype="float32"'
+            raise error_about(UnsupportedError, text, tensor=name)
         number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
-    elif isinstance(value, Ternary):
-        number, data = I2_S, value.data
+    elif isinstance(value, _Ternary):
+        number, data = _I2_S, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
         refuse_masked(value, f"tensor {show(name)}")
         number, data = _element_type(name, value.dtype), value
     else:
         raise not_an_array(f"tensor {show(name)}", value, "a numpy array or a QuantizedTensor")
-    raw, shape = _encode(name, "a tensor name", tensor=name), value.shape
+    raw, shape = encode(name, "tensor name", tensor=name), value.shape
     if b"\0" in raw:
-        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which ggml ends it", tensor=name)
+        raise SafeloadError(f"tensor name {show(name)} holds a NUL, where ggml would cut it", tensor=name)
     if len(raw) > MAX_NAME:
-        message = f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
-        raise SafeloadError(message, tensor=name)
+        text = f"has a name of {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
+        raise error_about(SafeloadError, text, tensor=name)
     if len(shape) > MAX_DIMS:
-        message = f"tensor {show(name)} has {len(shape)} dims, but GGUF has at most {MAX_DIMS}"
-        raise SafeloadError(message, tensor=name)
+        text = f"has {len(shape)} dims, but GGUF allows at most {MAX_DIMS}"
+        raise error_about(SafeloadError, text, tensor=name)
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return _Plan(_U64.pack(len(raw)) + raw + dims + _U32.pack(number), data)
 
@@ -162,43 +164,92 @@ def _element_type(name: str, dtype: np.dtype[Any]) -> int:
     if row is not None and row.ggml >= 0:
         return row.ggml
     if row is not None and row.floating and not row.packed:
-        message = f'tensor {show(name)} is {dtype.name}, which GGUF does not have: pass dtype="float16"'
-        raise UnsupportedError(message, tensor=name)
-    raise UnsupportedError(
-        f"tensor {show(name)} is {dtype.name}, which GGUF does not have: of integers it has int8 to int64. "
-        "Convert it with safeload.astype, or leave it out",
+        text = f'is {dtype.name}, which GGUF does not have: pass dtype="float16"'
+        raise error_about(UnsupportedError, text, tensor=name)
+    raise error_about(
+        UnsupportedError,
+        f"is {dtype.name}, which GGUF does not have: its integers are int8 to int64. Convert the tensor with "
+        "safeload.astype, or leave it out",
         tensor=name,
     )
+
+
+class _Ternary(NamedTuple):
+    """An I2_S tensor."""
+
+    shape: tuple[int, ...]  # logical
+    data: Lazy  # codes, and their scale behind them
+
+
+def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Split a packed GGUF tensor into its blocks and their scale; other tensors stay whole.
+
+    Args:
+        tensors: all tensors of the file.
+        metadata: of the file.
+
+    Raises:
+        UnsupportedError: the metadata does not announce I2_S, so that readers would misread the tensor.
+        SafeloadError: another tensor has the name of the scale, or no reader would find the scale.
+    """
+    packing = value.packing if isinstance(value, (LazyPacked, QuantizedTensor)) else None
+    if packing is None or packing.family != GGUF:
+        yield name, value
+        return
+    codes, scale = value.roles[CODES], value.roles[SCALE]
+    if packing.numbers == "i2_s":
+        if metadata.get(FILE_TYPE) != _FILE_TYPE_I2_S:
+            text = f"is I2_S of BitNet, so readers need {FILE_TYPE} {_FILE_TYPE_I2_S} in the metadata: "
+            raise error_about(UnsupportedError, f"{text}keep it, or pass dtype=", tensor=name)
+        yield name, _Ternary(packing.shape, _with_scale(codes, scale))
+        return
+    beside = f"{name.removesuffix('.weight')}.scale"
+    if not name.endswith(".weight") or beside in tensors:
+        reason = f"{show(beside)} is another tensor" if beside in tensors else "its name does not end in .weight"
+        raise error_about(SafeloadError, f"has no place for its scale: {reason}", tensor=name)
+    yield name, LazyQuantized(packing.numbers, packing.shape, _lazy(codes))
+    yield beside, scale
+
+
+def _lazy(array: Array | Lazy) -> Lazy:
+    if isinstance(array, Lazy):
+        return array
+    return Lazy(array.dtype, array.shape, lambda: np.ascontiguousarray(array))
+
+
+def _with_scale(codes: Array | Lazy, scale: Array | Lazy) -> Lazy:
+    """Return codes, and behind them their scale in 32 bytes."""
+    size = codes.nbytes + _TAIL
+
+    def make() -> Array:
+        data: Array = np.zeros(size, np.uint8)
+        data[: codes.nbytes] = materialize(codes).ravel()
+        data[codes.nbytes : codes.nbytes + 4] = materialize(scale).astype("<f4").reshape(1).view(np.uint8)
+        return data
+
+    return Lazy(np.dtype(np.uint8), (size,), make)
 
 
 # ---- metadata ----
 
 
-def _encode(text: str, what: str, errors: str = "strict", *, tensor: str | None = None) -> bytes:
-    try:
-        return text.encode("utf-8", errors)
-    except UnicodeEncodeError:
-        message = f"{what} {text[:40]!r} holds a lone surrogate, which UTF-8 cannot write"
-        raise SafeloadError(message, tensor=tensor) from None
-
-
 def _text(text: str) -> bytes:
-    """Encodes a string value; bytes that were not UTF-8 when it was read are written unchanged."""
-    raw = _encode(text, "the text", "surrogateescape")
+    """Encode a string value; bytes that were not UTF-8 when they were read are written unchanged."""
+    raw = encode(text, "the text", "surrogateescape")
     return _U64.pack(len(raw)) + raw
 
 
 def _key(key: Any) -> bytes:
     if not isinstance(key, str):
-        raise TypeError(f"a metadata key is a str, not {type(key).__name__}")
-    raw = _encode(key, "metadata key")
+        raise TypeError(f"a metadata key must be str, not {type(key).__name__}")
+    raw = encode(key, "metadata key")
     if not 1 <= len(raw) <= MAX_KEY:
-        raise SafeloadError(f"metadata key {key[:40]!r} has {len(raw)} bytes, but GGUF has 1 to {MAX_KEY}")
+        raise SafeloadError(f"metadata key {show(key)} has {len(raw)} bytes, but GGUF allows 1 to {MAX_KEY}")
     return _U64.pack(len(raw)) + raw
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
-    """The alignment of tensors in bytes.
+    """Return the alignment of tensors in bytes.
 
     Raises:
         TypeError: the value in the metadata is not an int.
@@ -206,19 +257,17 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
     """
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"metadata {show(ALIGNMENT_KEY)} is an int, not {type(value).__name__}")
+        raise TypeError(f"metadata {show(ALIGNMENT_KEY)} must be int, not {type(value).__name__}")
     if not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
-        raise SafeloadError(
-            f"metadata {show(ALIGNMENT_KEY)} is {value}, but must be a power of two up to {MAX_ALIGNMENT}"
-        )
+        raise SafeloadError(f"metadata {show(ALIGNMENT_KEY)} must be a power of two up to {MAX_ALIGNMENT}, got {value}")
     return int(value)
 
 
 def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
-    """Encodes a value, preceded by the number of its type."""
+    """Encode a value, preceded by its type."""
     if key == ALIGNMENT_KEY:
         return struct.pack("<II", lib.SL_GGUF_U32, alignment)
-    if isinstance(metadata, Metadata):  # copied as stored in its file, without unpacking
+    if isinstance(metadata, Metadata):  # copied from its file without unpacking
         return metadata.stored(key)
     try:
         return b"".join(_pack(metadata[key]))
@@ -227,7 +276,7 @@ def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
 
 
 def can_hold(value: Any) -> bool:
-    """Whether GGUF has a type for a metadata value."""
+    """Return True if GGUF has a type for a metadata value."""
     try:
         for _ in _pack(value):
             pass
@@ -237,11 +286,11 @@ def can_hold(value: Any) -> bool:
 
 
 def _pack(value: Any) -> Iterator[bytes]:
-    """Encodes the number of a value's type, then its bytes.
+    """Encode the type of a value, then its bytes.
 
     Raises:
         TypeError: GGUF has no type for the value.
-        SafeloadError: an integer of more than 64 bits.
+        SafeloadError: an integer has more than 64 bits.
     """
     if isinstance(value, str):
         yield _U32.pack(lib.SL_GGUF_STRING)
@@ -260,7 +309,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
-    """Encodes type and number of elements, then the elements; ``nested`` encodes elements that are arrays."""
+    """Encode type and number of elements, then the elements; ``nested`` encodes elements that are arrays."""
     refuse_masked(value, "the value")
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind not in "OUST":
         number = _array_type(value.dtype)
@@ -283,7 +332,7 @@ def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterato
 
 
 def _pack_inner(value: Any) -> Iterator[bytes]:
-    """Encodes an array that is an element of another one."""
+    """Encode an array that is an element of another array."""
 
     def refuse(value: Any) -> Iterator[bytes]:
         raise TypeError("arrays of arrays of arrays are not supported")
@@ -299,12 +348,12 @@ def _array_type(dtype: np.dtype[Any]) -> int:
 
 
 def _number_type(values: Sequence[Any]) -> int:
-    """The type for some numbers: the type that all of them declare, else the first that holds each of them exactly."""
-    said = {_said_type(value) for value in values}
-    if len(said) == 1 and None not in said:
-        return int(said.pop() or 0)
+    """Return the type for numbers: the type that all declare, else the first that holds each exactly."""
+    declared = {_declared_type(value) for value in values}
+    if len(declared) == 1 and None not in declared:
+        return int(declared.pop() or 0)
     if any(isinstance(value, (bool, np.bool_)) for value in values):
-        raise TypeError("bools and numbers in one array")
+        raise TypeError("an array must not mix bools and numbers")
     if all(isinstance(value, (int, np.integer)) for value in values):
         low, high = int(min(values)), int(max(values))
         for number, lowest, highest in _INTEGERS:
@@ -314,8 +363,8 @@ def _number_type(values: Sequence[Any]) -> int:
     return int(lib.SL_GGUF_F32 if all(map(_is_f32, values)) else lib.SL_GGUF_F64)
 
 
-def _said_type(value: Any) -> int | None:
-    """The type that a value itself declares; None for plain ints and floats."""
+def _declared_type(value: Any) -> int | None:
+    """Return the type that a value itself declares; None for plain ints and floats."""
     if isinstance(value, (bool, np.bool_)):
         return int(lib.SL_GGUF_BOOL)
     if isinstance(value, (np.generic, np.ndarray)):
@@ -328,7 +377,7 @@ def _said_type(value: Any) -> int | None:
 
 
 def _is_f32(value: Any) -> bool:
-    """Whether f32 represents the number exactly."""
+    """Return True if f32 represents the number exactly."""
     number = float(value)
     with np.errstate(over="ignore"):
         return math.isnan(number) or float(np.float32(number)) == number
@@ -343,5 +392,5 @@ def _numbers(number: int, values: Sequence[Any]) -> bytes:
                 if min(values) < limits.min or max(values) > limits.max:
                     raise OverflowError
             return np.array(values, dtype).tobytes()
-    except (OverflowError, FloatingPointError):  # an instance of a class of `values` that a caller made
+    except (OverflowError, FloatingPointError):  # a caller made the instance of a class of values.py
         raise SafeloadError(f"a number is too large for {dtype.name}") from None

@@ -199,7 +199,7 @@ def test_nothing_at_all(path):
 @pytest.mark.parametrize(
     ("given", "kind", "fragment"),
     [
-        ({"a": np.zeros(2, bool)}, UnsupportedError, "'a' is bool, which GGUF does not have: of integers"),
+        ({"a": np.zeros(2, bool)}, UnsupportedError, "'a' is bool, which GGUF does not have: its integers"),
         ({"a": np.zeros(2, np.uint8)}, UnsupportedError, "'a' is uint8"),
         ({"a": np.zeros(2, np.uint64)}, UnsupportedError, "'a' is uint64"),
         ({"a": np.zeros(2, np.complex64)}, UnsupportedError, "'a' is complex64"),
@@ -211,7 +211,7 @@ def test_nothing_at_all(path):
         ({3: np.zeros(2, np.float32)}, TypeError, "int"),
         ({"\ud800": np.zeros(2, np.float32)}, SafeloadError, "lone surrogate"),
         ({"é" * 64: np.zeros(2, np.float32)}, SafeloadError, "128 bytes, but ggml reads at most 127"),
-        ({"a": np.zeros((1,) * 5, np.float32)}, SafeloadError, "5 dims, but GGUF has at most 4"),
+        ({"a": np.zeros((1,) * 5, np.float32)}, SafeloadError, "5 dims, but GGUF allows at most 4"),
     ],
 )
 def test_tensors_that_gguf_does_not_have(path, given, kind, fragment):
@@ -375,16 +375,16 @@ def test_every_number_class_keeps_its_type(path):
         ({"k": F32(1e300)}, SafeloadError, "too large for float32"),
         ({"k": "\ud800"}, SafeloadError, "metadata 'k': .*lone surrogate"),
         ({"k": ["\ud800"]}, SafeloadError, "lone surrogate"),
-        ({3: "x"}, TypeError, "a metadata key is a str"),
-        ({"": "x"}, SafeloadError, "0 bytes, but GGUF has 1 to 65535"),
+        ({3: "x"}, TypeError, "a metadata key must be str"),
+        ({"": "x"}, SafeloadError, "0 bytes, but GGUF allows 1 to 65535"),
         ({"k" * 65536: "x"}, SafeloadError, "65536 bytes"),
         ({"\ud800": "x"}, SafeloadError, "lone surrogate"),
-        ({"general.alignment": 0}, SafeloadError, "is 0, but must be a power of two"),
-        ({"general.alignment": -8}, SafeloadError, "is -8"),
-        ({"general.alignment": 3}, SafeloadError, "is 3"),
-        ({"general.alignment": 2**31}, SafeloadError, "is 2147483648"),
-        ({"general.alignment": "32"}, TypeError, "is an int, not str"),
-        ({"general.alignment": True}, TypeError, "is an int, not bool"),
+        ({"general.alignment": 0}, SafeloadError, "must be a power of two up to 1073741824, got 0"),
+        ({"general.alignment": -8}, SafeloadError, "got -8"),
+        ({"general.alignment": 3}, SafeloadError, "got 3"),
+        ({"general.alignment": 2**31}, SafeloadError, "got 2147483648"),
+        ({"general.alignment": "32"}, TypeError, "must be int, not str"),
+        ({"general.alignment": True}, TypeError, "must be int, not bool"),
     ],
     ids=lambda value: repr(value)[:24] if isinstance(value, dict) else None,
 )
@@ -432,7 +432,7 @@ def test_a_file_of_gguf_py_is_written_as_it_was_read(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fragment"), [("a\0b", r"'a\\x00b' holds a NUL, at which ggml ends it"), ("\ud800", "surrogate")]
+    ("name", "fragment"), [("a\0b", r"'a\\x00b' holds a NUL, where ggml would cut it"), ("\ud800", "surrogate")]
 )
 def test_names_that_ggml_does_not_have(name, fragment, tmp_path):
     path = tmp_path / "x.gguf"
