@@ -1,4 +1,4 @@
-"""Errors that name their file and tensor."""
+"""Errors that name their file and tensor, and the check of texts to write."""
 
 from __future__ import annotations
 
@@ -23,3 +23,21 @@ def error_about(
     if path is not None and not issubclass(kind, FormatError):  # a FormatError ends with its path
         text = f"{path}: {text}"
     return kind(text, path=path, offset=offset, tensor=tensor)
+
+
+def encode(text: str, subject: str, errors: str = "strict", *, tensor: str | None = None) -> bytes:
+    """Encode a text as UTF-8.
+
+    Args:
+        subject: begins the message of an error.
+        errors: "surrogateescape" to write bytes that were not UTF-8 when they were read.
+        tensor: its name, if the text belongs to a tensor.
+
+    Raises:
+        SafeloadError: the text holds a lone surrogate.
+    """
+    try:
+        return text.encode("utf-8", errors)
+    except UnicodeEncodeError:
+        message = f"{subject} {show(text)} holds a lone surrogate, which UTF-8 cannot write"
+        raise SafeloadError(message, tensor=tensor) from None

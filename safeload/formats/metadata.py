@@ -1,4 +1,4 @@
-"""Names and metadata as files store them."""
+"""Metadata of any format as safetensors stores it: text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-
-from ..base.text import show
-from ..errors import SafeloadError
 
 
 def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
@@ -26,21 +23,3 @@ def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
         except (TypeError, ValueError, RecursionError):
             continue
     return texts
-
-
-def encode(text: str, subject: str, errors: str = "strict", *, tensor: str | None = None) -> bytes:
-    """Encode a text as UTF-8.
-
-    Args:
-        subject: begins the message of an error.
-        errors: "surrogateescape" to write bytes that were not UTF-8 when they were read.
-        tensor: its name, if the text belongs to a tensor.
-
-    Raises:
-        SafeloadError: the text holds a lone surrogate.
-    """
-    try:
-        return text.encode("utf-8", errors)
-    except UnicodeEncodeError:
-        message = f"{subject} {show(text)} holds a lone surrogate, which UTF-8 cannot write"
-        raise SafeloadError(message, tensor=tensor) from None

@@ -18,7 +18,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import array_fits, check_mapping, not_an_array, refuse_masked
 from ..base.listed_table import ListedTable, Listing
-from ..base.messages import error_about
+from ..base.messages import encode, error_about
 from ..base.paths import PathLike
 from ..base.text import check_name, show
 from ..engine.read.lazy import Lazy, materialize
@@ -26,7 +26,6 @@ from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from .metadata import encode
 from .registry import Candidate, Content, OpenRequest
 
 MAGIC = 0x4D4F4F4E

@@ -13,14 +13,13 @@ import numpy as np
 
 from ..base.arrays import check_mapping
 from ..base.listed_table import ListedTable, Listing
-from ..base.messages import error_about
+from ..base.messages import encode, error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..engine.read.lazy import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve
 from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError
-from .metadata import encode
 from .npy import SUFFIX, ArraySource, check_writable, read_array
 from .registry import Candidate, Content, OpenRequest, check_whole
 from .zip import STORED, Archive

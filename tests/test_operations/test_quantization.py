@@ -532,7 +532,7 @@ _I = {"scheme": "int8", "shape": [2, 3], "axis": None}
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "must be a JSON object, found list"),
+        ("[]", "must be a JSON object, got list"),
         ({"blocks": 3}, "the entry of 'blocks' must be"),
         ({"blocks": {**_Q, "scheme": 4}}, "must be"),
         ({"blocks": {**_Q, "shape": "2"}}, "must be"),

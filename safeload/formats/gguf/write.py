@@ -11,7 +11,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ...base.messages import error_about
+from ...base.messages import encode, error_about
 from ...base.native import lib
 from ...base.packing import CODES, GGUF, SCALE
 from ...base.paths import PathLike
@@ -22,7 +22,6 @@ from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError
-from ..metadata import encode
 from .file_type import KEY as FILE_TYPE
 from .read import Metadata
 from .values import DTYPES, NUMBERS

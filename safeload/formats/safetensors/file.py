@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files. csrc/formats/safetensors.c parses and writes the header."""
+"""Read and write safetensors files. csrc/formats/safetensors.c parses and writes the header."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .header import Header, text
 if TYPE_CHECKING:
     from ...engine.ahead.staging import StagedBytes
 
-# Bytes of the size of the header, and the largest header that csrc/formats/safetensors.c takes.
+# Bytes of the size of the header, and the largest header that csrc/formats/safetensors.c accepts.
 _LENGTH, _MAX_HEADER = 8, 100_000_000
 
-# The largest file that loading reads whole. Where views of a mapping were asked for, one that malloc gives memory for
-# that it has had before: from 128 KiB on glibc may map new memory, as slow as the mapping of the file.
+# The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
+# memory, 128 KiB, because that would be as slow as mapping the file.
 _SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
 
 _LOADED, _TABLE, _FILE = map(ffi.typeof, ("sl_loaded *", "sl_table **", "sl_file *"))
@@ -42,10 +42,9 @@ _LOADED, _TABLE, _FILE = map(ffi.typeof, ("sl_loaded *", "sl_table **", "sl_file
 
 
 def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
-    """Opens a file and validates its header; no tensor is read.
+    """Open a file and validate its header, without reading tensors.
 
     Args:
-        path: of the file.
         brief: see `LocalStore`.
 
     Raises:
@@ -57,35 +56,26 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
 
 
 class Resident(NamedTuple):
-    """A small file, which has been read and closed.
-
-    Attributes:
-        table: its tensors.
-        arrays: the same, by name in the order of their bytes.
-    """
+    """A small file that has been read and closed."""
 
     table: Table
-    arrays: dict[str, Array]
+    arrays: dict[str, Array]  # by name, in the order of their bytes
 
 
 def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
-    """The tensors of a file if it is small; else the open file.
+    """Return the tensors of a small file, or an open file if it is larger than the limit of the backend.
 
-    A small file is read whole, by one call, also where a mapping is asked for, which takes longer, as does the fault of
-    its first page. Like a mapping, the memory is private, and lives as long as the last array over it.
-
-    Args:
-        path: of the file.
-        backend: which decides how large a small file is.
+    A small file is read whole with one call, even for "mmap", because a mapping and its first page fault take longer.
+    Like a mapping, the memory is private and lives as long as the last array over it.
 
     Raises:
         FormatError: the file breaks the format, or has another format.
-        UnsupportedError: too many axes for this numpy.
+        UnsupportedError: a tensor has too many axes for this numpy.
         OSError: the file cannot be opened.
         ValueError: SAFELOAD_NUM_THREADS is not a number of threads.
     """
     if backend == "pread":
-        thread_count(0, None)  # this takes one thread, but an invalid SAFELOAD_NUM_THREADS is refused all the same
+        thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
     text, loaded = _loaded(path, _SMALL[backend])
     if not loaded.content:
         return _open_file(text, loaded, brief=True)
@@ -94,7 +84,7 @@ def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
 
 
 def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
-    """The path as messages show it, and the ``sl_loaded`` of the file."""
+    """Return the path as text and the ``sl_loaded`` of the file."""
     text, encoded = native_path(path)
     loaded = ffi.new(_LOADED)
     arguments = encoded, largest, pointer(loaded)
@@ -112,8 +102,8 @@ def _open_file(text: str, loaded: Any, brief: bool) -> WeightFile:
     return WeightFile(text, LocalStore(text, opened, brief=brief), Table(pointer(loaded.table)))
 
 
-def read(candidate: Candidate, wanted: OpenRequest) -> Content:
-    """An open file with its table, for a file that the C core does not open itself.
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of a file that the C core does not open itself.
 
     Raises:
         FormatError: the file breaks the format.
@@ -121,7 +111,7 @@ def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """
     file = candidate.file
     size = int.from_bytes(file.read_at(0, _LENGTH), "little")
-    # A size that cannot be right is refused by the parser, which then needs no more than the size.
+    # The parser refuses an impossible size, for which it needs no more bytes.
     valid = size <= min(_MAX_HEADER, file.size - _LENGTH)
     head = file.read_at(0, _LENGTH + size if valid else _LENGTH)
     table, error = ffi.new("sl_table **"), Error()
@@ -132,13 +122,13 @@ def read(candidate: Candidate, wanted: OpenRequest) -> Content:
 
 
 def parse_table(data: Any) -> tuple[memoryview, Table]:
-    """The bytes of a file in memory, and their table.
+    """Return the bytes of a file in memory, and their table.
 
     Raises:
         FormatError: the bytes break the format.
     """
     view = memoryview(data)
-    place: tuple[bytes | int, int]  # of the first byte
+    place: tuple[bytes | int, int]  # address of the first byte, and size
     if type(data) is bytes:
         place = data, len(data)
     else:
@@ -148,18 +138,18 @@ def parse_table(data: Any) -> tuple[memoryview, Table]:
         place = pointer(ffi.from_buffer(view)), len(view)
     address = short.sl_safetensors_table(*place)
     if address is None:
-        table, error = ffi.new(_TABLE), Error()  # once more, to get the error
+        table, error = ffi.new(_TABLE), Error()  # again, to get the error
         check(short.sl_safetensors_parse(*place, pointer(table), pointer(error)), error)
         address = pointer(table[0])
     return view, Table(address)
 
 
 def parse(data: Any, *, copy: bool) -> dict[str, Array]:
-    """The tensors of a file in memory, in the order of their bytes.
+    """Return the tensors of a file in memory, in the order of their bytes.
 
     Args:
-        data: any C-contiguous bytes-like object.
-        copy: False for views, read-only where ``data`` is; unaligned tensors are copied all the same.
+        data: a C-contiguous bytes-like object.
+        copy: False for views, which are read-only if ``data`` is; unaligned tensors are copied anyway.
     """
     view, table = parse_table(data)
     return in_memory.copies_of(table, view) if copy else in_memory.views_of(table, view)
@@ -167,38 +157,31 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
 
 # ---- write ----
 
-# Arrays of at most this many bytes are copied into buffers of about this size, of which each is written at once.
+# Arrays of at most _TINY bytes are copied into buffers of about _TOGETHER bytes, so that few calls write them.
 _TINY, _TOGETHER = 64 << 10, 1 << 20
 
-# Types of values that are not masked arrays.
+# Types that cannot be masked arrays.
 _PLAIN = (np.ndarray, Lazy)
 
 
 class Memory(NamedTuple):
-    """A tensor's bytes in file layout, at an address that the caller keeps valid.
-
-    Attributes:
-        row: row of the dtype table.
-        shape: logical shape.
-        address: of the first byte.
-        nbytes: number of bytes.
-    """
+    """A tensor's bytes in file layout, at an address that the caller keeps valid."""
 
     row: dtypes.Dtype
-    shape: Sequence[int]
-    address: int
+    shape: Sequence[int]  # logical
+    address: int  # of the first byte
     nbytes: int
 
 
 class _Source(NamedTuple):
-    """One tensor to write: its header entry, and its data."""
+    """A tensor to write."""
 
     row: dtypes.Dtype
     shape: Sequence[int]
     data: Array | Lazy | Memory
 
     def pieces(self) -> Iterator[tuple[Any, int, int]]:
-        """The tensor's bytes in order as (owner, address, bytes); memory in C order is passed on uncopied."""
+        """Iterate over the tensor's bytes as (owner, address, bytes), without copying memory in C order."""
         if isinstance(self.data, Memory):
             yield None, self.data.address, self.data.nbytes
             return
@@ -206,12 +189,12 @@ class _Source(NamedTuple):
 
     @property
     def staged(self) -> Staged | None:
-        """How its bytes are read ahead; None for what `pieces` gives."""
+        """How to read the bytes ahead; None if `pieces` makes them."""
         return self.data.staged if isinstance(self.data, Lazy) else None
 
     @property
     def small(self) -> bool:
-        """Whether it is in memory, and written together with its neighbours."""
+        """True if the tensor is in memory and should be written together with its neighbours."""
         data = self.data
         if isinstance(data, Lazy) or data.nbytes > _TINY:
             return False
@@ -219,30 +202,29 @@ class _Source(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of its data."""
         return self.data.nbytes
 
     @property
     def buffer(self) -> Any:
-        """The bytes of a small one."""
+        """The bytes of a small tensor."""
         data = self.data
         return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
 
     @property
     def streamed(self) -> bool:
-        """Whether each of `pieces` is a buffer that must be written before the next one is made."""
+        """True if each buffer of `pieces` must be written before the next is made."""
         if isinstance(self.data, Memory):
             return False
         return isinstance(self.data, Lazy) or not written_as_is(self.data)
 
 
 def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | None]:
-    """The bytes of what is read ahead, if anything is."""
+    """Return the bytes to read ahead, or None if there are none."""
     if not ahead:
         return nullcontext()
-    from ...engine.ahead.staging import StagedBytes  # only here: most files are loaded, or written from memory
+    from ...engine.ahead.staging import StagedBytes  # few files need it: most are loaded, or written from memory
 
-    return closing(StagedBytes([one.entry for one in ahead], ahead[0].threads))
+    return closing(StagedBytes([staged.entry for staged in ahead], ahead[0].threads))
 
 
 def _source(name: str, value: Any) -> _Source:
@@ -265,7 +247,7 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes tensors from any format; `quantized.pack` turns quantized ones into plain ones."""
+    """Write tensors of any format; `quantized.pack` turns quantized tensors into plain tensors."""
     from ..metadata import as_texts
     from .quantized import pack
 
@@ -274,15 +256,15 @@ def write(
 
 
 class Writer:
-    """A file to write: the header is built and the size known, the tensors are not copied yet.
+    """A file to write: its header is built and its size known, but tensors are not copied yet.
 
     Args:
-        tensors: name to array, `Memory` or `Lazy`.
-        metadata: text to text, written in ascending order of keys; None for none.
+        tensors: arrays, `Memory` or `Lazy` by name.
+        metadata: text to text, written in ascending order of keys.
 
     Raises:
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
-        SafetensorError: a dtype or a name that the format does not have, or a header that is too large.
+        SafetensorError: the format does not have a dtype or cannot hold a name, or the header is too large.
     """
 
     def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
@@ -303,7 +285,7 @@ class Writer:
         self.size: int = self._header.nbytes + int(self._header.sizes.sum())
 
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
-        """All bytes in order as (owner, address, bytes, whether all so far must be used before the next step)."""
+        """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
         yield self._header.memory, self._header.address, self._header.nbytes, False
         sources = [self._sources[index] for index in self._order]
         ahead = [source.staged for source in sources if source.staged is not None]
@@ -313,19 +295,19 @@ class Writer:
                     yield from _together(group)
                     continue
                 for source in group:
-                    one = source.staged
-                    if one is None or staged is None:
+                    entry = source.staged
+                    if entry is None or staged is None:
                         streamed = source.streamed
                         for owner, address, size in source.pieces():
                             yield owner, address, size, streamed
                         continue
-                    for address, size, last in staged.of_next(one.entry.nbytes):
+                    for address, size, last in staged.of_next(entry.entry.nbytes):
                         yield staged, address, size, last
-                    if one.written is not None:
-                        one.written()
+                    if entry.written is not None:
+                        entry.written()
 
     def to_bytes(self) -> bytes:
-        """The whole file."""
+        """Return the whole file."""
         if all(source.small for source in self._sources):
             header = ffi.buffer(self._header.memory, self._header.nbytes)
             return b"".join([header, *(self._sources[index].buffer for index in self._order)])
@@ -342,7 +324,7 @@ class Writer:
         """Write the file; see `AtomicFile`.
 
         Raises:
-            OSError: the file cannot be written. It is a SafetensorError too.
+            OSError: the file cannot be written. The error is also a SafetensorError.
         """
         try:
             with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
@@ -351,7 +333,7 @@ class Writer:
             raise unsaved(error) from None
 
     def write_to(self, file: AtomicFile) -> None:
-        """Writes all bytes into a file under construction."""
+        """Write all bytes into a file under construction."""
         waiting: list[tuple[int, int]] = []
         with closing(self.pieces()) as pieces:
             for _owner, address, size, streamed in pieces:
@@ -363,7 +345,7 @@ class Writer:
 
 
 def _together(sources: Iterable[_Source]) -> Iterator[tuple[Any, int, int, bool]]:
-    """Small arrays one after the other in buffers: a system call for each would take longer than the copy."""
+    """Copy small arrays into buffers, because a system call for each would take longer than the copy."""
     waiting: list[Any] = []
     size = 0
     for source in sources:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file that is to be written, from columns: csrc/formats/safetensors.c writes its JSON."""
+"""Build the header of a safetensors file from columns; csrc/formats/safetensors.c writes its JSON."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 import numpy as np
 
 from ...base.arrays import Array
+from ...base.messages import encode
 from ...base.native import Error, check, ffi, lib, pointer
 from ...base.text import show
-from ...errors import SafetensorError
 
 _NEWLINE = ord("\n")
 
 
 class Header:
-    """A header, and the order of the bytes that follow it.
+    """A header, and the order of the tensors' bytes behind it.
 
     Args:
-        names: of the tensors, each once.
+        names: unique names of the tensors.
         numbers: of their dtypes.
         shapes: logical shapes.
-        metadata: text to text, written in ascending order of keys; None for none.
+        metadata: text to text, written in ascending order of keys.
 
     Attributes:
-        memory: its bytes, with the length before them.
-        address: of the first of these.
-        nbytes: their number.
+        memory: the length of the header and the header itself.
+        address: of the first byte in ``memory``.
+        nbytes: of ``memory``.
         order: uint32, the tensors in the order of their bytes.
         sizes: uint64, bytes of each tensor, in the order of the names.
 
     Raises:
         TypeError: a name is not a str, or metadata is not text.
-        SafetensorError: a name that UTF-8 cannot write, a dtype without whole bytes, or a header that is too large.
+        SafetensorError: UTF-8 cannot write a name, a tensor has no whole number of bytes, or the header is too large.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class Header:
             keep.texts("metadata_text", "metadata_ends", [part for pair in pairs for part in pair], separator=b"")
         self.order: Array = np.empty(count, np.uint32)
         self.sizes: Array = np.empty(count, np.uint64)
-        made, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
+        memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
         check(
             lib.sl_safetensors_header(
                 columns,
                 ffi.from_buffer("uint32_t[]", self.order),
                 ffi.from_buffer("uint64_t[]", self.sizes),
-                made,
+                memory,
                 size,
                 error,
             ),
             error,
             subject="Error while serializing",
         )
-        self.memory = ffi.gc(made[0], lib.sl_free)
+        self.memory = ffi.gc(memory[0], lib.sl_free)
         self.address = pointer(self.memory)
         self.nbytes: int = size[0]
 
@@ -84,12 +84,12 @@ _ARRAYS = {
     if field.type.kind == "pointer"
 }
 
-# Most names of which each is encoded by itself.
-_FEW = 64
+# Up to this many names, encoding each by itself is faster.
+_ONE_BY_ONE = 64
 
 
 class _Columns:
-    """Fills the input columns of ``sl_safetensors_header`` and keeps their memory alive."""
+    """Fill the input columns of ``sl_safetensors_header`` and keep their memory alive."""
 
     def __init__(self, columns: Any) -> None:
         self._columns = columns
@@ -102,14 +102,14 @@ class _Columns:
             setattr(self._columns, field, view)
 
     def names(self, names: Sequence[str]) -> None:
-        """The names, encoded together where none of them has a newline of its own."""
+        """Add the names, encoded together unless a name contains a newline."""
         try:
             encoded = "\n".join([*names, ""]).encode()
         except (TypeError, UnicodeEncodeError):
             for name in names:
                 text(name, "a tensor name", tensor=name)
             raise
-        if len(names) <= _FEW or encoded.count(b"\n") != len(names):
+        if len(names) <= _ONE_BY_ONE or encoded.count(b"\n") != len(names):
             self.texts("names", "name_ends", names, separator=b"\n")
             return
         ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
@@ -119,23 +119,19 @@ class _Columns:
     def texts(self, field: str, ends_field: str, texts: Sequence[str], *, separator: bytes) -> None:
         encoded = [text.encode() for text in texts]
         self.column(field, separator.join([*encoded, b""]) if separator else b"".join(encoded))
-        # The end of each is that of its text, before the separator.
+        # Separators come after the ends.
         ends = accumulate((len(part) + len(separator) for part in encoded), initial=-len(separator))
         self.column(ends_field, plain_array("Q", islice(ends, 1, None)))
 
 
-def text(value: Any, what: str, *, tensor: str | None = None) -> str:
-    """A text that UTF-8 can write.
+def text(value: Any, subject: str, *, tensor: str | None = None) -> str:
+    """Check that a value is a text that UTF-8 can write, and return it.
 
     Raises:
-        TypeError: not a str.
-        SafetensorError: it holds a lone surrogate.
+        TypeError: the value is not a str.
+        SafetensorError: the text holds a lone surrogate.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{what} must be str, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        message = f"{what} {show(value)} holds a lone surrogate, which UTF-8 cannot write"
-        raise SafetensorError(message, tensor=tensor) from None
+        raise TypeError(f"{subject} must be str, not {type(value).__name__}")
+    encode(value, subject, tensor=tensor)
     return value
