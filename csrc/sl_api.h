@@ -173,9 +173,11 @@ typedef struct sl_difference {
     uint64_t finite;    /* pairs of which both are */
 } sl_difference;
 
-/* Compares `count` elements, SL_F32 or SL_F64, aligned and in the byte order of this machine; f32 as f64. The same bits
- * in every tier. SL_E_ARGUMENT for another dtype or an unknown tier. */
-int32_t sl_differ(int32_t tier, int32_t dtype, const void *a, const void *b, uint64_t count, sl_difference *found);
+/* Compares `number` tensors that follow one another in `a` and in `b`; tensor k has counts[k] elements, SL_F32 or
+ * SL_F64, aligned and in the byte order of this machine. f32 is compared as f64. The same bits in every tier.
+ * SL_E_ARGUMENT for another dtype or an unknown tier. */
+int32_t sl_differ(int32_t tier, int32_t dtype, const void *a, const void *b, const uint64_t *counts, uint64_t number,
+                  sl_difference *found);
 
 /* ---- statistics (kernels/stats.c, jobs/op_stats.c) ---- */
 

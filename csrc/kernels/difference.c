@@ -65,13 +65,21 @@ static void add_all(run *self, int32_t dtype, const void *a, const void *b, uint
     self->found->norm_b = total(self->sums.norm_b);
 }
 
-int32_t sl_differ(int32_t tier, int32_t dtype, const void *a, const void *b, uint64_t count, sl_difference *found) {
+int32_t sl_differ(int32_t tier, int32_t dtype, const void *a, const void *b, const uint64_t *counts, uint64_t number,
+                  sl_difference *found) {
     if (!sl_tier_available(tier) || (dtype != SL_F32 && dtype != SL_F64)) return SL_E_ARGUMENT;
-    run self = {.add = sl_tier_difference(tier), .found = found};
-    add_all(&self, dtype, a, b, count, add_block);
-    if (!is_finite(found->norm_a) || !is_finite(found->norm_b)) add_all(&self, dtype, a, b, count, add_finite);
-    found->dot = total(self.sums.dot);
-    found->squares = total(self.sums.squares);
-    found->unequal = (uint64_t)total(self.sums.unequal) + found->nonfinite;
+    size_t item = dtype == SL_F32 ? sizeof(float) : sizeof(double);
+    const uint8_t *x = a, *y = b;
+    for (uint64_t k = 0; k < number; k++) {
+        run self = {.add = sl_tier_difference(tier), .found = &found[k]};
+        add_all(&self, dtype, x, y, counts[k], add_block);
+        if (!is_finite(found[k].norm_a) || !is_finite(found[k].norm_b))
+            add_all(&self, dtype, x, y, counts[k], add_finite);
+        found[k].dot = total(self.sums.dot);
+        found[k].squares = total(self.sums.squares);
+        found[k].unequal = (uint64_t)total(self.sums.unequal) + found[k].nonfinite;
+        x += counts[k] * item;
+        y += counts[k] * item;
+    }
     return SL_OK;
 }

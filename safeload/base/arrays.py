@@ -77,6 +77,15 @@ def refuse_masked(value: Any, subject: str) -> None:
         raise TypeError(f"{subject} is a masked array, and its mask would be lost: fill it first, with x.filled(...)")
 
 
+def index_of(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of an element, given its position in C order."""
+    index = []
+    for length in reversed(shape):
+        element, k = divmod(element, length)
+        index.append(k)
+    return tuple(reversed(index))
+
+
 def with_article(noun: str) -> str:
     """A noun with its indefinite article: "a list", "an ArrayImpl"."""
     return f"{'an' if noun[:1] in tuple('AEIOaeio') else 'a'} {noun}"

@@ -293,14 +293,14 @@ static void check_differences(void) {
         for (size_t k = 0; k < 2 * sizeof COUNTS / sizeof COUNTS[0]; k++) {
             int32_t dtype = k % 2 == 0 ? SL_F32 : SL_F64;
             const void *one = k % 2 == 0 ? (const void *)x : a, *other = k % 2 == 0 ? (const void *)y : b;
-            size_t count = COUNTS[k / 2];
+            uint64_t count = COUNTS[k / 2];
             sl_difference wanted, got;
-            EXPECT(sl_differ(SL_TIER_SCALAR, dtype, one, other, count, &wanted) == SL_OK);
+            EXPECT(sl_differ(SL_TIER_SCALAR, dtype, one, other, &count, 1, &wanted) == SL_OK);
             for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
                 if (!sl_tier_available(tier)) continue;
-                EXPECT(sl_differ(tier, dtype, one, other, count, &got) == SL_OK);
+                EXPECT(sl_differ(tier, dtype, one, other, &count, 1, &got) == SL_OK);
                 if (memcmp(&got, &wanted, sizeof got) != 0)
-                    FAIL("%s: differences of %zu %s", sl_tier_name(tier), count, label(dtype));
+                    FAIL("%s: differences of %zu %s", sl_tier_name(tier), (size_t)count, label(dtype));
             }
             state = digest_of_difference(state, &wanted);
         }

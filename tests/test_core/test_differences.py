@@ -17,10 +17,14 @@ COUNTS = [0, 1, 7, 8, 9, 15, 16, 1023, 1024, 1025, 1031, 3000]
 
 def differ(x, y, tier):
     number = dtypes.BY_NAME[x.dtype.name].number
-    found = ffi.new("sl_difference *")
+    result = ffi.new("sl_difference *")
     places = [ffi.cast("void *", array.ctypes.data) for array in (x, y)]
-    assert lib.sl_differ(tier, number, *places, x.size, found) == lib.SL_OK
-    return {name: getattr(found, name) for name, _ in ffi.typeof("sl_difference").fields}
+    assert lib.sl_differ(tier, number, *places, [x.size], 1, result) == lib.SL_OK
+    return fields(result)
+
+
+def fields(difference):
+    return {name: getattr(difference, name) for name, _ in ffi.typeof("sl_difference").fields}
 
 
 def numbers(count, dtype, seed):
@@ -79,7 +83,21 @@ def test_finite_numbers_whose_squares_are_not(tier):
     assert found["norm_a"] == found["norm_b"] == found["squares"] == math.inf
 
 
+@FLOATS
+@TIERS
+def test_consecutive_tensors_are_compared_one_by_one(dtype, tier):
+    x, y = numbers(sum(COUNTS), dtype, 2)
+    x[20], y[5000] = np.nan, np.inf
+    results = ffi.new("sl_difference[]", len(COUNTS))
+    places = [ffi.cast("void *", array.ctypes.data) for array in (x, y)]
+    number = dtypes.BY_NAME[x.dtype.name].number
+    assert lib.sl_differ(tier, number, *places, COUNTS, len(COUNTS), results) == lib.SL_OK
+    ends = np.cumsum(COUNTS)[:-1]
+    for result, a, b in zip(results, np.split(x, ends), np.split(y, ends), strict=True):
+        assert fields(result) == differ(a.copy(), b.copy(), tier)
+
+
 def test_other_dtypes_and_tiers_are_refused():
     found, place = ffi.new("sl_difference *"), ffi.new("double[1]")
-    assert lib.sl_differ(0, lib.SL_BF16, place, place, 1, found) == lib.SL_E_ARGUMENT
-    assert lib.sl_differ(99, lib.SL_F64, place, place, 1, found) == lib.SL_E_ARGUMENT
+    assert lib.sl_differ(0, lib.SL_BF16, place, place, [1], 1, found) == lib.SL_E_ARGUMENT
+    assert lib.sl_differ(99, lib.SL_F64, place, place, [1], 1, found) == lib.SL_E_ARGUMENT

@@ -14,12 +14,13 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
+from ...base.cached import cached_property
 from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
 from ..run.jobs import Batch, move
 from ..run.memory import address_of, aligned_bytes
-from ..run.weight_file import WeightFile
+from ..run.weight_file import WeightFile, is_remote
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
 
 # Bytes of an element by the number of its dtype; 0 for elements that share bytes, and for blocks.
@@ -32,25 +33,36 @@ class Spans:
     """Ranges of files, each with elements of one dtype that become elements of another.
 
     Args:
-        files: the files.
+        files: the files; None for memory.
         file: int64, index of the file of each range.
-        begins: int64, its first byte there.
+        begins: int64, its first byte there; an address in memory.
         sizes: int64, its bytes there.
         sources: uint8, number of the dtype of its elements there.
         targets: uint8, number of the dtype that they become.
 
     Attributes:
         targets: uint8, number of the dtype that they become.
-        lengths: int64, bytes that each range becomes.
     """
 
     def __init__(
-        self, files: Sequence[WeightFile], file: Array, begins: Array, sizes: Array, sources: Array, targets: Array
+        self,
+        files: Sequence[WeightFile | None],
+        file: Array,
+        begins: Array,
+        sizes: Array,
+        sources: Array,
+        targets: Array,
     ) -> None:
         self.files = files
         self.columns = file, begins, sizes, sources, targets
         self.targets = targets
-        self.lengths: Array = sizes // np.maximum(_BYTES[sources], 1) * _BYTES[targets]
+
+    @cached_property
+    def lengths(self) -> Array:
+        """Bytes that each range becomes, int64."""
+        _, _, sizes, sources, targets = self.columns
+        lengths: Array = sizes // np.maximum(_BYTES[sources], 1) * _BYTES[targets]
+        return lengths
 
     @classmethod
     def of(cls, tensors: Tensors, targets: Array | None = None) -> Spans:
@@ -59,7 +71,7 @@ class Spans:
         return cls(tensors.files, file, begins, sizes, numbers, numbers if targets is None else targets)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.columns[2])
 
     def pick(self, rows: Array | slice) -> Spans:
         """Some of them, in another order."""
@@ -90,12 +102,12 @@ class Spans:
 
     def divided(self, most: int) -> Spans:
         """The same bytes in ranges of at most ``most`` bytes of the result each, at whole elements."""
+        if not len(self) or int(self.lengths.max()) <= most:
+            return self
         step = most // np.maximum(_BYTES[self.columns[4]], 1)
         items = np.maximum(_BYTES[self.columns[3]], 1)
         step_bytes = step * items
         parts = -(-self.columns[2] // step_bytes)
-        if not len(self) or int(parts.max()) <= 1:
-            return self
         rows = np.repeat(np.arange(len(self)), parts)
         number = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
         file, begins, sizes, sources, targets = (column[rows] for column in self.columns)
@@ -118,7 +130,7 @@ class Spans:
         ends = np.cumsum(self.lengths)
         memory = address_of(buffer) + ends - self.lengths
         file, begins, sizes, sources, targets = self.columns
-        if any(self.files[k].remote for k in set(file.tolist())):
+        if any(is_remote(self.files[k]) for k in set(file.tolist())):
             rows = zip(*(column.tolist() for column in (file, begins, memory, sizes, sources, targets)), strict=True)
             jobs = (Job(self.files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
             Batch(jobs).run(threads=threads, progress=lambda done, total: check())
@@ -158,7 +170,7 @@ class Spans:
             yield _fill(self.joined(), buffer, threads, nothing)
             return
         buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
-        workers = REMOTE_WORKERS if any(file.remote for file in self.files) else 1
+        workers = REMOTE_WORKERS if any(map(is_remote, self.files)) else 1
         limit = (len(buffers) - 1) * buffers[0].size
         ahead: Prefetch[tuple[int, int]] = Prefetch(self._tasks(buffers, threads), limit, workers=workers)
         with closing(ahead) as filled:

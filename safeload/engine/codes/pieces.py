@@ -1,15 +1,13 @@
-"""Reads bytes and values of tensors in pieces: on several threads, in bounded memory, never through a mapping."""
+"""Reads bytes of tensors in pieces: on several threads, in bounded memory, never through a mapping."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from threading import RLock
 from typing import TypeVar
 
 import numpy as np
 
-from ...base import dtypes
 from ...base.arrays import Array
 from ...stores import thread_group
 from ..run.fetch import WINDOW
@@ -23,10 +21,6 @@ from .source import Source
 
 # Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
 PIECE = 4 << 20
-# Bytes of float64 values that are processed at a time, several times over: they stay in a core's cache.
-VALUES = 1 << 20
-
-_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -121,46 +115,3 @@ def memory_of(source: Source) -> Array:
 def _cut(raw: Array) -> Iterator[Array]:
     for at in range(0, raw.size, PIECE):
         yield raw[at : at + PIECE]
-
-
-def values(source: Source, begin: int, count: int) -> Array:
-    """Elements of a tensor in C order, as float64; bool as 0 and 1.
-
-    Args:
-        source: a tensor of real numbers, not packed.
-        begin: the first element.
-        count: number of elements.
-
-    Raises:
-        FormatError, OSError: see `file_pieces`.
-    """
-    return _values(source, begin, count, _F64).astype(np.float64, copy=False)
-
-
-def numbers(source: Source, begin: int, count: int) -> Array:
-    """Like `values`, but integers in their own dtype, and float32 if that has all numbers of the tensor's dtype."""
-    row = source.row
-    narrow = row.floating and 0 < row.bits <= _F32.bits
-    result = _values(source, begin, count, _F32 if narrow else _F64)
-    return result.astype(np.float64) if result.dtype == bool else result
-
-
-def _values(source: Source, begin: int, count: int, target: dtypes.Dtype) -> Array:
-    """Elements in a floating dtype; integers in their own."""
-    row = source.row
-    target = target if row.floating else row
-    result = np.empty(count, dtypes.element_dtype(target.number))
-    if count:
-        batch = Batch()
-        job = source.job(batch.into(result), target.number)
-        item = row.block_bytes
-        batch.add(job._replace(offset=source.offset + begin * item, size=count * item))
-        batch.run(threads=1)
-    return result
-
-
-def spans(shape: tuple[int, ...], step: int) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each piece of a tensor, of ``step`` elements."""
-    total = math.prod(shape)
-    for begin in range(0, total, step):
-        yield begin, min(step, total - begin)

@@ -283,7 +283,7 @@ class Batch:
 
 
 def move(
-    files: Sequence[WeightFile],
+    files: Sequence[WeightFile | None],
     file: Array,
     *,
     offsets: Array,

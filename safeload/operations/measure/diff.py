@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,8 +14,9 @@ from ...base.arrays import Array
 from ...base.gc_pause import paused
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, select
+from ...engine.ahead.spans import Spans
 from ...engine.ahead.stream import TensorStream
-from ...engine.codes.pieces import Meter, in_order, numbers, source_pieces, spans, values
+from ...engine.codes.pieces import Meter
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
 from ...engine.read.tensors import Tensors
@@ -28,20 +29,13 @@ from ..sources.codec import decode, encode
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor
 from ..sources.plan import TensorPiece, open_piece
-from . import diff_columns
+from .diff_blocks import NUMBERS, compare
 from .diff_report import DiffReport, TensorDiff
-from .diff_values import Sums, sum_up, summary
 
-# Tensors that both have, with their shapes.
+# The tensors to compare: shapes by name.
 _Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-# The columns of both, where they have any.
-_Both: TypeAlias = tuple[Tensors | None, Tensors | None]
-
-# Elements that are compared at a time: to call another thread takes as long as to compare 100,000.
-_PIECE = 1 << 19
-
-# Reads `size` elements from `begin`, as float32, float64 or integers: (begin, size) to array.
-_Read = Callable[[int, int], Array]
+# The columns of both checkpoints, see `Catalog.plain`.
+_Columns: TypeAlias = tuple[Tensors | None, Tensors | None]
 
 
 def diff(
@@ -110,7 +104,7 @@ def diff(
 
 
 def _structure(
-    a: tuple[Catalog, list[str]], b: tuple[Catalog, list[str]], columns: _Both, report: DiffReport
+    a: tuple[Catalog, list[str]], b: tuple[Catalog, list[str]], columns: _Columns, report: DiffReport
 ) -> _Shapes:
     """Compares names, dtypes and shapes, and returns the shapes of the tensors whose values can be compared.
 
@@ -146,31 +140,48 @@ def _described(catalog: Catalog, columns: Tensors | None, names: list[str]) -> I
 
 
 def _values(
-    a: Catalog, b: Catalog, columns: _Both, shapes: _Shapes, threads: int | None, progress: Progress
+    a: Catalog, b: Catalog, columns: _Columns, shapes: _Shapes, threads: int | None, progress: Progress
 ) -> dict[str, TensorDiff]:
-    """Compares tensors of the same shape.
-
-    Args:
-        a: the first checkpoint.
-        b: the second.
-        columns: of both, see `Catalog.plain`.
-        shapes: the tensors, and the shape of each.
-        threads: see `diff`.
-        progress: see `diff`.
-    """
+    """Compare tensors of the same shapes."""
     meter = Meter(progress, sum(map(_size, shapes.values())))
-    found: dict[str, TensorDiff] = {}
-    unequal: set[str] = set()
-    one, other = columns
-    if one is not None and other is not None and not (one.remote or other.remote):
+    differences: dict[str, TensorDiff | None] = dict.fromkeys(shapes)
+    in_a, in_b = columns
+    if in_a is not None and in_b is not None and not (in_a.remote or in_b.remote):
         names = list(shapes)
-        found, unequal = diff_columns.compare(one.named(names), other.named(names), threads, meter)
-    left = [name for name in shapes if name not in found]
-    with _Values(a, left, threads) as in_a, _Values(b, left, threads) as in_b:
-        for name in left:
-            found[name] = _compare(in_a(name), in_b(name), shapes[name], name in unequal, threads, meter)
-            log.debug("diff of %s: %s", name, found[name])
-    return {name: found[name] for name in shapes}
+        spans_a, spans_b = (Spans.of(tensors.named(names)) for tensors in (in_a, in_b))
+        differences = dict(zip(names, compare(spans_a, spans_b, [*shapes.values()], threads, meter), strict=True))
+    names = [name for name, difference in differences.items() if difference is None]
+    with _Reader(a, names, threads) as read_a, _Reader(b, names, threads) as read_b:
+        for batch in _batches(names, shapes):
+            pairs = {name: _pair(name, read_a, read_b) for name in batch}
+            differences.update(_compare_sources(pairs, shapes, threads, meter))
+            del pairs  # before the next tensors are decoded
+    return {name: difference for name, difference in differences.items() if difference is not None}
+
+
+def _compare_sources(
+    pairs: Mapping[str, tuple[Source, Source]], shapes: _Shapes, threads: int | None, meter: Meter
+) -> dict[str, TensorDiff | None]:
+    a, b = (_spans(side) for side in zip(*pairs.values(), strict=True))
+    differences = dict(zip(pairs, compare(a, b, [shapes[name] for name in pairs], threads, meter), strict=True))
+    for name, difference in differences.items():
+        log.debug("diff of %s: %s", name, difference)
+    return differences
+
+
+def _batches(names: Iterable[str], shapes: _Shapes) -> Iterator[list[str]]:
+    """Divide tensors into batches that are in memory together: large tensors alone, small ones up to a block."""
+    batch: list[str] = []
+    total = 0
+    for name in names:
+        count = math.prod(shapes[name])
+        if batch and total + count > NUMBERS:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += count
+    if batch:
+        yield batch
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -223,63 +234,24 @@ def _dtype(about: TensorDescription) -> str:
     return "int8 with scale" if about.scheme == INT8 else about.dtype
 
 
-# ---- one tensor ----
+# ---- tensors that are not plain, or not in local files ----
 
 
-def _compare(
-    one: Source | Array,
-    other: Source | Array,
-    shape: tuple[int, ...],
-    unequal: bool,
-    threads: int | None,
-    meter: Meter,
-) -> TensorDiff:
-    """Compares two tensors of the same shape, ``unequal`` if it is known that their bytes differ.
-
-    Equal bytes of the same dtype need no arithmetic. Otherwise pieces are compared on several threads, and
-    their partial sums are added up. A complex tensor gets one more axis for its real and imaginary parts.
-    """
-    count = math.prod(shape)
-    comparable = not unequal and isinstance(one, Source) and isinstance(other, Source) and one.row is other.row
-    if comparable and _equal(one, other):  # type: ignore[arg-type]
-        meter.add(8 * count)
-        return diff_columns.EQUAL
-    axes = shape
-    if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in (one, other)):
-        shape, count = (*shape, 2), 2 * count  # the real and the imaginary part
-        one, other = (
-            np.asarray(value, np.complex128).reshape(-1).view(np.float64) for value in (_whole(one), _whole(other))
-        )
-    weight = 8 * math.prod(axes) // max(1, count)  # of a number for the report of progress
-    read_a, read_b = _reader(one, count), _reader(other, count)
-
-    def sums(span: tuple[int, int]) -> Sums:
-        part = sum_up(read_a(*span), read_b(*span), span[0])
-        meter.add(weight * span[1])
-        return part
-
-    return summary(list(in_order(sums, spans(shape, _PIECE), threads, 8 * count)), shape, len(axes))
-
-
-class _Values:
-    """Gives some tensors of a checkpoint, in their order, as sources; those behind a network are read ahead.
-
-    Quantized, packed and complex ones are loaded whole.
+class _Reader:
+    """Read tensors of a checkpoint in the given order; tensors behind a network are read ahead.
 
     Args:
-        catalog: has them.
-        names: of the tensors.
-        threads: None: chosen automatically.
+        threads: None chooses automatically.
     """
 
     def __init__(self, catalog: Catalog, names: Sequence[str], threads: int | None) -> None:
         self._catalog, self._threads = catalog, threads
         self._stream: TensorStream | None = None
         if len(catalog.checkpoints) == 1 and not catalog.in_memory and any(map(is_remote, catalog.weight_files)):
-            ahead = [name for name in names if not _encoded(catalog.about(name))]
+            ahead = [name for name in names if not _is_encoded(catalog.about(name))]
             self._stream = catalog.checkpoints[0].stream(ahead, order="given", threads=threads)
 
-    def __enter__(self) -> _Values:
+    def __enter__(self) -> _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -287,41 +259,57 @@ class _Values:
             self._stream.close()
 
     def __call__(self, name: str) -> Source | Array:
-        """The next tensor."""
+        """Return the next tensor: a source of plain bytes, or an array of decoded or complex numbers."""
         catalog, threads, about = self._catalog, self._threads, self._catalog.about(name)
-        if _encoded(about):
+        if _is_encoded(about):
             return catalog.array(name, threads)
+        value: Source | Array | QuantizedTensor
         if self._stream is not None:
             value = next(self._stream)[1]
-            if isinstance(value, QuantizedTensor):
-                return value.dequantize(threads=threads)
-            return value if about.row.complex else of_array(name, value)
-        if about.element is not None and about.element.complex:
-            return catalog.array(name, threads)
-        found = catalog.source(name, threads=threads)
-        return found.dequantize(threads=threads) if isinstance(found, QuantizedTensor) else found
+        elif about.element is not None and about.element.complex:
+            value = catalog.array(name, threads)
+        else:
+            value = catalog.source(name, threads=threads)
+            if isinstance(value, Source) and is_remote(value.file):
+                value = catalog.array(name, threads)
+        return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
+
+    def whole(self, name: str) -> Array:
+        """Return all numbers of a tensor."""
+        return self._catalog.array(name, self._threads)
 
 
-def _encoded(about: TensorDescription) -> bool:
-    """Whether a tensor is decoded to float32 when it is read, or of a dtype that weights do not have."""
+def _is_encoded(about: TensorDescription) -> bool:
+    """True for tensors that are decoded to float32 when they are read, and for dtypes that weights do not have."""
     return about.element is None or about.element.packed
 
 
-def _equal(one: Source, other: Source) -> bool:
-    """Whether the bytes are equal."""
-    pieces = zip(source_pieces(one), source_pieces(other), strict=True)
-    return all(a == b for a, b in pieces)
+def _pair(name: str, a: _Reader, b: _Reader) -> tuple[Source, Source]:
+    """The next tensor of both checkpoints; complex numbers as their real and imaginary parts."""
+    values = [a(name), b(name)]
+    if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in values):
+        arrays = (
+            reader.whole(name) if isinstance(value, Source) else value
+            for reader, value in zip((a, b), values, strict=True)
+        )
+        values = [np.asarray(array, np.complex128).reshape(-1).view(np.float64) for array in arrays]
+    x, y = (value if isinstance(value, Source) else _as_source(name, value) for value in values)
+    return x, y
 
 
-def _reader(value: Source | Array, count: int) -> _Read:
-    if isinstance(value, Source):
-        source = value
-        return lambda begin, size: numbers(source, begin, size)
-    flat = np.ascontiguousarray(_whole(value)).reshape(count)
-    if flat.dtype == np.float32 or flat.dtype.kind in "iu":
-        return lambda begin, size: flat[begin : begin + size]
-    return lambda begin, size: flat[begin : begin + size].astype(np.float64)
+def _as_source(name: str, array: Array) -> Source:
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    return of_array(name, array.astype(np.float64) if row is None or row.packed else array)
 
 
-def _whole(value: Source | Array) -> Array:
-    return values(value, 0, math.prod(value.shape)).reshape(value.shape) if isinstance(value, Source) else value
+def _spans(sources: Sequence[Source]) -> Spans:
+    files = {file: k for k, file in enumerate(dict.fromkeys(source.file for source in sources))}
+    numbers = np.array([source.row.number for source in sources], np.uint8)
+    return Spans(
+        [*files],
+        np.array([files[source.file] for source in sources]),
+        np.array([source.offset for source in sources]),
+        np.array([source.size for source in sources]),
+        numbers,
+        numbers,
+    )
