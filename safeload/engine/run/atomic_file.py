@@ -18,7 +18,6 @@ from ...base.native import Error, check, lib
 from ...base.paths import PathLike, native_path, unwritable
 from ...stores.local import Identity, identity_of, replace
 from . import jobs
-from .job import Job
 from .memory import address_of
 
 if TYPE_CHECKING:
@@ -130,21 +129,14 @@ class AtomicFile:
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
         """Append memory, as pairs of address and size in bytes. The caller keeps it alive."""
-        batch = jobs.Batch(path=self.path)
-        op = lib.SL_OP_APPEND if self._in_order else lib.SL_OP_WRITE
-        position = self._position
-        for address, size in pieces:
-            batch.add(Job(_handle(self._descriptor), position, address, size, op=op))
-            position += size
-        # A single thread is enough: ext4 and xfs serialize buffered writes to one file by its lock.
         if self._digest is not None:
             self._digest.begin(pieces)
         try:
-            batch.run(threads=1)
+            handle = _handle(self._descriptor)
+            self._position = jobs.write(handle, self._position, pieces, path=self.path, in_order=self._in_order)
         finally:
             if self._digest is not None:
                 self._digest.wait()  # the caller may reuse the memory
-        self._position = position
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:

@@ -322,6 +322,33 @@ def move(
     Runner(int(sizes.sum()), threads, report=lambda done: check(), fail=fail).run(array, ordered)
 
 
+def write(handle: int, position: int, pieces: Sequence[tuple[int, int]], *, path: str, in_order: bool) -> int:
+    """Write memory to an open file, and return the position after it.
+
+    Args:
+        handle: the C core's handle of the file.
+        position: first byte in the file.
+        pieces: pairs of address and size in bytes.
+        in_order: True for devices and pipes, which have no positions.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    op = lib.SL_OP_APPEND if in_order else lib.SL_OP_WRITE
+    rows, begin = [], position
+    for address, size in pieces:
+        rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0))
+        position += size
+
+    def fail(status: int, error: Any, index: int) -> None:
+        check(status, error, None if status == lib.SL_E_MEMORY else path)
+
+    # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
+    runner = Runner(position - begin, 1, report=lambda done: None, fail=fail)
+    runner.run(np.array(rows, dtype=JOB), [handle] * len(rows))
+    return position
+
+
 def _affordable(jobs: Sequence[Job]) -> Iterator[tuple[int, int]]:
     """Divide jobs into ranges [begin, end) with little memory for scales of packed codes."""
     begin, cost = 0, 0
