@@ -1,10 +1,12 @@
-"""Drop-in replacement for ``safetensors.flax``, and `load_checkpoint` for every other format, as arrays of JAX.
+"""Drop-in replacement for ``safetensors.flax``, and checkpoints of any format as JAX arrays.
 
-The names, argument positions and defaults are those of ``safetensors.flax``. JAX is imported when a function is called.
+Names, argument positions and defaults are those of ``safetensors.flax``. Importing this module does not import JAX; its
+functions do.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,34 +45,34 @@ def load_file(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Array]:
-    """Loads the tensors of a safetensors file as arrays of JAX.
+    """Load the tensors of a safetensors file as JAX arrays.
 
-    As everywhere in JAX, tensors of 64 bits become 32-bit arrays unless ``jax_enable_x64`` is set; integers that do not
-    fit are wrapped around. `load_checkpoint` refuses these.
+    As everywhere in JAX, 64-bit tensors become 32-bit arrays unless ``jax_enable_x64`` is set, and integers wrap
+    around. `load_checkpoint` refuses integers that do not fit.
 
     Args:
         filename: path of the file.
-        backend: "mmap" to copy from the mapped file to the device, "pread" to read into private memory first, on all
-            cores, "direct" to do so past the page cache. On a CPU that memory is the array's, and large tensors are
+        backend: "mmap" copies from the mapped file to the device. "pread" reads into private memory first, on all
+            cores; "direct" also bypasses the page cache. On a CPU the array keeps this memory, and large tensors are
             always read.
-        dtype: dtype that floating tensors are converted to while they are read, see `safeload.numpy.load_file`.
-        names: exact names of the tensors to load; None for all.
+        dtype: dtype to convert floating tensors to while they are read, see `safeload.numpy.load_file`.
+        names: exact names of the tensors to load; None loads all.
         sharding: where arrays go, see `load_checkpoint`.
-        threads: for reading; None: chosen automatically.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        threads: number of reading threads; None chooses it.
+        progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array, in the order of the bytes or of ``names``. F4 and F6 tensors are raw uint8 unless ``dtype``
+        Arrays by name, in file order or in the order of ``names``. F4 and F6 tensors are raw uint8 unless ``dtype``
         decodes them. Later changes to the file do not affect the arrays.
 
     Raises:
         ModuleNotFoundError: JAX is not installed.
         FileNotFoundError: the file does not exist.
-        FormatError: the file breaks the format, with the byte where it does.
-        TensorNotFoundError: an unknown name.
-        UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale, which only
-            `load_checkpoint` brings together.
-        ValueError: a sharding that does not fit a tensor.
+        FormatError: the file breaks the format; the message has the byte.
+        TensorNotFoundError: a name does not exist.
+        UnsupportedError: the conversion is not supported, or ``dtype`` is given for fp8 with a separate scale, which
+            needs `load_checkpoint`.
+        ValueError: a sharding does not fit a tensor.
 
     Example:
         >>> from safeload.jax import load_file
@@ -84,11 +86,11 @@ def load_file(
     target = parse_target(dtype)
     file = safetensors.open_file(filename)
     try:
-        parts = Tensors.in_file(file, names)
+        tensors = Tensors.in_file(file, names)
         if target is not None:
             from .packed import codes_without_scale  # only here: most loads do not need it
 
-            codes_without_scale.refuse_floating(file, parts, "load_file")
+            codes_without_scale.refuse_floating(file, tensors, "load_file")
         options = jax_loading.Options(
             lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
             sharding,
@@ -96,24 +98,24 @@ def load_file(
             checked=False,
             threads=threads,
         )
-        return jax_loading.load([(parts, target)], options, progress)
+        return jax_loading.load([(tensors, target)], options, progress)
     finally:
         file.close()
 
 
 def load(data: Any) -> dict[str, Array]:
-    """Loads the tensors of a safetensors file in memory as arrays of JAX.
+    """Load the tensors of a safetensors file in memory as JAX arrays.
 
     Args:
-        data: any C-contiguous bytes-like object: bytes, bytearray, memoryview, mmap, uint8 array. Later changes to it
-            do not affect the arrays.
+        data: the file's content, in any C-contiguous bytes-like object: bytes, bytearray, memoryview, mmap, uint8
+            array. Later changes to it do not affect the arrays.
 
     Returns:
-        Name to array, in the order of the bytes. F4 and F6 tensors are raw uint8.
+        Arrays by name, in file order. F4 and F6 tensors are raw uint8.
 
     Raises:
         ModuleNotFoundError: JAX is not installed.
-        TypeError: a path, or anything else that is not bytes.
+        TypeError: ``data`` is a path, or anything else but bytes.
         FormatError: the bytes break the format.
 
     Example:
@@ -124,7 +126,9 @@ def load(data: Any) -> dict[str, Array]:
     """
     from .frameworks import jax_loading
 
-    return jax_loading.load_bytes(data)
+    if isinstance(data, (str, os.PathLike)):
+        raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
+    return jax_loading.copied(safetensors.parse(data, copy=False))
 
 
 def load_checkpoint(
@@ -144,51 +148,52 @@ def load_checkpoint(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Array]:
-    """Loads a checkpoint of any format as arrays of JAX, packed weights with their true values.
+    """Load a checkpoint of any format as JAX arrays, dequantized if it is quantized.
 
-    Host memory stays bounded: beside arrays that are on a CPU, at most 256 MiB are in use, or what is read at once of a
+    Host memory stays bounded: besides arrays on a CPU, at most 256 MiB are in use, or as much as is read at once of a
     larger tensor.
 
-    With a sharding over several devices each process reads the slices that its own devices hold, each of them once,
-    however many devices share it. Of packed tensors it reads the rows that hold them; tensors whose rows are not stored
-    apart (BitNet) and F4 and F6 tensors that are decoded are read whole.
+    With a sharding over several devices, each process reads the slices on its own devices, each of them once even if
+    several devices share it. For packed tensors it reads the rows around these slices. Tensors whose rows are not
+    stored separately (BitNet), and F4 and F6 tensors that are decoded, are read whole.
 
     Args:
-        path: what `safeload.open` takes: a weight file, a folder of them, an ``index.json``, a URL or a list of files.
-        dtype: dtype that floating tensors are converted to, and packed ones dequantized to, while they are read:
-            "bfloat16", "float32", ``jnp.bfloat16``, ... None to leave plain tensors as they are, and for packed ones
-            the dtype that ``config.json`` names. Integer, bool and complex tensors are not converted.
-        sharding: where arrays go: a ``jax.sharding.Sharding`` or a device for all of them; a mapping of names to these;
-            or a function of a tensor's name and its ``jax.ShapeDtypeStruct`` that returns one. None, also as one of
-            these values, is JAX's default device.
-        names: exact names of the tensors to load; None for all.
-        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
-        drop: shell pattern, or several, of names to leave out.
-        format: requires a format, such as "safetensors", "gguf" or "torch"; None for any.
-        root: name of the nested dict of a torch checkpoint to take tensors from, such as "state_dict".
-        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
-            "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
-        stored: True for the tensors as the files name them: codes and scales of packed weights apart.
+        path: a weight file, a folder of weight files, an ``index.json``, a URL or a list of files; see `safeload.open`.
+        dtype: dtype to convert floating tensors and dequantize packed tensors to, while they are read: "bfloat16",
+            "float32", ``jnp.bfloat16``, ... None keeps the dtype of plain tensors, and gives packed tensors the dtype
+            in ``config.json``. Integer, bool and complex tensors keep their dtype.
+        sharding: where arrays go: a ``jax.sharding.Sharding`` or a device for all; a mapping of tensor names to these;
+            or a function that returns either for a name and a ``jax.ShapeDtypeStruct``. None, also inside a mapping or
+            as a result, is JAX's default device.
+        names: exact names of the tensors to load; None loads all.
+        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
+            ``names``.
+        drop: shell pattern, or several, of the names to skip.
+        format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
+        root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
+        unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
+            read its tensors with "inert" placeholders for the unknown objects.
+        stored: True loads tensors as the files name them, with codes and scales of packed weights apart.
         adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
             `safeload.load`.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `safeload.open`.
-        threads: for reading; None: chosen automatically.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        storage_options: options of the filesystem behind a URL, see `safeload.open`.
+        threads: number of reading threads; None chooses it.
+        progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array, in the order of the checkpoint or of ``names``. F4 and F6 tensors are raw uint8 unless ``dtype``
-        decodes them. Unless ``jax_enable_x64`` is set, tensors of 64 bits become 32-bit arrays. All values have
-        arrived.
+        Arrays by name, in the order of the checkpoint or of ``names``, with all values in place. F4 and F6 tensors are
+        raw uint8 unless ``dtype`` decodes them. 64-bit tensors become 32-bit arrays unless ``jax_enable_x64`` is set.
 
     Raises:
         ModuleNotFoundError: JAX is not installed.
-        FormatError: a file breaks its format or ends too early, with path and byte.
-        ForbiddenError: a pickle names globals off the list of harmless ones.
-        RangeError: an integer that does not fit 32 bits, without ``jax_enable_x64``.
-        UnsupportedError: a format, a tensor or a conversion that this version does not support; a packed tensor
-            without ``dtype`` whose dtype no config names; float64 without ``jax_enable_x64``.
-        TensorNotFoundError: an unknown name, or a pattern that matches no name.
-        ValueError: a sharding that does not fit a tensor, or has nothing for it; both ``names`` and ``only``.
+        FormatError: a file breaks its format or ends too early; the message has path and byte.
+        ForbiddenError: a pickle names globals outside the allowlist.
+        RangeError: an integer does not fit 32 bits, and ``jax_enable_x64`` is not set.
+        UnsupportedError: the format, a tensor or a conversion is not supported; neither ``dtype`` nor a config gives
+            the dtype of a packed tensor; ``dtype`` is float64 and ``jax_enable_x64`` is not set.
+        TensorNotFoundError: a name does not exist, or a pattern matches none.
+        ValueError: a sharding does not fit a tensor, a mapping lacks a tensor, or both ``names`` and ``only`` are
+            given.
         OSError: a system error, such as FileNotFoundError.
 
     Example:
@@ -198,32 +203,32 @@ def load_checkpoint(
         dtype(bfloat16)
     """
     from .frameworks import jax_loading
-    from .frameworks.checkpoints import open_checkpoint, select
-    from .loading.merge import merging
+    from .frameworks.checkpoints import selecting
 
     check_threads(threads)
-    with (
-        open_checkpoint(
-            path,
-            format=format,
-            root=root,
-            unknown_globals=unknown_globals,
-            stored=stored,
-            storage_options=storage_options,
-        ) as opened,
-        merging(opened, adapters, storage_options) as (checkpoint, merge),
-    ):
-        chosen = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
-        return jax_loading.load_selected(checkpoint, chosen, sharding, threads, progress, merge)
+    with selecting(
+        path,
+        names=names,
+        only=only,
+        drop=drop,
+        dtype=dtype,
+        adapters=adapters,
+        storage_options=storage_options,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+    ) as selected:
+        return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
 
 
 def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Serializes arrays of JAX to the bytes of a safetensors file.
+    """Serialize JAX arrays to the bytes of a safetensors file.
 
     Args:
-        tensors: name to array of JAX or numpy, or variable of ``flax.nnx``. It is not changed, and arrays of JAX come
-            to the host one at a time, also from several devices.
-        metadata: text to text for the header, written in ascending order of keys.
+        tensors: JAX arrays, NumPy arrays or ``flax.nnx`` variables by name. JAX arrays, also on several devices, are
+            copied to the host one at a time.
+        metadata: str to str, for the header. Keys are sorted.
 
     Returns:
         The file's content.
@@ -231,8 +236,8 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
     Raises:
         ModuleNotFoundError: JAX is not installed.
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
-        ValueError: an array that was deleted or donated, or that is divided among processes.
-        SafetensorError: a dtype or a name that the format does not have.
+        ValueError: an array was deleted or donated, or is divided among processes.
+        SafetensorError: the format lacks a dtype or cannot store a name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -253,20 +258,20 @@ def save_file(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes arrays of JAX to a safetensors file, atomically: a crash leaves the old file or the new one.
+    """Write JAX arrays to a safetensors file atomically: after a crash there is either the old file or the new one.
 
     Args:
-        tensors: name to array of JAX or numpy, see `save`. A nested dict is saved by way of `safeload.flatten`.
+        tensors: arrays by name, see `save`. Flatten nested dicts with `safeload.flatten`.
         filename: see `safeload.numpy.save_file`.
-        metadata: text to text for the header, written in ascending order of keys.
-        overwrite: False to raise FileExistsError if the path exists.
-        durable: False to skip the fsync of file and folder; nothing else changes.
+        metadata: str to str, for the header. Keys are sorted.
+        overwrite: False raises FileExistsError if the path exists.
+        durable: False skips the fsync of file and folder.
 
     Raises:
         ModuleNotFoundError: JAX is not installed.
         TypeError, ValueError, SafetensorError: see `save`.
-        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there. It is a
-            SafetensorError too.
+        OSError: the file cannot be written (PermissionError, disk full, ...), and the old file is still there. Also a
+            SafetensorError.
 
     Example:
         >>> import jax.numpy as jnp
@@ -282,14 +287,14 @@ def save_file(
 
 
 def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:
-    """Arrays of numpy as those of JAX, which share no memory with them."""
+    """Return JAX arrays that share no memory with NumPy arrays."""
     from .frameworks import jax_loading
 
     return jax_loading.copied(numpy_dict)
 
 
 def _jnp2np(jnp_dict: Mapping[str, Any]) -> dict[str, NumpyArray]:
-    """Arrays of JAX as those of numpy, which may share memory with them."""
+    """Return NumPy arrays that may share memory with JAX arrays."""
     from .frameworks import jax_loading
 
     return jax_loading.to_numpy(jnp_dict)

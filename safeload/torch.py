@@ -1,21 +1,29 @@
-"""Drop-in replacement for ``safetensors.torch``, and checkpoints of every format as tensors of torch.
+"""Drop-in replacement for ``safetensors.torch``, and checkpoints of any format as torch tensors.
 
-Importing this module does not import torch; its functions do. Without torch they raise an ImportError with the command
-that installs it.
+Importing this module does not import torch; its functions do, and raise ImportError if torch is not installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from os import PathLike as OsPathLike
 from typing import TYPE_CHECKING, Any
 
+from .base import dtypes
+from .base.arrays import check_mapping
 from .base.paths import PathLike
 from .base.selecting import Patterns
+from .base.text import clip, printable, show
 from .compat.names import SHARED, imported
-from .engine.read.load import Backend
+from .engine.read import in_memory
+from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target
+from .engine.read.plan import entries_of
+from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName
+from .formats.safetensors import file as safetensors
+from .frameworks.torch_shared import remove_duplicate_names
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open
@@ -27,12 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]
 
-# Names besides the functions below that other libraries import from safetensors.torch.
+# Further names that other libraries import from safetensors.torch.
 _LATER = {
     **SHARED,
     "_SIZE": ("frameworks.torch_arrays", "SIZES"),
     "_TYPES": ("frameworks.torch_arrays", "TYPES"),
-    "_evaluate_tensors_for_save": ("frameworks.torch_files", "check_tensors_apart"),
+    "_evaluate_tensors_for_save": ("frameworks.torch_arrays", "check_tensors_apart"),
     "_float4_e2m1_x2": ("compat.torch_specs", "FLOAT4_E2M1_X2"),
     "_float8_e4m3fn": ("compat.torch_specs", "FLOAT8_E4M3FN"),
     "_float8_e4m3fnuz": ("compat.torch_specs", "FLOAT8_E4M3FNUZ"),
@@ -52,6 +60,9 @@ _LATER = {
     "storage_size": ("frameworks.torch_shared", "storage_size"),
 }
 
+# Limit on names in a message.
+_MAX_LISTED = 100
+
 
 def load_file(
     filename: PathLike,
@@ -63,34 +74,35 @@ def load_file(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Tensor]:
-    """Loads the tensors of a safetensors file, as they are stored.
+    """Load the tensors of a safetensors file.
 
     Args:
         filename: path of the file.
-        device: of the tensors, as torch takes it. On "meta" they have dtype and shape only, and nothing is read.
-        backend: on the CPU, "mmap" for copy-on-write views of one private mapping: loading takes microseconds, each
-            page is read when it is first touched, and writing into a tensor changes no file. "pread" to read everything
-            now, on all cores, "direct" to do so past the page cache (see `safeload.load`). What goes to another device
-            is always read, through the page cache.
-        dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32, float16,
-            bfloat16, float8_e4m3fn or float8_e5m2, as dtype of torch, name ("bf16") or type of numpy. Integer, bool and
-            complex tensors are not converted; F4 and F6 tensors are decoded.
-        names: exact names of the tensors to load; None for all.
-        threads: for reading; None: chosen automatically.
-        progress: for reading: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        device: device of the tensors, as torch takes it. On "meta" tensors have only dtype and shape, and nothing is
+            read.
+        backend: "mmap" returns copy-on-write views of one private mapping. Loading takes microseconds, each page is
+            read on first use, and writing to a tensor does not change the file. "pread" reads everything now, on all
+            cores. "direct" also bypasses the page cache (see `safeload.load`). Other devices than the CPU always read,
+            through the page cache.
+        dtype: dtype to convert floating tensors to while they are read, in one pass: float64, float32, float16,
+            bfloat16, float8_e4m3fn or float8_e5m2, as a torch dtype, a name ("bf16") or a NumPy type. F4 and F6 tensors
+            are decoded. Integer, bool and complex tensors keep their dtype.
+        names: exact names of the tensors to load; None loads all.
+        threads: number of reading threads; None chooses it.
+        progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Name to tensor, in the order of the bytes or of ``names``: contiguous, each with a storage of its own. F4
-        tensors have torch's packed dtype, whose last axis counts pairs. On a device all copies are done.
+        Tensors by name, in file order or in the order of ``names``. Each is contiguous and has a storage of its own. F4
+        tensors have torch's packed dtype, which counts pairs along the last axis. Copies to a device are complete.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        FormatError: the file breaks the format, with the byte where it does.
-        TensorNotFoundError: an unknown name.
-        UnsupportedError: a device that is not available, which is a RuntimeError too; a dtype that torch does not have
-            (F6, unless ``dtype`` decodes it), an unsupported conversion; ``dtype`` for fp8 with a separate scale, which
-            only `load_checkpoint` brings together.
-        SafeloadError: ``device`` or ``backend`` is invalid; a device is a RuntimeError and a ValueError too.
+        FormatError: the file breaks the format; the message has the byte.
+        TensorNotFoundError: a name does not exist.
+        UnsupportedError: the device is not available (also a RuntimeError); torch lacks a dtype (such as F6, which
+            ``dtype`` decodes); the conversion is not supported; ``dtype`` is given for fp8 with a separate scale, which
+            needs `load_checkpoint`.
+        SafeloadError: ``device`` (also a RuntimeError and ValueError) or ``backend`` is invalid.
         ImportError: torch is not installed.
 
     Example:
@@ -99,11 +111,39 @@ def load_file(
         >>> weights["conv1.bias"].dtype, weights["conv1.bias"].shape
         (torch.bfloat16, torch.Size([128]))
     """
-    from .frameworks import torch_files
+    from .frameworks import torch_arrays, torch_devices
 
-    return torch_files.load_file(
-        filename, device, backend=backend, dtype=dtype, names=names, threads=threads, progress=progress
-    )
+    on_cpu = device is None or (isinstance(device, str) and device == "cpu")
+    everything = names is None and dtype is None and threads is None and progress is None
+    if on_cpu and everything and backend in ("mmap", "pread"):
+        opened = safetensors.load_or_open(filename, backend)
+        if isinstance(opened, safetensors.Resident):
+            return torch_arrays.from_table(*opened)
+        try:
+            return torch_arrays.from_table(opened.table, load_all(opened, backend))
+        finally:
+            opened.close()
+    file = safetensors.open_file(filename, brief=on_cpu)
+    try:
+        place = torch_arrays.device_of(device)
+        check_backend(backend)
+        tensors = Tensors.in_file(file, names)
+        if dtype is not None:
+            from .packed import codes_without_scale  # only here: most loads do not need it
+
+            codes_without_scale.refuse_floating(file, tensors, "load_file")
+        if place is None:
+            arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
+            raw = None
+            if dtype is None and dtypes.holds_packed(file.table.numbers):
+                raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in tensors)
+            return torch_arrays.from_arrays(arrays, raw)
+        entries = entries_of(tensors, parse_target(dtype))
+        if place.type == "meta":
+            return torch_arrays.without_data(entries)
+        return torch_devices.load(entries, place, threads=threads, progress=progress)
+    finally:
+        file.close()
 
 
 def load_checkpoint(
@@ -123,38 +163,40 @@ def load_checkpoint(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Tensor]:
-    """Loads the tensors of a checkpoint of any format, with their true values where they are quantized.
+    """Load the tensors of a checkpoint of any format, dequantized if they are quantized.
 
     Args:
-        path: a weight file, a folder of them, an ``index.json``, a URL or a list of files; see `safeload.open`.
-        device: of the tensors, as torch takes it. On "meta" they have dtype and shape only, and nothing is read.
-        dtype: floating dtype that floating tensors are converted to, and quantized ones dequantized to, while they are
-            read. None: plain tensors keep theirs, and quantized ones get the one that ``config.json`` names.
-        names: exact names of the tensors to load; None for all.
-        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
-        drop: shell pattern, or several, of names to leave out.
-        format: requires a format, such as "safetensors", "gguf" or "torch"; None for any.
-        root: name of the nested dict of a torch checkpoint to take tensors from, such as "state_dict".
-        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
-            "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
-        stored: True for the tensors as the files name them: codes and scales of packed weights apart.
+        path: a weight file, a folder of weight files, an ``index.json``, a URL or a list of files; see `safeload.open`.
+        device: device of the tensors, as torch takes it. On "meta" tensors have only dtype and shape, and nothing is
+            read.
+        dtype: floating dtype to convert floating tensors and dequantize quantized tensors to, while they are read. None
+            keeps the dtype of plain tensors, and gives quantized tensors the dtype in ``config.json``.
+        names: exact names of the tensors to load; None loads all.
+        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
+            ``names``.
+        drop: shell pattern, or several, of the names to skip.
+        format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
+        root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
+        unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
+            read its tensors with "inert" placeholders for the unknown objects.
+        stored: True loads tensors as the files name them, with codes and scales of packed weights apart.
         adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
             `safeload.load`.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `safeload.open`.
-        threads: for reading; None: chosen automatically.
-        progress: for reading: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        storage_options: options of the filesystem behind a URL, see `safeload.open`.
+        threads: number of reading threads; None chooses it.
+        progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Name to tensor, in the order of the checkpoint or of ``names``. On the CPU those that are not converted are
+        Tensors by name, in the order of the checkpoint or of ``names``. On the CPU, tensors that keep their dtype are
         copy-on-write views of the mapped files.
 
     Raises:
-        FormatError: a file breaks its format or ends too early, with path and byte.
-        ForbiddenError: a pickle names globals off the list of harmless ones.
-        UnsupportedError: a format, a tensor, a device or a conversion that is not supported; without ``dtype``,
-            quantized tensors whose dtype no config names.
-        TensorNotFoundError: an unknown name, or a pattern that matches none.
-        ValueError: both ``names`` and ``only``.
+        FormatError: a file breaks its format or ends too early; the message has path and byte.
+        ForbiddenError: a pickle names globals outside the allowlist.
+        UnsupportedError: the format, a tensor, the device or a conversion is not supported, or neither ``dtype`` nor a
+            config gives the dtype of quantized tensors.
+        TensorNotFoundError: a name does not exist, or a pattern matches none.
+        ValueError: both ``names`` and ``only`` are given.
         OSError: a system error, such as FileNotFoundError.
         ImportError: torch is not installed.
 
@@ -164,39 +206,42 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         torch.float32
     """
-    from .frameworks import torch_files
+    from .frameworks import torch_arrays, torch_devices
+    from .frameworks.checkpoints import load_arrays, selecting, unconverted
 
-    return torch_files.load_checkpoint(
+    place = torch_arrays.device_of(device)
+    with selecting(
         path,
-        device=device,
-        dtype=dtype,
         names=names,
         only=only,
         drop=drop,
+        dtype=dtype,
+        adapters=adapters,
+        storage_options=storage_options,
         format=format,
         root=root,
         unknown_globals=unknown_globals,
         stored=stored,
-        adapters=adapters,
-        storage_options=storage_options,
-        threads=threads,
-        progress=progress,
-    )
+    ) as selected:
+        if place is not None:
+            return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
+        raw = torch_arrays.raw_of(unconverted(selected))
+        return torch_arrays.from_arrays(load_arrays(selected, threads=threads, progress=progress), raw)
 
 
 def load(data: bytes) -> dict[str, Tensor]:
-    """Loads the tensors of a safetensors file in memory, onto the CPU.
+    """Load the tensors of a safetensors file in memory, onto the CPU.
 
     Args:
-        data: the content: any C-contiguous bytes-like object. It is copied.
+        data: the file's content, in any C-contiguous bytes-like object. It is copied.
 
     Returns:
-        Name to tensor, in the order of the bytes.
+        Tensors by name, in file order.
 
     Raises:
         FormatError: the bytes break the format.
-        TypeError: a path: `load_file` and `load_checkpoint` take these.
-        UnsupportedError: a dtype that torch does not have.
+        TypeError: ``data`` is a path, which `load_file` and `load_checkpoint` take.
+        UnsupportedError: torch lacks a dtype.
         ImportError: torch is not installed.
 
     Example:
@@ -205,26 +250,32 @@ def load(data: bytes) -> dict[str, Tensor]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         torch.Size([128])
     """
-    from .frameworks import torch_files
+    from .frameworks import torch_arrays
 
-    return torch_files.load(data)
+    if type(data) is not bytes and isinstance(data, (str, OsPathLike)):
+        raise TypeError(
+            f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
+            "safeload.torch.load_checkpoint"
+        )
+    view, table = safetensors.parse_table(data)
+    return torch_arrays.from_table(table, in_memory.copies_of(table, view))
 
 
 def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Serializes tensors to the bytes of a safetensors file.
+    """Serialize tensors to the bytes of a safetensors file.
 
     Args:
-        tensors: name to dense, contiguous tensor on any device, of which no two share memory.
-        metadata: text to text for the header, written in ascending order of keys.
+        tensors: dense, contiguous tensors by name, on any device. They must not share memory.
+        metadata: str to str, for the header. Keys are sorted.
 
     Returns:
         The file's content.
 
     Raises:
-        ValueError: not a dict of tensors, a sparse tensor, or one that is not contiguous.
-        RuntimeError: tensors share memory; `save_model` saves these.
-        NotImplementedError: a tensor on the device "meta".
-        SafetensorError: a dtype or a name that the format does not have; for a dtype it is a KeyError too.
+        ValueError: not a dict of tensors, or a tensor is sparse or not contiguous.
+        RuntimeError: tensors share memory; use `save_model`.
+        NotImplementedError: a tensor is on the device "meta".
+        SafetensorError: the format lacks a dtype (also a KeyError) or cannot store a name.
         TypeError: a name or the metadata is not text.
         ImportError: torch is not installed.
 
@@ -234,28 +285,29 @@ def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) 
         >>> load(save({"weight": torch.ones(2, 2)}))["weight"].sum()
         tensor(4.)
     """
-    from .frameworks import torch_files
+    from .frameworks import torch_arrays
 
-    return torch_files.save(tensors, metadata)
+    keep: list[Any] = []
+    return safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
 
 
 def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file, atomically: a crash at any moment leaves the old file or the new one.
+    """Write a safetensors file atomically: after a crash there is either the old file or the new one.
 
     Args:
-        tensors: name to dense, contiguous tensor, see `save`; those on the CPU are not copied.
-        filename: a new file gets mode 0666 less the umask, an existing one keeps its mode, a symbolic link is
-            followed, a device or pipe is written through.
-        metadata: text to text for the header, written in ascending order of keys.
+        tensors: dense, contiguous tensors by name, see `save`. Tensors on the CPU are not copied.
+        filename: a new file gets mode 0666 less the umask, an existing file keeps its mode. Symbolic links are
+            followed; devices and pipes are written to directly.
+        metadata: str to str, for the header. Keys are sorted.
 
     Raises:
-        ValueError: not a dict of tensors, a sparse tensor, or one that is not contiguous.
-        RuntimeError: tensors share memory; `save_model` saves these.
-        NotImplementedError: a tensor on the device "meta".
-        SafetensorError: a dtype or a name that the format does not have; for a dtype it is a KeyError too.
+        ValueError: not a dict of tensors, or a tensor is sparse or not contiguous.
+        RuntimeError: tensors share memory; use `save_model`.
+        NotImplementedError: a tensor is on the device "meta".
+        SafetensorError: the format lacks a dtype (also a KeyError) or cannot store a name.
         TypeError: a name or the metadata is not text.
-        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there. It is a
-            SafetensorError too.
+        OSError: the file cannot be written (PermissionError, disk full, ...), and the old file is still there. Also a
+            SafetensorError.
         ImportError: torch is not installed.
 
     Example:
@@ -265,25 +317,26 @@ def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[
         >>> load_file("ones.safetensors")["weight"].sum()
         tensor(4.)
     """
-    from .frameworks import torch_files
+    from .frameworks import torch_arrays
 
-    torch_files.save_file(tensors, filename, metadata)
+    keep: list[Any] = []
+    safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_file(filename)
 
 
 def save_model(
     model: Module, filename: PathLike, metadata: Mapping[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
-    """Saves the state of a model; of parameters that share memory, such as tied embeddings, only one is written.
+    """Save the state of a model. Parameters that share memory, such as tied embeddings, are written once.
 
     Args:
         model: a ``torch.nn.Module``.
         filename: see `save_file`.
-        metadata: text to text for the header. Each name that is left out is added, with the name that has its values.
-        force_contiguous: False to refuse parameters that are not contiguous; True to save them in C order.
+        metadata: str to str, for the header. For each omitted name, the name with its values is added.
+        force_contiguous: True saves parameters in C order. False refuses parameters that are not contiguous.
 
     Raises:
-        RuntimeError: none of the tensors that share memory covers all of it.
-        ValueError: the state holds something else than dense tensors; a tensor that is not contiguous.
+        RuntimeError: tensors share memory, and none of them covers all of it.
+        ValueError: the state holds anything but dense tensors, or a tensor is not contiguous.
         SafetensorError, NotImplementedError, OSError, ImportError: see `save_file`.
 
     Example:
@@ -294,9 +347,25 @@ def save_model(
         >>> load_model(model, "linear.safetensors")
         (set(), [])
     """
-    from .frameworks import torch_models
+    from .frameworks import torch_arrays
 
-    torch_models.save_model(model, filename, metadata, force_contiguous)
+    if metadata is not None:
+        check_mapping(metadata, "metadata", "text to text")
+    state = dict(model.state_dict())
+    torch_arrays.check_tensors(state)
+    texts = dict(metadata or {})
+    for kept, removed in remove_duplicate_names(state, partial=True).items():
+        for name in removed:
+            texts.setdefault(name, kept)  # the caller's metadata wins
+            del state[name]
+    if force_contiguous:
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+    try:
+        save_file(state, filename, texts if texts or metadata is not None else None)
+    except ValueError as error:
+        if force_contiguous:
+            raise
+        raise ValueError(f"{error}; or use save_model(..., force_contiguous=True)") from None
 
 
 def load_model(
@@ -307,20 +376,20 @@ def load_model(
     *,
     backend: Backend = "mmap",
 ) -> tuple[set[str], list[str]]:
-    """Loads a file into a model; of parameters that share memory the file may have either name.
+    """Load a file into a model. For parameters that share memory, the file can have any of their names.
 
     Args:
-        model: a ``torch.nn.Module``, whose parameters are overwritten.
+        model: a ``torch.nn.Module``. Its parameters are overwritten.
         filename: path of the file.
-        strict: False to accept a file that lacks parameters or has others.
-        device: that the file is loaded onto before parameters are overwritten; these stay where they are.
+        strict: False accepts missing and unexpected names.
+        device: device to load the file onto before parameters are overwritten. Parameters stay on their devices.
         backend: see `load_file`.
 
     Returns:
-        Names of the model that the file lacks, and names of the file that were not used.
+        Names of the model that the file lacks, and names of the file that the model lacks.
 
     Raises:
-        RuntimeError: with ``strict`` names that are missing or unexpected; shapes that differ.
+        RuntimeError: shapes differ, or names are missing or unexpected (if ``strict``).
         FormatError, SafeloadError, OSError, ImportError: see `load_file`.
 
     Example:
@@ -330,9 +399,31 @@ def load_model(
         >>> load_model(torch.nn.Linear(2, 2, bias=False), "linear.safetensors", strict=False)
         (set(), ['bias'])
     """
-    from .frameworks import torch_models
+    tensors = load_file(filename, device, backend=backend)
+    removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
+    missing_names, unexpected = model.load_state_dict(tensors, strict=False)
+    missing = set(missing_names)
+    for name in (name for names in removed.values() for name in names):
+        # The name was filled through the kept name. A file with both was not written by save_model.
+        if name in missing:
+            missing.remove(name)
+        else:
+            unexpected.append(name)
+    if strict and (missing or unexpected):
+        lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
+        if missing:
+            lines.append(f"    Missing key(s) in state_dict: {_quoted(missing)}")
+        if unexpected:
+            lines.append(f"    Unexpected key(s) in state_dict: {_quoted(unexpected)}")
+        raise RuntimeError("\n".join(lines))
+    return missing, unexpected
 
-    return torch_models.load_model(model, filename, strict, device, backend=backend)
+
+def _quoted(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    quoted = [f'"{clip(printable(name), 200)}"' for name in ordered[:_MAX_LISTED]]
+    rest = len(ordered) - _MAX_LISTED
+    return ", ".join([*quoted, f"and {rest} more"] if rest > 0 else quoted)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from ..base.arrays import Array, byteswapped, foreign_order
 from ..engine.run import jobs
 from ..engine.run.memory import address_of
 from ..formats.safetensors.file import Memory
-from ..frameworks import torch_arrays, torch_files
+from ..frameworks import torch_arrays
 from .serialize import TensorSpec
 
 # Torch's small floats; None if this torch lacks one.
@@ -28,11 +28,11 @@ def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dic
     """The memory of tensors, as `safeload.serialize` takes it.
 
     Args:
-        tensors: see `torch_files.to_write`, for errors too.
+        tensors: see `torch_arrays.to_write`, for errors too.
         keep_alive_buffer: gets what must live until the memory has been written.
     """
     specs = {}
-    for name, entry in torch_files.to_write(tensors, keep_alive_buffer).items():
+    for name, entry in torch_arrays.to_write(tensors, keep_alive_buffer).items():
         tensor = tensors[name]
         if not isinstance(entry, Memory):  # of the other byte order
             entry = np.ascontiguousarray(entry.byteswap())

@@ -1,1 +1,1 @@
-"""Arrays of other libraries: nothing else in safeload imports torch or JAX."""
+"""Tensors of torch and arrays of JAX: no other package of safeload imports these libraries."""

@@ -1,157 +1,126 @@
-"""What `load_checkpoint` of every framework has in common: which tensors are loaded, and with which dtype."""
+"""Select the tensors that `load_checkpoint` loads, and their dtypes: shared by all frameworks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..base import dtypes
+from ..base.messages import error_about
 from ..base.selecting import Patterns
 from ..base.table import Table
-from ..base.text import show
 from ..checkpoint import Checkpoint, chosen
 from ..engine.read.load import parse_target
 from ..engine.run.progress import Progress
 from ..errors import UnsupportedError
-from ..formats.opening import Paths, UnknownGlobals
-from ..formats.registry import FormatName
+from ..formats.opening import Paths
 from ..loading.entry import open
-from ..loading.merge import Merge, load_merged
+from ..loading.merge import Merge, load_merged, merging
 from ..models.config_dtype import dtype_in
 
 
 class DtypeGroup(NamedTuple):
-    """Tensors that one call of `Checkpoint.load` loads.
+    """Tensors to load with one call of `Checkpoint.load`."""
 
-    Attributes:
-        names: their names, in the order of the result.
-        dtype: what floating tensors are converted to and packed ones dequantized to; None to convert nothing.
-    """
-
-    names: Sequence[str]
-    dtype: dtypes.Dtype | None
+    names: Sequence[str]  # in the order of the result
+    dtype: dtypes.Dtype | None  # target of conversion and dequantization; None converts nothing
 
 
 class Selected(NamedTuple):
-    """The tensors that `load_checkpoint` loads.
+    """The tensors for `load_checkpoint` to load."""
 
-    Attributes:
-        names: all names, in the order of the result.
-        groups: the same tensors, by the dtype that they are loaded with.
-    """
-
-    names: Sequence[str]
-    groups: Sequence[DtypeGroup]
+    checkpoint: Checkpoint
+    merge: Merge | None  # adapters to merge
+    names: Sequence[str]  # in the order of the result
+    groups: Sequence[DtypeGroup]  # a partition of the names
 
 
-def open_checkpoint(
+@contextmanager
+def selecting(
     path: Paths,
     *,
-    format: FormatName | None,
-    root: str | None,
-    unknown_globals: UnknownGlobals,
-    stored: bool,
+    names: Iterable[str] | None,
+    only: Patterns,
+    drop: Patterns,
+    dtype: Any,
+    adapters: Any,
     storage_options: Mapping[str, Any] | None,
-) -> Checkpoint:
-    """Opens what `load_checkpoint` was given.
+    **options: Any,
+) -> Iterator[Selected]:
+    """Open a checkpoint and its adapters, and select tensors.
+
+    Without ``dtype`` plain tensors keep their dtype, and packed tensors get the dtype in the config.
 
     Args:
-        path: see `safeload.open`.
-        format: see `safeload.open`.
-        root: see `safeload.open`.
-        unknown_globals: see `safeload.open`.
-        stored: see `safeload.open`.
-        storage_options: see `safeload.open`.
+        options: further options of `safeload.open`.
 
     Raises:
-        SafeloadError, OSError: what `safeload.open` raises.
-    """
-    return open(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        storage_options=storage_options,
-    )
-
-
-def select(
-    checkpoint: Checkpoint, *, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any
-) -> Selected:
-    """The tensors to load, by the dtype that they are loaded with.
-
-    Without ``dtype`` plain tensors keep theirs, and packed ones get the dtype that the config names.
-
-    Args:
-        checkpoint: an open one.
-        names: exact names; None for all.
-        only: patterns of the names to take, instead of ``names``.
-        drop: patterns of the names to leave out.
-        dtype: floating dtype; None for that of each tensor.
-
-    Raises:
-        TensorNotFoundError: an unknown name, or a pattern that matches none.
-        ValueError: both ``names`` and ``only``.
+        TensorNotFoundError: an unknown name, or a pattern without a match.
+        ValueError: both ``names`` and ``only`` are given.
         TypeError: an unknown dtype.
-        UnsupportedError: an unsupported dtype; ``dtype`` for codes of a family that is not dequantized; a packed tensor
-            whose dtype neither ``dtype`` nor the config gives.
+        UnsupportedError: an unsupported dtype; ``dtype`` for codes of a scheme without dequantization; a packed tensor
+            if neither ``dtype`` nor the config gives its dtype.
+        SafeloadError, OSError: see `safeload.open`.
     """
-    target = parse_target(dtype)
-    entries = chosen(checkpoint, names, only, drop, target)
-    every = [name for name, _, _ in entries]
-    if target is not None or not any(file.table.quantized for file in checkpoint.weight_files):
-        return Selected(every, [DtypeGroup(every, target)])
-    plain: list[str] = []
-    packed: list[str] = []
-    for name, file, index in entries:
-        file.table.refuse_unknown([index], file.path)
-        (packed if file.table.is_quantized(index) else plain).append(name)
-    if not packed:
-        return Selected(every, [DtypeGroup(every, None)])
+    with (
+        open(path, storage_options=storage_options, **options) as opened,
+        merging(opened, adapters, storage_options) as (checkpoint, merge),
+    ):
+        target = parse_target(dtype)
+        tensors = chosen(checkpoint, names, only, drop, target)
+        all_names = [name for name, _, _ in tensors]
+        groups = [DtypeGroup(all_names, target)]
+        if target is None and any(file.table.quantized for file in checkpoint.weight_files):
+            plain: list[str] = []
+            packed: list[str] = []
+            for name, file, index in tensors:
+                file.table.refuse_unknown([index], file.path)
+                (packed if file.table.is_quantized(index) else plain).append(name)
+            if packed:
+                groups = [DtypeGroup(packed, _dtype_of(checkpoint, packed[0]))]
+                if plain:
+                    groups.insert(0, DtypeGroup(plain, None))
+        yield Selected(checkpoint, merge, all_names, groups)
+
+
+def _dtype_of(checkpoint: Checkpoint, name: str) -> dtypes.Dtype:
+    """Return the dtype in the config, for a packed tensor."""
     target = dtype_in(checkpoint.config)
     if target is None:
-        label = checkpoint.tensors[packed[0]].dtype
-        raise UnsupportedError(
-            f"tensor {show(packed[0])} is stored as {label}, and no config.json says which dtype its values have: "
-            'pass dtype=, such as dtype="bfloat16"',
-            path=checkpoint.path,
-            tensor=packed[0],
+        text = (
+            f"is stored as {checkpoint.tensors[name].dtype}, and no config.json says which dtype its values have: "
+            'pass dtype=, such as dtype="bfloat16"'
         )
-    return Selected(
-        every, [DtypeGroup(plain, None), DtypeGroup(packed, target)] if plain else [DtypeGroup(packed, target)]
-    )
+        raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
+    return target
 
 
-def unconverted(checkpoint: Checkpoint, selected: Selected) -> Iterator[tuple[str, Table, int]]:
-    """Name, table and index there of tensors that are not converted; none where no elements share bytes."""
+def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
+    """Yield name, table and index of the tensors that keep their dtype; nothing if no dtype packs elements in bytes."""
+    checkpoint = selected.checkpoint
     packed = any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files)
     for group in selected.groups:
         if packed and group.dtype is None:
             yield from ((name, file.table, index) for name, file, index in checkpoint.entries(group.names))
 
 
-def load_arrays(
-    checkpoint: Checkpoint, selected: Selected, *, merge: Merge | None = None, threads: int | None, progress: Progress
-) -> dict[str, Any]:
-    """The arrays by name. F4 and F6 tensors that are not converted are raw uint8.
+def load_arrays(selected: Selected, *, threads: int | None, progress: Progress) -> dict[str, Any]:
+    """Load arrays by name. F4 and F6 tensors without conversion are raw uint8.
 
     Args:
-        checkpoint: an open one.
-        selected: see `select`.
-        merge: adapters that are merged.
-        threads: for reading.
-        progress: of the last group, which takes the time: others are views.
+        progress: of the last group, which takes the time: earlier groups are views.
 
     Raises:
         SafeloadError, OSError: see `Checkpoint.load`.
     """
+    checkpoint, merge, names, groups = selected
     arrays: dict[str, Any] = {}
-    for group in selected.groups:
+    for group in groups:
         dtype = None if group.dtype is None else group.dtype.name
-        shown = progress if group is selected.groups[-1] else None
+        shown = progress if group is groups[-1] else None
         if merge is None:
             arrays.update(checkpoint.load(group.names, dtype=dtype, threads=threads, progress=shown))
         else:
             arrays.update(load_merged(checkpoint, merge, group.names, dtype=dtype, threads=threads, progress=shown))
-    return arrays if len(selected.groups) == 1 else {name: arrays[name] for name in selected.names}
+    return arrays if len(groups) == 1 else {name: arrays[name] for name in names}

@@ -1,4 +1,4 @@
-"""What `safe_open` asks of a framework whose tensors it gives."""
+"""The interface between `safe_open` and the framework of its tensors."""
 
 from __future__ import annotations
 
@@ -12,33 +12,28 @@ from ..engine.run.weight_file import WeightFile
 
 
 class Handle(Protocol):
-    """Gives the tensors of one open file as tensors of a framework. It pickles as its device and backend."""
+    """Convert the tensors of an open file to a framework. Pickles as device and backend."""
 
     def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
-        """One tensor.
+        """Return a tensor.
 
         Args:
-            part: name, file and index in the file's table.
-            read: gives it as an array, which is writable and shares memory with no other one.
+            read: returns a writable array that shares memory with no other array.
         """
 
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
-        """Several tensors by name.
+        """Return tensors by name.
 
         Args:
-            parts: name, file and index in the file's table of each.
-            target: dtype that floating ones are converted to; None to convert nothing.
-            read: gives them as arrays, converted.
+            target: dtype for floating tensors; None converts nothing.
+            read: returns the converted arrays.
         """
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
-        """The selected elements of a tensor.
+        """Return the selected elements of the tensor at ``index`` in the file's table.
 
         Args:
-            file: the file.
-            index: of the tensor in the file's table.
-            key: what it is indexed by.
-            select: gives them as an array, by the rules of `SafeSlice`.
+            select: returns the elements at ``key`` as an array, by the rules of `SafeSlice`.
         """

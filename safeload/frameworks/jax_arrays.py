@@ -1,4 +1,4 @@
-"""Arrays of JAX from numpy's and back: on one device or several, and never over memory that may still change."""
+"""Convert NumPy arrays to JAX and back: on one device or several, and never over memory that may still change."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import check_mapping, not_an_array
+from ..base.messages import error_about
 from ..base.text import show
 from ..engine.codes.quantized_tensor import QuantizedTensor
 from ..engine.read.lazy import Lazy
@@ -25,77 +26,72 @@ except ImportError as error:
     raise not_installed(error, "jax", "JAX") from error.__cause__
 
 Array: TypeAlias = jax.Array
-# Where an array goes: a sharding or a device, for which pyright finds no type; None for JAX's default device.
+# The place of an array: a sharding or a device (which has no type for pyright); None for JAX's default device.
 Place: TypeAlias = jax.sharding.Sharding | Any
 
-# Up to this size `jnp.array` takes less time than a transfer.
+# Below this size `jnp.array` is faster than a transfer.
 _COPIED_BELOW = 64 << 10
-# XLA uses memory of the host at multiples of this on a CPU.
+# On a CPU, XLA uses host memory at multiples of this as it is.
 _ALIGNMENT = 64
 
 
 class Slice(NamedTuple):
-    """What one or several devices hold of an array.
+    """A slice of an array on devices of this process."""
 
-    Attributes:
-        bounds: start and stop along each axis.
-        devices: the devices of this process that hold it.
-    """
-
-    bounds: tuple[tuple[int, int], ...]
-    devices: list[Any]
+    bounds: tuple[tuple[int, int], ...]  # start and stop along each axis
+    devices: list[Any]  # each holds a copy
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its number of elements along each axis."""
+        """Number of elements along each axis."""
         return tuple(stop - start for start, stop in self.bounds)
 
 
 def as_place(place: Any) -> Place:
-    """Checks the place of an array.
+    """Check the type of a place.
 
     Raises:
         TypeError: neither a sharding nor a device.
     """
     if place is None or isinstance(place, (jax.sharding.Sharding, jax.Device)):
         return place
-    what = f"sharding must be a jax.sharding.Sharding, a device or None, not {show(place)}"
+    message = f"sharding must be a jax.sharding.Sharding, a device or None, got {show(place)}"
     if is_part_of_sharding(place):
-        what += ": jax.sharding.NamedSharding(mesh, spec) makes one of mesh and spec"
-    raise TypeError(what)
+        message += ": combine mesh and spec with jax.sharding.NamedSharding(mesh, spec)"
+    raise TypeError(message)
 
 
 def is_part_of_sharding(value: Any) -> bool:
-    """Whether a value is what shardings are made of: some of these can be called."""
+    """Return whether a value is a component of shardings, some of which are callable."""
     return isinstance(value, (jax.sharding.Mesh, jax.sharding.PartitionSpec, type))
 
 
 def abstract(shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array that does not exist yet."""
+    """Return shape and dtype of a future array."""
     return jax.ShapeDtypeStruct(shape, jax_dtype(dtype))
 
 
 def jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that JAX gives an array: unless ``jax_enable_x64`` is set it has no types of 64 bits."""
+    """Return JAX's dtype for an array: without ``jax_enable_x64`` it has no 64-bit types."""
     narrowed: np.dtype[Any] = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     return narrowed
 
 
 def check_target(dtype: np.dtype[Any]) -> None:
-    """Refuses a dtype that the caller asks for and JAX does not have.
+    """Refuse a target dtype that JAX lacks.
 
     Raises:
         UnsupportedError: float64 without ``jax_enable_x64``.
     """
     if jax_dtype(dtype) != dtype:
-        raise UnsupportedError(f'JAX has {dtype} only with jax.config.update("jax_enable_x64", True)')
+        raise UnsupportedError(f'JAX has {dtype} only after jax.config.update("jax_enable_x64", True)')
 
 
 def check_values(name: str, array: NumpyArray) -> None:
-    """Refuses integers that JAX would wrap around.
+    """Refuse integers that JAX would wrap around.
 
     Raises:
-        RangeError: a value of 64 bits, and ``jax_enable_x64`` is not set.
+        RangeError: a value does not fit 32 bits, and ``jax_enable_x64`` is not set.
     """
     narrow = jax_dtype(array.dtype)
     if array.dtype.kind not in "iu" or narrow == array.dtype or not array.size:
@@ -103,33 +99,33 @@ def check_values(name: str, array: NumpyArray) -> None:
     limits = np.iinfo(narrow)
     for value in (int(array.min()), int(array.max())):
         if not limits.min <= value <= limits.max:
-            raise RangeError(
-                f"tensor {show(name)}: JAX would make it {narrow}, which cannot represent {value}: set "
-                'jax.config.update("jax_enable_x64", True), or leave it out with drop=',
-                tensor=name,
+            text = (
+                f": JAX would make it {narrow}, which cannot represent {value}: set "
+                'jax.config.update("jax_enable_x64", True), or skip the tensor with drop='
             )
+            raise error_about(RangeError, text, tensor=name)
 
 
 def several_devices(place: Place) -> bool:
-    """Whether an array may be divided among devices, or copied to several."""
+    """Return whether a place has several devices."""
     return isinstance(place, jax.sharding.Sharding) and len(place.device_set) > 1
 
 
 def all_here(place: Any) -> bool:
-    """Whether all devices of a sharding belong to this process."""
+    """Return whether all devices of a sharding belong to this process."""
     here: bool = place.is_fully_addressable
     return here
 
 
 def check_fits(place: Place, shape: tuple[int, ...], name: str) -> None:
-    """Refuse a sharding that cannot hold a tensor, before anything is read.
+    """Refuse a sharding that does not fit a tensor, before anything is read.
 
     Raises:
         ValueError: the sharding has more axes than the tensor, or does not divide its axes evenly.
     """
     if not isinstance(place, jax.sharding.Sharding):
         return
-    check_rank = getattr(place, "check_compatible_aval", None)  # `shard_shape` ignores axes that are not divided
+    check_rank = getattr(place, "check_compatible_aval", None)  # `shard_shape` ignores undivided axes
     try:
         if check_rank is not None:
             check_rank(shape)
@@ -145,8 +141,8 @@ def _misfit(place: Any, shape: tuple[int, ...], name: str, error: Exception) -> 
     if spec is not None and len(spec) > len(shape):
         axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
         reason = (
-            f"{spec} is for at least {len(spec)} axes, the tensor has {axes}. Pass sharding= a mapping of names, or a "
-            "function of name and shape, that returns a spec for each tensor"
+            f"{spec} is for at least {len(spec)} axes, the tensor has {axes}. As sharding=, pass a mapping by name, or "
+            "a function of name and shape, to choose a spec for each tensor"
         )
     elif isinstance(error, IndexError):
         reason = f"{place} has more axes"
@@ -163,7 +159,7 @@ def slices(place: Any, shape: tuple[int, ...]) -> list[Slice]:
 
 
 def covered(parts: Sequence[Slice], shape: tuple[int, ...]) -> bool:
-    """Whether slices that do not overlap are together all of an array."""
+    """Return whether non-overlapping slices cover an array."""
     return sum(math.prod(part.shape) for part in parts) == math.prod(shape)
 
 
@@ -171,32 +167,30 @@ def covered(parts: Sequence[Slice], shape: tuple[int, ...]) -> bool:
 
 
 def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[Array]:
-    """Copies arrays to one device, or starts to; until `wait` returns, they must not change.
+    """Start to copy host arrays to one device; until `wait` returns, they must not change.
 
-    XLA uses memory that is aligned for an array on a CPU, even if ``may_alias`` is False. Such arrays are copied first
-    if they are borrowed, and if they have less than `POOLED_BELOW`: they may share a pool, which a single one would
-    keep alive.
+    On a CPU, XLA uses aligned memory as it is, even if ``may_alias`` is False. Such memory is copied if it is borrowed.
+    It is also copied below `POOLED_BELOW` bytes, because a small array would keep a whole pool alive.
 
     Args:
-        arrays: in the memory of the host.
-        place: a sharding of one device, a device, or None.
-        borrowed: whether their memory may change later.
+        place: a sharding with one device, a device, or None.
+        borrowed: the memory may change later.
     """
-    with jax.ensure_compile_time_eval():  # arrays with values also where a function is traced
-        made, large = _put(arrays, place)
-        if not large or next(iter(made[large[0]].devices())).platform != "cpu":
-            return made
+    with jax.ensure_compile_time_eval():  # arrays have values even inside a traced function
+        results, large = _put(arrays, place)
+        if not large or next(iter(results[large[0]].devices())).platform != "cpu":
+            return results
         for k in large:
             array = arrays[k]
             if not array.nbytes or not (borrowed or array.nbytes < POOLED_BELOW):
                 continue
-            if made[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
-                made[k] = jax.device_put(array.copy(), place)
-    return made
+            if results[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
+                results[k] = jax.device_put(array.copy(), place)
+    return results
 
 
 def on_cpu(place: Place) -> bool:
-    """Whether a device is a CPU, whose memory is that of the host."""
+    """Return whether a place is a CPU, which shares the host's memory."""
     if isinstance(place, jax.sharding.Sharding):
         place = next(iter(place.device_set))
     device = place or jax.config.jax_default_device or jax.local_devices()[0]
@@ -204,35 +198,34 @@ def on_cpu(place: Place) -> bool:
 
 
 def _put(arrays: Sequence[NumpyArray], place: Place) -> tuple[list[Any], Sequence[int]]:
-    """The arrays on the device, and the positions of those that may be over the memory of theirs."""
-    made: list[Any] = [None] * len(arrays)
+    """Return the arrays on the device, and the positions of arrays that may share host memory."""
+    results: list[Any] = [None] * len(arrays)
     large: Sequence[int] = range(len(arrays))
     if place is None:
         large = [k for k, array in enumerate(arrays) if array.nbytes >= _COPIED_BELOW]
-        # Guards refuse transfers that are not asked for: this one is.
-        with jax.transfer_guard_host_to_device("allow"):
+        with jax.transfer_guard_host_to_device("allow"):  # the caller asked for this transfer
             for k, array in enumerate(arrays):
                 if array.nbytes < _COPIED_BELOW:
-                    made[k] = jnp.array(array)
+                    results[k] = jnp.array(array)
     if large:
         for k, moved in zip(large, jax.device_put([arrays[k] for k in large], place), strict=True):
-            made[k] = moved
-    return made, large
+            results[k] = moved
+    return results, large
 
 
 def put_on_several(arrays: Sequence[NumpyArray], places: Sequence[Any]) -> list[Array]:
-    """Divides arrays among devices, or starts to; the caller gives them up."""
-    # One that is part of a pool would keep all of it alive.
+    """Start to divide arrays among devices; the caller gives the arrays up."""
+    # A small array would keep its whole pool alive.
     own = [array.copy() if array.nbytes < POOLED_BELOW else array for array in arrays]
     with jax.ensure_compile_time_eval():
-        made: list[Array] = jax.device_put(own, list(places))
-    return made
+        results: list[Array] = jax.device_put(own, list(places))
+    return results
 
 
 def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
-    """Whether some slices of an array would be over its memory, and others copied: a part would keep all of it alive.
+    """Return whether only some slices of an array would alias its memory: one alias would keep it all alive.
 
-    See `put`.
+    See `put` for the conditions of aliasing.
     """
     if next(iter(place.device_set)).platform != "cpu":
         return False
@@ -241,27 +234,23 @@ def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
 
 
 def put_slices(pieces: Sequence[tuple[NumpyArray, Slice]]) -> list[tuple[Any, Array]]:
-    """Copies slices to their devices, or starts to; the caller gives them up.
-
-    Returns:
-        Devices and the arrays on them.
-    """
+    """Start to copy slices to their devices, and return pairs (device, array); the caller gives the slices up."""
     targets = [(values, device) for values, part in pieces for device in part.devices]
     with jax.ensure_compile_time_eval():
-        made = jax.device_put([values for values, _ in targets], [device for _, device in targets])
-    return list(zip((device for _, device in targets), made, strict=True))
+        arrays = jax.device_put([values for values, _ in targets], [device for _, device in targets])
+    return list(zip((device for _, device in targets), arrays, strict=True))
 
 
 def joined(shape: tuple[int, ...], dtype: np.dtype[Any], place: Any, pieces: Sequence[tuple[Any, Array]]) -> Array:
-    """The array that slices on devices are together."""
-    made: Array = jax.make_array_from_single_device_arrays(
+    """Join slices on devices into an array."""
+    result: Array = jax.make_array_from_single_device_arrays(
         shape, place, [array for _, array in pieces], dtype=jax_dtype(dtype)
     )
-    return made
+    return result
 
 
 def wait(arrays: Any) -> None:
-    """Waits until arrays have their values."""
+    """Wait until arrays have their values."""
     jax.block_until_ready(arrays)
 
 
@@ -269,11 +258,11 @@ def wait(arrays: Any) -> None:
 
 
 def to_write(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors as the writer of safetensors takes them; those of JAX come to the host one at a time.
+    """Return the input of the safetensors writer; JAX arrays are copied to the host one at a time.
 
     Raises:
-        TypeError: a value is not an array, or has random keys.
-        ValueError: an array that was donated or deleted, or that has slices on other processes.
+        TypeError: a value is not an array, or holds random keys.
+        ValueError: an array was donated or deleted, or has slices in other processes.
     """
     check_mapping(tensors, "tensors")
     return {name: _to_write(name, value) for name, value in tensors.items()}
@@ -289,35 +278,35 @@ def _to_write(name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array):
         raise not_an_array(f"tensor {show(name)}", value, "an array of JAX or numpy", safetensors=True)
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"tensor {show(name)} is traced: arrays are saved outside of jit, grad and vmap")
+        raise TypeError(f"tensor {show(name)} is traced: save it outside of jit, grad and vmap")
     if value.is_deleted():
         raise ValueError(f"tensor {show(name)} has been deleted or donated")
     if not isinstance(value.dtype, np.dtype):
-        raise TypeError(f"tensor {show(name)} holds random keys: jax.random.key_data(keys) gives their numbers")
+        raise TypeError(f"tensor {show(name)} holds random keys: save their numbers with jax.random.key_data(keys)")
     devices = value.devices()
     if len(devices) == 1 and next(iter(devices)).platform == "cpu":
-        return np.asarray(value)  # the same memory
+        return np.asarray(value)  # shares memory
     if not value.is_fully_addressable and not value.is_fully_replicated:
         raise ValueError(
-            f"tensor {show(name)} is divided among processes: "
-            "jax.experimental.multihost_utils.process_allgather(x, tiled=True) brings it together"
+            f"tensor {show(name)} is divided among processes: gather it with "
+            "jax.experimental.multihost_utils.process_allgather(x, tiled=True)"
         )
     return Lazy(value.dtype, value.shape, lambda: to_numpy(value))
 
 
 def to_numpy(array: Any) -> NumpyArray:
-    """The values of an array, in C order; what is copied to the host for that does not stay there."""
+    """Return the values of an array in C order; no copy stays on the host."""
     if array.is_fully_replicated:
         return np.ascontiguousarray(_fetched(array.addressable_data(0)))
     whole = np.empty(array.shape, array.dtype)
-    fetched = set()
+    copied = set()
     for shard in array.addressable_shards:
-        if (where := str(shard.index)) not in fetched:
-            fetched.add(where)
+        if (bounds := str(shard.index)) not in copied:
+            copied.add(bounds)
             whole[shard.index] = _fetched(shard.data)
     return whole
 
 
 def _fetched(array: Any) -> NumpyArray:
-    """The values of an array on one device: an array of JAX keeps the copy that `numpy.asarray` makes of a GPU's."""
+    """Return the values of an array on one device, through a temporary: JAX caches `numpy.asarray` in the array."""
     return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array]))

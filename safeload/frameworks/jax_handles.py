@@ -1,4 +1,4 @@
-"""What `safe_open` gives for JAX: arrays on its default device."""
+"""Give the tensors of `safe_open` as JAX arrays on the default device."""
 
 from __future__ import annotations
 
@@ -17,39 +17,36 @@ from .jax_arrays import Array
 
 
 class JaxHandle:
-    """Gives the tensors of one open file as arrays of JAX; see `Handle`.
+    """The `Handle` for JAX.
 
     Args:
-        device: "cpu" or None, as safetensors takes it for JAX: arrays go to JAX's default device.
-        backend: not needed, as whatever is returned has memory of its own.
+        device: "cpu" or None, like safetensors: arrays go to JAX's default device.
+        backend: ignored, because all arrays have memory of their own.
 
     Raises:
-        SafetensorError: another device.
+        SafetensorError: any other device.
     """
 
     def __init__(self, device: Any, backend: str) -> None:
         if device not in ("cpu", None):
             raise SafetensorError(
-                f"Device {clip(printable(str(device)), 200)} is not supported for framework jax, whose arrays go to "
-                "its default device: safeload.jax.load_file and load_checkpoint take sharding="
+                f"Device {clip(printable(str(device)), 200)} is not supported for framework jax, which uses its default "
+                "device; pass sharding= to safeload.jax.load_file or load_checkpoint"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return JaxHandle, ("cpu", "mmap")
 
     def tensor(self, part: FileTensor, read: Callable[[], NumpyArray]) -> Array:
-        """One tensor; see `Handle.tensor`. It is read: a view of the mapped file would have to be copied."""
-        arrays, _ = load_tensors(Tensors.of([part]), backend="pread")
+        arrays, _ = load_tensors(Tensors.of([part]), backend="pread")  # a view of the file would have to be copied
         return jax_arrays.put([arrays[part[0]]], None, borrowed=False)[0]
 
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
     ) -> dict[str, Array]:
-        """Several tensors; see `Handle.tensors`."""
         if target is not None:
             jax_arrays.check_target(dtypes.array_dtype(target.number))
         return jax_loading.copied(read())
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
-        """The selected elements; see `Handle.item`."""
         return jax_arrays.put([select(key)], None, borrowed=False)[0]

@@ -1,4 +1,4 @@
-"""Arrays as tensors of torch and tensors as memory to write, without a copy."""
+"""Convert NumPy arrays to torch tensors and tensors to memory to write, without a copy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, foreign_order
+from ..base.messages import error_about
 from ..base.table import Table
 from ..base.text import clip, printable, show
 from ..engine.read.lazy import Lazy
@@ -16,9 +17,10 @@ from ..engine.read.plan import Entry
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 from ..formats.safetensors.file import Memory
 from .absent import not_installed
+from .torch_shared import check_not_shared, listed
 
 try:
-    import torch as torch  # other modules import it from here, for the message
+    import torch as torch  # other modules import it from here, so that all share the error below
 except ImportError as error:
     raise not_installed(error, "torch", "PyTorch") from error.__cause__
 
@@ -26,108 +28,111 @@ Tensor = torch.Tensor
 Device = torch.device
 Module = torch.nn.Module
 
-# What torch calls a dtype where that is not the table's name. The elements of this one are pairs.
+# Torch's name of a dtype, if it differs from the table's. An element of this dtype is a pair.
 _NAMES = {"float4_e2m1fn": "float4_e2m1fn_x2"}
 
-# Torch's dtypes by safetensors code; an older torch lacks some of them.
+# Torch's dtypes by safetensors code; older versions of torch lack some.
 TYPES: dict[str, Any] = {
-    row.code: found
+    row.code: dtype
     for row in dtypes.TABLE
-    if isinstance(found := getattr(torch, _NAMES.get(row.name, row.name), None), torch.dtype)
+    if isinstance(dtype := getattr(torch, _NAMES.get(row.name, row.name), None), torch.dtype)
 }
-# Bytes of an element, by dtype; of two for the packed one.
+# Bytes per element; per pair for the packed dtype.
 SIZES: dict[Any, int] = {dtype: max(1, dtypes.BY_CODE[code].bits // 8) for code, dtype in TYPES.items()}
 _ROWS: dict[Any, dtypes.Dtype] = {dtype: dtypes.BY_CODE[code] for code, dtype in TYPES.items()}
 
-# `torch.from_numpy` refuses the dtypes of ml_dtypes: their arrays go through integers of the same size.
+# `torch.from_numpy` refuses ml_dtypes: such arrays are viewed as integers of equal size first.
 _INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
 _OF_NUMPY = frozenset("?bBhHiIlLqQefdF")
 
-# How arrays of a dtype become tensors: the dtype that they are viewed as, or None, and that of the tensor.
-_Way = tuple["np.dtype[Any] | None", Any]
-_ways: dict[np.dtype[Any], _Way] = {}
+# How arrays of a dtype become tensors: the integer dtype to view them as (or None), and the torch dtype.
+_Views = tuple["np.dtype[Any] | None", Any]
+_views: dict[np.dtype[Any], _Views] = {}
 
 
 # ---- from arrays ----
 
 
+def from_table(table: Table, arrays: dict[str, Array]) -> dict[str, Any]:
+    """Return all tensors of a file from its arrays."""
+    if table.plain or not dtypes.holds_packed(table.numbers):
+        return from_arrays(arrays)
+    return from_arrays(arrays, raw_of((name, table, index) for index, name in enumerate(table.names)))
+
+
 def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, dtypes.Dtype] | None = None) -> dict[str, Any]:
-    """Tensors on the CPU over the memory of arrays; each has a storage of its own, of its own size.
+    """Return CPU tensors over the memory of arrays, each with a storage of its own size.
 
     Args:
-        arrays: writable arrays by name.
-        raw: rows of the dtype table of those that hold raw bytes: see `raw_of`.
+        arrays: must be writable.
+        raw: dtype of each array of raw bytes, see `raw_of`.
 
     Raises:
-        UnsupportedError: torch does not have a dtype.
+        UnsupportedError: torch lacks a dtype.
     """
-    from_numpy, ways = torch.from_numpy, _ways
+    from_numpy, views = torch.from_numpy, _views
     tensors = {}
     for name, array in arrays.items():
-        way = ways.get(array.dtype)
-        if way is None or not array.size or raw:
+        view = views.get(array.dtype)
+        if view is None or not array.size or raw:
             tensors[name] = from_array(array, name, raw.get(name) if raw else None)
-        elif way[0] is None:
+        elif view[0] is None:
             tensors[name] = from_numpy(array)
         else:
-            tensors[name] = from_numpy(array.view(way[0])).view(way[1])
+            tensors[name] = from_numpy(array.view(view[0])).view(view[1])
     return tensors
 
 
 def from_array(array: Array, name: str, raw: dtypes.Dtype | None = None) -> Any:
-    """A tensor on the CPU over the memory of an array, or over a copy if the array is read-only.
+    """Return a CPU tensor over the memory of an array, or over a copy if the array is read-only.
 
     Args:
-        array: of any layout with strides that are not negative.
-        name: of the tensor, for messages.
-        raw: the row of its dtype if the array shows raw bytes.
+        array: must not have negative strides.
+        name: for messages.
+        raw: the tensor's dtype, if the array shows raw bytes.
 
     Raises:
-        UnsupportedError: torch does not have its dtype.
+        UnsupportedError: torch lacks the dtype.
     """
-    way = _way(array.dtype, name) if raw is None else (array.dtype, torch_dtype(raw, name))
-    if not array.size:  # `from_numpy` gives it strides of 0
-        return torch.empty(array.shape, dtype=way[1], device="cpu")
+    view = _view_of(array.dtype, name) if raw is None else (array.dtype, torch_dtype(raw, name))
+    if not array.size:  # `from_numpy` would give it strides of 0
+        return torch.empty(array.shape, dtype=view[1], device="cpu")
     if not array.flags.writeable:
         array = array.copy()
-    if way[0] is None:
+    if view[0] is None:
         return torch.from_numpy(array)
-    return torch.from_numpy(array.view(way[0])).view(way[1])
+    return torch.from_numpy(array.view(view[0])).view(view[1])
 
 
-def _way(dtype: np.dtype[Any], name: str) -> _Way:
-    known = _ways.get(dtype)
-    if known is not None:
-        return known
-    integers = None if dtype.char in _OF_NUMPY else _INTEGERS[dtype.itemsize]
-    way = _ways[dtype] = integers, torch_dtype(dtypes.BY_NAME[dtype.name], name)
-    return way
+def _view_of(dtype: np.dtype[Any], name: str) -> _Views:
+    view = _views.get(dtype)
+    if view is None:
+        integers = None if dtype.char in _OF_NUMPY else _INTEGERS[dtype.itemsize]
+        view = _views[dtype] = integers, torch_dtype(dtypes.BY_NAME[dtype.name], name)
+    return view
 
 
 def torch_dtype(row: dtypes.Dtype, name: str) -> Any:
-    """Torch's dtype for a row of the dtype table.
+    """Return torch's dtype for a row of the dtype table.
 
     Raises:
-        UnsupportedError: torch does not have it.
+        UnsupportedError: torch lacks the dtype.
     """
-    found = TYPES.get(row.code)
-    if found is None:
-        raise UnsupportedError(
-            f'tensor {show(name)} is {row.code}, which torch {torch.__version__} does not have: pass dtype="float32" '
-            "to decode it",
-            tensor=name,
-        )
-    return found
+    dtype = TYPES.get(row.code)
+    if dtype is None:
+        text = f'is {row.code}, which torch {torch.__version__} does not have: pass dtype="float32" to decode it'
+        raise error_about(UnsupportedError, text, tensor=name)
+    return dtype
 
 
 def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, dtypes.Dtype]:
-    """The rows of the dtype table of tensors that arrays show as raw bytes, by name.
+    """Return the dtypes of the tensors that arrays show as raw bytes, by name.
 
     Args:
-        tensors: name, table and index there of tensors that are not converted.
+        tensors: name, table and index of tensors that keep their dtype.
 
     Raises:
-        UnsupportedError: torch cannot show one: an F6 dtype, or an odd number of F4 elements along the last axis.
+        UnsupportedError: torch cannot show a tensor: an F6 dtype, or an odd number of F4 elements in the last axis.
     """
     raw: dict[str, dtypes.Dtype] = {}
     for name, table, index in tensors:
@@ -139,7 +144,7 @@ def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, dtypes.Dtype]
 
 
 def shape_of(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in torch of a tensor with a logical shape.
+    """Return the shape of a torch tensor with this logical shape.
 
     Raises:
         UnsupportedError: see `raw_of`.
@@ -148,55 +153,119 @@ def shape_of(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int,
         return shape
     torch_dtype(row, name)
     if not shape or shape[-1] % row.block:
-        raise UnsupportedError(
-            f"tensor {show(name)} is {row.code} {list(shape)}, and torch has only pairs of it along the last axis: "
-            'pass dtype="float32" to decode it',
-            tensor=name,
+        text = (
+            f"is {row.code} {list(shape)}, but torch packs pairs of {row.code} along the last axis: "
+            'pass dtype="float32" to decode it'
         )
+        raise error_about(UnsupportedError, text, tensor=name)
     return (*shape[:-1], shape[-1] // row.block)
 
 
 def described(entry: Entry) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of the tensor that an entry becomes.
+    """Return shape and dtype of an entry's tensor.
 
     Args:
-        entry: of a tensor that does not stay in parts.
+        entry: must not stay in parts.
 
     Raises:
-        UnsupportedError: torch cannot show it, see `raw_of`.
+        UnsupportedError: torch cannot show the tensor, see `raw_of`.
     """
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
     dtype, shape = torch_dtype(row, entry.name), entry.shape
-    if row.packed:  # an array shows its bytes
+    if row.packed:  # the array shows bytes
         shape = shape_of(entry.name, row, entry.file.table.shape(entry.at))
     return shape, dtype
 
 
 def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Tensors on the device "meta", which have a dtype and a shape; nothing is read.
+    """Return tensors on the device "meta", with dtype and shape only.
 
     Raises:
-        UnsupportedError: torch does not have a dtype.
+        UnsupportedError: torch lacks a dtype.
     """
-    each = ((entry.name, described(entry)) for entry in entries)
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in each}
+    tensors = {}
+    for entry in entries:
+        shape, dtype = described(entry)
+        tensors[entry.name] = torch.empty(shape, dtype=dtype, device="meta")
+    return tensors
 
 
 # ---- to memory ----
 
 
-def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
-    """What the writer of safetensors takes for a dense, contiguous tensor; that of a device is copied when written.
+def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
+    """Return the input of the safetensors writer for a dict of tensors.
 
     Args:
-        name: of the tensor.
-        tensor: on any device; one whose conjugate or negative bit is set is saved with the values that it shows.
-        keep: gets what must live until the memory has been written.
+        tensors: dense, contiguous tensors by name, no two of which share memory.
+        keep: receives objects that must live until everything is written.
 
     Raises:
-        UnsupportedDtypeError: safetensors does not have its dtype.
-        NotImplementedError: it is on the device "meta", and has no values.
+        ValueError: not a dict of tensors, or a tensor that is sparse or not contiguous.
+        RuntimeError: tensors share memory.
+        UnsupportedDtypeError, NotImplementedError: see `memory_of`.
+    """
+    check_tensors_apart(tensors)
+    entries = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"tensor {show(name)} is not contiguous; make it so with x.contiguous(). If it is a view of another "
+                "tensor to save, save only that tensor"
+            )
+        entries[name] = memory_of(name, tensor, keep)
+    return entries
+
+
+def check_tensors_apart(tensors: Any) -> None:
+    """Refuse anything but a dict of dense tensors without shared memory.
+
+    Raises:
+        ValueError, RuntimeError: see `to_write`.
+    """
+    check_tensors(tensors)
+    check_not_shared(tensors)
+
+
+def check_tensors(tensors: Any) -> None:
+    """Refuse anything but a dict of dense tensors.
+
+    Raises:
+        ValueError: see `to_write`.
+    """
+    if not isinstance(tensors, dict):
+        raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(_not_a_tensor(name, tensor))
+    sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if sparse:
+        raise ValueError(  # upstream's tests assert these words
+            f"You are trying to save a sparse tensors: `[{listed(sparse)}]` which this library does not support. You "
+            "can make it a dense tensor before saving with `.to_dense()` but be aware this might make a much larger "
+            "file than needed."
+        )
+
+
+def _not_a_tensor(name: object, value: Any) -> str:
+    message = f"Key `{clip(printable(str(name)), 200)}` is invalid, expected torch.Tensor but received {type(value)}"
+    if isinstance(value, Mapping) and any(isinstance(inner, (Mapping, torch.Tensor)) for inner in value.values()):
+        return f"{message}: flatten nested dicts to dotted names with safeload.flatten(tree)"
+    library = type(value).__module__.partition(".")[0]
+    return f"{message}: save NumPy arrays with safeload.numpy.save_file" if library == "numpy" else message
+
+
+def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
+    """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written.
+
+    Args:
+        tensor: if its conjugate or negative bit is set, the values it shows are saved.
+        keep: receives objects that must live until the memory is written.
+
+    Raises:
+        UnsupportedDtypeError: safetensors lacks the dtype.
+        NotImplementedError: the tensor is on the device "meta" and has no values.
     """
     row = row_of(name, tensor)
     if tensor.device.type != "cpu" and not row.packed:
@@ -212,7 +281,7 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
 
 
 def row_of(name: str, tensor: Any) -> dtypes.Dtype:
-    """Return the dtype table's row for a tensor that has values.
+    """Return the row of the dtype table for a tensor with values.
 
     Raises:
         UnsupportedDtypeError, NotImplementedError: see `memory_of`.
@@ -227,16 +296,12 @@ def row_of(name: str, tensor: Any) -> dtypes.Dtype:
 
 
 def resolved(tensor: Any) -> Any:
-    """The tensor with the values that it shows in memory."""
+    """Return a tensor without conjugate and negative bits: its memory holds the values it shows."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def to_array(tensor: Any) -> Array:
-    """An array over the memory of a tensor on the CPU. F4 tensors become raw uint8.
-
-    Args:
-        tensor: of a dtype that safetensors has.
-    """
+    """Return an array over the memory of a CPU tensor of a safetensors dtype. F4 becomes raw uint8."""
     row = _ROWS[tensor.dtype]
     dtype = dtypes.array_dtype(row.number)
     tensor = tensor.detach()
@@ -250,14 +315,14 @@ def to_array(tensor: Any) -> Array:
 
 
 def device_of(device: Any) -> Any:
-    """The device that an argument names; None for the CPU.
+    """Return the `torch.device` for an argument; None for the CPU.
 
     Args:
         device: name, number or `torch.device`; None for the CPU.
 
     Raises:
-        InvalidDeviceError: it does not name a device.
-        MissingDeviceError: this torch or this machine lacks the device.
+        InvalidDeviceError: the argument names no device.
+        MissingDeviceError: this machine or this build of torch lacks the device.
     """
     if device is None or (isinstance(device, str) and device == "cpu"):
         return None
@@ -265,23 +330,23 @@ def device_of(device: Any) -> Any:
     if isinstance(device, bool) or not isinstance(device, (str, int, Device)):
         raise InvalidDeviceError(f"device {shown} is invalid: expected a name, a number or a torch.device")
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, OverflowError, ValueError) as error:
         if isinstance(device, int) and device >= 0:
             raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
         raise InvalidDeviceError(f"device {shown} is invalid: {_first_sentence(error)}") from None
-    if found.type == "cpu":
-        if found.index:
-            raise InvalidDeviceError(f"device {shown} is invalid: the CPU is one device")
+    if parsed.type == "cpu":
+        if parsed.index:
+            raise InvalidDeviceError(f"device {shown} is invalid: the CPU has no numbered devices")
         return None
-    if found.type != "meta":
+    if parsed.type != "meta":
         try:
-            torch.empty(0, device=found)
-        except Exception as error:  # an AssertionError where torch was built without it, others elsewhere
+            torch.empty(0, device=parsed)
+        except Exception as error:  # an AssertionError if torch was built without the backend
             raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
-    return found
+    return parsed
 
 
 def _first_sentence(error: Exception) -> str:
-    """The first sentence of a message: those of torch go on with advice about builds and lists of backends."""
+    """Return the first sentence of a message; torch appends advice about builds and lists of backends."""
     return clip(printable(str(error).strip().partition("\n")[0].partition(". ")[0]), 200) or type(error).__name__

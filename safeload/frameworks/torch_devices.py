@@ -1,7 +1,7 @@
-"""Tensors on the devices of torch: through a ring of pinned buffers, which are filled while earlier ones are copied.
+"""Load tensors onto torch devices through a ring of pinned buffers: one is filled while earlier ones are copied.
 
-Each byte is read once, by the core's threads, straight into pinned memory, and copied once, by the device. The ring is
-all the host memory that a load takes, except for tensors that cannot be divided into chunks.
+Each byte is read once, by the core's threads into pinned memory, and copied once, by the device. A load needs no other
+host memory, except for tensors that cannot be divided into chunks.
 """
 
 from __future__ import annotations
@@ -15,81 +15,69 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..engine.ahead.staging import BUFFERS, buffer_size, staged
 from ..engine.codes.pieces import Meter
-from ..engine.read.plan import Entry, in_file_order
+from ..engine.read.plan import Entry, entries_of, in_file_order
 from ..engine.run.progress import Progress
 from . import torch_arrays
+from .checkpoints import Selected
 from .torch_arrays import torch
 
-# Conversions that the device does after the copy, which then moves fewer bytes; they are exact.
+# Exact conversions to do on the device, after a copy of fewer bytes.
 _WIDENED = {"BF16": ("F32", "F64"), "F16": ("F32", "F64"), "F32": ("F64",)}
 
 
 class DeviceCopies(Protocol):
-    """Copies from buffers in host memory to one device, in the order in which they are started."""
+    """Copies from host buffers to a device, executed in the order they are started."""
 
     def buffer(self, nbytes: int) -> Any:
-        """A new buffer: a uint8 tensor on the CPU."""
+        """Return a new buffer: a uint8 tensor on the CPU."""
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """A new tensor on the device, which copies can fill."""
+        """Return a new tensor on the device."""
 
     def copy(self, destination: Any, source: Any) -> None:
-        """Starts to copy the bytes of a buffer to as many of a tensor."""
+        """Start to copy the bytes of a buffer to a device tensor of equal size."""
 
     def convert(self, destination: Any, source: Any) -> None:
-        """Starts to convert one tensor of the device to the dtype of another; the first is not used again."""
+        """Start to convert a device tensor to the destination's dtype; the source is not used again."""
 
     def started(self, number: int) -> None:
-        """Notes that all copies from a buffer, by its number, have been started."""
+        """Note that all copies from buffer ``number`` have been started."""
 
     def wait(self, number: int) -> None:
-        """Returns when they are done; called in another thread."""
+        """Wait for the copies from buffer ``number``; called from a reading thread."""
 
     def finish(self) -> None:
-        """Returns when all that was started is done."""
+        """Wait for everything that was started."""
 
 
 class Blocking:
-    """Copies of a device without streams, each of which is done when it returns.
-
-    Args:
-        device: any.
-    """
+    """Synchronous copies, for devices without streams."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
 
     def buffer(self, nbytes: int) -> Any:
-        """Pageable memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """A new tensor."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def copy(self, destination: Any, source: Any) -> None:
-        """Copies bytes."""
         destination.copy_(source)
 
     def convert(self, destination: Any, source: Any) -> None:
-        """Converts."""
         destination.copy_(source)
 
-    def started(self, number: int) -> None:
-        """Nothing is under way."""
-
-    def wait(self, number: int) -> None:
-        """Nothing is under way."""
-
-    def finish(self) -> None:
-        """Nothing is under way."""
+    def started(self, number: int) -> None: ...
+    def wait(self, number: int) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Streamed:
-    """Copies on a stream of their own from pinned memory. An event for each buffer tells when it may be filled again.
+    """Copies from pinned memory on a separate stream, with an event for each buffer to tell when to refill it.
 
     Args:
-        device: one whose module has streams and events: CUDA, which is also ROCm's name in torch, or XPU.
+        device: must have streams and events: CUDA (in torch also ROCm) or XPU.
     """
 
     def __init__(self, device: Any) -> None:
@@ -99,46 +87,40 @@ class Streamed:
         self._events: dict[int, Any] = {}
 
     def buffer(self, nbytes: int) -> Any:
-        """Pinned memory, which torch keeps for the next load; pageable where the system refuses to pin it."""
-        try:
+        try:  # torch keeps pinned memory for the next load
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError:
+        except RuntimeError:  # the system refuses to pin more
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """A new tensor of the caller's stream; copies wait for what that stream still does with its memory."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        # The memory belongs to the caller's stream, which may still work with it.
         self._stream.wait_stream(self._module.current_stream(self._device))
         return tensor
 
     def copy(self, destination: Any, source: Any) -> None:
-        """Starts to copy."""
         with self._module.stream(self._stream):
             destination.copy_(source, non_blocking=True)
 
     def convert(self, destination: Any, source: Any) -> None:
-        """Starts to convert; the memory of ``source`` is not used for anything else until that is done."""
         with self._module.stream(self._stream):
             destination.copy_(source)
-        source.record_stream(self._stream)
+        source.record_stream(self._stream)  # its memory stays reserved until the conversion is done
 
     def started(self, number: int) -> None:
-        """Records the event of the buffer."""
         if number not in self._events:
             self._events[number] = self._module.Event()
         self._events[number].record(self._stream)
 
     def wait(self, number: int) -> None:
-        """Waits for the event of the buffer."""
         if number in self._events:
             self._events[number].synchronize()
 
     def finish(self) -> None:
-        """Waits for the stream."""
         self._stream.synchronize()
 
 
-# How tensors are copied, by type of the device.
+# Asynchronous copies, by device type; other types copy synchronously.
 _COPIES: dict[str, type[Streamed]] = {"cuda": Streamed, "xpu": Streamed}
 
 
@@ -150,20 +132,19 @@ def load(
     progress: Progress = None,
     copies: DeviceCopies | None = None,
 ) -> dict[str, Any]:
-    """Tensors on a device by name, in the order of ``entries``.
+    """Load tensors onto a device, by name and in the order of ``entries``.
 
-    Tensors that are the same bytes of a file share memory, as tied weights do; every other one has a storage of its
-    own. If anything fails, nothing is left on the device.
+    Names of equal file bytes (tied weights) share memory; all other tensors have storages of their own. If anything
+    fails, nothing is left on the device.
 
     Args:
-        entries: the tensors, none of which stays in parts.
-        device: a `torch.device` that is available.
-        threads: for reading; None: chosen automatically.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of what is copied.
-        copies: how it is copied; None for what suits the device.
+        entries: must not stay in parts.
+        device: an available `torch.device`.
+        progress: counts copied bytes.
+        copies: None chooses by device type.
 
     Raises:
-        UnsupportedError: torch does not have a dtype.
+        UnsupportedError: torch lacks a dtype.
         FormatError, OSError: a file ends too early, or cannot be read.
         torch.OutOfMemoryError: the device has too little memory.
     """
@@ -195,29 +176,21 @@ def load(
     finally:
         if reading is not None:
             reading.close()
-        copies.finish()  # before any memory that is copied from or to is freed
+        copies.finish()  # before memory in use by copies is freed
         meter.close()
 
 
 def _key(entry: Entry) -> Any:
-    """Equal for tensors that are the same bytes, read in the same way."""
+    """Return a key: tensors with equal keys are the same bytes, read alike."""
     layout = entry.file.table.strides(entry.at) if entry.strided else None
     return entry.file, entry.begin, entry.end, entry.shape, entry.source, entry.target, layout, entry.packed is None
 
 
 class _Target:
-    """A tensor under construction.
-
-    Args:
-        entry: the tensor.
-        copies: to its device.
-
-    Attributes:
-        moved: the tensor as it is copied: in its own dtype if the device widens it.
-    """
+    """A device tensor under construction."""
 
     def __init__(self, entry: Entry, copies: DeviceCopies) -> None:
-        self.moved = _moved(entry)
+        self.moved = _moved(entry)  # the entry to copy
         self._copies = copies
         self._copied = torch_arrays.described(self.moved)[1]
         self._shape, self._dtype = torch_arrays.described(entry)
@@ -226,9 +199,9 @@ class _Target:
         self._result: Any = None if self._left else copies.empty(self._shape, self._dtype)
 
     def copy(self, begin: int, source: Any) -> None:
-        """Starts to copy bytes of a buffer to the place where they begin."""
+        """Start to copy part of a buffer to the tensor's bytes from ``begin`` on."""
         if self._memory is None:
-            # Not a part of a larger block: writers save whole storages, and some libraries free them.
+            # A storage of its own: writers save whole storages, and some libraries free them.
             self._memory = self._copies.empty((self.moved.nbytes,), torch.uint8)
         size = source.numel()
         self._copies.copy(self._memory[begin : begin + size], source)
@@ -243,15 +216,38 @@ class _Target:
             self._copies.convert(self._result, copied)
 
     def result(self) -> Any:
-        """The tensor."""
+        """Return the tensor; all its bytes must have been copied."""
         assert self._result is not None
         return self._result.view(self._result.shape)
 
 
 def _moved(entry: Entry) -> Entry:
-    """What is copied to the device: the tensor as it is stored if the device widens it."""
+    """Return the entry to copy: in its stored dtype if the device widens it."""
     assert entry.target is not None
     source, target = dtypes.BY_NUMBER[entry.source], dtypes.BY_NUMBER[entry.target]
     if entry.packed is None and target.code in _WIDENED.get(source.code, ()):
         return entry._replace(target=entry.source)
     return entry
+
+
+def load_selected(selected: Selected, device: Any, *, threads: int | None, progress: Progress) -> dict[str, Any]:
+    """Load the selected tensors of a checkpoint onto a device other than the CPU.
+
+    Raises:
+        See `load` and `Merge.values`.
+    """
+    checkpoint, merge, names, groups = selected
+    by_group = (entries_of(checkpoint.entries(group.names), group.dtype) for group in groups)
+    by_name = {entry.name: entry for entries in by_group for entry in entries}
+    entries = [by_name[name] for name in names]
+    if device.type == "meta":
+        return torch_arrays.without_data(entries)
+    if merge is None:
+        return load(entries, device, threads=threads, progress=progress)
+    plain = [entry for entry in entries if entry.name not in merge]
+    tensors = load(plain, device, threads=threads, progress=progress)
+    for group in groups:
+        for name in (name for name in group.names if name in merge):  # one at a time in host memory
+            array = merge.values(name, merge.target_row(name, group.dtype), threads=threads)
+            tensors[name] = torch_arrays.from_arrays({name: array})[name].to(device)
+    return {name: tensors[name] for name in names}

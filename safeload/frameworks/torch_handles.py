@@ -1,4 +1,4 @@
-"""What `safe_open` gives for torch: tensors, and slices by torch's own rules."""
+"""Give the tensors and slices of `safe_open` as torch tensors, sliced by torch's rules."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..stores.local import mapping_of
 from . import torch_arrays, torch_devices
 from .torch_arrays import torch
 
-# Tensors of at least this size go to a device through a ring of pinned buffers; smaller ones would take longer there.
+# Tensors of at least this size go to a device through a ring of pinned buffers, which would slow down smaller ones.
 _STAGED_FROM = 4 << 20
 
 _BYTES = np.dtype(np.uint8)
 
 
 class TorchHandle:
-    """Gives the tensors of one open file on a device of torch; see `Handle`.
+    """The `Handle` for torch.
 
     Args:
         device: see `torch_arrays.device_of`.
@@ -41,20 +41,19 @@ class TorchHandle:
         self._without_data = self._device is not None and self._device.type == "meta"
         self._backend = backend
         self._inner: dict[WeightFile, Any] = {}  # mappings that never leave this object: their pages are the file's
-        self._outer: dict[WeightFile, Any] = {}  # mappings that slices are views of
-        self._sliced: dict[int, object] = {}  # index of a tensor to a token of the call that got a view of it first
+        self._outer: dict[WeightFile, Any] = {}  # mappings behind returned slices
+        self._sliced: dict[int, object] = {}  # index of a tensor -> token of the first call to get a view of it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TorchHandle, (self._device, self._backend)
 
     def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
-        """One tensor; see `Handle.tensor`."""
         if self._without_data:
             return torch_arrays.without_data(entries_of([part], None))[part[0]]
         if self._device is not None and _size(part) >= _STAGED_FROM:
             return torch_devices.load(entries_of([part], None), self._device)[part[0]]
         array, raw = read(), None
-        if array.dtype is _BYTES:  # what packed dtypes appear as
+        if array.dtype is _BYTES:  # possibly a packed dtype
             name, file, index = part
             row = file.table.row(index)
             if row.packed:
@@ -65,7 +64,6 @@ class TorchHandle:
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
-        """Several tensors; see `Handle.tensors`."""
         if self._without_data:
             return torch_arrays.without_data(entries_of(parts, target))
         if self._device is not None:
@@ -76,7 +74,7 @@ class TorchHandle:
         return torch_arrays.from_arrays(read(), raw)
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
-        """The selected elements: by torch's rules of a mapped file, else by those of `SafeSlice`; see `Handle.item`."""
+        """Return the selected elements, by torch's rules if the file is mapped and by `SafeSlice`'s otherwise."""
         name, row = file.table.names[index], file.table.row(index)
         raw = row if row.packed else None
         shape = torch_arrays.shape_of(name, row, file.table.shape(index))
@@ -89,21 +87,21 @@ class TorchHandle:
             try:
                 part = whole[key]
             except IndexError:
-                pass  # torch has its own words for it
+                pass  # below, torch raises its own error
             else:
-                part = np.asarray(part)  # one element is not an array
-                return self._moved(torch_arrays.from_array(self._apart(file, index, part), name, raw))
+                part = np.asarray(part)  # a single element is not an array
+                return self._moved(torch_arrays.from_array(self._separate(file, index, part), name, raw))
         tensor = torch_arrays.from_array(whole, name, raw)
-        found = tensor[key]
-        if found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            found = found.clone()
-        return self._moved(found)
+        selected = tensor[key]
+        if selected.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            selected = selected.clone()
+        return self._moved(selected)
 
     def _moved(self, tensor: Any) -> Any:
         return tensor if self._device is None else tensor.to(self._device)
 
     def _whole(self, file: WeightFile, index: int, shape: tuple[int, ...]) -> Array:
-        """A tensor in memory that never leaves this object: a mapping of its own, or else read."""
+        """Return a tensor in memory that never leaves this object: a private mapping, or a copy."""
         begin, end = file.table.byte_range(index)
         if begin < end and not foreign_order(False):
             buffer = _mapping(file, self._inner)
@@ -114,13 +112,13 @@ class TorchHandle:
         array: Array = arrays[file.table.names[index]]
         return array
 
-    def _apart(self, file: WeightFile, index: int, part: Array) -> Array:
-        """The elements of a part of `_whole` in memory that no other array shares: a view if they are many."""
+    def _separate(self, file: WeightFile, index: int, part: Array) -> Array:
+        """Return a part of `_whole` in memory that no other array shares: a view if it is large."""
         inner = self._inner.get(file)
         if part.nbytes < VIEWED_FROM["mmap"] or inner is None or not part.flags.aligned:
             return np.array(part)
         caller = object()
-        if self._sliced.setdefault(index, caller) is caller:  # atomic: of two threads only one is first
+        if self._sliced.setdefault(index, caller) is caller:  # atomic: only one of two threads is first
             buffer = _mapping(file, self._outer)
         else:
             buffer = mapping_of(file.store)
@@ -136,7 +134,7 @@ def _size(part: FileTensor) -> int:
 
 
 def _mapping(file: WeightFile, mappings: dict[WeightFile, Any]) -> Any:
-    """The mapping of a file; a new one is kept. None where the system refuses it."""
+    """Return the mapping of a file, creating it if needed; None if the system refuses."""
     buffer = mappings.get(file)
     if buffer is None:
         buffer = mapping_of(file.store)
@@ -150,7 +148,7 @@ def _is_integer(item: Any) -> bool:
 
 
 def _is_basic(key: Any) -> bool:
-    """Whether a key gives a view, by the same rules in numpy and torch unless it is out of bounds."""
+    """Return whether a key gives a view, for which NumPy's and torch's rules agree within bounds."""
     return all(
         item is None
         or item is Ellipsis

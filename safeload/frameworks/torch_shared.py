@@ -1,4 +1,4 @@
-"""Tensors of torch that share memory: which ones they are, and under which names they are saved."""
+"""Find torch tensors that share memory, and choose the names to save them under."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from ..base.text import show
 
-# Most names, and most groups of them, that a message lists.
-_NAMED = 10
+# Limit on names, and on groups of names, in a message.
+_MAX_LISTED = 10
 
 
 def storage_ptr(tensor: Any) -> int:
-    """Address of the storage of a tensor; 0 without memory."""
+    """Return the address of a tensor's storage; 0 without memory."""
     return int(tensor.untyped_storage().data_ptr())
 
 
 def storage_size(tensor: Any) -> int:
-    """Bytes of the storage of a tensor."""
+    """Return the size of a tensor's storage in bytes."""
     return int(tensor.untyped_storage().nbytes())
 
 
 def end_ptr(tensor: Any) -> int:
-    """Address after the last element of a tensor."""
+    """Return the address after a tensor's last element."""
     begin = int(tensor.data_ptr())
     if not tensor.nelement():
         return begin
@@ -31,15 +31,15 @@ def end_ptr(tensor: Any) -> int:
 
 
 def is_complete(tensor: Any) -> bool:
-    """Whether a tensor covers all of its storage."""
+    """Return whether a tensor covers its whole storage."""
     nbytes = tensor.nelement() * tensor.element_size()
     return bool(tensor.data_ptr() == storage_ptr(tensor) and nbytes == storage_size(tensor))
 
 
 def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
-    """Names grouped by the memory that their tensors share; names of tensors that share none are alone.
+    """Group names by shared memory; a tensor that shares none is a group of its own.
 
-    Tensors without memory, empty ones and those on the device "meta", are left out.
+    Tensors without memory (empty, or on the device "meta") are skipped.
 
     Raises:
         RuntimeError: a tensor has no memory of its own.
@@ -53,8 +53,8 @@ def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
                 key = device, storage.data_ptr(), storage.nbytes()
             except RuntimeError as error:  # a DTensor, a masked or a nested tensor
                 raise RuntimeError(
-                    f"tensor {show(name)} is a {type(tensor).__name__}, whose values are in other tensors: save these, "
-                    "or x.full_tensor() of a DTensor"
+                    f"tensor {show(name)} is a {type(tensor).__name__}, which keeps its values in other tensors: save "
+                    "these instead, or x.full_tensor() of a DTensor"
                 ) from error
             if key[1] and key[2]:
                 storages.setdefault(key, set()).add(name)
@@ -62,25 +62,25 @@ def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
 
 
 def filter_shared_not_shared(groups: Sequence[set[str]], state_dict: Mapping[str, Any]) -> list[set[str]]:
-    """Divides groups of names with one storage each into those whose tensors overlap.
+    """Split groups of names with a common storage into groups of overlapping tensors.
 
-    In the order of their addresses a tensor is compared with the one before it only, as upstream does: which name a
-    file keeps depends on it.
+    Tensors are sorted by address and compared with their predecessor only, like upstream's: the name to keep in a file
+    depends on it.
     """
-    found: list[set[str]] = []
+    overlapping: list[set[str]] = []
     for group in groups:
         if len(group) < 2:
-            found.append(group)
+            overlapping.append(group)
             continue
         areas = sorted((int(state_dict[name].data_ptr()), end_ptr(state_dict[name]), name) for name in group)
         last = -1
         for start, stop, name in areas:
             if start >= last:
-                found.append({name})
+                overlapping.append({name})
             else:
-                found[-1].add(name)
+                overlapping[-1].add(name)
             last = stop
-    return found
+    return overlapping
 
 
 def remove_duplicate_names(
@@ -90,20 +90,20 @@ def remove_duplicate_names(
     discard_names: Iterable[str] | None = None,
     partial: bool = False,
 ) -> dict[str, list[str]]:
-    """Which names to leave out of a file because another one has their memory.
+    """Choose the names to leave out of a file because another name has their memory.
 
-    Of the names that share memory, those are candidates whose tensors cover all of their storage. The first of
-    ``preferred_names`` is kept, else the first that is not in ``discard_names``, else the first.
+    In each group, the candidates to keep are tensors that cover their whole storage. The first candidate in
+    ``preferred_names`` is kept, else the first outside ``discard_names``, else the first.
 
     Args:
-        state_dict: name to tensor.
-        preferred_names: names to keep if possible, such as those in a file that is being loaded.
+        state_dict: tensors by name.
+        preferred_names: names to keep if possible, such as the names in a file to load.
         discard_names: names to leave out if possible.
-        partial: whether tensors are candidates too that cover what a group shares, though not their storage: of the
-            weights of an LSTM on a GPU each is a part of one storage.
+        partial: if a group has no candidate, accept tensors that cover the memory of the group. The weights of an LSTM
+            on a GPU, for example, are parts of one storage.
 
     Returns:
-        Each kept name that has duplicates, with these, in ascending order.
+        The duplicates of each kept name, in ascending order.
 
     Raises:
         RuntimeError: a group has no candidate.
@@ -124,7 +124,7 @@ def remove_duplicate_names(
         complete[_storage(state_dict, group)] = choice(candidates), set(group)
     kept_parts: list[tuple[str, set[str]]] = []
     for group in incomplete:
-        # Upstream refuses a part of a tensor that another part stands before. The whole tensor is among the names.
+        # Upstream refuses such a group even if the whole tensor is among the names.
         whole = complete.get(_storage(state_dict, group))
         if whole is not None:
             whole[1].update(group)
@@ -132,8 +132,8 @@ def remove_duplicate_names(
             kept_parts.append((choice(candidates), group))
         else:
             raise RuntimeError(
-                f"no name to keep: none of {listed(sorted(group))} covers all of the memory that they share, a storage "
-                f"of {storage_size(state_dict[min(group)]):,} bytes. x.clone() makes a tensor of its own"
+                f"no name to keep: none of {listed(sorted(group))} covers all of their shared memory, a storage of "
+                f"{storage_size(state_dict[min(group)]):,} bytes. Copy a tensor with x.clone()"
             )
     for kept, group in (*complete.values(), *kept_parts):
         if len(group) > 1:
@@ -147,7 +147,7 @@ def _storage(state_dict: Mapping[str, Any], group: Iterable[str]) -> Any:
 
 
 def _covering(state_dict: Mapping[str, Any], group: Iterable[str]) -> set[str]:
-    """The names of a group whose tensors have all elements from the first that any has to the last."""
+    """Return the names of a group whose tensors cover the memory of the whole group."""
     areas = {name: (int(state_dict[name].data_ptr()), end_ptr(state_dict[name])) for name in group}
     begin, end = min(start for start, _ in areas.values()), max(stop for _, stop in areas.values())
     return {
@@ -158,21 +158,21 @@ def _covering(state_dict: Mapping[str, Any], group: Iterable[str]) -> set[str]:
 
 
 def check_not_shared(state_dict: Mapping[str, Any]) -> None:
-    """Refuses tensors that share memory.
+    """Refuse tensors that share memory.
 
     Raises:
-        RuntimeError: some do.
+        RuntimeError: tensors share memory.
     """
     shared = [group for group in find_shared_tensors(state_dict) if len(group) > 1]
     if shared:
-        groups = "; ".join(listed(sorted(group)) for group in shared[:_NAMED])
+        groups = "; ".join(listed(sorted(group)) for group in shared[:_MAX_LISTED])
         raise RuntimeError(
-            f"tensors share memory, and would be stored and loaded apart: {groups}. safeload.torch.save_model stores "
-            "one of each group, x.clone() makes a tensor of its own"
+            f"tensors share memory, and would be stored and loaded apart: {groups}. Save one tensor of each group with "
+            "safeload.torch.save_model, or copy tensors with x.clone()"
         )
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of several names, and how many there are besides."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(map(show, names[:_NAMED])) + more
+    """Return the first names, and the number of the rest."""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(map(show, names[:_MAX_LISTED])) + more

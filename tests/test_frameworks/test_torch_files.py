@@ -148,7 +148,7 @@ def test_a_path_is_not_content(tmp_path):
 REFUSED = {
     "a list": ([torch.ones(1)], ValueError, "Expected a dict"),
     "None": (None, ValueError, "Expected a dict"),
-    "an array": ({"a": np.ones(1)}, ValueError, "safeload.numpy.save_file saves numpy arrays"),
+    "an array": ({"a": np.ones(1)}, ValueError, "save NumPy arrays with safeload.numpy.save_file"),
     "a nested dict": ({"a": {"b": torch.ones(1)}}, ValueError, "safeload.flatten"),
     "a float": ({"a": 1.0}, ValueError, "Key `a` is invalid"),
     "a name that is not text": ({1: torch.ones(1)}, TypeError, "tensor name must be str"),

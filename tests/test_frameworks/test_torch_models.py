@@ -233,7 +233,7 @@ def test_models_that_cannot_be_saved_or_loaded(tmp_path):
     whole = torch.randn(10)
     overlapping.register_buffer("a", whole[:6])
     overlapping.register_buffer("b", whole[4:])
-    with pytest.raises(RuntimeError, match=r"none of 'a', 'b' covers all of the memory that they share.* 40 bytes"):
+    with pytest.raises(RuntimeError, match=r"none of 'a', 'b' covers all of their shared memory.* 40 bytes"):
         ours.save_model(overlapping, tmp_path / "x")
     assert not list(tmp_path.iterdir())
     (tmp_path / "x").write_bytes(b"\xff" * 40)
