@@ -30,8 +30,8 @@ class JaxHandle:
     def __init__(self, device: Any, backend: str) -> None:
         if device not in ("cpu", None):
             raise SafetensorError(
-                f"Device {clip(printable(str(device)), 200)} is not supported for framework jax, which uses its default "
-                "device; pass sharding= to safeload.jax.load_file or load_checkpoint"
+                f"Device {clip(printable(str(device)), 200)} is not supported for framework jax; to choose "
+                "devices, pass sharding= to safeload.jax.load_file or load_checkpoint"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
