@@ -51,7 +51,7 @@ def fp8_folder(folder: Path) -> Path:
 
 def content(folder: Path) -> dict[str, bytes]:
     """The files of a folder, temporary ones too; without the records of its shards."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(journal.SUFFIX)}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(journal.RECORD)}
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:

@@ -291,7 +291,7 @@ def test_a_piece_with_a_stack_that_is_none(wrong, tmp_path):
     )
     stacks = plan.pieces[0]["adapters"][0]["apart"]
     stacks[next(iter(stacks))] = wrong
-    with pytest.raises(safeload.FormatError, match="a piece"):
+    with pytest.raises(safeload.FormatError, match="invalid piece: "):
         safeload.run_piece(plan.pieces[0])
 
 

@@ -216,7 +216,7 @@ def test_moondream_to_moon(tmp_path):
         ({"dst": "x.pth"}, ValueError, "the suffix must be"),
         ({"dst": "x.safetensors", "max_shard_size": "1GB"}, ValueError, "a folder"),
         ({"dst": "y", "max_shard_size": "many"}, ValueError, "'many' is not a size"),
-        ({"dst": "y", "max_shard_size": 0}, ValueError, "at least one byte"),
+        ({"dst": "y", "max_shard_size": 0}, ValueError, "at least 1 byte"),
         ({"dst": "x.npz", "dtype": "int32"}, safeload.UnsupportedError, "int32"),
         ({"dst": "x.safetensors", "quantize": "q3_k"}, ValueError, "can be written: int8"),
         ({"dst": "x.safetensors", "threads": 0}, ValueError, "threads"),

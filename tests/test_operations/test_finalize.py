@@ -13,7 +13,7 @@ import pytest
 import safeload
 from safeload import FormatError
 from safeload.numpy import save_file
-from safeload.operations.folders import shard_folder
+from safeload.operations.folders import folder as destination
 
 RECORD = ".done.json"
 LIMIT = "60KB"
@@ -116,8 +116,8 @@ class Meddling(ThreadPoolExecutor):
 @pytest.mark.parametrize("change", [another_byte, without_record, None])
 def test_convert_reads_shards_again_only_if_their_identity_has_changed(model, tmp_path, monkeypatch, change):
     hashed = []
-    digest_of = shard_folder._digest_of
-    monkeypatch.setattr(shard_folder, "_digest_of", lambda path: hashed.append(path) or digest_of(path))
+    digest_of = destination._digest_of
+    monkeypatch.setattr(destination, "_digest_of", lambda store: hashed.append(store.path) or digest_of(store))
     with Meddling(tmp_path / "made", change) as executor:
         if change is None:
             safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, executor=executor)

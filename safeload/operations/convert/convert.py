@@ -16,8 +16,9 @@ from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ..folders import unfinished
-from ..folders.destinations import Destination
-from ..folders.shard_folder import OldShards, check_free
+from ..folders.destinations import Destination, replacement_of
+from ..folders.folder import check_free
+from ..folders.replacement import OldShards
 from ..quantize.checkpoint import Keep, Scheme
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
@@ -183,7 +184,7 @@ def _at_once(
             check_free(request.path, overwrite)
             old = stack.enter_context(OldShards(request.path, overwrite))  # removes them after the sources are closed
         else:
-            folder.check_free(overwrite)
+            replacement_of(folder).check_free(overwrite)
         catalog = stack.enter_context(open_sources(src, options.get("storage_options")))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)

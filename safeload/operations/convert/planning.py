@@ -18,8 +18,8 @@ from ...base.text import show
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.metadata import as_texts
 from ..folders import journal, unfinished
-from ..folders.destinations import Destination
-from ..folders.shard_folder import Folder
+from ..folders.destinations import Destination, replacement_of
+from ..folders.folder import Folder
 from ..folders.shards import divide, weight_map
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import encode
@@ -86,7 +86,7 @@ def plan_convert(
         30
     """
     plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
-    shared = folder.public_options()
+    shared = folder.location.files.public_options()
     if shared is not None:
         for one in (plan, *plan.pieces):
             one["storage_options"] = shared
@@ -150,7 +150,7 @@ def _continued(folder: Folder, call: str) -> Plan | None:
             "extras": {},
         }
     )
-    outdated = folder.outdated([name for _, name in places.values()])
+    outdated = replacement_of(folder).outdated([name for _, name in places.values()])
     optional = {
         "outdated": outdated,
         "config": None if note.config is None else {"content": note.config},
@@ -195,7 +195,7 @@ def _plan(
     plan_id = _id_of([__version__, options, [piece.id for piece in pieces]])
     in_place = None
     if unfinished.is_source(folder, prepared.catalog):
-        if folder.files.remote:
+        if folder.location.files.remote:
             unfinished.check_remote(folder)
         in_place = _id_of([call, encode(common.get("adapters"))])
         if resume and {"adapters", "rename"} & options.keys():
@@ -215,7 +215,7 @@ def _plan(
         folder=folder.place,
         in_place=in_place is not None,
         call=None if in_place is None else call,
-        outdated=tuple(folder.outdated([piece.file for piece in pieces]) if overwrite else ()),
+        outdated=tuple(replacement_of(folder).outdated([piece.file for piece in pieces]) if overwrite else ()),
         tensors=prepared.tensor_count,
         config=config,
         extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
@@ -332,11 +332,11 @@ def _places(
     files = [piece.file for piece in pieces]
     first = pieces[0]  # there is always a shard
     usual = {file: (folder, file) for file in files}
-    present = folder.names()
+    present, replacement = folder.names(), replacement_of(folder)
     if not present:
-        folder.check_free(overwrite)
+        replacement.check_free(overwrite)
         return usual
-    begun = folder.waits(first.plan)
+    begun = replacement.begun(first.plan)
     records = journal.recorded(folder, present)
     ids = {piece.id: piece.file for piece in pieces}
     ours = {file for file, record in records.items() if record.piece in ids}
@@ -362,11 +362,11 @@ def _places(
     elif not overwrite:
         if ours:
             message = "The conversion has begun: resume=True goes on, overwrite=True replaces it"
-            raise FileExistsError(errno.EEXIST, message, folder.title)
-        folder.check_free(overwrite)
+            raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+        replacement.check_free(overwrite)
     found = _found(folder, present, records, ids)
     replaces = begun or (overwrite and (first.in_place is not None or present & ({INDEX, *files} - ours)))
-    return {**(folder.apart(first.plan, files) if replaces else usual), **found}
+    return {**({file: replacement.aside(file, first.plan) for file in files} if replaces else usual), **found}
 
 
 def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
@@ -397,7 +397,8 @@ def _found(
 ) -> dict[str, tuple[Folder, str]]:
     """Where the shards of a plan are that need not be written again; see `_kept`."""
     found: dict[str, tuple[Folder, str]] = {}
-    for place in folder.asides():  # before the folder: `journal.move` copies the record of a shard before it moves it
+    # Asides come before the folder: `Replacement.collect` copies the record of a shard before it moves the shard.
+    for place in replacement_of(folder).asides():
         names = place.names()
         found = {**_kept(place, names, journal.recorded(place, names), ids), **found}
     return {**_kept(folder, present, records, ids), **found}
@@ -415,9 +416,10 @@ def _kept(
         ids: usual name of the shard of each piece, by the piece's id.
     """
     found: dict[str, tuple[Folder, str]] = {}
+    replacement = replacement_of(place)
     for name, record in records.items():
         file = ids.get(record.piece)
-        if file is not None and name in names and name in place.names_for(file, record.plan):
+        if file is not None and name in names and name in (file, replacement.aside(file, record.plan)[1]):
             found[file] = place, name
     return found
 
@@ -430,8 +432,8 @@ def _check_unfinished(folder: Folder, present: Set[str], files: Sequence[str]) -
     """
     if INDEX in present:
         message = "The folder is complete, with no record of how: pass overwrite=True"
-        raise FileExistsError(errno.EEXIST, message, folder.title)
-    left = folder.leftovers([*files, *(file + journal.SUFFIX for file in files)])
+        raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+    left = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
     if present >= set(files) or not present <= {*files, *left}:
         message = "The folder has other files, and no record of this conversion: pass overwrite=True"
-        raise FileExistsError(errno.EEXIST, message, folder.title)
+        raise FileExistsError(errno.EEXIST, message, folder.location.shown)

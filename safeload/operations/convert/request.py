@@ -17,7 +17,7 @@ from ...models.layout import Layout
 from ...stores.files import Location
 from ..folders import unfinished
 from ..folders.destinations import USUAL_SIZE, Destination, of, where
-from ..folders.shard_folder import Folder
+from ..folders.folder import Folder
 from ..folders.shards import extras_of
 from ..quantize.checkpoint import Keep, Scheme
 from ..sources.catalog import Catalog, Given, has_names

@@ -16,9 +16,9 @@ from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX
 from ...formats.registry import SAFETENSORS
 from ..folders import journal, unfinished
-from ..folders.destinations import folder_at
-from ..folders.shard_folder import Folder, LocalFolder, shared_identity
-from ..folders.shards import Beside, config_with, write_beside, write_shard, writer_of
+from ..folders.destinations import folder_at, replacement_of
+from ..folders.folder import Folder, LocalFolder, homes_of, shared_identity
+from ..folders.shards import Beside, config_with, open_shard, write_beside, write_shard, writer_of
 from ..quantize.checkpoint import Summary
 from ..sources import executors
 from ..sources.catalog import Catalog
@@ -48,7 +48,7 @@ def run_all(
     run = PieceRunner(folder, storage_options)
     with ExitStack() as stack:
         for place in {piece["folder"]: run.folder_of(piece) for piece in plan.pieces}.values():
-            stack.enter_context(place.undone())
+            stack.enter_context(replacement_of(place).undone())
         results = executors.run(run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
     return complete(decode_plan(plan), results, folder, storage_options, at_once=True)
 
@@ -70,10 +70,12 @@ def run(
     plan, file = decoded.plan, decoded.file
     if folder is None:
         folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
-    places = folder.places(plan)  # `finalize` may have moved the shard
+    places = homes_of(folder)  # `finalize` may have moved the shard
+    # The identity comes before the content is checked, so that a later change is noticed.
+    local = () if folder.location.files.remote else places
+    identity = next((identity for place in local if (identity := place.identity(file)) is not None), None)
     records = (journal.is_whole(place, file, decoded.id) for place in places)
     record = next((record for record in records if record is not None), None)
-    identity = next((identity for place in places if (identity := place.identity(file)) is not None), None)
     if record is None and decoded.continued:
         message = "the shard does not match its record, and the conversion has replaced its sources: restore them"
         raise FormatError(message, folder.shown(file))
@@ -131,7 +133,7 @@ class PieceRunner:
 
     def folder_of(self, piece: Mapping[str, Any]) -> Folder:
         """Return the folder of a piece."""
-        return self._folder if self._folder.files.remote else LocalFolder(piece["folder"])
+        return self._folder if self._folder.location.files.remote else LocalFolder(piece["folder"])
 
     def __call__(self, piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
         return run(piece, threads, self._storage_options, self.folder_of(piece))
@@ -165,9 +167,9 @@ def _write(
         try:
             with ExitStack() as written:
                 shard = write_shard(written, writer, folder, file, overwrite=True, digest=digest)
-            identity = None if folder.files.remote else shared_identity(shard.identity)
+            identity = None if folder.location.files.remote else shared_identity(shard.identity)
         except PermissionError:  # Windows: another process that runs this piece is reading the shard it just wrote
-            if folder.files.remote or not folder.holds(file, writer.size, digest.hexdigest()):
+            if folder.location.files.remote or not folder.holds(file, writer.size, digest.hexdigest()):
                 raise
         return writer.size, digest.hexdigest(), identity
 
@@ -256,23 +258,23 @@ def complete(
     summary = _summary(plan, total)
     places = {file: shard.folder for file, shard in shards.items()}
     waiting = any(place.place != folder.place for place in places.values())
+    replacement = replacement_of(folder)
     with ExitStack() as stack, ExitStack() as first:
         # The other files come first: if copying them fails, an existing checkpoint is still complete.
         beside = Beside(weight_map, total, config, extras)
-        write_beside(stack, beside, folder, overwrite=True, outdated=plan.outdated, extras=first)
+        write_beside(stack, beside, folder, replacement, overwrite=True, outdated=plan.outdated, extras=first)
         first.close()
         if waiting or plan.in_place:
             unfinished.note(folder, _note_of(plan, config))
-        for file, source, target in folder.moves(plan.id, places):
-            journal.move(file, source, target)
+        replacement.collect(plan.id, places)
     names = [*shards, INDEX, CONFIG, *extras]
-    waited = [*places.values(), *journal.superseded(folder, plan.version, plan.options)]
-    folder.tidy(plan.id, [*names, *(file + journal.SUFFIX for file in names)], waited)
-    if waiting or plan.outdated or plan.in_place or not folder.files.remote:
+    waited = [*places.values(), *journal.superseded(replacement.asides(), plan.version, plan.options)]
+    replacement.tidy(plan.id, [*names, *(file + journal.RECORD for file in names)], waited)
+    if waiting or plan.outdated or plan.in_place or not folder.location.files.remote:
         unfinished.forget(folder)  # last: once it is gone, the same call may refuse to continue
     nbytes, seconds = (sum(shard.size for shard in shards.values()), sum(shard.seconds for shard in shards.values()))
     files = [folder.shown(file) for file in shards]
-    return ConvertReport(folder.title, SAFETENSORS, files, plan.tensors, nbytes, seconds, summary)
+    return ConvertReport(folder.location.shown, SAFETENSORS, files, plan.tensors, nbytes, seconds, summary)
 
 
 def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.UnfinishedNote:
@@ -318,7 +320,7 @@ def _shards_of(
     shards = {}
     for piece in plan.pieces:
         result = by_file[piece.file]
-        place = folder if folder.files.remote else LocalFolder(piece.folder)
+        place = folder if folder.location.files.remote else LocalFolder(piece.folder)
         identity = result.identity if at_once else None
         shards[piece.file] = _Shard(piece.id, place, result.size, result.sha256, result.seconds, identity)
     return shards
@@ -340,8 +342,8 @@ def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[st
     def header(file: str) -> tuple[list[str], int]:
         return _header_of(file, shards[file], folder)
 
-    if folder.files.remote:
-        headers = folder.files.each(header, [*shards])
+    if folder.location.files.remote:
+        headers = folder.location.files.each(header, [*shards])
     else:
         unread = sum(shard.size for file, shard in shards.items() if not shard.is_in(shard.folder, file))
         headers = list(in_order(header, shards, None, unread))
@@ -355,14 +357,14 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
     if record is not None and record.piece != shard.piece:
         raise FormatError("another conversion has written the shard since: run its piece again", place.shown(file))
     try:
-        weight_file = place.open_shard(file)
+        weight_file = open_shard(place, file)
     except FileNotFoundError:
         moved = None if place.place == folder.place else journal.read(folder, file)
         if moved is None or moved.piece != shard.piece:  # otherwise `finalize` was interrupted
             advice = "run its piece again, on a machine that shares this folder"
             raise FormatError(f"the shard is gone: {advice}", place.shown(file)) from None
         place, record = folder, moved
-        weight_file = folder.open_shard(file)
+        weight_file = open_shard(folder, file)
     with closing(weight_file):
         if weight_file.size != shard.size:
             message = f"the shard has {weight_file.size:,} bytes, its piece wrote {shard.size:,}"

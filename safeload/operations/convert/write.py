@@ -26,7 +26,8 @@ from ...formats.safetensors.quantized import pack
 from ...packed.config import without_quantization
 from ...stores.files import Location
 from ..folders import journal, unfinished
-from ..folders.shard_folder import Folder, LocalFolder
+from ..folders.destinations import replacement_of
+from ..folders.folder import Folder, LocalFolder
 from ..folders.shards import Beside, ShardWriter, config_with, shard_bounds, write_shards
 from ..quantize.checkpoint import Summary
 from ..sources.catalog import Catalog
@@ -144,7 +145,8 @@ def write(
             _warn_of_old_config(conversion, request)
         else:
             replacing = None
-            if in_place and not folder.files.remote:  # a store keeps the source's shards: new ones get other names
+            # In a store, new shards get other names than the shards of the source.
+            if in_place and not folder.location.files.remote:
                 replacing = partial(unfinished.note, folder, unfinished.UnfinishedNote())
             files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
     return ConvertReport(path, request.format, files, conversion.tensor_count, nbytes, 0.0, conversion.summary)
@@ -161,7 +163,7 @@ def _write_folder(
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
     shards = conversion.divided(request.limit)
-    names = folder.free_names([*shards])
+    names = replacement_of(folder).free_names([*shards])
     shards = {names[file]: shard for file, shard in shards.items()}
     config = conversion.config
     if config is None and overwrite:

@@ -14,7 +14,8 @@ from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.places import Located, places_of
 from ..sources.sources import files_at
-from .shard_folder import Folder, LocalFolder
+from .folder import Folder, LocalFolder
+from .replacement import LocalReplacement, Replacement
 
 # What a conversion writes to.
 Destination: TypeAlias = PathLike | Located
@@ -81,3 +82,13 @@ def folder_at(path: str, planned: Mapping[str, Any] | None, storage_options: Map
 
     assert isinstance(files, RemoteFiles)
     return StoreFolder(files, path)
+
+
+def replacement_of(folder: Folder) -> Replacement:
+    """Return the policy that replaces the content of a folder."""
+    if isinstance(folder, LocalFolder):
+        return LocalReplacement(folder)
+    from .store_folder import StoreFolder, StoreReplacement
+
+    assert isinstance(folder, StoreFolder)
+    return StoreReplacement(folder)

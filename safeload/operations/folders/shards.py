@@ -17,16 +17,20 @@ from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
 from ...engine.run.memory import address_of
+from ...engine.run.weight_file import WeightFile
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
+from ...formats import registry
 from ...formats.folder import CONFIG, INDEX
 from ...formats.registry import WEIGHT_SUFFIXES
-from ...formats.safetensors.file import Writer
+from ...formats.safetensors.file import Writer, open_file
 from ...formats.safetensors.quantized import pack
 from ...models.config_dtype import with_dtype
 from ...packed.config import without_quantization
 from ...stores.files import Location
 from ...stores.remote import RemoteStore
-from .shard_folder import Folder
+from .destinations import replacement_of
+from .folder import Folder
+from .replacement import Replacement
 
 # Files of a model's folder that other libraries need beside its weights and config.json: tokenizers (also of
 # sentencepiece and tiktoken), chat templates, settings of generation and of processors.
@@ -125,6 +129,18 @@ def writer_of(outputs: Mapping[str, Output], texts: Mapping[str, str] | None) ->
     return Writer(*pack(outputs, texts))
 
 
+def open_shard(folder: Folder, name: str) -> WeightFile:
+    """Open a shard to read its header.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    location = folder.location / name
+    if not location.files.remote:
+        return open_file(location.path, brief=True)
+    return registry.open_file(location.path, registry.OpenRequest((registry.SAFETENSORS,), files=location.files)).file
+
+
 class Beside(NamedTuple):
     """What stands beside the shards of a folder.
 
@@ -173,11 +189,12 @@ def write_shards(
         Bytes of the shards.
     """
     written = 0
-    outdated = folder.outdated([*shards]) if overwrite else []
-    with folder.undone(), ExitStack() as stack:  # closed in reverse order: the first one entered is put in place last
-        write_beside(stack, beside, folder, overwrite=overwrite, outdated=outdated)
+    replacement = replacement_of(folder)
+    outdated = replacement.outdated([*shards]) if overwrite else []
+    with replacement.undone(), ExitStack() as stack:  # closed in reverse order: the first file is put in place last
+        write_beside(stack, beside, folder, replacement, overwrite=overwrite, outdated=outdated)
         for file, shard in shards.items():
-            with folder.shard(stack, file) as own:
+            with replacement.shard(stack, file) as own:
                 writer = shard()
                 write_shard(own, writer, folder, file, overwrite=overwrite)
                 written += writer.size
@@ -218,6 +235,7 @@ def write_beside(
     stack: ExitStack,
     beside: Beside,
     folder: Folder,
+    replacement: Replacement,
     *,
     overwrite: bool,
     outdated: Sequence[str] = (),
@@ -235,7 +253,7 @@ def write_beside(
     """
     import json
 
-    stack.enter_context(folder.after_index(outdated))
+    stack.enter_context(replacement.after_index(outdated))
     texts = {INDEX: _index(beside)}
     if beside.config is not None:
         texts[CONFIG] = (json.dumps(dict(beside.config), indent=2) + "\n").encode()
@@ -244,7 +262,7 @@ def write_beside(
         written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
         written.write([(address_of(data), data.size)])
         written.seal()
-    stack.enter_context(folder.before_config(texts.get(CONFIG), outdated))
+    stack.enter_context(replacement.before_config(texts.get(CONFIG), outdated))
     for name, location in beside.extras.items():
         _copy(stack if extras is None else extras, location, folder, name, overwrite=overwrite)
 
@@ -260,9 +278,16 @@ def _index(beside: Beside) -> bytes:
     ).encode()
 
 
+def _is_same(source: Location, copy: Location) -> bool:
+    """Return True if a file would be copied onto itself."""
+    if copy.files.remote or source.files.remote:
+        return copy.files.remote and source.files.remote and source.shown == copy.shown
+    return os.path.exists(copy.path) and os.path.samefile(source.path, copy.path)
+
+
 def _copy(stack: ExitStack, source: Location, folder: Folder, name: str, *, overwrite: bool) -> None:
     """Copies a file; leaving the stack puts the copy in place."""
-    if folder.same_file(name, source):
+    if _is_same(source, folder.location / name):
         return
     with closing(source.files.open(source.path)) as store:
         if store.size > _LARGEST_EXTRA:

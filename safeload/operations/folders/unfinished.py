@@ -18,11 +18,12 @@ from ...checkpoint import Checkpoint
 from ...errors import FormatError
 from ...stores import url as urls
 from ...stores.files import Location
+from ...stores.json_file import read_if_there
 from ...stores.local import identity_of
 from ..sources.catalog import Catalog, Given
 from ..sources.codec import decode, encode
 from ..sources.plan import bare_name, check_version
-from .shard_folder import Folder, LocalFolder
+from .folder import Folder, LocalFolder
 
 NAME = ".safeload-unfinished.json"
 KEY, VERSION = "safeload_unfinished", 1
@@ -95,12 +96,8 @@ def continued(folder: Folder, call: str) -> UnfinishedNote | None:
 
 
 def _read(folder: Folder) -> dict[str, Any] | None:
-    try:
-        return folder.read_json(NAME, "the note of a conversion")
-    except (FileNotFoundError, PermissionError):
-        if folder.files.remote or not os.path.lexists(folder.shown(NAME)):  # stores deny what they must not list
-            return None
-        raise
+    location = folder.location / NAME
+    return read_if_there(location.path, "the note of a conversion", location.files)
 
 
 # ---- sources ----
@@ -165,7 +162,7 @@ def half_replaced(folder: Folder, said: Mapping[str, Any]) -> ValueError:
     with_options = f" ({printable(listed)}; safeload {printable(str(said.get('version')))})" if listed else ""
     repeat = f"Repeat that call{with_options} with overwrite=True and resume=True to complete it, or restore"
     return ValueError(
-        f"{show(folder.title)}: an interrupted conversion has replaced some of its files. "
+        f"{show(folder.location.shown)}: an interrupted conversion has replaced some of its files. "
         f"{repeat if 'id' in said else 'Restore'} the original files and delete {NAME}"
     )
 
@@ -183,13 +180,13 @@ def check_remote(folder: Folder) -> None:
 
 def is_source(folder: Folder, catalog: Catalog) -> bool:
     """Whether a conversion reads files of the folder that it writes."""
-    if folder.files.remote:
-        title = folder.title.rstrip("/")
+    if folder.location.files.remote:
+        title = folder.location.shown.rstrip("/")
         remote = (file for file in catalog.weight_files if file.files.remote)
         return any(file.files.shown(file.files.split(file.place)[0]).rstrip("/") == title for file in remote)
-    if not os.path.isdir(folder.title):
+    if not os.path.isdir(folder.location.shown):
         return False
-    here = identity_of(os.stat(folder.title))[2:]
+    here = identity_of(os.stat(folder.location.shown))[2:]
     folders = {path for opened in catalog.checkpoints for path in _folders(opened)}
     return any(identity_of(os.stat(path))[2:] == here for path in folders if os.path.isdir(path))
 

@@ -1,0 +1,152 @@
+"""Destination folders: list, write and identify their files.
+
+A file becomes visible only once it is complete: a local file is renamed into place, a file for a store waits on this
+machine until it is uploaded.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing, suppress
+from typing import Any
+
+import numpy as np
+
+from ...base.paths import absolute
+from ...engine.run.atomic_file import AtomicFile
+from ...engine.run.digest import Digest
+from ...errors import FormatError
+from ...stores.files import LOCAL, Location
+from ...stores.json_file import read_json
+from ...stores.local import Identity, identity_of
+from ...stores.store import ByteStore
+
+_BUFFER = 8 << 20
+# The names of subfolders in which shards wait begin with this; the id of their plan follows.
+ASIDE = ".safeload-"
+
+
+class Folder(ABC):
+    """A folder that a conversion writes to."""
+
+    _unreadable: tuple[type[Exception], ...]  # errors of files that cannot be what a record says
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """The path as plans carry it, without secrets."""
+
+    def shown(self, name: str) -> str:
+        """Return the path of a file for messages."""
+        return (self.location / name).shown
+
+    def read_json(self, name: str, what: str) -> dict[str, Any]:
+        """Parse a file; see `stores.json_file.read_json`."""
+        location = self.location / name
+        return read_json(location.path, what, location.files)
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """List the folder; it is empty if it does not exist."""
+
+    @abstractmethod
+    def writing(
+        self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None
+    ) -> AbstractContextManager[AtomicFile]:
+        """Return a file under construction; leaving the ``with`` block puts it in place."""
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; names that do not exist are ignored."""
+
+    @abstractmethod
+    def identity(self, name: str) -> list[Any] | None:
+        """Identify a file without reading it, so that other machines can compare; None if the file is gone."""
+
+    def holds(self, name: str, size: int, sha256: str, identity: list[Any] | None = None) -> bool:
+        """Return True if a file has this content. A file that still has its identity is not read.
+
+        Args:
+            identity: of an object in a store when it was uploaded.
+        """
+        location = self.location / name
+        try:
+            with closing(location.files.open(location.path)) as store:
+                if store.size != size:
+                    return False
+                present = list(store.version[:2])
+                return (identity == present and present[-1] is not None) or _digest_of(store) == sha256
+        except self._unreadable:
+            return False
+
+
+class LocalFolder(Folder):
+    """A folder of this machine."""
+
+    _unreadable = (OSError, FormatError)
+
+    def __init__(self, path: str) -> None:
+        super().__init__(Location(LOCAL, path))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalFolder, (self.location.path,)
+
+    @property
+    def place(self) -> str:
+        return absolute(self.location.path)
+
+    def names(self) -> set[str]:
+        path = self.location.path
+        return set(os.listdir(path)) if os.path.isdir(path) else set()  # this also refreshes the NFS client's cache
+
+    def writing(self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None) -> AtomicFile:
+        os.makedirs(self.location.path, exist_ok=True)
+        return AtomicFile(self.shown(name), size, overwrite=overwrite, digest=digest)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(OSError):
+                os.unlink(self.shown(name))
+
+    def identity(self, name: str) -> list[Any] | None:
+        try:
+            return shared_identity(identity_of(os.stat(self.shown(name))))
+        except OSError:
+            return None
+
+
+def shared_identity(identity: Identity | None) -> list[Any] | None:
+    """Return the fields of an identity that all machines with a shared file system agree on."""
+    return None if identity is None else [identity.size, identity.mtime_ns, identity.inode]
+
+
+def homes_of(folder: Folder) -> list[Folder]:
+    """Return the folders to search for shards that pieces wrote to a folder: `finalize` empties an aside."""
+    target, name = os.path.split(folder.place)
+    return [folder, LocalFolder(target)] if name.startswith(ASIDE) and isinstance(folder, LocalFolder) else [folder]
+
+
+def check_free(path: str, overwrite: bool) -> None:
+    """Refuse an existing file before anything is read.
+
+    Raises:
+        FileExistsError: the file exists, and ``overwrite`` is False.
+    """
+    if not overwrite and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
+
+
+def _digest_of(store: ByteStore) -> str:
+    digest, buffer = hashlib.sha256(), np.empty(min(_BUFFER, max(1, store.size)), np.uint8).data
+    for at in range(0, store.size, len(buffer)):
+        block = buffer[: min(len(buffer), store.size - at)]
+        store.read_into(at, block)
+        digest.update(block)
+    return digest.hexdigest()
