@@ -27,6 +27,7 @@ from .formats.tensor_slice import TensorSlice, slice_of
 from .packed import (
     codes_without_scale,  # not where it is used: a child forked while a thread imports it would wait for ever
 )
+from .packed.quantization import quantization_of
 from .stores.files import Location
 
 if TYPE_CHECKING:
@@ -72,15 +73,24 @@ class Checkpoint(Mapping[str, Any]):
         self._hidden: Mapping[str, str] = {}
         self.ignored: Mapping[str, StoredPart] = {}
         self._refused: Mapping[str, str] = {}
+        self._quantization = quantization_of(found.config)
+        self._searched = False  # for a quantization in and beside the files
         if found.format == SAFETENSORS and not stored:
             where = unpack_all(found.files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         if not stored and found.format in _PACKED and any(file.table.may_be_packed() for file in found.files):
             from .packed import families_to_tables  # only here: most checkpoints do not need it
 
-            kind = found.title, found.complete, found.format == GGUF
-            made = families_to_tables.make_logical(found.files, where, found.config, *kind)
-            where, self._hidden, self.ignored, self._refused = made
+            logical = families_to_tables.make_logical(
+                found.files,
+                where,
+                self._quantization,
+                title=found.title,
+                complete=found.complete,
+                in_gguf=found.format == GGUF,
+            )
+            where, self._hidden, self.ignored, self._refused, self._quantization = logical
+            self._searched = True
         self.path = found.title  # internal, as are weight_files and ignored
         self.weight_files: Sequence[WeightFile] = found.files
         self._where = where
@@ -137,9 +147,9 @@ class Checkpoint(Mapping[str, Any]):
             self._found_codes = codes_without_scale.codes_of(
                 self.weight_files,
                 self.entries(),
-                self.config,
-                alone=alone,
-                indexed=self.index is not None,
+                self._quantization,
+                search=alone and not self._searched,
+                incomplete=alone and self.index is None,
                 refused=self._refused,
             )
         return self._found_codes

@@ -19,8 +19,8 @@ from ..base.table import TensorInfo
 from ..base.text import clip, plural, printable, size
 from ..checkpoint import Checkpoint
 from ..errors import SafeloadError
-from ..packed.config import quantization_of
 from ..packed.gptq import zeros_disagree
+from ..packed.quantization import quantization_of
 from . import adapters, description, listing
 from .common import (
     STATUS,

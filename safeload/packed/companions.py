@@ -1,14 +1,14 @@
-"""Tensors beside codes that change their values: a scale, zero point, smoothing or rotation, by the name.
+"""Tensors beside codes that can change their values: scales, zero points, smoothing or rotation, recognized by name.
 
-A family reads the companions that its row in `families` lists. Any other companion that sounds like arithmetic makes
-the values unknown, unless `IGNORED` says that it leaves weights alone.
+A family reads the companions in its row of `families`. Any other companion with an arithmetic name makes the values
+unknown, unless it is listed here as harmless to weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-# Companions of activations and the KV cache, markers, and other bookkeeping: no weight needs them.
+# Companions of activations and the KV cache, markers and bookkeeping. No weight needs them; they are hidden.
 IGNORED = frozenset(
     (
         "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
@@ -19,7 +19,7 @@ IGNORED = frozenset(
         "input_scale_2", "output_scale_2",
     )
 )  # fmt: skip
-# Also ignored, but listed as tensors of the checkpoint: names too general to hide, and companions of the bias.
+# Also harmless, but visible as tensors of the checkpoint: names too general to hide, and companions of the bias.
 _LISTED = frozenset(
     (
         "input_scale_inv", "activation_scale_inv", "act_scale", "act_scales", "activation_scaling_factor",
@@ -31,31 +31,28 @@ _LISTED = frozenset(
 )  # fmt: skip
 _HARMLESS = IGNORED | _LISTED
 _OF_BIAS = ("bias_", "bias.")
-# What the name of a companion contains that changes weights.
+# Substrings of the names of companions that change weights.
 _TELLING = (
     "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
     "codebook", "biases", "scb", "offset", "outlier",
 )  # fmt: skip
-# Parts of a name that follow the name of its codes: "_weight_scale_2" has three.
+# Most parts of a companion's name after the name of its codes: "_weight_scale_2" has three.
 _MOST_PARTS = 6
 
 
 def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The companions among tensors that no family reads.
+    """Yield pairs of an owner and a companion that no family reads.
 
     Args:
-        names: the tensors.
-        owners: what to yield for codes, by their logical name.
-
-    Yields:
-        The owner and the name of a companion.
+        names: the tensors to search.
+        owners: the owner to yield for codes, by their logical name.
     """
     for name in names:
         module, _, last = name.rpartition(".")
         telling = is_telling(last)
-        if not telling and not is_telling(module.rpartition(".")[2]):  # the second of X.weight_scale.second
+        if not telling and not is_telling(module.rpartition(".")[2]):  # such as X.weight_scale.second
             continue
-        # X.weight or X itself and X.scale; names that go on after that of the codes: X.weight_scale, X.weight.absmax.
+        # Beside the codes: X.weight or X, and X.scale. Below the codes: X.weight_scale, X.weight.absmax.
         owner = (owners.get(f"{module}.weight") or owners.get(module)) if telling else None
         if owner is not None and not last.startswith(_OF_BIAS):
             yield owner, name
@@ -74,6 +71,6 @@ def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def is_telling(last: str) -> bool:
-    """Whether the last part of a name says that the tensor changes weights."""
+    """Return True if the last part of a name belongs to a companion that changes weights."""
     lower = last.lower()
     return lower not in _HARMLESS and any(word in lower for word in _TELLING)

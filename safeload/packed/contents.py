@@ -1,4 +1,4 @@
-"""Contents of small tensors that describe others, read together: a model in a store may have hundreds of them."""
+"""Contents of small tensors that describe packed ones, read in one batch: a remote model can have hundreds."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from .grid import Misfit
 
-# Bytes of one; the longest that bitsandbytes writes has about 250.
+# Bytes of a description; the longest that bitsandbytes writes has about 250.
 _LONGEST = 1024
 # Values of a shape.
 _MOST_AXES = 8
-# Bytes that are read together.
-_TOGETHER = 64 << 20
+# Bytes of a batch.
+_BATCH = 64 << 20
 _MOST = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
 
 
 class PackedContents:
-    """Reads them when the first is asked for.
+    """Reads small tensors in one batch on first use.
 
     Args:
-        places: where the tensors of a checkpoint are, by name.
-        part_of: the part of a name; None for one whose bytes are not in order.
-        suffixes: of the names of those that are read together.
+        places: file and index of each tensor of the checkpoint.
+        part_of: returns the part of a name, or None if its bytes are not in order.
+        suffixes: suffixes of the names to read in the batch.
     """
 
     def __init__(
@@ -45,38 +45,36 @@ class PackedContents:
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
 
     def __call__(self, name: str) -> bytes:
-        """The bytes of a tensor.
+        """Return the bytes of a tensor.
 
         Raises:
             Misfit: it is too long, or not U8.
-            FormatError, OSError: the file cannot be read.
         """
         part = self._part(name)
         if part is None or part.row.code != "U8":
-            raise Misfit(f"{show(name)} is not a tensor of at most {_LONGEST:,} bytes in U8")
+            raise Misfit(f"{show(name)} must be U8 and have at most {_LONGEST:,} bytes")
         return self._bytes(part).tobytes()
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """The values of a list of integers.
+        """Return the values of a list of integers.
 
         Raises:
             Misfit: it is too long, or of another dtype.
-            FormatError, OSError: the file cannot be read.
         """
         part = self._part(name)
         if part is None or part.row.code == "U8" or len(part.shape) != 1:
-            raise Misfit(f"{show(name)} is not a list of a few integers")
+            raise Misfit(f"{show(name)} must be a list of at most {_MOST_AXES} integers")
         return tuple(jobs.native_order(self._bytes(part).view(part.row.name)).tolist())
 
     def _bytes(self, part: Part) -> Array:
         if self._read is None:
-            self._read = self._all()
+            self._read = self._batch()
         if part.name not in self._read:
             self._read.update(_read([part]))
         return self._read[part.name]
 
     def note(self, name: str, key: str) -> str | None:
-        """What the metadata of the file of a tensor says under a key; None if it is missing."""
+        """Return the text under a key in the metadata of a tensor's file, or None."""
         file = self._places[name][0]
         if file not in self._metadata:
             self._metadata[file] = file.table.metadata() or {}
@@ -89,14 +87,14 @@ class PackedContents:
             return None
         return part
 
-    def _all(self) -> dict[str, Array]:
-        found, size = [], 0
+    def _batch(self) -> dict[str, Array]:
+        parts, size = [], 0
         for name in self._places:
             part = self._part(name) if name.endswith(self._suffixes) else None
-            if part is not None and size < _TOGETHER:
-                found.append(part)
+            if part is not None and size < _BATCH:
+                parts.append(part)
                 size += part.end - part.begin
-        return _read(found)
+        return _read(parts)
 
 
 def _read(parts: Iterable[Part]) -> dict[str, Array]:

@@ -1,76 +1,102 @@
 """The families of packed tensors that safeload dequantizes, one row each.
 
-A row says which stored tensors belong together, by the suffixes of their names, and has a function that turns their
-shapes and dtypes into a `Packing`, or says why they do not fit. Shapes decide, the configuration confirms. Other
-companions are in `companions`.
+A row says which stored tensors belong together, by the suffixes of their names, and names the function that turns their
+shapes and dtypes into a `Packing`, or explains why they do not fit. Shapes decide, the configuration confirms.
+`codes_without_scale` uses the same suffixes to recognize codes that no family fits; `companions` lists other names.
 
 Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4,bitnet}.py``;
 bitsandbytes ``functional.py``; compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``;
-mlx ``ops.cpp``; those of `gptq` and `quark`.
+mlx ``ops.cpp``; see also `gptq` and `quark`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..base import packing
-from ..base.packing import Packing
-from . import bitsandbytes, floats, gemma, gguf, gptq, integers, quark, sparse, subclasses
-from .packed_group import FP8, PackedGroup
+from ..base import dtypes, packing
+from .methods import GGUF, QUARK
+
+FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+
+
+class Stored(NamedTuple):
+    """A tensor as a file stores it."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]  # logical shape
 
 
 class Family(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        name: of the family.
-        main: suffix of the name of the codes.
-        logical: suffix that replaces it in the name of the packed tensor.
-        dtypes: codes of dtypes of the codes.
-        required: suffixes that replace ``main`` in names of parts, by role, in order of preference.
-        optional: the same for parts that may be missing.
-        describe: the packing of a group; raises `Misfit`.
-        method: the ``quant_method`` that the configuration must have; None for any or none. Under it the row is the
-            only one for its codes, except for fp8.
-    """
+    """A family of packed tensors."""
 
     name: str
-    main: str
-    logical: str
-    dtypes: frozenset[str]
-    required: Mapping[str, tuple[str, ...]]
-    optional: Mapping[str, tuple[str, ...]]
-    describe: Callable[[PackedGroup], Packing]
+    main: str  # suffix of the name of the codes
+    logical: str  # suffix that replaces ``main`` in the name of the packed tensor
+    dtypes: frozenset[str]  # codes of the dtypes of the codes
+    describe: str  # the function that returns the packing of a group, or raises `Misfit`: "module.function"
+    required: Mapping[str, tuple[str, ...]]  # suffixes that replace ``main`` in the names of parts, preferred first
+    optional: Mapping[str, tuple[str, ...]] = {}  # suffixes of parts that can be missing
+    # the ``quant_method`` that the configuration must have, if set; the row is then the only one for its codes, unless
+    # they are fp8
     method: str | None = None
 
 
-# ---- the table ----
+# ---- suffixes ----
 
-_WEIGHT_SCALE = {packing.SCALE: ("_scale_inv", "_scale", "_weight_scale")}
-_NOTHING: Mapping[str, tuple[str, ...]] = {}
+# bitsandbytes: the JSON that describes 4-bit codes, by kind, and the other parts, by role.
+STATES = {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+STATE_PARTS = {
+    packing.SCALE: ".absmax",
+    packing.TABLE: ".quant_map",
+    packing.NESTED: ".nested_absmax",
+    packing.NESTED_TABLE: ".nested_quant_map",
+}
+# GPTQModel's suffixes of the JSON and of the other parts.
+GPTQMODEL_STATE = "_quant_state"
+GPTQMODEL_PARTS = {role: f"_{suffix[1:]}" for role, suffix in STATE_PARTS.items()}
+# The dtype that stores the bytes of codes: `bnb_4bit_quant_storage`.
+_STORAGE = frozenset(("U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64"))
 
+# Quark: scales and zero points of checkpoints for transformers, then for diffusers.
+_QUARK_SCALE = ("_scale", "_quantizer.scale", "_quantizer.0.scale")
+_QUARK_SECOND_SCALE = ("_scale_2", "_quantizer.1.scale")
+_QUARK_ZERO = ("_zero_point", "_quantizer.zero_point")
+_QUARK_SECOND_ZERO = ("_zero_point_2", "_quantizer.1.zero_point")
 
-def _scale(suffix: str) -> Mapping[str, tuple[str, ...]]:
-    return {packing.SCALE: (suffix,)}
+# compressed-tensors' sparse tensors: values, a mask of their positions, and more. One-byte values are codes.
+SPARSE = ".compressed"
+SPARSE_NUMBERS = frozenset(("F32", "F16", "BF16"))
+_SPARSE_CODES = FP8 | {"I8"}
+# Suffixes of the other parts, the most telling first.
+SPARSE_PARTS = (".bitmask", ".row_offsets", ".shape")
+# What precedes these suffixes after the name of the module. Early versions name the tensor, which can be a bias.
+SPARSE_STEMS = (".weight", ".bias", "")
+
+_INTEGERS = frozenset(("U8", "I8"))
 
 
 def _sparse(stem: str) -> Family:
-    """compressed-tensors' values with a mask, under names that begin with a suffix of the tensor's."""
     return Family(
         "compressed-tensors, sparse",
-        stem + sparse.SUFFIX,
+        stem + SPARSE,
         stem or ".weight",
-        sparse.NUMBERS | sparse.CODES,
+        SPARSE_NUMBERS | _SPARSE_CODES,
+        "sparse.bitmask",
         {packing.MASK: (stem + ".bitmask",), packing.SHAPE: (stem + ".shape",)},
         {
             packing.OFFSETS: (stem + ".row_offsets",),
             packing.SCALE: (".weight_scale",),
             packing.ZERO: (".weight_zero_point",),
         },
-        sparse.bitmask,
     )
 
+
+def _scale(suffix: str) -> Mapping[str, tuple[str, ...]]:
+    return {packing.SCALE: (suffix,)}
+
+
+# ---- the table ----
 
 FAMILIES = (
     Family(
@@ -78,152 +104,148 @@ FAMILIES = (
         "",
         "",
         frozenset(("I32",)),
-        {packing.SCALE: quark.SECOND_SCALE, packing.FACTORS: quark.SCALE},
-        {packing.ZERO: quark.SECOND_ZERO},
-        quark.in_fp8,
-        quark.METHOD,
+        "quark.in_fp8",
+        {packing.SCALE: _QUARK_SECOND_SCALE, packing.FACTORS: _QUARK_SCALE},
+        {packing.ZERO: _QUARK_SECOND_ZERO},
+        QUARK,
     ),
     Family(
         "Quark",
         "",
         "",
         FP8 | {"I8", "U8", "I32"},
-        {packing.SCALE: quark.SCALE},
-        {packing.ZERO: quark.ZERO, packing.GLOBAL: quark.SECOND_SCALE},
-        quark.describe,
-        quark.METHOD,
+        "quark.describe",
+        {packing.SCALE: _QUARK_SCALE},
+        {packing.ZERO: _QUARK_ZERO, packing.GLOBAL: _QUARK_SECOND_SCALE},
+        QUARK,
     ),
-    Family("DeepSeek V4", ".weight", ".weight", FP8 | {"I8"}, _scale(".scale"), _NOTHING, floats.deepseek_v4),
+    Family("DeepSeek V4", ".weight", ".weight", FP8 | {"I8"}, "floats.deepseek_v4", _scale(".scale")),
     Family(
         "modelopt NVFP4",
         ".weight",
         ".weight",
         frozenset(("U8",)),
+        "floats.modelopt_nvfp4",
         {packing.SCALE: (".weight_scale",), packing.GLOBAL: (".weight_scale_2",)},
         {packing.FACTORS: (".pre_quant_scale",)},
-        floats.modelopt_nvfp4,
     ),
     Family(
         "modelopt NVFP4, experts",
         "",
         "",
         frozenset(("U8",)),
+        "floats.modelopt_experts",
         {packing.SCALE: ("_weight_scale",), packing.GLOBAL: ("_weight_scale_2",)},
-        _NOTHING,
-        floats.modelopt_experts,
     ),
     Family(
         "BitNet",
         ".weight",
         ".weight",
         frozenset(("U8",)),
+        "integers.bitnet",
         _scale(".weight_scale"),
-        _NOTHING,
-        integers.bitnet,
-        "bitnet",
+        method="bitnet",
     ),
-    Family(
-        "Gemma",
-        ".weight",
-        ".weight",
-        frozenset(("U8", "I8")),
-        _scale(".weight_scale"),
-        _NOTHING,
-        gemma.gemma,
-        "gemma",
-    ),
+    Family("Gemma", ".weight", ".weight", _INTEGERS, "gemma.gemma", _scale(".weight_scale"), method="gemma"),
     Family(
         "Gemma, embeddings",
         ".embedding_quantized",
         ".weight",
-        frozenset(("U8", "I8")),
+        _INTEGERS,
+        "gemma.gemma",
         _scale(".embedding_scale"),
-        _NOTHING,
-        gemma.gemma,
-        "gemma",
+        method="gemma",
     ),
     Family(
         "bitsandbytes, 4 bits",
         "",
         "",
-        bitsandbytes.STORAGE,
-        {packing.STATE: (*bitsandbytes.STATES.values(), bitsandbytes.GPTQMODEL_STATE)},
-        {role: (suffix, bitsandbytes.GPTQMODEL_BESIDE[role]) for role, suffix in bitsandbytes.BESIDE.items()},
-        bitsandbytes.four_bits,
+        _STORAGE,
+        "bitsandbytes.four_bits",
+        {packing.STATE: (*STATES.values(), GPTQMODEL_STATE)},
+        {role: (suffix, GPTQMODEL_PARTS[role]) for role, suffix in STATE_PARTS.items()},
     ),
     Family(
         "bitsandbytes, 8 bits",
         ".weight",
         ".weight",
         frozenset(("I8",)),
+        "bitsandbytes.eight_bits",
         {packing.SCALE: (".SCB", ".weight_scb")},
         {packing.FORMAT: (".weight_format",)},
-        bitsandbytes.eight_bits,
     ),
     Family(
         "MLX",
         ".weight",
         ".weight",
         frozenset(("U32",)),
+        "integers.mlx",
         _scale(".scales"),
         {packing.BIAS: (".biases", ".qbiases"), packing.GLOBAL: (".global_scale",)},
-        integers.mlx,
     ),
     Family(
         "compressed-tensors",
         "_packed",
         "",
         frozenset(("I32",)),
+        "integers.ct_packed",
         _scale("_scale"),
         {packing.ZERO: ("_zero_point",), packing.GROUPS: ("_g_idx",), packing.SHAPE: ("_shape",)},
-        integers.ct_packed,
     ),
     Family(
         "compressed-tensors fp4",
         "_packed",
         "",
         frozenset(("U8",)),
+        "floats.ct_fp4",
         _scale("_scale"),
         {packing.GLOBAL: ("_global_scale",)},
-        floats.ct_fp4,
     ),
     Family(
         "GPTQ, auto-round, AWQ",
         ".qweight",
         ".weight",
         frozenset(("I8", "I16", "I32")),
-        {packing.SCALE: (".scales", ".qscales")},  # Quark's, where transformers 5.6 and later save them: a q too many
+        "gptq.describe",
+        {packing.SCALE: (".scales", ".qscales")},  # transformers 5.6 and later save Quark's with an extra q
         {packing.ZERO: (".qzeros", ".qqzeros"), packing.GROUPS: (".g_idx",)},
-        gptq.describe,
     ),
-    *(_sparse(stem) for stem in sparse.STEMS),
-    Family("gpt-oss", "_blocks", "", frozenset(("U8",)), _scale("_scales"), _NOTHING, floats.gpt_oss),
-    Family("gpt-oss, OpenAI's", ".blocks", "", frozenset(("U8",)), _scale(".scales"), _NOTHING, floats.gpt_oss),
-    Family("Mistral", ".weight", ".weight", FP8, _scale(".qscale_weight"), _NOTHING, floats.plain),
-    Family("ComfyUI", ".weight", ".weight", FP8, _scale(".scale_weight"), _NOTHING, floats.plain),
-    Family("quanto", "._data", "", FP8 | {"I8"}, _scale("._scale"), _NOTHING, subclasses.quanto),
+    *(_sparse(stem) for stem in SPARSE_STEMS),
+    Family("gpt-oss", "_blocks", "", frozenset(("U8",)), "floats.gpt_oss", _scale("_scales")),
+    Family("gpt-oss, OpenAI's", ".blocks", "", frozenset(("U8",)), "floats.gpt_oss", _scale(".scales")),
+    Family("Mistral", ".weight", ".weight", FP8, "floats.plain", _scale(".qscale_weight")),
+    Family("ComfyUI", ".weight", ".weight", FP8, "floats.plain", _scale(".scale_weight")),
+    Family("quanto", "._data", "", FP8 | {"I8"}, "subclasses.quanto", _scale("._scale")),
     Family(
         "torchao",
         "._weight_qdata",
         ".weight",
         FP8 | {"I8"},
+        "subclasses.torchao",
         _scale("._weight_scale"),
         {packing.ZERO: ("._weight_zero_point",)},
-        subclasses.torchao,
     ),
-    Family("GGUF NVFP4", ".weight", ".weight", frozenset(("U8",)), _scale(".scale"), _NOTHING, gguf.nvfp4, gguf.METHOD),
-    Family("GGUF I2_S", "", "", frozenset(("U8",)), _scale("_scale"), _NOTHING, gguf.i2_s, gguf.METHOD),
-    Family("fp8", "", "", FP8, _WEIGHT_SCALE, {packing.ZERO: ("_zero_point",)}, floats.plain),
+    Family("GGUF NVFP4", ".weight", ".weight", frozenset(("U8",)), "gguf.nvfp4", _scale(".scale"), method=GGUF),
+    Family("GGUF I2_S", "", "", frozenset(("U8",)), "gguf.i2_s", _scale("_scale"), method=GGUF),
+    Family(
+        "fp8",
+        "",
+        "",
+        FP8,
+        "floats.plain",
+        {packing.SCALE: ("_scale_inv", "_scale", "_weight_scale")},
+        {packing.ZERO: ("_zero_point",)},
+    ),
     Family(
         "int8",
         ".weight",
         ".weight",
         frozenset(("I8",)),
+        "floats.smoothed",
         _scale(".weight_scale"),
         {packing.ZERO: (".weight_zero_point",), packing.FACTORS: (".pre_quant_scale",)},
-        floats.smoothed,
     ),
 )
 
-# Of GGUF files, whose dtypes say what blocks are.
-IN_GGUF = (Family("NVFP4", ".weight", ".weight", frozenset(("NVFP4",)), _scale(".scale"), _NOTHING, gguf.nvfp4),)
+# The families of GGUF files, in which dtypes name block types.
+IN_GGUF = (Family("NVFP4", ".weight", ".weight", frozenset(("NVFP4",)), "gguf.nvfp4", _scale(".scale")),)

@@ -1,44 +1,56 @@
-"""Makes the tables of a checkpoint logical: each packed weight appears once, and its scales vanish into it.
+"""Find packed tensors and make the tables of a checkpoint logical: a packed weight appears once, without its scales.
 
-Groups are formed over all files: a scale may be in another shard than its weight.
+Groups are formed over all files: a scale can be in another shard than its weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import NamedTuple
 
 from ..base import dtypes
 from ..base.listed_table import ListedTable, Listing
-from ..base.packing import CODES, Packed, Part
+from ..base.packing import CODES, Packed, Packing, Part
 from ..base.text import plural, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from . import gguf, quark, sparse
-from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
-from .bitsandbytes import GPTQMODEL_BESIDE, GPTQMODEL_STATE, STATES
-from .checks import check
 from .companions import IGNORED, unread
-from .config import Quantization, quantization_of
-from .config_files import config_of
 from .contents import PackedContents
-from .families import FAMILIES, IN_GGUF, Family
+from .families import (
+    FAMILIES,
+    FP8,
+    GPTQMODEL_PARTS,
+    GPTQMODEL_STATE,
+    IN_GGUF,
+    SPARSE,
+    SPARSE_PARTS,
+    SPARSE_STEMS,
+    STATE_PARTS,
+    STATES,
+    Family,
+    Stored,
+)
+from .gguf import ternary
 from .grid import Misfit, Refused
-from .methods import COVERED
-from .packed_group import FP8, PackedGroup, Stored
+from .methods import QUARK
+from .packed_group import GroupContext, PackedGroup, check
+from .quantization import Quantization, find_quantization
+from .refused import quark_specs, unread_specs
 
 # Faults that one error lists.
 _LISTED = 5
 
-# What covered methods also write, and the table does not cover.
-_UNCOVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD", "MXFP4", "W4A8_MXFP4_FP8"))
-# Dtypes of the codes of weights whose names do not say that they are packed.
+# Dtypes of codes with names that do not say that they are packed.
 _PACKING = frozenset(("U8", "I8", "U32"))
-# Suffixes of the names of parts of bitsandbytes' codes.
-_STRAYS = (*STATES.values(), *BESIDE_FOUR_BITS.values(), GPTQMODEL_STATE, *reversed(GPTQMODEL_BESIDE.values()))
-# Markers of ComfyUI, whose 4-bit codes are in another order, and whose other codes may be rotated.
-_COMFY = ("_quantization_metadata", ".comfy_quant")
+# Suffixes of the parts of bitsandbytes' codes, and of the sparse parts that mean nothing alone.
+_STATE_SUFFIXES = (*STATES.values(), *STATE_PARTS.values(), GPTQMODEL_STATE, *reversed(GPTQMODEL_PARTS.values()))
+_SPARSE_SUFFIXES = (SPARSE, *SPARSE_PARTS[:2])
+# Small tensors that describe packed ones and are read together.
+_DESCRIPTIONS = (*STATES.values(), GPTQMODEL_STATE, ".weight_format", ".shape")
+# Markers of ComfyUI, which stores 4-bit codes in another order and can rotate wider codes, except fp8.
+_COMFY_METADATA, _COMFY_SUFFIX = "_quantization_metadata", ".comfy_quant"
 
 _U8 = dtypes.BY_CODE["U8"]
 
@@ -47,193 +59,87 @@ Place = tuple[WeightFile, int]
 
 
 class Logical(NamedTuple):
-    """What `find` found.
+    """The tables of a checkpoint with packed tensors, see `make_logical`."""
 
-    Attributes:
-        packed: packed tensors by the name of their codes, each with its logical name.
-        hidden: names of parts and of ignored tensors, with the packed tensor that they belong to ("" for ignored ones).
-        faults: what is missing or does not fit.
-        refused: names of codes that are not dequantized, with the reason.
-        apart: names of the companions of refused codes.
-    """
-
-    packed: dict[str, tuple[str, Packed]]
-    hidden: dict[str, str]
-    faults: list[str]
-    refused: dict[str, str]
-    apart: set[str]
+    where: dict[str, Place] | None  # file and index of each tensor; None for a single file
+    hidden: dict[str, str]  # unlisted names, with the packed tensor that owns each ("" for activation scales)
+    ignored: dict[str, Part]  # activation scales by name
+    refused: dict[str, str]  # codes that safeload does not dequantize, with the reason
+    quantization: Quantization | None  # from the configuration, else from the files or from beside them
 
 
-def find(
-    places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: Iterable[str] = (), in_gguf: bool = False
+def make_logical(
+    files: Sequence[WeightFile],
+    where: Mapping[str, Place] | None,
+    quantization: Quantization | None,
+    *,
+    title: str,
+    complete: bool,
+    in_gguf: bool = False,
 ) -> Logical:
-    """The packed tensors of a checkpoint.
+    """Give open files tables in which each packed tensor appears once.
 
     Args:
-        places: all tensors by name.
-        config: parsed ``config.json``.
-        marks: keys of the metadata of its files.
-        in_gguf: whether the files are GGUF.
+        where: file and index of each tensor; None for a single file.
+        quantization: from ``config.json``; if None, the files and their folders are searched.
+        title: the checkpoint, for errors.
+        complete: the files are a whole checkpoint, so a missing scale is an error.
+        in_gguf: the files are GGUF: their dtypes say what is packed, and no configuration applies.
 
     Raises:
-        UnsupportedError: a pattern of the configuration is not supported.
-        OSError: a file cannot be read.
+        FormatError: parts of packed tensors are missing or do not fit.
+        UnsupportedError: a pattern of the configuration is not supported, or files have different quantizations.
     """
-    quantization = quantization_of(config)
-    columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
-    tensors = {name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()}
-    found = Logical({}, {}, [], {}, set())
-    if quantization is not None and quantization.get("transform_config"):
-        return found  # weights in a rotated basis
-    text = "" if quantization is None else quantization.text()
-    contents = PackedContents(places, _part, (*STATES.values(), GPTQMODEL_STATE, ".weight_format", ".shape"))
-    comfy = any(mark in marks for mark in _COMFY) or any(name.endswith(_COMFY[1]) for name in tensors)
-    for name, stored in tensors.items():
-        if comfy and stored.row.code not in FP8:
+    places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
+    if quantization is None and not in_gguf:
+        quantization = find_quantization(files, title)
+    marked = not in_gguf and any(_COMFY_METADATA in (file.table.metadata() or ()) for file in files)
+    finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=marked)
+    try:
+        finder.run()
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{title}: {error}; pass stored=True to open the tensors as stored", title) from None
+    if finder.faults and (complete or in_gguf):
+        for file in files:
+            file.close()
+        listed = "; ".join(finder.faults[:_LISTED])
+        more = len(finder.faults) - _LISTED
+        rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
+        raise FormatError(f"{listed}{rest}. Pass stored=True to open the tensors as stored", title)
+    if not finder.packed:
+        return Logical(None if where is None else places, {}, {}, finder.refused, quantization)
+    changed = {packed.parts[role].file for _, packed in finder.packed.values() for role in packed.parts}
+    changed |= {places[name][0] for name in finder.hidden}
+    aside = {name: _part(places, name) for name, owner in finder.hidden.items() if not owner}
+    ignored = {name: part for name, part in aside.items() if part is not None}
+    for file in changed:
+        unknown = file.table.unknown
+        file.table = ListedTable(_listings(file, finder), file.table.metadata())
+        file.table.unknown = unknown
+    if where is None:
+        return Logical(None, finder.hidden, ignored, finder.refused, quantization)
+    result = {}
+    for name, (file, index) in places.items():
+        if name in finder.hidden and name not in finder.packed:
             continue
-        _group(name, stored, tensors, places, quantization, text, contents, found, in_gguf)
-    _settle(found)
-    _refuse_unread(tensors, found)
-    if in_gguf:
-        found.packed.update((name, (name, one)) for name, one in gguf.ternary({file for file, _ in places.values()}))
-    if found.packed:
-        _hide_ignored(tensors, found)
-    if quantization is not None and _is_covered(quantization):
-        found.faults.extend(_without_scale(tensors, found, quantization))
-        if quantization.method == "bitsandbytes":
-            found.faults.extend(_strays(tensors, found, _STRAYS, str, "the quant_state or the codes are not"))
-        if quantization.method == "compressed-tensors":
-            what = "other parts of a sparse tensor are not"
-            found.faults.extend(_strays(tensors, found, sparse.PARTS, sparse.owner_of, what))
-    return found
+        logical = finder.packed[name][0] if name in finder.packed else name
+        result[logical] = (file, file.table.find(logical) if file in changed else index)
+    return Logical(result, finder.hidden, ignored, finder.refused, quantization)
 
 
-def _is_covered(quantization: Quantization | None, name: str = "") -> bool:
-    """Whether codes that fit no row of the table are a fault of the checkpoint.
-
-    Args:
-        quantization: of the checkpoint.
-        name: of the codes; "" to ask about codes in general.
-    """
-    if quantization is None or quantization.method not in COVERED or quantization.unknown is not None:
-        return False
-    module = name.removesuffix(".weight")
-    algorithm = quantization.algorithm(module) if quantization.method == "modelopt" else None
-    if isinstance(algorithm, str) and algorithm.upper() in _UNCOVERED:
-        return False
-    layout = quantization.get("format")
-    return not (isinstance(layout, str) and layout in _UNCOVERED)
-
-
-def _group(
-    name: str,
-    stored: Stored,
-    tensors: Mapping[str, Stored],
-    places: Mapping[str, Place],
-    quantization: Quantization | None,
-    text: str,
-    contents: PackedContents,
-    found: Logical,
-    in_gguf: bool,
-) -> None:
-    """Adds the group whose codes have this name, or the fault of one that does not fit."""
-    fault = None
-    for family in _families_of(stored.row.code, in_gguf):
-        if not name.endswith(family.main):
-            continue
-        if family.method is not None and (quantization is None or quantization.method != family.method):
-            continue
-        names = _names_of(family, name, tensors)
-        if names is None:
-            continue
-        logical = name.removesuffix(family.main) + family.logical if family.main else name
-        group = PackedGroup(name, logical, names, tensors, quantization, text, contents)
-        try:
-            why = None if in_gguf else group.unknown()
-            if why is not None:
-                raise Refused(f"{why} (config.json) is not known to leave its values as they are")
-            packed = check(group, family.describe(group))
-        except Refused as refused:
-            _refuse(found, name, str(refused), names.values())
-            return
-        except Misfit as misfit:
-            fault = fault or f"tensor {show(logical)}: {misfit}"
-            if family.method is not None and stored.row.code not in FP8:
-                break
-            continue
-        if logical != name and logical in tensors:
-            fault = f"tensor {show(logical)}: it is stored twice, as itself, and as {show(name)}"
-            continue
-        parts = {role: _part(places, part) for role, part in names.items()}
-        if any(part is None for part in parts.values()):
-            continue
-        found.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
-        return
-    if fault is not None and (in_gguf or _is_covered(quantization, name)):
-        found.faults.append(fault)
-
-
-@cache
-def _families_of(code: str, in_gguf: bool) -> tuple[Family, ...]:
-    """The families whose codes have a dtype."""
-    return tuple(family for family in (IN_GGUF if in_gguf else FAMILIES) if code in family.dtypes)
-
-
-def _settle(found: Logical) -> None:
-    """Hides the parts. A part of another tensor is not packed itself, and two packed tensors do not share a name."""
-    parts = {part.name for _, packed in found.packed.values() for role, part in packed.parts.items() if role != CODES}
-    for name in parts & found.packed.keys():
-        del found.packed[name]
-    owners: dict[str, str] = {}
-    for name, (logical, packed) in list(found.packed.items()):
-        if owners.setdefault(logical, name) != name:
-            found.faults.append(
-                f"tensor {show(logical)}: it is stored twice, as {show(owners[logical])} and as {show(name)}"
-            )
-            del found.packed[name]
-            continue
-        found.hidden.update((part.name, logical) for part in packed.parts.values() if part.name != logical)
-
-
-def _refuse(found: Logical, codes: str, reason: str, names: Iterable[str]) -> None:
-    found.refused.setdefault(codes, reason)
-    found.apart.update(names)
-
-
-def _refuse_unread(tensors: Mapping[str, Stored], found: Logical) -> None:
-    """Refuses codes beside a companion that changes values by its name, and that their family does not read."""
-    owners = {logical: codes for codes, (logical, _) in found.packed.items()}
-    if not owners:
-        return
-    unknown = (name for name in tensors if name not in found.packed and name not in found.hidden)
-    for codes, name in list(unread(unknown, owners)):
-        if codes in found.packed:
-            logical, packed = found.packed.pop(codes)
-            parts = [part.name for part in packed.parts.values()]
-            for part in parts:
-                found.hidden.pop(part, None)
-            shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
-            _refuse(found, codes, f"{shown} beside its codes may change their values", [*parts, name])
-
-
-def _names_of(family: Family, name: str, tensors: Mapping[str, Stored]) -> dict[str, str] | None:
-    """Names of the parts by role; None if a required one is missing."""
-    stem = name.removesuffix(family.main) if family.main else name
-    names = {CODES: name}
-    for kinds in (family.required, family.optional):
-        for role, suffixes in kinds.items():
-            for suffix in suffixes:
-                if stem + suffix in tensors:
-                    names[role] = stem + suffix
-                    break
-            else:
-                if kinds is family.required:
-                    return None
-    return names
+def _listings(file: WeightFile, finder: _Finder) -> Iterable[Listing]:
+    table = file.table
+    for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
+        if name in finder.packed:
+            logical, packed = finder.packed[name]
+            yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
+        elif name not in finder.hidden:
+            index = table.find(name)
+            yield Listing(name, row, shape, begin, end, table.strides(index), table.scale(index))
 
 
 def _part(places: Mapping[str, Place], name: str) -> Part | None:
-    """A stored tensor as a part; None if its bytes are not in C order and little-endian."""
+    """Return a stored tensor as a part; None if its bytes are not in C order and little-endian."""
     file, index = places[name]
     table = file.table
     if table.strides(index) is not None or table.big_endian(index):
@@ -241,137 +147,217 @@ def _part(places: Mapping[str, Place], name: str) -> Part | None:
     return Part(name, file, table.row(index), table.shape(index), *table.byte_range(index))
 
 
-def _hide_ignored(tensors: Mapping[str, Stored], found: Logical) -> None:
-    """Hides activation scales and the like."""
-    for name in tensors:
-        if name.rpartition(".")[2] in IGNORED and name not in found.packed:
-            found.hidden.setdefault(name, "")
+# ---- finding packed tensors ----
 
 
-def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: Quantization) -> list[str]:
-    """Faults: codes without a scale, under a configuration that says that there are scales."""
-    reported = {fault.split(": ", 1)[0] for fault in found.faults}
-    faults = []
-    for name, stored in tensors.items():
-        if len(stored.shape) < 2 or any(name in names for names in (found.packed, found.hidden, found.refused)):
-            continue
-        if name in found.apart:
-            continue
-        packs = stored.row.code in _PACKING and name.endswith(("weight", "_proj"))
-        words = ".weight" if quantization.method == quark.METHOD else ".qweight"
-        packs = packs or (stored.row.code == "I32" and name.endswith(words))
-        alone = packs or stored.row.code in FP8 or name.endswith(("_packed", "_blocks"))
-        if alone and quantization.method == quark.METHOD and quark.unread(quantization, name) is not None:
-            continue
-        if alone and not _is_covered(quantization, name):
-            continue
-        if alone and f"tensor {show(name)}" not in reported and not _is_other_fault(name, reported):
-            faults.append(
-                f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
-                f"({quantization} in config.json)"
-            )
-    return faults
-
-
-def _strays(
-    tensors: Mapping[str, Stored],
-    found: Logical,
-    suffixes: Sequence[str],
-    owner_of: Callable[[str], str],
-    what: str,
-) -> list[str]:
-    """Faults: parts without the rest, which may leave codes that look like weights."""
-    reported = {fault.split(": ", 1)[0] for fault in found.faults}
-    faults = []
-    for name in tensors:
-        suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
-        if suffix is None or name in found.hidden or name in found.packed or name in found.apart:
-            continue
-        stem = name.removesuffix(suffix)
-        owner = f"tensor {show(owner_of(stem))}"
-        if owner not in reported and not any(stem + other in found.refused for other in suffixes):
-            reported.add(owner)
-            faults.append(f"{owner}: {show(name)} is there, but {what}")
-    return faults
-
-
-def _is_other_fault(name: str, reported: set[str]) -> bool:
-    stems = [name.removesuffix(suffix) for suffix in ("_packed", "_blocks")]
-    return any(f"tensor {show(stem)}" in reported for stem in (*stems, name.replace(".qweight", ".weight")))
-
-
-# ---- tables ----
-
-
-def make_logical(
-    files: Sequence[WeightFile],
-    where: Mapping[str, Place] | None,
-    config: Mapping[str, Any] | None,
-    title: str,
-    complete: bool,
-    in_gguf: bool = False,
-) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str]]:
-    """Gives open files tables in which each packed tensor appears once.
+class _Finder:
+    """Finds the packed tensors of a checkpoint.
 
     Args:
-        files: the files.
-        where: file and index of each tensor; None for a single file.
-        config: parsed ``config.json``; of the folder of a single file if it is None.
-        title: the checkpoint, for errors.
-        complete: whether the files are all of a checkpoint, so that a missing scale is an error.
-        in_gguf: whether the files are GGUF, whose dtypes say what is packed: no configuration is looked for.
-
-    Returns:
-        The new ``where``; the names that are no longer listed, with the tensor that they belong to ("" for activation
-        scales); activation scales by name; names of codes that are not dequantized, with the reason.
-
-    Raises:
-        FormatError: parts of packed tensors are missing, or do not fit.
+        places: all tensors by name.
+        comfy: the metadata has ComfyUI's marker.
     """
-    places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
-    if in_gguf:
-        config = None
-    elif config is None or quantization_of(config) is None:
-        config = config_of(files, config, title)
-    marks = [] if in_gguf else [key for file in files for key in file.table.metadata() or ()]
-    try:
-        found = find(places, config, marks, in_gguf)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{title}: {error}; stored=True opens the tensors as they are stored", title) from None
-    if found.faults and (complete or in_gguf):
-        for file in files:
-            file.close()
-        listed = "; ".join(found.faults[:_LISTED])
-        more = len(found.faults) - _LISTED
-        rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
-        raise FormatError(f"{listed}{rest}. stored=True opens the tensors as they are stored", title)
-    if not found.packed:
-        return None if where is None else places, {}, {}, found.refused
-    changed = {packed.parts[role].file for _, packed in found.packed.values() for role in packed.parts}
-    changed |= {places[name][0] for name in found.hidden}
-    aside = {name: _part(places, name) for name, whole in found.hidden.items() if not whole}
-    ignored = {name: part for name, part in aside.items() if part is not None}
-    for file in changed:
-        unknown = file.table.unknown
-        file.table = ListedTable(_listings(file, found), file.table.metadata())
-        file.table.unknown = unknown
-    if where is None:
-        return None, found.hidden, ignored, found.refused
-    result = {}
-    for name, (file, index) in places.items():
-        if name in found.hidden and name not in found.packed:
-            continue
-        logical = found.packed[name][0] if name in found.packed else name
-        result[logical] = (file, file.table.find(logical) if file in changed else index)
-    return result, found.hidden, ignored, found.refused
+
+    def __init__(
+        self, places: Mapping[str, Place], quantization: Quantization | None, *, in_gguf: bool, comfy: bool
+    ) -> None:
+        self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
+        self.hidden: dict[str, str] = {}  # parts and ignored tensors, with the packed tensor that owns each, or ""
+        self.faults: list[str] = []  # parts that are missing or do not fit
+        self.refused: dict[str, str] = {}  # codes that are not dequantized, with the reason
+        self._companions: set[str] = set()  # of refused codes
+        columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
+        self._tensors = {
+            name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
+        }
+        self._places, self._quantization, self._in_gguf = places, quantization, in_gguf
+        self._comfy = comfy or any(name.endswith(_COMFY_SUFFIX) for name in self._tensors)
+        text = "" if quantization is None else quantization.text()
+        contents = PackedContents(places, _part, _DESCRIPTIONS)
+        self._context = GroupContext(self._tensors, quantization, text, contents)
+
+    def run(self) -> None:
+        """Find all packed tensors and faults.
+
+        Raises:
+            UnsupportedError: a pattern of the configuration is not supported.
+            OSError: a file cannot be read.
+        """
+        quantization = self._quantization
+        if quantization is not None and quantization.get("transform_config"):
+            return  # weights in a rotated basis
+        for name, stored in self._tensors.items():
+            if not self._comfy or stored.row.code in FP8:
+                self._group(name, stored)
+        self._hide_parts()
+        self._refuse_unread()
+        if self._in_gguf:
+            files = {file for file, _ in self._places.values()}
+            self.packed.update((name, (name, packed)) for name, packed in ternary(files))
+        if self.packed:
+            self._hide_ignored()
+        if quantization is not None and quantization.is_covered():
+            self._add_codes_without_scale(quantization)
+            if quantization.method == "bitsandbytes":
+                self._add_strays(_STATE_SUFFIXES, str, "but not the quant_state or the codes")
+            if quantization.method == "compressed-tensors":
+                self._add_strays(_SPARSE_SUFFIXES, _sparse_owner, "but not the other parts of a sparse tensor")
+
+    def _group(self, name: str, stored: Stored) -> None:
+        """Add the packed tensor with codes of this name, or the fault of codes that fit no family."""
+        fault, quantization = None, self._quantization
+        for family in _families_of(stored.row.code, self._in_gguf):
+            if not name.endswith(family.main):
+                continue
+            if family.method is not None and (quantization is None or quantization.method != family.method):
+                continue
+            names = self._names_of(family, name)
+            if names is None:
+                continue
+            logical = name.removesuffix(family.main) + family.logical if family.main else name
+            group = PackedGroup(name, logical, names, self._context)
+            try:
+                why = None if self._in_gguf else group.unknown()
+                if why is not None:
+                    raise Refused(f"{why} (config.json) can change their values in an unknown way")
+                packed = check(group, _describer(family.describe)(group))
+            except Refused as refused:
+                self._refuse(name, str(refused), names.values())
+                return
+            except Misfit as misfit:
+                fault = fault or f"tensor {show(logical)}: {misfit}"
+                if family.method is not None and stored.row.code not in FP8:
+                    break
+                continue
+            if logical != name and logical in self._tensors:
+                fault = f"tensor {show(logical)}: stored twice, as itself and as {show(name)}"
+                continue
+            parts = {role: _part(self._places, part) for role, part in names.items()}
+            if any(part is None for part in parts.values()):
+                continue
+            self.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
+            return
+        if fault is not None and (self._in_gguf or (quantization is not None and quantization.is_covered(name))):
+            self.faults.append(fault)
+
+    def _names_of(self, family: Family, name: str) -> dict[str, str] | None:
+        """Return the names of the parts by role; None if a required part is missing."""
+        stem = name.removesuffix(family.main) if family.main else name
+        names = {CODES: name}
+        for suffixes_by_role in (family.required, family.optional):
+            for role, suffixes in suffixes_by_role.items():
+                for suffix in suffixes:
+                    if stem + suffix in self._tensors:
+                        names[role] = stem + suffix
+                        break
+                else:
+                    if suffixes_by_role is family.required:
+                        return None
+        return names
+
+    def _refuse(self, codes: str, reason: str, names: Iterable[str]) -> None:
+        self.refused.setdefault(codes, reason)
+        self._companions.update(names)
+
+    def _hide_parts(self) -> None:
+        """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
+        parts = {
+            part.name for _, packed in self.packed.values() for role, part in packed.parts.items() if role != CODES
+        }
+        for name in parts & self.packed.keys():
+            del self.packed[name]
+        owners: dict[str, str] = {}
+        for name, (logical, packed) in list(self.packed.items()):
+            if owners.setdefault(logical, name) != name:
+                first = show(owners[logical])
+                self.faults.append(f"tensor {show(logical)}: stored twice, as {first} and as {show(name)}")
+                del self.packed[name]
+                continue
+            self.hidden.update((part.name, logical) for part in packed.parts.values() if part.name != logical)
+
+    def _refuse_unread(self) -> None:
+        """Refuse codes beside a companion that their family does not read, if its name says that it changes values."""
+        owners = {logical: codes for codes, (logical, _) in self.packed.items()}
+        if not owners:
+            return
+        unknown = (name for name in self._tensors if name not in self.packed and name not in self.hidden)
+        for codes, name in list(unread(unknown, owners)):
+            if codes in self.packed:
+                logical, packed = self.packed.pop(codes)
+                parts = [part.name for part in packed.parts.values()]
+                for part in parts:
+                    self.hidden.pop(part, None)
+                shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
+                self._refuse(codes, f"{shown} beside its codes can change their values", [*parts, name])
+
+    def _hide_ignored(self) -> None:
+        """Hide activation scales and similar companions."""
+        for name in self._tensors:
+            if name.rpartition(".")[2] in IGNORED and name not in self.packed:
+                self.hidden.setdefault(name, "")
+
+    # ---- faults of a covered configuration ----
+
+    def _add_codes_without_scale(self, quantization: Quantization) -> None:
+        reported = {fault.split(": ", 1)[0] for fault in self.faults}
+        for name, stored in self._tensors.items():
+            if len(stored.shape) < 2 or any(name in names for names in (self.packed, self.hidden, self.refused)):
+                continue
+            if name in self._companions or not _looks_like_codes(name, stored, quantization):
+                continue
+            if quantization.method == QUARK:
+                specs = quark_specs(quantization, name)
+                if unread_specs(quantization, name, specs) is not None:
+                    continue
+            if quantization.is_covered(name) and not _is_reported(name, reported):
+                self.faults.append(
+                    f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
+                    f"({quantization} in config.json)"
+                )
+
+    def _add_strays(self, suffixes: Sequence[str], owner_of: Callable[[str], str], missing: str) -> None:
+        """Add faults for parts without the rest of their tensor: codes left alone look like weights."""
+        reported = {fault.split(": ", 1)[0] for fault in self.faults}
+        for name in self._tensors:
+            suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+            if suffix is None or name in self.hidden or name in self.packed or name in self._companions:
+                continue
+            stem = name.removesuffix(suffix)
+            owner = f"tensor {show(owner_of(stem))}"
+            if owner not in reported and not any(stem + other in self.refused for other in suffixes):
+                reported.add(owner)
+                self.faults.append(f"{owner}: the checkpoint has {show(name)}, {missing}")
 
 
-def _listings(file: WeightFile, found: Logical) -> Iterable[Listing]:
-    table = file.table
-    for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
-        if name in found.packed:
-            logical, packed = found.packed[name]
-            yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
-        elif name not in found.hidden:
-            index = table.find(name)
-            yield Listing(name, row, shape, begin, end, table.strides(index), table.scale(index))
+@cache
+def _families_of(code: str, in_gguf: bool) -> tuple[Family, ...]:
+    """Return the families with codes of a dtype."""
+    return tuple(family for family in (IN_GGUF if in_gguf else FAMILIES) if code in family.dtypes)
+
+
+@cache
+def _describer(path: str) -> Callable[[PackedGroup], Packing]:
+    """Return the function that `Family.describe` names; checkpoints import only the families that they need."""
+    module, _, function = path.partition(".")
+    describe: Callable[[PackedGroup], Packing] = getattr(import_module(f".{module}", __package__), function)
+    return describe
+
+
+def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> bool:
+    """Return True if a matrix without a scale must be codes under a covered configuration."""
+    code = stored.row.code
+    if code in FP8 or name.endswith(("_packed", "_blocks")):
+        return True
+    if code == "I32":
+        return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
+    return code in _PACKING and name.endswith(("weight", "_proj"))
+
+
+def _is_reported(name: str, reported: set[str]) -> bool:
+    stems = (name, name.removesuffix("_packed"), name.removesuffix("_blocks"), name.replace(".qweight", ".weight"))
+    return any(f"tensor {show(stem)}" in reported for stem in stems)
+
+
+def _sparse_owner(stem: str) -> str:
+    """Return the tensor that owns sparse parts with this stem."""
+    return stem if stem.endswith(SPARSE_STEMS[:-1]) else f"{stem}.weight"

@@ -1,4 +1,4 @@
-"""Families whose codes are floats of 4, 6 or 8 bits, or plain int8: a number for each code, a scale for each block."""
+"""Families of 4-, 6- and 8-bit floats and plain int8: a number per code, a scale per block."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 
 from ..base import packing
 from ..base.packing import Grid, Packing
-from .config import AUTO_ROUND
-from .grid import Misfit, Refused, grid_of, has_halves, whole_grid
-from .packed_group import FP8, PackedGroup, check_global, label_of, matrices_of, said_bits, said_grid, said_group
+from .families import FP8
+from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
+from .methods import AUTO_ROUND
+from .packed_group import PackedGroup, check_global, configured_bits, configured_grid, configured_group_size
 
-# ---- fp8 and int8: a number for each code, a scale for each block ----
+# ---- fp8 and int8 ----
 
 
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
-    """Codes of 8 bits, each a number, and scales that broadcast over blocks.
+    """8-bit codes, and scales that broadcast over blocks.
 
     Args:
-        group: the tensors.
-        block: rows and columns of a block; None for those of the configuration.
+        block: rows and columns of a block; None to use the configuration.
     """
     shape, numbers = group.shape(), group.dtype()
     scale = group.shape(packing.SCALE)
     matrices, rows, columns = matrices_of(shape)
-    grid = said_grid(group, shape)
+    grid = configured_grid(group, shape)
     if grid is None:
         exact = block is not None or (group.config is not None and group.config.has_block)
         block = block or _block_of(group)
@@ -33,11 +33,13 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     prefix = "fp8" if numbers in FP8 else "int8"
     zeros = group.has(packing.ZERO)
     if zeros and group.shape(packing.ZERO) != group.shape(packing.SCALE):
-        raise Misfit(f"zero points {list(group.shape(packing.ZERO))} beside scales {list(group.shape(packing.SCALE))}")
+        raise Misfit(
+            f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(group.shape(packing.SCALE))}"
+        )
     exponents = group.dtype(packing.SCALE) in ("F8_E8M0", "U8")
     label = label_of(prefix, grid, shape, zeros)
-    bits = said_bits(group) if prefix == "int8" else None
-    if bits is not None:  # naive-quantized: codes of fewer bits, each in a byte
+    bits = configured_bits(group) if prefix == "int8" else None
+    if bits is not None:  # naive-quantized: a byte per code, even for codes of fewer bits
         label = label.replace("int8", f"int{bits}", 1)
     if exponents and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
@@ -56,16 +58,16 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
 
 
 def _rule_of(group: PackedGroup) -> str:
-    """Whether scales multiply, or divide as those of GPTQModel's fp8."""
-    if group.method != "fp8" or group.setting("weight_scale_semantics") is None:
+    """Return the rule of the scales: they multiply, or divide in GPTQModel's fp8."""
+    if group.method != "fp8" or group.settings().get("weight_scale_semantics") is None:
         return packing.STORED
     if group.has(packing.ZERO) or not group.names[packing.SCALE].endswith("_scale_inv"):
-        raise Refused("its weight_scale_semantics are those of a weight_scale_inv alone")
+        raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
     return packing.QUOTIENT
 
 
 def smoothed(group: PackedGroup) -> Packing:
-    """int8, with the factors of modelopt's SmoothQuant, which multiply the columns."""
+    """int8 with the column factors of modelopt's SmoothQuant."""
     packed = plain(group)
     if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
         raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
@@ -73,12 +75,12 @@ def smoothed(group: PackedGroup) -> Packing:
 
 
 def _block_of(group: PackedGroup) -> tuple[int, int]:
-    """Rows and columns of the blocks of a grid of scales, from the configuration."""
+    """Return the configured rows and columns of a block of scales."""
     if group.config is None:
         return 128, 128
     scale, codes = group.shape(packing.SCALE), group.shape()
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
-    size = said_group(group)
+    size = configured_group_size(group)
     if grouped and size is not None and scale[-1] > 1:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(codes)} in groups of {size} (group_size)")
     exponents = group.dtype(packing.SCALE) in ("F8_E8M0", "U8")
@@ -89,25 +91,25 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
 
 
 def deepseek_v4(group: PackedGroup) -> Packing:
-    """``X.scale`` beside ``X.weight``: fp8 in blocks, or two E2M1 codes in a byte with a scale for 32 of them."""
+    """``X.scale`` beside ``X.weight``: fp8 in blocks, or two E2M1 codes per byte with a scale per 32 codes."""
     shape, scale = group.shape(), group.shape(packing.SCALE)
     if len(shape) < 2 or len(scale) != len(shape) or group.dtype(packing.SCALE) not in ("F8_E8M0", "U8", "F32"):
-        raise Misfit("no scale of a weight")
+        raise Misfit("its scale is not that of a weight")
     if group.dtype() == "I8":
         return _fp4(group, "mxfp4", 32, "F8_E8M0")
     return plain(group)
 
 
-# ---- rows of 4 bits: E2M1 ----
+# ---- 4-bit rows: E2M1 ----
 
 
 def _fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str = "e2m1") -> Packing:
-    """Two codes of 4 bits in a byte, the first in the low bits, and a scale for each ``block``."""
+    """Two 4-bit codes per byte, the first in the low bits, and a scale per ``block`` codes."""
     stored = group.shape()
     if len(stored) < 2:
         raise Misfit(f"codes {list(stored)} are not a matrix")
     if group.dtype(packing.SCALE) not in ("U8", exponents) and not (label == "mxfp4" and group.dtype() == "I8"):
-        raise Misfit(f"scales of {label} are {exponents}, not {group.dtype(packing.SCALE)}")
+        raise Misfit(f"scales of {label} must be {exponents}, got {group.dtype(packing.SCALE)}")
     shape = (*stored[:-1], stored[-1] * 2)
     if group.shape(packing.SCALE) != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:
         raise Misfit(f"scales {list(group.shape(packing.SCALE))} do not fit rows of {shape[-1]} in blocks of {block}")
@@ -116,12 +118,12 @@ def _fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: st
 
 
 def modelopt_nvfp4(group: PackedGroup) -> Packing:
-    """NVFP4 with a global scale, which multiplies, and the factors of AWQ."""
+    """NVFP4 with a multiplying global scale and the factors of AWQ."""
     algorithm = None if group.config is None else group.config.algorithm(group.module)
     if algorithm is not None and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
-        raise Refused(f"{algorithm} stores other codes or scales, which are not dequantized")
+        raise Refused(f"its quant_algo {algorithm} stores codes or scales that safeload does not dequantize")
     if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
-        raise Refused("NVFP4_SVD adds a product of two matrices, which is not computed")
+        raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
     packed = check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))
     if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
         raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
@@ -129,12 +131,12 @@ def modelopt_nvfp4(group: PackedGroup) -> Packing:
 
 
 def modelopt_experts(group: PackedGroup) -> Packing:
-    """Experts in one tensor; those of Llama 4 are stored as [in, out], and packed along ``in``."""
+    """Experts in a single tensor; Llama 4 stores them as [in, out], packed along ``in``."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
         return modelopt_nvfp4(group)
     if group.dtype(packing.SCALE) != "F8_E4M3":
-        raise Misfit(f"scales of nvfp4 are F8_E4M3, not {group.dtype(packing.SCALE)}")
+        raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.dtype(packing.SCALE)}")
     shape = (stored[0], stored[1] * 2, stored[2])
     packed = group.packing(
         "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
@@ -143,23 +145,23 @@ def modelopt_experts(group: PackedGroup) -> Packing:
 
 
 def ct_fp4(group: PackedGroup) -> Packing:
-    """compressed-tensors: NVFP4 with a global scale, which divides; MXFP4; MXFP6 in 3 bytes for 4 codes.
+    """compressed-tensors: NVFP4 with a dividing global scale; MXFP4; MXFP6 with 4 codes in 3 bytes.
 
-    auto-round has the same names, and with a ``data_type`` of mx_int other numbers.
+    auto-round uses the same names; its ``data_type`` mx_int means other numbers.
     """
     packed = _ct_small_floats(group)
-    said_grid(group, packed.shape)  # raises if the configuration has groups of another size
+    configured_grid(group, packed.shape)  # raises if the configured groups have another size
     return packed
 
 
 def _ct_small_floats(group: PackedGroup) -> Packing:
-    kind = group.setting("data_type") if group.method in AUTO_ROUND else None
+    kind = group.settings().get("data_type") if group.method in AUTO_ROUND else None
     if isinstance(kind, str) and kind.startswith("mx_int"):
         return _fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
     if group.has(packing.GLOBAL):
         return check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=packing.DIVIDED)
     if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
-        raise Misfit(f"scales of MXFP4 and MXFP6 are exponents, not {group.dtype(packing.SCALE)}")
+        raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
         shape = (*stored[:-1], stored[-1] // 3 * 4)
@@ -169,12 +171,14 @@ def _ct_small_floats(group: PackedGroup) -> Packing:
 
 
 def gpt_oss(group: PackedGroup) -> Packing:
-    """Blocks of 16 bytes on an axis of their own; transformers' parameter is transposed, OpenAI's is not."""
+    """16-byte blocks on their own axis; transformers' parameter is transposed, OpenAI's is not."""
     stored = group.shape()
     if len(stored) < 3 or stored[-1] != 16 or group.shape(packing.SCALE) != stored[:-1]:
-        raise Misfit(f"blocks {list(stored)} and scales {list(group.shape(packing.SCALE))}: blocks have 16 bytes")
+        raise Misfit(
+            f"blocks {list(stored)} and scales {list(group.shape(packing.SCALE))} do not fit: blocks must have 16 bytes"
+        )
     if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
-        raise Misfit(f"scales of mxfp4 are F8_E8M0, not {group.dtype(packing.SCALE)}")
+        raise Misfit(f"scales of mxfp4 must be F8_E8M0, got {group.dtype(packing.SCALE)}")
     rows, columns = stored[-3], stored[-2] * 32
     matrices = math.prod(stored[:-3])
     transpose = group.codes.endswith("_blocks")

@@ -1,4 +1,4 @@
-"""GGUF: tensors whose blocks are scaled once more, by a tensor beside them or by bytes behind them.
+"""GGUF: blocks with an additional scale, which is another tensor or the bytes behind the blocks.
 
 Sources: llama.cpp ``conversion/base.py`` (NVFP4); microsoft/BitNet ``src/ggml-bitnet-mad.cpp`` (I2_S).
 """
@@ -11,38 +11,36 @@ from typing import Any
 
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
-from .grid import Misfit
-from .packed_group import PackedGroup, matrices_of
+from .grid import Misfit, matrices_of
+from .methods import GGUF
+from .packed_group import PackedGroup
 
-# The ``quant_method`` of these tensors in a safetensors file, where bytes of blocks are U8.
-METHOD = "gguf"
-_CONFIG = '{"quantization_config": {"quant_method": "gguf"}}'
+# The configuration of these tensors in a safetensors file, which stores the bytes of blocks as U8.
+_CONFIG = f'{{"quantization_config": {{"quant_method": "{GGUF}"}}}}'
 _NVFP4, _U8, _F32 = dtypes.BLOCK_TYPES["nvfp4"], dtypes.BY_CODE["U8"], dtypes.BY_CODE["F32"]
 _I2_S = dtypes.of_number(packing.I2_S)
 
 
 def nvfp4(group: PackedGroup) -> Packing:
-    """NVFP4 with the scale that its writer divided the scales of its blocks by: one, or one for each expert."""
+    """NVFP4 with a global scale per tensor or per expert: the writer divided the scales of the blocks by it."""
     return _scaled(group, _NVFP4, "nvfp4", group.dtype() == _NVFP4.code)
 
 
 def i2_s(group: PackedGroup) -> Packing:
-    """I2_S of BitNet in a safetensors file: its blocks, and apart the scale that a GGUF file has behind them."""
+    """I2_S of BitNet in a safetensors file: the blocks and, as another tensor, the scale behind them in GGUF."""
     return _scaled(group, _I2_S, "ternary", False)
 
 
 def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> Packing:
-    """A packing of blocks.
+    """Return the packing of blocks with a scale.
 
     Args:
-        group: the tensors.
         row: the block type.
-        label: of the scheme.
-        blocks: whether the shape of the codes is logical; else its last axis counts bytes.
+        blocks: the shape of the codes is logical; else its last axis counts bytes.
     """
     shape, scale = group.shape(), group.shape(SCALE)
     if group.dtype(SCALE) != "F32":
-        raise Misfit(f"{group.names[SCALE]} is {group.dtype(SCALE)}, but scales of {label} are F32")
+        raise Misfit(f"{group.names[SCALE]} is {group.dtype(SCALE)}, but scales of {label} must be F32")
     if not blocks:
         if not shape or shape[-1] % row.block_bytes:
             raise Misfit(f"codes {list(shape)} are not whole blocks of {row.block_bytes} bytes")
@@ -50,14 +48,12 @@ def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> 
     matrices = matrices_of(shape)[0]
     size = math.prod(scale)
     if size != 1 and (len(shape) < 3 or size != matrices):
-        raise Misfit(
-            f"{group.names[SCALE]} {list(scale)} has neither one scale nor one for each matrix of {list(shape)}"
-        )
+        raise Misfit(f"{group.names[SCALE]} {list(scale)} must hold a single scale or one per matrix of {list(shape)}")
     return blocks_of(row, label, shape, shared=size == 1)
 
 
 def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: bool) -> Packing:
-    """The packing of a tensor in blocks, with one scale, or one for each matrix."""
+    """Return the packing of a tensor in blocks, with a scale per matrix or a shared one."""
     matrices, rows, columns = matrices_of(shape)
     grid = Grid(max(1, rows), max(1, columns), 1, 1, shared=shared)
     bits, row_bytes = row.block_bytes * 8 // row.block, row.nbytes(columns)
@@ -68,12 +64,12 @@ def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: 
 
 
 def ternary(files: Iterable[Any]) -> Iterator[tuple[str, Packed]]:
-    """The tensors of I2_S by name: codes, and behind them the scale of all, which gets a name of its own."""
+    """Yield the I2_S tensors by name: codes, and the scale behind them under its own name."""
     for file in files:
         for name, shape in file.table.ternary.items():
             begin, _ = file.table.byte_range(file.table.find(name))
-            made = blocks_of(_I2_S, "ternary", shape, shared=True)
+            packed = blocks_of(_I2_S, "ternary", shape, shared=True)
             middle = begin + _I2_S.nbytes(math.prod(shape))
-            codes = Part(name, file, _U8, (*shape[:-1], made.row_bytes), begin, middle)
+            codes = Part(name, file, _U8, (*shape[:-1], packed.row_bytes), begin, middle)
             scale = Part(f"{name}_scale", file, _F32, (), middle, middle + _F32.block_bytes)
-            yield name, Packed(made, {CODES: codes, SCALE: scale})
+            yield name, Packed(packed, {CODES: codes, SCALE: scale})

@@ -1,37 +1,69 @@
-"""Grids of scales: which block of a tensor each scale belongs to, from two shapes."""
+"""Grids of scales: which block of a tensor each scale belongs to, from shapes and descriptions."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..base.packing import Grid
+from .quantization import is_length
+
+# A block_structure of early compressed-tensors, such as "128x128".
+_STRUCTURE = re.compile("[0-9]{1,9}x[0-9]{1,9}", re.ASCII)
 
 
 class Misfit(Exception):  # noqa: N818 - not a failure: another family may fit
-    """Why stored tensors are not a packed one."""
+    """Stored tensors do not form a packed tensor of a family."""
 
 
 class Refused(Misfit):
-    """Why stored tensors are packed in a way that is not dequantized: they appear as they are stored."""
+    """Stored tensors form a packed tensor that safeload does not dequantize; they appear as stored."""
+
+
+def matrices_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the number, rows and columns of the matrices of a shape."""
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def label_of(prefix: str, grid: Grid, shape: tuple[int, ...], zeros: bool = False, grouped: bool = False) -> str:
+    """Return the label of a scheme: "fp8 128x128", "int4 g32", "fp8 row", "int8 tensor asym"."""
+    if grid.row_block == 1 and grid.columns == 1 and grouped:
+        kind = f"g{shape[-1]}"
+    elif grid.rows == 1 and grid.columns == 1:
+        kind = "tensor"
+    elif grid.row_block == 1 and grid.columns == 1:
+        kind = "row"
+    elif grid.column_block == 1 and grid.rows == 1:
+        kind = "column"
+    elif grid.row_block == 1:
+        kind = f"g{grid.column_block}"
+    else:
+        kind = f"{grid.row_block}x{grid.column_block}"
+    return f"{prefix} {kind}{' asym' if zeros else ''}"
+
+
+# ---- from shapes ----
 
 
 def whole_grid(shape: tuple[int, ...], row_block: int, column_block: int) -> Grid:
-    """The grid of blocks that divides the matrices of a shape, ragged at the edges."""
+    """Return the grid of blocks that covers the matrices of a shape, ragged at the edges."""
     rows, columns = (1, 1, *shape)[-2:]
     return Grid(row_block, column_block, -(-rows // row_block), -(-columns // column_block))
 
 
 def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], *, exact: bool = False) -> Grid:
-    """The grid of scales of this shape over a tensor, as PyTorch's writers mean it.
+    """Return the grid of scales of this shape over a tensor, as PyTorch's writers mean it.
 
-    One element is the scale of all; [rows] or [rows, 1] has one for each row; an axis of 1 is broadcast; an axis of
-    ceil(length / block) has one for each block. Experts have a leading axis in both.
+    A single element is the scale of the whole tensor; [rows] or [rows, 1] holds one per row; an axis of 1 is broadcast;
+    an axis of ceil(length / block) holds one per block. Experts have a leading axis in both tensors.
 
     Args:
-        shape: of the codes.
-        scale: of the scales.
         block: rows and columns of a block.
-        exact: whether the configuration has this block, so that scales of rows or of columns contradict it.
+        exact: the configuration sets this block, so scales per row or per column contradict it.
 
     Raises:
         Misfit: no reading fits, or more than one does.
@@ -49,7 +81,7 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
         if scale == lead or (scale[:1] == (experts,) and math.prod(scale) == experts):
             return whole
         if scale[: len(lead)] != lead:
-            raise Misfit(f"scales {list(scale)} have other experts than {list(shape)}")
+            raise Misfit(f"scales {list(scale)} and codes {list(shape)} have different numbers of experts")
         own = scale[len(lead) :]
     expected = -(-rows // block[0]), -(-columns // block[1])
     misfit = (
@@ -62,7 +94,7 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
         if own[0] != rows:
             raise Misfit(f"{own[0]} scales for {rows} rows of {list(shape)}")
         if lead and rows == columns:
-            raise Misfit(f"scales {list(scale)} may be those of rows or of columns of {list(shape)}")
+            raise Misfit(f"scales {list(scale)} can be per row or per column of {list(shape)}")
         return Grid(1, max(1, columns), rows, 1)
     if len(own) != 2:
         raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
@@ -75,7 +107,7 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
 
 
 def _axis(scales: int, length: int, block: int) -> int | None:
-    """Elements that share a scale along an axis; None if no reading fits."""
+    """Return the elements that share a scale along an axis; None if no reading fits."""
     if scales == -(-length // block):
         return block
     if scales == 1:
@@ -84,8 +116,73 @@ def _axis(scales: int, length: int, block: int) -> int | None:
 
 
 def has_halves(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Whether each expert is two matrices (its gate and its up projection), each with a grid of its own."""
+    """Return True if each expert is two matrices, its gate and up projections, each with its own grid."""
     if len(shape) != 3 or len(scale) != 3 or shape[1] % 2 or scale[1] % 2 or scale[1] == -(-shape[1] // block[0]):
         return False
     half = shape[1] // 2, shape[2]
     return scale[1] // 2 in (1, -(-half[0] // block[0])) and scale[1] != shape[1]
+
+
+# ---- from descriptions in config_groups ----
+
+
+def described_grid(
+    described: Sequence[Mapping[str, Any]], shape: tuple[int, ...], scale: tuple[int, ...]
+) -> Grid | None:
+    """Return the grid of the description that the scales fit; None if a description does not define a grid.
+
+    Raises:
+        Misfit: the scales fit no description, or descriptions with different grids.
+    """
+    grids = [grid for grid in (_grid_of_strategy(weights, shape) for weights in described) if grid is not None]
+    if not grids or len(grids) < len(described):
+        return None
+    fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
+    rows, columns = (1, 1, *shape)[-2:]
+    if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:
+        return fitting[0]._replace(shared=math.prod(scale) == 1 < math.prod(shape[:-2]))
+    strategies = ", ".join(dict.fromkeys(_strategy_text(weights) for weights in described))
+    if fitting:
+        raise Misfit(f"scales {list(scale)} of {list(shape)} fit more than one of config_groups: {strategies}")
+    expected = " or ".join(str([*shape[:-2], grid.rows, grid.columns]) for grid in dict.fromkeys(grids))
+    raise Misfit(f"scales {list(scale)} do not fit {list(shape)}: expected {expected} for {strategies} (config_groups)")
+
+
+def _strategy_text(weights: Mapping[str, Any]) -> str:
+    structure, size = _structure_of(weights), weights.get("group_size")
+    if structure is not None:
+        return f"blocks of {structure[0]} x {structure[1]}"
+    return f"groups of {size}" if is_length(size) else f"strategy {weights.get('strategy')}"
+
+
+def _structure_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns of ``block_structure``."""
+    structure = weights.get("block_structure")
+    if isinstance(structure, str) and _STRUCTURE.fullmatch(structure):
+        structure = [int(side) for side in structure.split("x")]
+    if isinstance(structure, list) and len(structure) == 2 and all(map(is_length, structure)):
+        return structure[0], structure[1]
+    return None
+
+
+def _grid_of_strategy(weights: Mapping[str, Any], shape: tuple[int, ...]) -> Grid | None:
+    """Return the grid of a description; None if its strategy is missing or unknown."""
+    rows, columns = (max(1, length) for length in (1, 1, *shape)[-2:])
+    strategy, size, structure = weights.get("strategy"), weights.get("group_size"), _structure_of(weights)
+    if strategy == "tensor":
+        return whole_grid(shape, rows, columns)
+    if strategy == "channel" or (strategy is None and size == -1):
+        return whole_grid(shape, 1, columns)
+    if strategy in ("group", "tensor_group", None) and is_length(size):
+        return whole_grid(shape, 1, min(size, columns))
+    if strategy in ("block", None) and structure is not None:
+        return whole_grid(shape, *structure)
+    return None
+
+
+def _is_shape_of(scale: tuple[int, ...], grid: Grid, shape: tuple[int, ...]) -> bool:
+    """Return True if scales of this shape fill a grid over each matrix; an axis of 1 can be missing."""
+    if (grid.rows, grid.columns) == (1, 1) and (math.prod(scale) == 1 or scale == shape[:-2]):
+        return True
+    expected = (*shape[:-2], grid.rows, grid.columns)
+    return scale == expected or (grid.columns == 1 and scale == expected[:-1])

@@ -1,4 +1,4 @@
-"""Families whose codes are integers of 1 to 8 bits."""
+"""Families of 1- to 8-bit integers: compressed-tensors, MLX and BitNet."""
 
 from __future__ import annotations
 
@@ -10,88 +10,88 @@ from ..base import packing
 from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
 from ..engine.codes.zero_points import words_for
-from .config import is_length
-from .grid import Misfit, whole_grid
-from .packed_group import PackedGroup, check_global, label_of, said_grid, said_group
+from .grid import Misfit, label_of, whole_grid
+from .packed_group import PackedGroup, check_global, configured_grid, configured_group_size
+from .quantization import is_length
 
-# ---- integers of 1 to 8 bits ----
+# ---- compressed-tensors ----
 
 
 def ct_packed(group: PackedGroup) -> Packing:
-    """compressed-tensors, pack-quantized: words of codes, scales by group, row or tensor."""
+    """compressed-tensors, pack-quantized: words of codes, scales per group, row or tensor."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) < 2:
         raise Misfit(f"codes {list(stored)} are not a matrix")
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
-    grid = said_grid(group, shape) or _ct_grid(shape, scale)
+    grid = configured_grid(group, shape) or _ct_grid(shape, scale)
     zeros = _ct_zeros(group, grid, Zeros(packing.COLUMNS, bits, words)) if group.has(packing.ZERO) else None
     if group.has(packing.GROUPS):
         if 1 < grid.row_block < rows:
-            raise Misfit("there is a g_idx, but its scales are those of blocks")
+            raise Misfit("it has a g_idx, but its scales are per block")
         form = group.dtype(packing.GROUPS), group.shape(packing.GROUPS)
         if form != ("I32", shape[-1:]):
-            raise Misfit(f"g_idx is {form[0]} {list(form[1])}, wanted I32 [{shape[-1]}]")
-    label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), said_group(group) == shape[-1])
+            raise Misfit(f"g_idx is {form[0]} {list(form[1])}, expected I32 [{shape[-1]}]")
+    label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), configured_group_size(group) == shape[-1])
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
 
 def _ct_zeros(group: PackedGroup, grid: Grid, packed: Zeros) -> Zeros | None:
-    """How zero points are packed: those of rows and groups are, down the rows. None: they are plain numbers."""
+    """Return how zero points are packed: down the rows, if per row or group. None if they are plain numbers."""
     if group.dtype(packing.ZERO) != "I32":
         zeros, expected = None, group.shape(packing.SCALE)
     elif grid.row_block == 1:
         zeros, expected = packed, (*group.shape()[:-2], words_for(packed, grid.rows), grid.columns)
     else:
-        raise Misfit(f"zero points are packed, but scales {list(group.shape(packing.SCALE))} are not those of rows")
+        raise Misfit(f"zero points are packed, but scales {list(group.shape(packing.SCALE))} are not per row")
     if group.shape(packing.ZERO) != expected:
         raise Misfit(f"zero points are {list(group.shape(packing.ZERO))}, expected {list(expected)}")
     return zeros
 
 
 def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
-    """The grid of scales of groups, of rows or of the tensor, if the configuration does not say which."""
+    """Return the grid of scales per group, row or tensor if the configuration does not define it."""
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         if math.prod(scale) == 1:
             return Grid(max(1, shape[-2]), max(1, shape[-1]), 1, 1, shared=True)
         raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
     if not scale[-1] or shape[-1] % scale[-1]:
-        raise Misfit(f"rows of {shape[-1]} are not a whole number of {scale[-1]} groups")
+        raise Misfit(f"rows of {shape[-1]} codes do not divide into {scale[-1]} equal groups")
     return Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
 
 
 def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
-    """Logical shape, bits of a code, and codes in a word of the layout before compressed-tensors 0.17, else 0."""
+    """Return the logical shape, bits of a code, and codes per word before compressed-tensors 0.17 (since then 0)."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
-    said = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights()] or [(None, None)]
+    described = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights()] or [(None, None)]
     grouped = math.prod(scale) > 1
-    counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in said]
-    fits = _ct_fits(stored[-1], counts, said)
-    # A checkpoint of experts has 100,000 groups: weight_shape is read here only if group sizes do not tell. Whatever
-    # reads the weights compares it.
+    counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in described]
+    fits = _ct_fits(stored[-1], counts, described)
+    # Read weight_shape only if group sizes do not decide: a checkpoint of experts has 100,000 groups, and reading the
+    # weights compares it anyway.
     if group.has(packing.SHAPE) and not (len(fits) == 1 and None not in counts and _is_usual_shape(group)):
-        counts = [_ct_columns(group)] * len(said)
-        fits = _ct_fits(stored[-1], counts, said)
+        counts = [_ct_columns(group)] * len(described)
+        fits = _ct_fits(stored[-1], counts, described)
     elif None in counts:
-        raise Misfit("there is neither weight_shape nor a group_size in config.json")
+        raise Misfit("it has no weight_shape, and config.json has no group_size")
     if not fits:
         rows = " or ".join(str(count) for count in sorted({count for count in counts if count is not None}))
-        bits_said = ", ".join(str(bits) for bits, _ in said) if group.weights() else "1 to 8"
-        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {bits_said} bits (config_groups)")
+        configured = ", ".join(str(bits) for bits, _ in described) if group.weights() else "1 to 8"
+        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {configured} bits (config_groups)")
     if len(fits) > 1:
-        raise Misfit(f"words {list(stored)} may hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
+        raise Misfit(f"words {list(stored)} can hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
     count, bits, words = next(iter(fits))
     return (*stored[:-1], count), bits, words
 
 
 def _is_usual_shape(group: PackedGroup) -> bool:
-    """Whether weight_shape has the form in which it is stored beside scales of more than one group."""
+    """Return True if weight_shape has its usual form beside scales of two or more groups."""
     form = group.dtype(packing.SHAPE), group.shape(packing.SHAPE)
     return form[0] in ("I32", "I64") and form[1] in ((2,), (len(group.shape()),)) and group.shape(packing.SCALE)[-1] > 1
 
 
 def _ct_columns(group: PackedGroup) -> int:
-    """Columns that weight_shape says."""
+    """Return the columns in weight_shape."""
     stored, logical = group.shape(), group.integers(packing.SHAPE)
     if (
         not 2 <= len(logical) <= len(stored)
@@ -104,12 +104,12 @@ def _ct_columns(group: PackedGroup) -> int:
 
 
 def _ct_fits(
-    width: int, counts: Sequence[int | None], said: Sequence[tuple[Any, Any]]
+    width: int, counts: Sequence[int | None], described: Sequence[tuple[Any, Any]]
 ) -> dict[tuple[int, int, int], None]:
-    """Columns, bits, and codes in a word of the old layout (else 0), for which a row has this many words."""
+    """Return the columns, bits, and codes per word of the old layout (else 0) that fit rows of ``width`` words."""
     fits: dict[tuple[int, int, int], None] = {}
-    for count, (given, _) in zip(counts, said, strict=True):
-        for bits in (given,) if type(given) is int and 1 <= given <= 8 else range(1, 9):
+    for count, (configured, _) in zip(counts, described, strict=True):
+        for bits in (configured,) if type(configured) is int and 1 <= configured <= 8 else range(1, 9):
             if count is None:
                 continue
             if -(-count * bits // 32) == width:
@@ -129,23 +129,23 @@ _MLX_MODES = {
 
 
 def mlx(group: PackedGroup) -> Packing:
-    """Words of unsigned codes with a scale and a bias for each group of columns, or the mx modes."""
+    """Words of unsigned codes with a scale and a bias per group of columns, or the mx modes."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    said = {} if group.config is None else group.config.of_module(group.module)
-    mode = said.get("mode")
+    settings = {} if group.config is None else group.config.mlx_settings(group.module)
+    mode = settings.get("mode")
     if not group.has(packing.BIAS):
         if mode == "affine" or group.dtype(packing.SCALE) != "U8":
-            raise Misfit("it has no biases, which codes with float scales need")
+            raise Misfit("its biases are missing, which codes with float scales need")
         return _mlx_mode(group, mode if isinstance(mode, str) else "mxfp4")
     if group.shape(packing.BIAS) != scale:
-        raise Misfit(f"biases {list(group.shape(packing.BIAS))} beside scales {list(scale)}")
-    bits, size = said.get("bits"), said.get("group_size")
+        raise Misfit(f"biases {list(group.shape(packing.BIAS))} do not fit scales {list(scale)}")
+    bits, size = settings.get("bits"), settings.get("group_size")
     if type(bits) is not int or bits not in (1, 2, 3, 4, 5, 6, 8) or not is_length(size):
         fits = [(b, g) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128) if scale[-1] * g * b == stored[-1] * 32]
         if len(fits) != 1:
-            raise Misfit("config.json does not say the bits and group_size of its quantization")
+            raise Misfit("config.json does not set the bits and group_size of its quantization")
         bits, size = fits[0]
     columns = scale[-1] * size
     if columns * bits != stored[-1] * 32:
@@ -165,7 +165,8 @@ def mlx(group: PackedGroup) -> Packing:
 
 def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     if mode not in _MLX_MODES:
-        raise Misfit(f"unknown mode {show(mode)} of its quantization, expected one of affine, {', '.join(_MLX_MODES)}")
+        modes = ", ".join(("affine", *_MLX_MODES))
+        raise Misfit(f"unknown quantization mode {show(mode)}, expected one of {modes}")
     bits, block, numbers, exponents = _MLX_MODES[mode]
     stored, scale = group.shape(), group.shape(packing.SCALE)
     shape = (*stored[:-1], stored[-1] * 32 // bits)
@@ -182,10 +183,13 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
 
 
 def bitnet(group: PackedGroup) -> Packing:
-    """Four planes of 2 bits; the scale multiplies or divides, as ``linear_class`` says."""
+    """Four planes of 2 bits; ``linear_class`` decides if the scale multiplies or divides."""
     stored = group.shape()
     if len(stored) != 2 or math.prod(group.shape(packing.SCALE)) != 1:
-        raise Misfit(f"codes {list(stored)} and scale {list(group.shape(packing.SCALE))}: a matrix has one scale")
+        raise Misfit(
+            f"codes {list(stored)} and scale {list(group.shape(packing.SCALE))} do not fit: expected a matrix with a "
+            "single scale"
+        )
     shape = (stored[0] * 4, stored[1])
     grid = Grid(max(1, shape[0]), max(1, shape[1]), 1, 1)
     kind = None if group.config is None else group.config.get("linear_class")

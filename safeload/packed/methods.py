@@ -1,7 +1,8 @@
-"""The keys that configurations of each quantization method may have, one row per writer.
+"""The settings that each quantization method can have, one row per writer.
 
-A key changes the values of weights, and then has a list of the values that are read; or the families read it and
-compare it with shapes; or it leaves weights alone. Any other key that is set makes the values unknown.
+Each key of a configuration is in one of three groups. It changes the values of weights, and the row lists the values
+that safeload understands; or the families read it and compare it with shapes; or it does not affect weights. If any
+other key is set, the values of the weights are unknown.
 
 Sources: the configuration classes of transformers 5.23, compressed-tensors 0.20 and 0.12, GPTQModel 7.7, AutoGPTQ 0.7,
 optimum, autoawq 0.2.9, auto-round 0.16, nvidia-modelopt 0.47, amd-quark 0.13, mlx-lm 0.32, lmdeploy; published configs.
@@ -12,29 +13,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..base import packing
+
+QUARK = "quark"
+GGUF = "gguf"  # safeload's own, for ggml blocks in a safetensors file
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+# The method of a config.json with a ``quant_algo`` under "quantization"; the keys are modelopt's.
+TENSORRT = "TensorRT-LLM"
+
 
 class Method(NamedTuple):
-    """A row of the table.
+    """The settings of a quantization method."""
 
-    Attributes:
-        names: values of ``quant_method`` under which codes that fit no family are a fault of the checkpoint.
-        values: keys that change values of weights, with the values that are read, in lower case.
-        read: keys that families read.
-        ignored: keys that leave weights alone.
-        aliases: other values of ``quant_method``, or of a key that stands for it in early files. They mean the only
-            name of the row, if it has one.
-    """
-
+    # values of ``quant_method``; codes that fit no family are an error of the checkpoint under them
     names: tuple[str, ...]
-    values: Mapping[str, tuple[str, ...]]
-    read: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    values: Mapping[str, tuple[str, ...]]  # keys that change weights, with the supported values in lower case
+    read: tuple[str, ...] = ()  # keys that families read
+    ignored: tuple[str, ...] = ()  # keys that do not affect weights
+    # other values of ``quant_method``, or of a key that replaces it in early files; if the row has a single name, they
+    # mean that name
     aliases: tuple[str, ...] = ()
 
 
-# ---- keys of several methods ----
+# ---- keys shared by methods ----
 
-# Lists of modules, activations, the KV cache, kernels, and who wrote the file.
+# Module lists, activations, the KV cache, kernels, and the writer of the file.
 _ANYWHERE = frozenset(
     (
         "quant_method", "quantization_method", "ignore", "ignored_layers", "modules_to_not_convert",
@@ -49,7 +52,7 @@ _FP8_NAMES = (
     "fp8", "e4m3", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
     "float8_e5m2fnuz", "float8_e4m3", "torch.float8_e4m3fn", "torch.float8_e5m2",
 )  # fmt: skip
-# How GPTQ and its relatives calibrate; the keys of optimum, AutoGPTQ and GPTQModel.
+# Calibration of GPTQ and its relatives: keys of optimum, AutoGPTQ and GPTQModel.
 _CALIBRATION = (
     "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
     "model_file_base_name", "act_group_aware", "mse", "gptaq", "foem", "hessian", "mock_quantization", "fallback",
@@ -62,7 +65,7 @@ _CALIBRATION = (
     "export_nntr_module", "nsamples", "seqlen", "inside_layer_modules", "use_triton",
 )  # fmt: skip
 _LEGACY_GPTQ = ("quant_type", "format_version")
-# auto-round's own, which it adds to the configurations of other formats too.
+# auto-round adds its own keys to configurations of every format that it writes.
 _AUTO_ROUND = (
     "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic", "amp", "batch_size",
     "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "enable_torch_compile",
@@ -84,9 +87,7 @@ _DATA_TYPES = (
 )  # fmt: skip
 _INT = ("int", "int_sym", "int_asym", "rtn_int_sym", "rtn_int_asym", "opt_rtn_int_sym", "opt_rtn_int_asym")
 _NONE: tuple[str, ...] = ()
-# The method of a config.json whose "quantization" has a ``quant_algo``: the keys are modelopt's.
-TENSORRT = "TensorRT-LLM"
-# Values that say that weights are not rotated.
+# Any value of these keys means rotated weights.
 _ROTATION = {"rotation": _NONE, "rotation_config": _NONE, "rotation_configs": _NONE, "spinquant_config": _NONE}
 
 # ---- the table ----
@@ -180,7 +181,7 @@ METHODS = (
         ),
     ),
     Method(
-        ("auto-round", "intel/auto-round"),
+        AUTO_ROUND,
         {"data_type": _DATA_TYPES, "fmt": _FP8_NAMES, "weight_zp_dtype": _NONE, **_ROTATION},
         ("bits", "group_size", "sym", "packing_format", "extra_config", "weight_block_size", "zero_point"),
         (*_AUTO_ROUND, *_CALIBRATION, "train_bs", "seed"),
@@ -217,7 +218,7 @@ METHODS = (
     Method(("metal",), {}, ("bits", "group_size")),
     Method(("gemma",), {}, ("num_bits", "module_quant_configs"), ("quantize_embeddings",)),
     Method(
-        ("quark",),
+        (QUARK,),
         {"weight_format": ("real_quantized",)},
         ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "algo_config", "export"),
         (
@@ -226,8 +227,8 @@ METHODS = (
             "weight_merge_groups", "pack_method",
         ),
     ),
-    Method((), {}, aliases=("nvfp4",)),  # transformers' own, whose scales are in the order of its kernel
-    Method((), {}, aliases=("gguf",)),  # safeload's own, for blocks in a safetensors file
+    Method((), {}, aliases=("nvfp4",)),  # transformers' own: scales in kernel order
+    Method((), {}, aliases=(GGUF,)),
     Method((), {"weights": ("int8", "float8", "int4", "int2")}, (), ("activations",), ("quanto",)),
     Method(
         (),
@@ -238,7 +239,7 @@ METHODS = (
     ),
 )  # fmt: skip
 
-# What compressed-tensors says of the weights of a group, and modelopt in its words.
+# Settings of the weights of a config group: compressed-tensors, and modelopt with its own keys.
 WEIGHTS = Method(
     (),
     {
@@ -251,7 +252,7 @@ WEIGHTS = Method(
     ("num_bits", "symmetric", "group_size", "block_structure"),
     ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "is_mx"),
 )
-# What Quark says of a tensor; ``dtype`` is compared with its codes.
+# Quark's settings of a tensor; ``dtype`` is compared with the dtype of the codes.
 SPEC = Method(
     (),
     {
@@ -267,17 +268,34 @@ SPEC = Method(
     ),
 )  # fmt: skip
 
+# Quark's dtypes of codes: the dtypes that store them, bits of a code, and the numbers that codes stand for.
+QUARK_DTYPES: Mapping[str, tuple[frozenset[str], int, str]] = {
+    "fp8_e4m3": (frozenset(("F8_E4M3", "F8_E4M3FNUZ")), 8, ""),
+    "fp8_e5m2": (frozenset(("F8_E5M2", "F8_E5M2FNUZ")), 8, ""),
+    "int8": (frozenset(("I8",)), 8, "I8"),
+    "uint8": (frozenset(("U8",)), 8, "U8"),
+    "int4": (frozenset(("I32",)), 4, "signed"),
+    "uint4": (frozenset(("I32",)), 4, "unsigned"),
+    "fp4": (frozenset(("U8",)), 4, "e2m1"),
+    "fp6_e2m3": (frozenset(("U8",)), 6, "e2m3"),
+    "fp6_e3m2": (frozenset(("U8",)), 6, "e3m2"),
+}
+# Quark's orders of the codes in a word, by ``pack_method``.
+QUARK_ORDERS = {"reorder": packing.WORDS, "order": packing.ROWS}
+
 _BY_NAME = {name: row for row in METHODS for name in (*row.names, *row.aliases)}
 COVERED = frozenset(name for row in METHODS for name in row.names)
+# Formats and algorithms of covered methods that no family reads.
+NOT_COVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD", "MXFP4", "W4A8_MXFP4_FP8"))
 
 
 def method_of(name: str) -> Method | None:
-    """The row of a method; None if it is unknown."""
+    """Return the settings of a method, or None if the method is unknown."""
     return _BY_NAME.get(name)
 
 
-def spelling_of(name: str) -> str:
-    """The table's name of a method: vLLM reads names in any case, and knows more of them than their writers do."""
+def canonical_name(name: str) -> str:
+    """Return the table's name of a method: vLLM ignores case, and accepts names that no writer uses."""
     lower = name.lower()
     row = _BY_NAME.get(lower)
     if row is None:
@@ -285,15 +303,15 @@ def spelling_of(name: str) -> str:
     return row.names[0] if lower in row.aliases and len(row.names) == 1 else lower
 
 
-def unknown(said: Mapping[str, Any], row: Method) -> tuple[str, Any] | None:
-    """The first key with its value that may change weights in an unknown way; None if there is none."""
-    for key, value in said.items():
+def unknown_setting(settings: Mapping[str, Any], method: Method) -> tuple[str, Any] | None:
+    """Return the first key and value that can change weights in an unknown way, or None."""
+    for key, value in settings.items():
         if value is None or value is False or value in ("", [], {}):
             continue
-        good = row.values.get(key)
-        if good is None:
-            if key not in _ANYWHERE and key not in row.read and key not in row.ignored:
+        supported = method.values.get(key)
+        if supported is None:
+            if key not in _ANYWHERE and key not in method.read and key not in method.ignored:
                 return key, value
-        elif not isinstance(value, (str, int, float)) or str(value).lower() not in good:
+        elif not isinstance(value, (str, int, float)) or str(value).lower() not in supported:
             return key, value
     return None

@@ -1,69 +1,69 @@
-"""The stored tensors of one packed tensor, for the functions that describe it."""
+"""The stored tensors of one packed tensor, as the families read them, and the checks that every packing must pass."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..base import dtypes, packing
+from ..base import packing
 from ..base.packing import Grid, Packing
-from .config import Quantization, is_length
 from .contents import PackedContents
-from .grid import Misfit, whole_grid
+from .families import Stored
+from .grid import Misfit, described_grid, matrices_of
+from .quantization import Quantization
 
-FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 # Methods with descriptions of weights in ``config_groups``.
 _IN_GROUPS = frozenset(("compressed-tensors", "modelopt"))
-# A block_structure of early compressed-tensors, such as "128x128".
-_STRUCTURE = re.compile("[0-9]{1,9}x[0-9]{1,9}", re.ASCII)
+NUMBERS = frozenset(("F32", "F16", "BF16"))
+# Dtypes of the parts by role. U8 holds the bits of a float8 if the packing names its dtype.
+_DTYPES = {
+    packing.SCALE: NUMBERS | {"F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"},
+    packing.GLOBAL: NUMBERS,
+    packing.BIAS: NUMBERS,
+    packing.FACTORS: NUMBERS,
+    packing.TABLE: NUMBERS,
+    packing.NESTED: NUMBERS,
+    packing.NESTED_TABLE: NUMBERS,
+    packing.ZERO: NUMBERS | {"I8", "U8", "I32", "F8_E4M3"},
+}
+# The `Packing.numbers` that can have zero points.
+_INTEGERS = frozenset(("I8", "U8", "offset", "signed", "unsigned"))
+# Settings of codes with zero points.
+_ASYMMETRIC = (("symmetric", False), ("sym", False), ("zero_point", True))
+# Most elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
+MOST = 1 << 59
 
 
-class Stored(NamedTuple):
-    """A tensor as a file stores it.
+class GroupContext(NamedTuple):
+    """The data shared by all groups of a checkpoint."""
 
-    Attributes:
-        row: row of the dtype table.
-        shape: logical shape.
-    """
-
-    row: dtypes.Dtype
-    shape: tuple[int, ...]
+    tensors: Mapping[str, Stored]  # all tensors by name
+    quantization: Quantization | None
+    text: str  # the quantization as JSON, for `Packing.config`
+    contents: PackedContents
 
 
 class PackedGroup:
     """The stored tensors of one packed tensor.
 
     Args:
-        codes: name of the codes.
-        logical: name of the packed tensor.
-        names: names of all parts by role.
-        tensors: all tensors of the checkpoint.
-        config: the quantization of ``config.json``; None without one.
-        config_text: the configuration as JSON, for `Packing.config`.
-        contents: reads small tensors and metadata.
+        codes: the name of the codes.
+        logical: the name of the packed tensor.
+        names: the names of all parts, by role.
     """
 
-    def __init__(
-        self,
-        codes: str,
-        logical: str,
-        names: Mapping[str, str],
-        tensors: Mapping[str, Stored],
-        config: Quantization | None,
-        config_text: str,
-        contents: PackedContents,
-    ) -> None:
-        self.codes, self.logical, self.names, self.config = codes, logical, names, config
-        self._tensors, self._config_text, self._contents = tensors, config_text, contents
+    def __init__(self, codes: str, logical: str, names: Mapping[str, str], context: GroupContext) -> None:
+        self.codes, self.logical, self.names = codes, logical, names
+        self.config = context.quantization
+        self._context, self._tensors = context, context.tensors
         self._weights: list[Mapping[str, Any]] | None = None
-        self._layer: list[Mapping[str, Any] | None] = []  # what the configuration says of the module, once it is read
+        self._overrides: list[Mapping[str, Any] | None] = []  # `layer_overrides` of the module once known
 
     @property
     def module(self) -> str:
-        """Name of the module that the weight belongs to."""
+        """The name of the module that owns the weight."""
         return self.logical.removesuffix(".weight")
 
     @property
@@ -71,46 +71,44 @@ class PackedGroup:
         """``quant_method`` of the configuration."""
         return None if self.config is None else self.config.method
 
+    # ---- configuration ----
+
     def weights(self) -> list[Mapping[str, Any]]:
-        """What ``config_groups`` of the configuration says of the weights of the module.
+        """Return the descriptions of the module's weights in ``config_groups``.
 
         Raises:
-            UnsupportedError: a target is a pattern that is not supported.
+            UnsupportedError: a target is an unsupported pattern.
         """
         if self._weights is None:
             self._weights = [] if self.config is None else self.config.weights(self.module)
         return self._weights
 
-    def _own(self) -> Mapping[str, Any] | None:
-        if not self._layer:
-            self._layer.append({} if self.config is None else self.config.of_layer(self.module))
-        return self._layer[0]
+    def _own_settings(self) -> Mapping[str, Any] | None:
+        if not self._overrides:
+            self._overrides.append({} if self.config is None else self.config.layer_overrides(self.module))
+        return self._overrides[0]
 
-    def said(self) -> Mapping[str, Any]:
-        """The configuration of the module: what holds for all, and its own overrides (GPTQModel, auto-round).
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration of the module: the shared settings and its own overrides (GPTQModel, auto-round).
 
         Raises:
             Misfit: the module is not quantized.
-            UnsupportedError: a pattern that is not supported.
+            UnsupportedError: the configuration has an unsupported pattern.
         """
         if self.config is None:
             return {}
         if self.config.is_uniform:
             return self.config.values
-        own = self._own()
+        own = self._own_settings()
         if own is None:
-            raise Misfit(f"its module has codes, but {self.config.overrides} of its quantization says that it has none")
+            raise Misfit(f"its module has codes, but {self.config.overrides_key} excludes the module from quantization")
         return {**self.config.values, **own}
 
-    def setting(self, key: str) -> Any:
-        """A value of `said`; None if it is missing."""
-        return self.said().get(key)
-
     def unknown(self) -> str | None:
-        """A setting of the configuration that may change the values in an unknown way, as text.
+        """Return a setting that can change the values in an unknown way, as text, or None.
 
         Raises:
-            UnsupportedError: a pattern that is not supported.
+            UnsupportedError: the configuration has an unsupported pattern.
         """
         config = self.config
         if config is None:
@@ -119,7 +117,7 @@ class PackedGroup:
             why = config.unknown
         else:
             described = self.weights() if config.method in _IN_GROUPS else []
-            why = config.unknown_of(self.module, self._own(), described)
+            why = config.unknown_of(self.module, self._own_settings(), described)
         if why is None and config.method == "compressed-tensors":
             kind = "int" if self.dtype() in ("I8", "I32") else "float"
             kinds = {str(weights["type"]) for weights in self.weights() if weights.get("type") is not None}
@@ -127,115 +125,96 @@ class PackedGroup:
                 why = f"type {kinds.pop()} of {self.dtype()} codes"
         return why
 
+    # ---- stored tensors ----
+
     def of_shape(self, shape: tuple[int, ...]) -> PackedGroup:
-        """The same group, as if codes of this shape were stored."""
+        """Return the group as if its codes had this shape."""
         row = self._tensors[self.codes].row
         tensors = ChainMap({self.codes: Stored(row, shape)}, self._tensors)  # type: ignore[arg-type]
-        return PackedGroup(
-            self.codes, self.logical, self.names, tensors, self.config, self._config_text, self._contents
-        )
+        return PackedGroup(self.codes, self.logical, self.names, self._context._replace(tensors=tensors))
 
     def has(self, role: str) -> bool:
-        """Whether there is such a part."""
+        """Return True if there is a part with this role."""
         return role in self.names
 
     def has_beside(self, suffix: str) -> bool:
-        """Whether the module has another tensor with this suffix."""
+        """Return True if the module has another tensor with this suffix."""
         return f"{self.module}{suffix}" in self._tensors
 
     def shape(self, role: str = packing.CODES) -> tuple[int, ...]:
-        """Shape of a part."""
+        """Return the shape of a part."""
         return self._tensors[self.names[role]].shape
 
     def dtype(self, role: str = packing.CODES) -> str:
-        """Code of the dtype of a part."""
+        """Return the dtype code of a part."""
         return self._tensors[self.names[role]].row.code
 
     def nbytes(self) -> int:
-        """Bytes of the codes."""
+        """Return the size of the codes."""
         stored = self._tensors[self.codes]
         return stored.row.nbytes(math.prod(stored.shape))
 
     def element_bytes(self) -> int:
-        """Bytes of an element of the codes."""
+        """Return the size of an element of the codes."""
         return self._tensors[self.codes].row.block_bytes
 
     def content(self, role: str) -> bytes:
-        """Bytes of a small part.
+        """Return the bytes of a small part.
 
         Raises:
             Misfit: it is too long, or not U8.
         """
-        return self._contents(self.names[role])
+        return self._context.contents(self.names[role])
 
     def note(self) -> str | None:
-        """What the metadata of its file says under its name; None if that is nothing."""
-        return self._contents.note(self.codes, self.logical)
+        """Return the text under the tensor's name in the metadata of its file, or None."""
+        return self._context.contents.note(self.codes, self.logical)
 
     def integers(self, role: str) -> tuple[int, ...]:
-        """Values of a small part.
+        """Return the values of a small part.
 
         Raises:
             Misfit: it is too long, or of another dtype.
         """
-        return self._contents.integers(self.names[role])
+        return self._context.contents.integers(self.names[role])
+
+    # ---- packing ----
 
     def packing(
-        self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **more: object
+        self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **fields: object
     ) -> Packing:
-        """A `Packing` of rows; ``row_bytes`` are those of the stored tensor."""
+        """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor."""
         matrices, rows, columns = matrices_of(shape)
         stored = self.shape()
         row_bytes = self._tensors[self.codes].row.nbytes(stored[-1]) if stored else 1
         fields = {
             "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
-            "config": self._config_text, **more,
+            "config": self._context.text, **fields,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
-    def scale_dtype(self, bits: str) -> str | None:
-        """The dtype of scales that are stored as U8: ``bits`` says which float8 they are."""
-        return bits if self.dtype(packing.SCALE) == "U8" else None
+    def scale_dtype(self, dtype: str) -> str | None:
+        """Return ``dtype``, a float8, if the scales store its bits as U8."""
+        return dtype if self.dtype(packing.SCALE) == "U8" else None
 
 
-def matrices_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Number, rows and columns of the matrices of a shape."""
-    if len(shape) < 2:
-        return 1, 1, math.prod(shape)
-    return math.prod(shape[:-2]), shape[-2], shape[-1]
+# ---- settings of config_groups ----
 
 
-def label_of(prefix: str, grid: Grid, shape: tuple[int, ...], zeros: bool = False, grouped: bool = False) -> str:
-    """The label of a scheme: "fp8 128x128", "int4 g32", "fp8 row", "int8 tensor asym"."""
-    if grid.row_block == 1 and grid.columns == 1 and grouped:
-        kind = f"g{shape[-1]}"
-    elif grid.rows == 1 and grid.columns == 1:
-        kind = "tensor"
-    elif grid.row_block == 1 and grid.columns == 1:
-        kind = "row"
-    elif grid.column_block == 1 and grid.rows == 1:
-        kind = "column"
-    elif grid.row_block == 1:
-        kind = f"g{grid.column_block}"
-    else:
-        kind = f"{grid.row_block}x{grid.column_block}"
-    return f"{prefix} {kind}{' asym' if zeros else ''}"
+def configured_bits(group: PackedGroup) -> int | None:
+    """Return the ``num_bits`` of the configuration if all descriptions agree."""
+    bits = _common_setting(group, "num_bits")
+    return bits if bits is not None and 1 <= bits <= 8 else None
 
 
-def said_bits(group: PackedGroup) -> int | None:
-    """The ``num_bits`` of the configuration, if it has a single one."""
-    only = _only(group, "num_bits")
-    return only if only is not None and 1 <= only <= 8 else None
+def configured_group_size(group: PackedGroup) -> int | None:
+    """Return the ``group_size`` of the configuration if all descriptions in groups agree."""
+    size = _common_setting(group, "group_size", "group")
+    return size if size is not None and size > 0 else None
 
 
-def said_group(group: PackedGroup) -> int | None:
-    """The ``group_size`` of the configuration, if it has a single one."""
-    only = _only(group, "group_size", "group")
-    return only if only is not None and only > 0 else None
-
-
-def _only(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
-    """An integer of the descriptions of weights (of a strategy); None if it is missing, or they differ."""
+def _common_setting(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
+    """Return an integer on which all descriptions (of a strategy) agree, or None."""
     if not group.weights():
         return None
     values = [
@@ -245,8 +224,8 @@ def _only(group: PackedGroup, key: str, strategy: str | None = None) -> int | No
     return first if type(first) is int and all(value == first for value in values) else None
 
 
-def said_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
-    """The grid of scales that ``config_groups`` describes for codes of a shape, or None if it does not say.
+def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
+    """Return the grid of scales that ``config_groups`` describes for codes of a shape, or None.
 
     Raises:
         Misfit: the scales have another shape.
@@ -255,75 +234,89 @@ def said_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
         return None
     described, scale = group.weights(), group.shape(packing.SCALE)
     if len(described) != 1:
-        return _grid_among(described, shape, scale)
-    key, known = (id(described[0]), shape, scale), group.config.grids
-    if key not in known:  # thousands of experts have the shapes of the first
-        known[key] = _grid_among(described, shape, scale)
-    return known[key]
+        return described_grid(described, shape, scale)
+    key, grids = (id(described[0]), shape, scale), group.config.grids
+    if key not in grids:  # thousands of experts have the shapes of the first
+        grids[key] = described_grid(described, shape, scale)
+    return grids[key]
 
 
-def _grid_among(described: Sequence[Mapping[str, Any]], shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
-    """The grid of the description that scales of a shape fit; None if there is none, or one does not say."""
-    grids = [grid for grid in (_grid_of_strategy(weights, shape) for weights in described) if grid is not None]
-    if not grids or len(grids) < len(described):
-        return None
-    fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
-    rows, columns = (1, 1, *shape)[-2:]
-    if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:
-        return fitting[0]._replace(shared=math.prod(scale) == 1 < math.prod(shape[:-2]))
-    strategies = ", ".join(dict.fromkeys(_strategy(weights) for weights in described))
-    if fitting:
-        raise Misfit(f"scales {list(scale)} of {list(shape)} fit several config_groups: {strategies}")
-    expected = " or ".join(str([*shape[:-2], grid.rows, grid.columns]) for grid in dict.fromkeys(grids))
-    raise Misfit(f"scales {list(scale)} do not fit {list(shape)}: expected {expected} for {strategies} (config_groups)")
-
-
-def _strategy(weights: Mapping[str, Any]) -> str:
-    """The strategy of a description and the length that belongs to it, for messages."""
-    structure, size = _structure_of(weights), weights.get("group_size")
-    if structure is not None:
-        return f"blocks of {structure[0]} x {structure[1]}"
-    return f"groups of {size}" if is_length(size) else f"strategy {weights.get('strategy')}"
-
-
-def _structure_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of ``block_structure``; None without one."""
-    structure = weights.get("block_structure")
-    if isinstance(structure, str) and _STRUCTURE.fullmatch(structure):
-        structure = [int(side) for side in structure.split("x")]
-    if isinstance(structure, list) and len(structure) == 2 and all(map(is_length, structure)):
-        return structure[0], structure[1]
-    return None
-
-
-def _grid_of_strategy(weights: Mapping[str, Any], shape: tuple[int, ...]) -> Grid | None:
-    """The grid of a description; None if its strategy is missing or unknown."""
-    rows, columns = (max(1, length) for length in (1, 1, *shape)[-2:])
-    strategy, size, structure = weights.get("strategy"), weights.get("group_size"), _structure_of(weights)
-    if strategy == "tensor":
-        return whole_grid(shape, rows, columns)
-    if strategy == "channel" or (strategy is None and size == -1):
-        return whole_grid(shape, 1, columns)
-    if strategy in ("group", "tensor_group", None) and is_length(size):
-        return whole_grid(shape, 1, min(size, columns))
-    if strategy in ("block", None) and structure is not None:
-        return whole_grid(shape, *structure)
-    return None
-
-
-def _is_shape_of(scale: tuple[int, ...], grid: Grid, shape: tuple[int, ...]) -> bool:
-    """Whether scales of this shape are those of a grid over each matrix. An axis of 1 may be missing."""
-    if (grid.rows, grid.columns) == (1, 1) and (math.prod(scale) == 1 or scale == shape[:-2]):
-        return True
-    expected = (*shape[:-2], grid.rows, grid.columns)
-    return scale == expected or (grid.columns == 1 and scale == expected[:-1])
+# ---- checks ----
 
 
 def check_global(group: PackedGroup, packed: Packing) -> Packing:
-    """The packing, if it has a global scale for the whole tensor, for each expert, or for equal parts of their rows."""
+    """Return the packing if its global scales fit: one per tensor, per expert, or per equal share of an expert's rows.
+
+    Raises:
+        Misfit: they do not fit.
+    """
     size = math.prod(group.shape(packing.GLOBAL))
-    if size == 0 or (size != 1 and not packed.matrices):
-        raise Misfit(f"global scales {list(group.shape(packing.GLOBAL))} do not fit {list(packed.shape)}")
-    if size != 1 and (size % packed.matrices or packed.matrices * packed.rows % size):
+    fits = size == 1 or (
+        size > 0 and packed.matrices > 0 and not size % packed.matrices and not packed.matrices * packed.rows % size
+    )
+    if not fits:
         raise Misfit(f"global scales {list(group.shape(packing.GLOBAL))} do not fit {list(packed.shape)}")
     return packed
+
+
+def check(group: PackedGroup, packed: Packing) -> Packing:
+    """Return the packing if all parts fit it in size and dtype.
+
+    Raises:
+        Misfit: a part does not fit.
+    """
+    for role, name in group.names.items():
+        if role in _DTYPES and group.dtype(role) not in _DTYPES[role]:
+            expected = ", ".join(sorted(_DTYPES[role]))
+            raise Misfit(f"{name} is {group.dtype(role)}, expected one of {expected}")
+    plain = packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE
+    if plain and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
+        raise Misfit("its scales are U8, and nothing says which float8 they hold")
+    if max(1, packed.matrices) * max(1, packed.rows) * max(1, packed.columns) >= MOST:
+        raise Misfit(f"shape {list(packed.shape)} has too many elements")
+    if _code_bytes(packed) > group.nbytes():
+        raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
+    if packed.grid is not None:
+        _check_grid(group, packed)
+    if not group.has(packing.ZERO):
+        _check_symmetric(group, packed)
+    elif all(weights.get("symmetric") is True for weights in group.weights()) and group.weights():
+        return packed._replace(symmetric=True)
+    return packed
+
+
+def _check_symmetric(group: PackedGroup, packed: Packing) -> None:
+    """Refuse codes without zero points if the configuration requires zero points."""
+    setting = None
+    if group.weights():
+        if all(weights.get("symmetric") is False for weights in group.weights()):
+            setting = "symmetric is false in config_groups"
+    elif group.config is not None and packed.numbers in _INTEGERS and not group.has(packing.BIAS):
+        values = group.config.values
+        setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
+    if setting is not None:
+        raise Misfit(f"its zero points are missing, but {setting}")
+
+
+def _code_bytes(packed: Packing) -> int:
+    if packed.layout == packing.MASKED:
+        return packed.rows * packed.row_bytes
+    if packed.layout == packing.PLANES:
+        per_row, rows = packed.columns, packed.rows * packed.bits // 8
+    elif packed.layout == packing.COLUMNS:
+        per_row, rows = packed.columns * 4, packed.rows * packed.bits // 32
+    elif packed.word_codes:
+        per_row, rows = -(-packed.columns // packed.word_codes) * 4, packed.rows
+    else:
+        per_row, rows = -(-packed.columns * packed.bits // 8), packed.rows
+    return packed.matrices * rows * max(per_row, packed.row_bytes)
+
+
+def _check_grid(group: PackedGroup, packed: Packing) -> None:
+    grid = packed.grid
+    assert grid is not None
+    count = (1 if grid.shared else packed.matrices) * grid.rows * grid.columns
+    roles = [packing.SCALE, packing.BIAS] if packed.zeros is not None else [packing.SCALE, packing.BIAS, packing.ZERO]
+    for role in roles:
+        if group.has(role) and math.prod(group.shape(role)) != count:
+            raise Misfit(f"{role} {list(group.shape(role))} must have {count} elements to fit its codes")

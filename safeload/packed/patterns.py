@@ -1,13 +1,18 @@
-"""Patterns of module names in configurations, matched in linear time: they come from files, as hostile as any other.
+"""Patterns of module names in configurations: regular expressions and globs, matched in linear time.
 
-A subset of regular expressions: literals, ``.``, ``*``, ``+``, ``?``, classes (of ASCII), groups, alternation, anchors.
-They match as those of `re` do. A pattern
-becomes a nondeterministic automaton whose states are advanced together (Thompson, 1968), so that no pattern takes more
-than its length times that of the name.
+Configurations come from untrusted files, and `re` takes exponential time on some patterns.
+
+`Pattern` supports a subset of regular expressions: literals, ``.``, ``*``, ``+``, ``?``, ASCII classes, groups,
+alternation and anchors, with the semantics of `re`. It simulates a nondeterministic automaton (Thompson, 1968), which
+takes at most the length of the pattern times the length of the name.
+
+`Globs` matches as `fnmatch` does: a glob of literals and ``*`` by one search per literal, a glob with ``?`` or classes
+as a `Pattern`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,39 +21,37 @@ from ..errors import UnsupportedError
 
 # Characters of a pattern. The longest in published configurations have about 100.
 LONGEST = 1000
+# Nested groups of a pattern: the parser is recursive.
+_DEEPEST = 50
 
 _CLASSES = {
     "d": "0123456789",
     "w": "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_",
     "s": " \t\n\r\f\v",
 }
+_WILDCARDS = "*?["
+
+
+# ---- regular expressions ----
 
 
 class _State(NamedTuple):
-    """A state of the automaton.
+    """A state of the automaton."""
 
-    Attributes:
-        chars: characters that lead to ``after``; the empty set for none.
-        negated: whether ``chars`` are those that do not.
-        after: states that follow a character.
-        free: states that follow without one.
-    """
-
-    chars: frozenset[str]
-    negated: bool
-    after: list[int]
-    free: list[int]
+    chars: frozenset[str]  # characters that lead to ``after``
+    negated: bool  # if set, all characters except ``chars`` lead there
+    after: list[int]  # states that follow a character
+    free: list[int]  # states that follow without a character
 
 
 class Pattern:
-    """One pattern.
+    """A regular expression of the supported subset.
 
     Args:
-        text: the pattern.
-        key: the key of the configuration that holds it, for errors.
+        key: the key of the configuration that holds the pattern, for errors.
 
     Raises:
-        UnsupportedError: it is too long, or has something outside the subset.
+        UnsupportedError: the pattern is too long, or outside the subset.
     """
 
     def __init__(self, text: str, key: str) -> None:
@@ -64,17 +67,17 @@ class Pattern:
         self._end = end
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern matches at the beginning of a name, as ``re.match`` does."""
+        """Return True if the pattern matches at the beginning of a name, as in ``re.match``."""
         current = self._closure({self._begins}, at_end=not name)
         for k, char in enumerate(name):
             if self._end in current:
                 return True
             states = self._states
             following = {
-                state
+                following_state
                 for number in current
-                if (one := states[number]).after and (char in one.chars) != one.negated
-                for state in one.after
+                if (state := states[number]).after and (char in state.chars) != state.negated
+                for following_state in state.after
             }
             current = self._closure(following, at_end=k == len(name) - 1)
             if not current:
@@ -82,22 +85,22 @@ class Pattern:
         return self._end in current
 
     def _closure(self, states: set[int], at_end: bool) -> set[int]:
-        found, todo = set(states), list(states)
+        closure, todo = set(states), list(states)
         while todo:
             number = todo.pop()
             if number in self._anchored_end and not at_end:
-                found.discard(number)
+                closure.discard(number)
                 continue
             for state in self._states[number].free:
-                if state not in found:
-                    found.add(state)
+                if state not in closure:
+                    closure.add(state)
                     todo.append(state)
-        return found
+        return closure
 
     def _unsupported(self) -> UnsupportedError:
         return UnsupportedError(
-            f"{self._key}: the pattern {show(self._text)} has something other than literals, classes, groups, "
-            f"alternatives and repetitions at character {self._at}"
+            f"{self._key}: the pattern {show(self._text)} has unsupported syntax at character {self._at}; expected "
+            "literals, classes, groups, alternatives and repetitions"
         )
 
     def _new(self) -> int:
@@ -105,7 +108,7 @@ class Pattern:
         return len(self._states) - 1
 
     def _alternatives(self, begin: int, depth: int) -> int:
-        if depth > 50:
+        if depth > _DEEPEST:
             raise self._unsupported()
         end = self._new()
         while True:
@@ -128,7 +131,7 @@ class Pattern:
         kind = self._text[self._at : self._at + 1]
         if kind and kind in "*+?":
             self._at += 1
-            if self._text[self._at : self._at + 1] == "?":  # lazy: the same names match
+            if self._text[self._at : self._at + 1] == "?":  # lazy quantifiers match the same names
                 self._at += 1
             if kind != "+":
                 self._states[start].free.append(end)
@@ -223,5 +226,86 @@ class Pattern:
 
 @lru_cache(256)
 def compiled(text: str, key: str) -> Pattern:
-    """The pattern of a text; cached, because a configuration is applied to every module."""
+    """Return a compiled pattern; cached, because a configuration is applied to every module."""
     return Pattern(text, key)
+
+
+# ---- globs ----
+
+
+class Globs:
+    """An ordered list of names and globs; the first match wins.
+
+    Args:
+        key: the key of the configuration that holds the globs, for errors.
+
+    Raises:
+        UnsupportedError: a glob is too long, or has a class that `Pattern` does not support.
+    """
+
+    def __init__(self, texts: Iterable[str], key: str) -> None:
+        self._names: dict[str, int] = {}
+        self._globs: list[tuple[int, str, _Stars | Pattern]] = []
+        for number, text in enumerate(texts):
+            if not any(char in text for char in _WILDCARDS):
+                self._names[text] = number
+            elif "?" in text or "[" in text:
+                self._globs.append((number, text, Pattern(_expression(text), key)))
+            else:
+                self._globs.append((number, text, _Stars(text)))
+
+    def first(self, name: str) -> str | None:
+        """Return the first name or glob that matches, or None."""
+        exact = self._names.get(name)
+        for number, text, glob in self._globs:
+            if exact is not None and exact < number:
+                break
+            if glob.matches(name):
+                return text
+        return None if exact is None else name
+
+
+class _Stars:
+    """A glob of literals and ``*``, matched greedily: the leftmost match of a literal leaves the most to the rest."""
+
+    def __init__(self, text: str) -> None:
+        self._first, *self._between, self._last = text.split("*")
+
+    def matches(self, name: str) -> bool:
+        """Return True if the whole name matches."""
+        at, end = len(self._first), len(name) - len(self._last)
+        if at > end or not name.startswith(self._first) or not name.endswith(self._last):
+            return False
+        for literal in self._between:
+            at = name.find(literal, at, end)
+            if at < 0:
+                return False
+            at += len(literal)
+        return True
+
+
+def _expression(glob: str) -> str:
+    """Translate a glob into a regular expression that matches whole names."""
+    parts, at = [], 0
+    while at < len(glob):
+        char = glob[at]
+        end = _end_of_class(glob, at) if char == "[" else -1
+        if end >= 0:
+            inside = glob[at + 1 : end]
+            negated = inside.startswith("!")
+            parts.append(f"[{'^' if negated else ''}{''.join(map(_escaped_in_class, inside[negated:]))}]")
+            at = end
+        else:
+            parts.append({"*": ".*", "?": "."}.get(char) or (char if char.isalnum() else f"\\{char}"))
+        at += 1
+    return "".join(parts) + "$"
+
+
+def _end_of_class(glob: str, begin: int) -> int:
+    """Return the position of the bracket that closes a class; -1 if the opening bracket is a literal."""
+    first = begin + 1 + glob.startswith("!", begin + 1)
+    return glob.find("]", first + 1)  # a leading "]" is a character of the class
+
+
+def _escaped_in_class(char: str) -> str:
+    return char if char.isalnum() or char == "-" else f"\\{char}"

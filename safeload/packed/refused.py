@@ -1,71 +1,64 @@
-"""Quantizations that are recognised and not dequantized: what each is, and what reads it.
+"""Quantizations that safeload recognizes and does not dequantize: what each is, and which tool reads it.
 
 Sources of the names: the quantizers of transformers, ExLlamaV2 and V3, AQLM, VPTQ, QuIP#, QTIP, SpQR, Marlin, HQQ,
-EETQ.
+EETQ; Quark's as in `quark`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
-from . import quark
-from .config import Quantization
-from .packed_group import FP8
+from .families import FP8
+from .methods import QUARK, QUARK_DTYPES
+from .quantization import Quantization, brief
 
 
 class Refusal(NamedTuple):
-    """A row of the table.
+    """A quantization that safeload does not dequantize."""
 
-    Attributes:
-        what: the family, and why its codes are not dequantized.
-        reader: what reads it.
-        suffixes: pairs of suffixes, of the name of the codes and of that of their companion.
-        methods: values of ``quant_method``, ``format`` and the like that identify it.
-        fp8: whether the suffixes identify codes of fp8 too.
-    """
-
-    what: str
-    reader: str
-    suffixes: tuple[tuple[str, str], ...] = ()
-    methods: tuple[str, ...] = ()
-    fp8: bool = False
+    what: str  # the family, and why safeload does not dequantize it
+    reader: str  # the tool that reads it
+    suffixes: tuple[tuple[str, str], ...] = ()  # of the names of the codes and of a companion that identifies them
+    methods: tuple[str, ...] = ()  # values of ``quant_method``, ``format`` and similar keys that identify it
+    fp8: bool = False  # the suffixes identify fp8 codes too
 
 
 QUARK_READER = "AMD Quark"
 
-# A pair of suffixes tells more than a method, which may have several layouts: rows are searched for pairs first.
+# A pair of suffixes is more specific than a method, which can have more than one layout: pairs are searched first.
 REFUSALS = (
     Refusal(
-        "EXL2, whose permuted rows have codes of different widths", "ExLlamaV2", ((".q_weight", ".q_scale"),), ("exl2",)
+        "EXL2, with permuted rows and codes of different widths", "ExLlamaV2", ((".q_weight", ".q_scale"),), ("exl2",)
     ),
     Refusal(
-        "EXL3, whose codes are paths through a trellis in a rotated basis",
+        "EXL3, with codes that are paths through a trellis in a rotated basis",
         "ExLlamaV3",
         ((".trellis", ".suh"), (".trellis", ".svh")),
         ("exl3",),
     ),
     Refusal(
-        "QTIP, whose codes are paths through a trellis in a rotated basis",
+        "QTIP, with codes that are paths through a trellis in a rotated basis",
         "QTIP",
         ((".trellis", ".SU"), (".trellis", ".SV")),
         ("qtip",),
     ),
     Refusal(
-        "QuIP#, whose codes are points of a lattice in a rotated basis",
+        "QuIP#, with codes that are points of a lattice in a rotated basis",
         "QuIP#",
         ((".Qidxs", ".SU"), (".Qidxs", ".SV")),
         ("quip", "quip_sharp"),
     ),
-    Refusal("AQLM, whose weights are sums of vectors of codebooks", "aqlm", ((".codes", ".codebooks"),), ("aqlm",)),
+    Refusal("AQLM, with weights that are sums of codebook vectors", "aqlm", ((".codes", ".codebooks"),), ("aqlm",)),
     Refusal(
-        "VPTQ, whose weights are vectors of codebooks, permuted",
+        "VPTQ, with weights that are permuted codebook vectors",
         "vptq",
         ((".indices", ".centroids.weight"),),
         ("vptq",),
     ),
     Refusal(
-        "SpQR, which stores outliers apart from its tiles of 3 bits",
+        "SpQR, which stores outliers separately from its 3-bit tiles",
         "spqr_quant",
         ((".col_vals", ".dense_weights"),),
         ("spqr",),
@@ -76,75 +69,120 @@ REFUSALS = (
         ((".weight_packed", ".scale_packed"),),
         ("marlin-24", "gptq_marlin_24"),
     ),
-    Refusal("Marlin, whose codes are in the order of its kernel", "vLLM", ((".B", ".s"),), ("marlin", "gptq_marlin")),
-    Refusal("HQQ, whose settings are in a pickle beside it", "hqq", ((".W_q", ".scale"), (".W_q", ".meta")), ("hqq",)),
+    Refusal("Marlin, with codes in the order of its kernel", "vLLM", ((".B", ".s"),), ("marlin", "gptq_marlin")),
+    Refusal("HQQ, with its settings in a pickle beside it", "hqq", ((".W_q", ".scale"), (".W_q", ".meta")), ("hqq",)),
     Refusal(
-        "EETQ, whose codes are permuted for its kernel",
+        "EETQ, with codes permuted for its kernel",
         "EETQ",
         ((".weight", ".weight_scales"), (".qweight", ".weight_scales")),
         ("eetq",),
     ),
     Refusal(
-        "ComfyUI's, whose 4-bit codes are in an order of its own, and whose others may be rotated",
+        "ComfyUI's, with 4-bit codes in its own order, and wider codes that can be rotated",
         "ComfyUI",
         ((".weight", ".comfy_quant"),),
     ),
     Refusal(
-        "TensorRT-LLM's, whose files hold the layout of its engines",
+        "TensorRT-LLM's, with files that hold the layout of its engines",
         "TensorRT-LLM",
         ((".weight", ".weights_scaling_factor"), (".weight", ".per_channel_scale")),
         fp8=True,
     ),
     Refusal("Quark's weights in a rotated basis", QUARK_READER, ((".weight", ".input_rotation"),), fp8=True),
-    Refusal("HIGGS, whose codes are points of a grid in a rotated basis", "transformers with flute", (), ("higgs",)),
-    Refusal("FP-Quant, whose weights are in a rotated basis", "transformers with fp_quant", (), ("fp_quant",)),
+    Refusal("HIGGS, with codes that are grid points in a rotated basis", "transformers with flute", (), ("higgs",)),
+    Refusal("FP-Quant, with weights in a rotated basis", "transformers with fp_quant", (), ("fp_quant",)),
     Refusal("SINQ, which scales both rows and columns", "sinq", (), ("sinq",)),
-    Refusal("Four Over Six, whose NVFP4 blocks have one of two ranges", "fouroversix", (), ("fouroversix",)),
-    Refusal("BitBLAS, whose codes are in the order of its kernel", "vLLM with bitblas", (), ("bitblas",)),
-    Refusal("IPEX, whose codes are in the order of its kernel", "intel-extension-for-pytorch", (), ("ipex",)),
-    Refusal("llm-awq's, whose codes are in the order of its kernel", "llm-awq", (), ("llm-awq",)),
-    Refusal("AWQ's gemv_fast, whose codes are in the order of its kernel", "AutoAWQ", (), ("gemv_fast",)),
-    Refusal(
-        "modelopt's AWQ, whose bytes hold a code of each of two rows", "TensorRT-LLM", (), ("W4A16_AWQ", "W4A8_AWQ")
-    ),
+    Refusal("Four Over Six, with NVFP4 blocks of two different ranges", "fouroversix", (), ("fouroversix",)),
+    Refusal("BitBLAS, with codes in the order of its kernel", "vLLM with bitblas", (), ("bitblas",)),
+    Refusal("IPEX, with codes in the order of its kernel", "intel-extension-for-pytorch", (), ("ipex",)),
+    Refusal("llm-awq's, with codes in the order of its kernel", "llm-awq", (), ("llm-awq",)),
+    Refusal("AWQ's gemv_fast, with codes in the order of its kernel", "AutoAWQ", (), ("gemv_fast",)),
+    Refusal("modelopt's AWQ, with codes of two rows in each byte", "TensorRT-LLM", (), ("W4A16_AWQ", "W4A8_AWQ")),
 )
 
-# Keys whose value says more than the method.
+# Keys that are more specific than the method.
 _KEYS = ("format", "checkpoint_format", "version", "quant_algo")
-_READ_BY_METHOD = {method: row for row in REFUSALS for method in row.methods}
+_BY_METHOD = {method: row for row in REFUSALS for method in row.methods}
 _ROTATED = Refusal("compressed-tensors in a rotated basis (transform_config)", "vLLM")
 
 
 def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quantization | None) -> Refusal | None:
-    """The row of codes that are not dequantized; None if the table has none.
+    """Return the reason why codes are not dequantized, or None if they are of no listed quantization.
 
     Args:
-        name: of the codes.
+        name: the name of the codes.
         dtype: code of their dtype.
-        companion: name of the companion that identifies them; None without one.
-        quantization: of the configuration; None without one.
+        companion: the tensor that identifies the codes, if there is one.
     """
     if companion is not None:
         for row in REFUSALS:
-            for main, other in row.suffixes:
-                if name.endswith(main) and companion == name.removesuffix(main) + other:
+            for main, suffix in row.suffixes:
+                if name.endswith(main) and companion == name.removesuffix(main) + suffix:
                     return row if row.fp8 or dtype not in FP8 else None
-    if quantization is not None and quantization.get("transform_config"):
-        return _ROTATED  # of any dtype
-    if quantization is not None and quantization.method == quark.METHOD:
-        return _of_quark(name, quantization)
-    if quantization is None or dtype in FP8:
+    if quantization is None:
         return None
-    for said in (quantization.method, *map(quantization.get, _KEYS)):
-        row_said = _READ_BY_METHOD.get(said) if isinstance(said, str) else None
-        if row_said is not None:
-            return row_said
+    if quantization.get("transform_config"):
+        return _ROTATED  # of any dtype
+    if quantization.method == QUARK:
+        reason = unread_by_quark(quantization, name)
+        return None if reason is None else Refusal(reason, QUARK_READER)
+    if dtype in FP8:
+        return None
+    for value in (quantization.method, *map(quantization.get, _KEYS)):
+        refusal = _BY_METHOD.get(value) if isinstance(value, str) else None
+        if refusal is not None:
+            return refusal
     return None
 
 
-def _of_quark(name: str, quantization: Quantization) -> Refusal | None:
+# ---- Quark, where the configuration decides for each tensor ----
+
+
+def unread_by_quark(quantization: Quantization, name: str) -> str | None:
+    """Return the quantization of a tensor that safeload does not dequantize, or None."""
     try:
-        what = quark.unread(quantization, name)
-    except UnsupportedError:  # of opening the checkpoint, unless its tensors are wanted as stored
+        return unread_specs(quantization, name, quark_specs(quantization, name))
+    except UnsupportedError:  # opening the checkpoint reports it, except with stored=True
         return None
-    return None if what is None else Refusal(what, QUARK_READER)
+
+
+def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Like `unread_by_quark`, for the `quark_specs` of the tensor."""
+    if _is_rotated(quantization, _module_of(name)):
+        return "Quark's weights in a rotated basis (algo_config)"
+    kinds = [brief(str(spec.get("dtype"))) for spec in specs]
+    if any(spec.get("scale_format") == "e5m3" for spec in specs):
+        return f"Quark's {kinds[0]} with scales of e5m3"
+    if len(specs) > 1 and kinds not in (["fp4", "fp8_e4m3"], ["fp8_e4m3", "int4"], ["fp8_e4m3", "uint4"]):
+        return f"Quark's {' and '.join(kinds[:3])} in stages"
+    if kinds and "dtype" in specs[0] and kinds[0] not in QUARK_DTYPES:
+        return f"Quark's {kinds[0]}"
+    return None
+
+
+def quark_specs(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
+    """Return Quark's settings of a tensor, one item for each stage of quantization.
+
+    Raises:
+        UnsupportedError: a glob is outside the subset that `patterns` supports.
+    """
+    layer = quantization.quark_settings(_module_of(name))
+    value = layer.get("bias" if name.endswith(".bias") else "weight")
+    specs = value if isinstance(value, list) else [value]
+    return [spec for spec in specs if isinstance(spec, Mapping)]
+
+
+def _module_of(name: str) -> str:
+    """Return the module of a weight or bias."""
+    return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+
+
+def _is_rotated(quantization: Quantization, module: str) -> bool:
+    """Return True if the module's weights are rotated, and its inputs at run time."""
+    config = quantization.get("algo_config")
+    for algorithm in config if isinstance(config, list) else [config]:
+        online = algorithm.get("online_config") if isinstance(algorithm, Mapping) else None
+        layers = online.get("online_rotation_layers") if isinstance(online, Mapping) else None
+        if isinstance(layers, list) and module in layers:
+            return True
+    return False

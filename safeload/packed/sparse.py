@@ -1,7 +1,7 @@
-"""compressed-tensors' sparse formats: the values that are not zero, and a mask of their places.
+"""compressed-tensors' sparse formats: the nonzero values and a mask of their positions.
 
 Sources: compressed-tensors 0.12.2 ``compressors/sparse_compressors`` (`bitmask_decompress`,
-`sparse24_bitmask_decompress`), ``utils/helpers.py`` (`pack_bitmasks`), ``model_compressor.py``: values may be the codes
+`sparse24_bitmask_decompress`), ``utils/helpers.py`` (`pack_bitmasks`), ``model_compressor.py``: values can be the codes
 of a quantization.
 """
 
@@ -10,36 +10,21 @@ from __future__ import annotations
 from ..base import packing
 from ..base.packing import Packing
 from ..base.text import show
+from .families import SPARSE_NUMBERS
 from .floats import plain
 from .grid import Misfit, Refused
-from .packed_group import FP8, PackedGroup
-
-# Dtypes of the values. Those of one byte are codes, which have a scale.
-NUMBERS = frozenset(("F32", "F16", "BF16"))
-CODES = FP8 | {"I8"}
-SUFFIX = ".compressed"
-# Suffixes of the names of the other parts, the most telling first.
-BESIDE = (".bitmask", ".row_offsets", ".shape")
-# Of those without which the rest means nothing.
-PARTS = (SUFFIX, ".bitmask", ".row_offsets")
-# What is before these suffixes: the name of the module, in early versions that of the tensor, which may be a bias.
-STEMS = (".weight", ".bias", "")
-
-
-def owner_of(stem: str) -> str:
-    """The name of the tensor whose parts have names that begin so."""
-    return stem if stem.endswith(STEMS[:-1]) else f"{stem}.weight"
+from .packed_group import PackedGroup
 
 
 def bitmask(group: PackedGroup) -> Packing:
-    """``X.compressed`` has the values of all rows, ``X.bitmask`` a bit for each place, from the lowest up."""
+    """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
-        raise Misfit(f"{show(group.codes)} is not that of a module")  # another row of the table fits better
+        raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
     shape = _shape_of_pairs(group) if len(group.shape()) == 2 else _shape(group)
     mask = (*shape[:-1], -(-shape[-1] // 8))
     if (group.dtype(packing.MASK), group.shape(packing.MASK)) != ("U8", mask):
-        found = f"{group.dtype(packing.MASK)} {list(group.shape(packing.MASK))}"
-        raise Misfit(f"bitmask is {found}, but shape {list(shape)} wants U8 {list(mask)}")
+        form = f"{group.dtype(packing.MASK)} {list(group.shape(packing.MASK))}"
+        raise Misfit(f"bitmask is {form}, expected U8 {list(mask)} for shape {list(shape)}")
     pairs = len(group.shape()) == 2
     if not pairs:
         _check_offsets(group, shape)
@@ -50,46 +35,48 @@ def bitmask(group: PackedGroup) -> Packing:
 
 
 def _numbers(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
-    """What the values are, as if none were left out."""
+    """Return the packing of the values as if all were stored."""
     numbers = group.dtype()
-    if numbers in NUMBERS:
+    if numbers in SPARSE_NUMBERS:
         if group.has(packing.SCALE):
-            raise Misfit(f"values are {numbers}, but {show(group.names[packing.SCALE])} is there")
+            raise Misfit(f"{numbers} values must not have a scale, got {show(group.names[packing.SCALE])}")
         bits = 8 * group.element_bytes()
         return group.packing("sparse", f"{prefix} {numbers.lower()}", shape, bits, numbers)
     if not group.has(packing.SCALE):
-        raise Misfit(f"its values are {numbers} codes, but there is no scale for them")
+        raise Misfit(f"its values are {numbers} codes, but their scale is missing")
     packed = plain(group.of_shape(shape))
     if packed.scale_rule != packing.STORED:
-        raise Refused("its scales divide the values, which is not computed for sparse tensors")
+        raise Refused("its scales divide the values, which safeload does not compute for sparse tensors")
     return packed._replace(label=f"{prefix} {packed.label}")
 
 
 def _shape(group: PackedGroup) -> tuple[int, ...]:
-    """The logical shape, which a tensor of its own says: a mask has only the number of its bytes."""
+    """Return the logical shape from its own tensor: the mask only implies its number of bytes."""
     if len(group.shape()) != 1:
-        raise Misfit(f"values {list(group.shape())} are neither a list nor a matrix")
+        raise Misfit(f"values must be a list or a matrix, got shape {list(group.shape())}")
     shape = group.integers(packing.SHAPE)
     if len(shape) > 2:
-        raise Refused(f"shape {list(shape)} has more than two axes, of which row_offsets do not tell where rows begin")
+        raise Refused(f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix")
     if not shape or min(shape) < 0:
-        raise Misfit(f"shape {list(shape)} is not that of a weight")
+        raise Misfit(f"shape {list(shape)} is not the shape of a weight")
     return shape
 
 
 def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
     if not group.has(packing.OFFSETS):
-        raise Misfit("there are no row_offsets")
+        raise Misfit("its row_offsets are missing")
     form = group.dtype(packing.OFFSETS), group.shape(packing.OFFSETS)
     if form[0] not in ("I64", "I32") or form[1] not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
-        raise Misfit(f"row_offsets is {form[0]} {list(form[1])}, but shape {list(shape)} wants I64 {list(shape[:-1])}")
+        raise Misfit(
+            f"row_offsets is {form[0]} {list(form[1])}, expected I64 {list(shape[:-1])} for shape {list(shape)}"
+        )
 
 
 def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
-    """The logical shape of rows that store two values of each four."""
+    """Return the logical shape of rows that store two of every four values."""
     rows, columns = group.shape()[0], 2 * group.shape()[1]
     if columns % 4:
-        raise Misfit(f"values {list(group.shape())} are not two of each four columns")
+        raise Misfit(f"values {list(group.shape())} are not two of every four columns")
     if group.shape(packing.SHAPE) not in ((2, 1), (2,)) or group.dtype(packing.SHAPE) not in ("I64", "I32"):
-        raise Misfit(f"shape is {group.dtype(packing.SHAPE)} {list(group.shape(packing.SHAPE))}, wanted I64 [2, 1]")
+        raise Misfit(f"shape is {group.dtype(packing.SHAPE)} {list(group.shape(packing.SHAPE))}, expected I64 [2, 1]")
     return rows, columns

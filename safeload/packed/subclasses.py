@@ -1,4 +1,4 @@
-"""Subclasses of torch's tensor whose inner tensors are stored: quanto's and torchao's, with codes of 8 bits.
+"""Inner tensors of torch.Tensor subclasses, with 8-bit codes: quanto and torchao.
 
 Sources: optimum-quanto ``tensor/qbytes.py``; torchao ``quantize_/workflows``, ``prototype/safetensors``.
 """
@@ -12,23 +12,22 @@ from ..base.packing import Grid, Packing
 from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
-from .checks import NUMBERS
+from .families import FP8
 from .floats import plain
-from .grid import Misfit, Refused
-from .packed_group import FP8, PackedGroup, label_of, matrices_of
+from .grid import Misfit, Refused, label_of, matrices_of
+from .packed_group import NUMBERS, PackedGroup
 
-# Types of torchao that are numbers of 8 bits in the order of the tensor. The others are orders for kernels, or have two
-# scales.
+# torchao's types with 8-bit numbers in the order of the tensor. Other types are in kernel order, or have two scales.
 _TYPES = frozenset(("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor"))
 
 
 def quanto(group: PackedGroup) -> Packing:
-    """``X._data`` and ``X._scale``, one for each index of the first axis, also of a convolution."""
+    """``X._data`` and ``X._scale``, one per index of the first axis, for linear layers and convolutions."""
     shape, scale = group.shape(), group.shape(packing.SCALE)
     if len(shape) < 3:
         return plain(group)
     if scale != (shape[0], *(1 for _ in shape[1:])):
-        raise Misfit(f"scales {list(scale)} do not fit codes {list(shape)}: each index of the first axis has one")
+        raise Misfit(f"scales {list(scale)} do not fit codes {list(shape)}: expected one per index of the first axis")
     inner, numbers = math.prod(shape[1:]), group.dtype()
     prefix = "fp8" if numbers in FP8 else "int8"
     return group.packing(
@@ -46,16 +45,16 @@ def quanto(group: PackedGroup) -> Packing:
 
 
 def torchao(group: PackedGroup) -> Packing:
-    """``X._weight_qdata`` and ``X._weight_scale``, whose axes divide those of the codes into equal blocks."""
+    """``X._weight_qdata`` and ``X._weight_scale``, whose axes divide the codes into equal blocks."""
     shape, scale, numbers = group.shape(), group.shape(packing.SCALE), group.dtype()
     _check_type(group)
     if group.has_beside("._weight_act_pre_scale"):
-        raise Refused("its act_pre_scale multiplies the activations, which its values do not show")
+        raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
     if group.dtype(packing.SCALE) not in NUMBERS:
-        raise Refused(f"scales of {group.dtype(packing.SCALE)} are those of MXTensor, which may be swizzled")
+        raise Refused(f"its {group.dtype(packing.SCALE)} scales are those of MXTensor, which can be swizzled")
     zeros = group.has(packing.ZERO)
     if zeros and group.shape(packing.ZERO) != scale:
-        raise Misfit(f"zero points {list(group.shape(packing.ZERO))} beside scales {list(scale)}")
+        raise Misfit(f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(scale)}")
     grid = _grid(shape, scale)
     prefix = "fp8" if numbers in FP8 else "int8"
     return group.packing(prefix, label_of(prefix, grid, shape, zeros), shape, 8, numbers, grid=grid)
@@ -67,24 +66,24 @@ def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
         return Grid(max(1, rows), max(1, columns), 1, 1, shared=True)
     down, across = scale[-2:] if len(scale) == len(shape) > 1 else (0, 0)
     if scale[:-2] != shape[:-2] or not down or not across or rows % down or columns % across:
-        raise Misfit(f"scales {list(scale)} do not divide codes {list(shape)} into blocks")
+        raise Misfit(f"scales {list(scale)} do not divide codes {list(shape)} into equal blocks")
     return Grid(max(1, rows // down), max(1, columns // across), down, across)
 
 
 def _check_type(group: PackedGroup) -> None:
-    """Checks the type that the metadata of the file says, if it does: a file that was written again may have lost it.
+    """Check the type in the metadata of the file; rewritten files can have lost it.
 
     Raises:
-        Misfit: it is malformed.
-        Refused: it is not dequantized.
+        Misfit: the metadata is malformed.
+        Refused: safeload does not dequantize the type.
     """
     text = group.note()
     if text is None:
         return
     try:
-        said = parse_json(text.encode(), f"metadata of {show(group.logical)}", "")
+        description = parse_json(text.encode(), f"metadata of {show(group.logical)}", "")
     except FormatError as error:
         raise Misfit(str(error.args[0])) from None
-    kind = said.get("_type")
+    kind = description.get("_type")
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise Refused(f"{show(kind)} of torchao stores codes in an order for one kernel")
+        raise Refused(f"torchao's {show(kind)} stores codes in the order of one kernel")

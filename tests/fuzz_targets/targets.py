@@ -8,6 +8,7 @@ import atexit
 import codecs
 import contextlib
 import difflib  # noqa: F401 - messages about missing names import it, which counts as forbidden below
+import importlib
 import io
 import json
 import math
@@ -39,10 +40,13 @@ from safeload.models import choosing, reading
 from safeload.models.config import Config, ConfigError
 from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
+from safeload.packed.families import FAMILIES
 from safeload.stores.files import LOCAL
 
 for row in registry.ROWS:
     row.load()
+for family in FAMILIES:
+    importlib.import_module(f"safeload.packed.{family.describe.partition('.')[0]}")
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24

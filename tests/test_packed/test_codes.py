@@ -6,6 +6,7 @@ Layouts of the families: names, dtypes and shapes as their writers choose them, 
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,8 @@ from builders.random import rng
 import safeload
 from safeload import FormatError, Layout, StackedTensor, UnsupportedError
 from safeload.numpy import load_file, save_file
-from safeload.packed import codes_without_scale
+from safeload.packed import codes_without_scale, families
+from safeload.packed.quantization import quantization_of
 
 F8, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 
@@ -491,7 +493,9 @@ def test_integers_that_a_config_names(tmp_path):
         name: codes_without_scale.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape)
         for name, t in tensors.items()
     }
-    assert list(codes_without_scale.find(rows, {"quantization_config": {"quant_method": "gptq"}})) == [f"{P}.qweight"]
+    assert list(codes_without_scale.find(rows, quantization_of({"quantization_config": {"quant_method": "gptq"}}))) == [
+        f"{P}.qweight"
+    ]
     assert not codes_without_scale.find(rows)
 
 
@@ -517,6 +521,18 @@ def test_what_are_no_codes(tensors):
         for name, t in tensors.items()
     }
     assert not codes_without_scale.find(rows)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
+def test_each_family_has_a_function_and_is_recognized_without_it(family):
+    module, _, function = family.describe.partition(".")
+    assert callable(getattr(import_module(f"safeload.packed.{module}"), function))
+    name = f"{P}.weight" if family.main == "" else P + family.main
+    stem = name.removesuffix(family.main)
+    rows = {name: codes_without_scale.Stored(safeload.base.dtypes.BY_CODE[min(family.dtypes)], (8, 1))}
+    for suffixes in family.required.values():
+        rows[stem + suffixes[0]] = codes_without_scale.Stored(safeload.base.dtypes.BY_CODE["F32"], (8, 1))
+    assert name in codes_without_scale.find(rows) or ".scale" in family.required["scale"]  # of norms too
 
 
 def test_int8_of_our_own_is_no_riddle(tmp_path):

@@ -93,7 +93,7 @@ def test_the_strategy_that_fits_is_taken_from_several_groups(tmp_path):
     config["config_groups"]["group_0"]["weights"] |= {"strategy": "block", "block_structure": [60, 127]}
     write(folder, tensors, config)
     with pytest.raises(
-        FormatError, match=r"scales \[2, 2\] of \[64, 128\] fit several config_groups: blocks of 60 x 127"
+        FormatError, match=r"scales \[2, 2\] of \[64, 128\] fit more than one of config_groups: blocks of 60 x 127"
     ):
         safeload.open(folder)
 
@@ -119,7 +119,7 @@ def test_a_g_idx_beside_blocks_is_an_error(tmp_path):
     tensors, _ = in_blocks((64, 128), (32, 64), 8)
     tensors[f"{NAME}.weight_g_idx"] = np.zeros(128, np.int32)
     folder = write(tmp_path / "x", tensors, config_of(strategy="block", block_structure=[32, 64]))
-    with pytest.raises(FormatError, match="there is a g_idx, but its scales are those of blocks"):
+    with pytest.raises(FormatError, match="it has a g_idx, but its scales are per block"):
         safeload.open(folder)
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from safeload import UnsupportedError
-from safeload.packed.globs import Globs
+from safeload.packed.patterns import Globs
 
 ATOMS = ["a", "b", ".", "*", "?", "[ab]", "[!a]", "[a-c]", "[", "]", "**", "[]a]", "[!]a]", "\\", "[\\a]", "[^a]", "-"]
 

@@ -227,7 +227,7 @@ def test_patterns_of_single_modules(tmp_path):
     np.testing.assert_array_equal(weight(tmp_path / "one.safetensors"), want)
     with pytest.raises(FormatError, match=r"hold 8 bits, but bits is 3 \(quantization_config gptq\)"):
         safeload.open(write(folder, tensors, **{**GPTQ, "bits": 3}, dynamic={"b": {"bits": 8}}))
-    with pytest.raises(FormatError, match="dynamic of its quantization says that it has none"):
+    with pytest.raises(FormatError, match="dynamic excludes the module from quantization"):
         safeload.open(write(folder, tensors, **GPTQ, dynamic={"-:.*": {}}))
     with pytest.raises(UnsupportedError, match="dynamic: the pattern"):
         safeload.open(write(folder, tensors, **GPTQ, dynamic={"-:(?!a)": {}}))
@@ -237,7 +237,7 @@ def test_patterns_of_single_modules(tmp_path):
     said = {**GPTQ, "quant_method": "auto-round", "bits": 4}
     for own in ({"a": {"bits": 8}}, {".*a$": {"bits": 8}}, {"^a": {"bits": 8}, "b": {"bits": 16}}):
         np.testing.assert_array_equal(weight(write(folder, tensors, **said, extra_config=own)), want)
-    with pytest.raises(FormatError, match="extra_config of its quantization says that it has none"):
+    with pytest.raises(FormatError, match="extra_config excludes the module from quantization"):
         safeload.open(write(folder, tensors, **said, extra_config={"a": {"bits": 16}}))
 
 
@@ -349,22 +349,22 @@ def changed(name, of):
         (without("a.qzeros"), {}, "its qzeros are missing"),
         (changed("qzeros", lambda x: x[:1]), {}, r"qzeros \[1, 8\] and scales \[2, 64\] do not fit"),
         (changed("qzeros", lambda x: x[:, :5]), {}, "do not fit each other"),
-        (changed("qzeros", lambda x: x.astype(np.int64)), {}, "qzeros are I64, wanted I32"),
+        (changed("qzeros", lambda x: x.astype(np.int64)), {}, "qzeros are I64, expected I32"),
         (
             changed("qweight", lambda x: x[:, :60]),
             {},
             r"scales \[2, 64\] are neither GPTQ's nor AWQ's",
         ),
-        (changed("qweight", lambda x: x[:0]), {}, "are not those of a matrix"),
-        (changed("qweight", lambda x: x[None]), {}, "are not those of a matrix"),
-        (changed("scales", lambda x: x.astype(np.int32)), {}, "which is not a dtype of its kind"),
-        (changed("g_idx", lambda x: x[:-1]), {}, r"g_idx is I32 \[95\], wanted I32 \[96\]"),
-        (changed("g_idx", lambda x: x.astype(np.int64)), {}, r"g_idx is I64 \[96\], wanted I32 \[96\]"),
+        (changed("qweight", lambda x: x[:0]), {}, "do not form a matrix"),
+        (changed("qweight", lambda x: x[None]), {}, "do not form a matrix"),
+        (changed("scales", lambda x: x.astype(np.int32)), {}, "a.scales is I32, expected one of BF16, F16, F32"),
+        (changed("g_idx", lambda x: x[:-1]), {}, r"g_idx is I32 \[95\], expected I32 \[96\]"),
+        (changed("g_idx", lambda x: x.astype(np.int64)), {}, r"g_idx is I64 \[96\], expected I32 \[96\]"),
         (dict, {"bits": 8}, r"hold 4 bits, but bits is 8 \(quantization_config gptq\)"),
         (dict, {"group_size": 32}, r"scales \[2, 64\] do not fit rows of 96 in groups of 32 \(group_size\)"),
         (dict, {"group_size": 2**70}, r"do not fit rows of 96 in groups of \d+ \(group_size\)"),
-        (dict, {"quant_method": "awq"}, "are those of GPTQ, but quant_method is 'awq'"),
-        (lambda _: awq()[0], {}, "are those of AWQ, but quant_method is 'gptq'"),
+        (dict, {"quant_method": "awq"}, "have the layout of GPTQ, but quant_method is 'awq'"),
+        (lambda _: awq()[0], {}, "have the layout of AWQ, but quant_method is 'gptq'"),
         (lambda _: awq()[0], {"quant_method": "awq", "bits": 3}, "hold 4 bits, but bits is 3"),
         (lambda _: awq()[0], {"quant_method": "awq", "group_size": 64}, r"in groups of 64 \(group_size\)"),
     ],

@@ -12,8 +12,8 @@ import safeload
 import safeload.numpy
 from safeload import FormatError, QuantizedTensor, UnsupportedError
 from safeload.cli import main
-from safeload.packed.config import quantization_of
 from safeload.packed.methods import METHODS
+from safeload.packed.quantization import quantization_of
 
 
 def changed(fixture, path, change):
@@ -337,7 +337,7 @@ def test_settings_of_many_layers_take_linear_time(tmp_path):
     said["extra_config"] = {f"model.layers.{i}.a": {"bits": 16, "data_type": "float"} for i in range(20_000)}
     quantization = quantization_of({"quantization_config": said})
     begin = time.process_time()
-    assert all(quantization.of_layer(f"model.layers.{i}.b") == {} for i in range(20_000))
+    assert all(quantization.layer_overrides(f"model.layers.{i}.b") == {} for i in range(20_000))
     assert time.process_time() - begin < 1
 
 

@@ -14,7 +14,7 @@ import safeload
 from safeload import FormatError, QuantizedTensor, UnsupportedError
 from safeload.cli import main
 from safeload.numpy import load_file, save_file
-from safeload.packed.config import is_kept_by
+from safeload.packed.quantization import is_kept_by
 
 F8, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
 F32, OUT, IN = np.float32, 24, 64
@@ -198,7 +198,7 @@ def test_the_custom_mode_of_awq(order, signed, prefix, tmp_path):
     for own in ({"pack_method": order}, {"export": {"pack_method": order}}):
         folder = write(tmp_path / "x", tensors, {**said, **own})
         np.testing.assert_array_equal(safeload.load(folder, dtype="float32")["a.weight"], want)
-    with pytest.raises(FormatError, match="pack_method 'sorted' does not say the order"):
+    with pytest.raises(FormatError, match="unknown pack_method 'sorted'"):
         safeload.open(write(tmp_path / "x", tensors, {**said, "pack_method": "sorted"}))
 
 
@@ -219,7 +219,7 @@ def test_the_first_glob_that_matches_a_layer_counts(tmp_path):
     np.testing.assert_array_equal(
         safeload.load(write(tmp_path / "x", tensors, said), dtype="float32")["a.weight"], want
     )
-    with pytest.raises(FormatError, match="nothing says what its I32 codes are"):
+    with pytest.raises(FormatError, match="has no dtype for its I32 codes"):
         safeload.open(write(tmp_path / "x", tensors, config(**GROUPS, layers={"a": {"weight": None}})))
     with pytest.raises(UnsupportedError, match=r"'a\.weight' holds I32 codes"):
         safeload.load(write(tmp_path / "x", tensors, config(layers={"[z-a]": int4}, **GROUPS)), dtype="float32")
@@ -317,34 +317,34 @@ NUMBERS = fp4(scales(OUT, 4))
 WRONG = [
     (in_groups(), GROUPS, without("_scale"), "'a.weight' holds I32 codes, but the checkpoint has no scale"),
     (in_groups(), GROUPS, without("_zero_point"), "its zero points are missing"),
-    (in_groups(), GROUPS, changed("_zero_point", lambda x: x[:1]), r"zero points \[1, 3\], wanted \[2, 3\]"),
-    (in_groups(), GROUPS, changed("_zero_point", lambda x: x.astype(np.int64)), "zero points are I64, wanted I32"),
-    (in_groups(zeros="f"), GROUPS, changed("_zero_point", lambda x: x[:, :3]), r"\[2, 3\], wanted \[2, 24\]"),
-    (in_groups(), GROUPS, changed("_scale", lambda x: x[:, :7]), r"words \[64, 3\] and scales \[2, 7\] are not"),
+    (in_groups(), GROUPS, changed("_zero_point", lambda x: x[:1]), r"zero points are \[1, 3\], expected \[2, 3\]"),
+    (in_groups(), GROUPS, changed("_zero_point", lambda x: x.astype(np.int64)), "zero points are I64, expected I32"),
+    (in_groups(zeros="f"), GROUPS, changed("_zero_point", lambda x: x[:, :3]), r"\[2, 3\], expected \[2, 24\]"),
+    (in_groups(), GROUPS, changed("_scale", lambda x: x[:, :7]), r"words \[64, 3\] and scales \[2, 7\] must be"),
     (in_groups(), GROUPS, changed("", lambda x: x[:63]), r"scales \[2, 24\] do not divide rows of 63"),
-    (in_groups(), GROUPS, changed("", lambda x: x[:0]), "are not those of a matrix"),
+    (in_groups(), GROUPS, changed("", lambda x: x[:0]), "do not form a matrix"),
     (in_groups(), {**GROUPS, "group_size": 16}, dict, r"rows of 64 in groups of 16 \(group_size\)"),
     (in_groups(), {**GROUPS, "group_size": 2**70}, dict, r"in groups of \d+ \(group_size\)"),
     (in_groups(), {**GROUPS, "dtype": "fp4"}, dict, r"its codes \[64, 3\] are I32, but dtype is 'fp4'"),
-    (in_groups(), {}, dict, "nothing says what its I32 codes are"),
-    (in_groups(), {**GROUPS, "order": "sorted"}, dict, r"'sorted' does not say the order .*\(export.pack_method\)"),
-    (in_groups(), {**GROUPS, **ROWS}, dict, r"scales \[2, 24\] of \[64, 24\] are not those of qscheme 'per_channel'"),
-    (in_groups(), GROUPS, second, "weights have one stage of scales"),
+    (in_groups(), {}, dict, "has no dtype for its I32 codes"),
+    (in_groups(), {**GROUPS, "order": "sorted"}, dict, r"unknown export.pack_method 'sorted'"),
+    (in_groups(), {**GROUPS, **ROWS}, dict, r"scales \[2, 24\] of \[64, 24\] do not fit qscheme 'per_channel'"),
+    (in_groups(), GROUPS, second, "dtype has a single stage of scales"),
     (int4_columns("order"), {"dtype": "int4", **ROWS}, dict, r"scales \[64\] do not fit \[24, 64\] along axis 0"),
-    (int4_columns("order"), {"dtype": "int4", **COLUMNS}, changed("_zero_point", lambda x: x[:7]), r"\[7\] beside"),
+    (int4_columns("order"), {"dtype": "int4", **COLUMNS}, changed("_zero_point", lambda x: x[:7]), r"\[7\] do not fit"),
     (negative_zero_of_all(), {"dtype": "int4", **TENSOR}, changed("_zero_point", lambda x: np.ones(2, np.int32)),
-     r"zero points \[2\] beside scales \[\]"),
-    (int8(), {"dtype": "int8", **TENSOR}, changed("_zero_point", lambda x: np.ones(2, np.int8)), r"\[2\] beside"),
+     r"zero points \[2\] do not fit scales \[\]"),
+    (int8(), {"dtype": "int8", **TENSOR}, changed("_zero_point", lambda x: np.ones(2, np.int8)), r"\[2\] do not fit"),
     (int8(), {"dtype": "int8", **ROWS}, changed("_scale", lambda x: scales(7)), r"scales \[7\] do not fit"),
-    (int8(), {"dtype": "int8", "qscheme": "per_group"}, dict, r"are not \[in, out\] and \[groups, out\]"),
+    (int8(), {"dtype": "int8", "qscheme": "per_group"}, dict, r"must be \[in, out\] and \[groups, out\]"),
     (int8(), {"dtype": "uint8"}, dict, "are I8, but dtype is 'uint8'"),
     (NUMBERS, FP4, changed("_scale", lambda x: x[:, :3]), r"scales \[24, 3\] do not divide rows of 64"),
     (NUMBERS, FP4, changed("_scale", lambda x: x[:9]), r"scales \[9, 4\] do not fit codes \[24, 32\]"),
     (NUMBERS, {**FP4, "scale_format": "e8m0"}, dict, "are F32, but scale_format is 'e8m0'"),
-    (NUMBERS, {**FP4, "dtype": "fp6_e2m3"}, dict, r"codes \[24, 32\] are not rows of 6 bits"),
+    (NUMBERS, {**FP4, "dtype": "fp6_e2m3"}, dict, r"codes \[24, 32\] are not rows of 6-bit codes"),
     (NUMBERS, {"weight": [FP4, E4M3]}, dict, r"weight_scale_2\)"),
     (NUMBERS, {"weight": [FP4, E4M3]}, second, r"scales \[24, 4\] are F32 beside \[\], but dtype is 'fp8_e4m3'"),
-    (NUMBERS, FP4, second, "weights have one stage of scales"),
+    (NUMBERS, FP4, second, "dtype has a single stage of scales"),
 ]  # fmt: skip
 
 
@@ -368,7 +368,7 @@ def test_scales_of_a_square_matrix_need_an_axis(tmp_path):
         folder = write(tmp_path / "x", tensors, config(dtype="int8", qscheme="per_channel", ch_axis=axis))
         want = codes.astype(F32) * tensors["a.weight_scale"].reshape(spread)
         np.testing.assert_array_equal(safeload.load(folder, dtype="float32")["a.weight"], want)
-    with pytest.raises(FormatError, match=r"scales \[64\] may be those of rows or of columns: .*\(ch_axis\)"):
+    with pytest.raises(FormatError, match=r"scales \[64\] can be per row or per column, and ch_axis is missing"):
         safeload.open(write(tmp_path / "x", tensors, config(dtype="int8", qscheme="per_channel", ch_axis=None)))
 
 

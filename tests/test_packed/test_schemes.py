@@ -103,7 +103,7 @@ def test_semantics_of_other_parts_are_refused(part, tmp_path):
         parts[f"{X}.{part}"] = np.zeros(64, np.float32)
     folder_of(tmp_path, parts, GPTQMODEL_FP8)
     assert set(safeload.load(tmp_path)) == set(parts)
-    with pytest.raises(UnsupportedError, match="its weight_scale_semantics are those of a weight_scale_inv alone"):
+    with pytest.raises(UnsupportedError, match="its weight_scale_semantics apply only to a weight_scale_inv"):
         safeload.load(tmp_path, dtype="float32")
 
 

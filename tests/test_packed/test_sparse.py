@@ -96,7 +96,7 @@ def test_values_without_a_config_or_with_a_weight_of_the_same_name(tmp_path):
     save_file(parts_of(values, "a.weight"), tmp_path / "alone.safetensors")
     assert_same(safeload.load(tmp_path / "alone.safetensors", dtype="bfloat16")["a.weight"], values)
     folder = write(tmp_path / "both", {**parts_of(values, "a.weight"), "a.weight": values})
-    with pytest.raises(FormatError, match=r"'a.weight': it is stored twice, as itself, and as 'a.weight.compressed'"):
+    with pytest.raises(FormatError, match=r"'a.weight': stored twice, as itself and as 'a.weight.compressed'"):
         safeload.open(folder)
 
 

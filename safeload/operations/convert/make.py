@@ -30,7 +30,7 @@ from ...formats.gguf import file_type
 from ...formats.metadata import as_texts
 from ...formats.registry import BY_NAME, SAFETENSORS
 from ...models.layout import Layout
-from ...packed.config import is_kept_by
+from ...packed.quantization import is_kept_by
 from ...stores.files import Location
 from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary

@@ -23,7 +23,7 @@ from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS
 from ...formats.safetensors.header import Header
 from ...formats.safetensors.quantized import pack
-from ...packed.config import without_quantization
+from ...packed.quantization import without_quantization
 from ...stores.files import Location
 from ..folders import journal, unfinished
 from ..folders.destinations import replacement_of

@@ -25,7 +25,7 @@ from ...formats.registry import WEIGHT_SUFFIXES
 from ...formats.safetensors.file import Writer, open_file
 from ...formats.safetensors.quantized import pack
 from ...models.config_dtype import with_dtype
-from ...packed.config import without_quantization
+from ...packed.quantization import without_quantization
 from ...stores.files import Location
 from ...stores.remote import RemoteStore
 from .destinations import replacement_of

@@ -34,7 +34,8 @@ from ...errors import SafeloadError
 from ...loading.entry import open
 from ...packed import codes_without_scale
 from ...packed.codes_without_scale import Codes
-from ...packed.packed_group import Stored
+from ...packed.families import Stored
+from ...packed.quantization import Quantization, quantization_of
 from ...stores.places import Located, is_located
 from .description import TensorDescription, about_value, stored_as
 
@@ -402,15 +403,11 @@ class Catalog:
     def codes(self) -> Mapping[str, Codes]:
         """The tensors that hold codes: values that mean nothing without their scale."""
         if self._codes is None:
-            self._codes = self.find_codes()
+            self._codes = self.find_codes(quantization_of(self.config))
         return self._codes
 
-    def find_codes(self, config: Mapping[str, Any] | None = None) -> Mapping[str, Codes]:
-        """`codes`, found with a given configuration.
-
-        Args:
-            config: parsed ``config.json`` for origins without one of their own; None to use that of the catalog.
-        """
+    def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
+        """Return `codes` under a quantization, for origins without a configuration of their own."""
         if len(self.checkpoints) == 1 and not self.in_memory:
             return self.checkpoints[0].codes()
         found = {name: codes for opened in self.checkpoints for name, codes in opened.codes().items()}
@@ -420,7 +417,7 @@ class Catalog:
             if row is not None:
                 stored[name] = Stored(row, shape)
         stored.update(codes_without_scale.stored_of(self.entries()))
-        return {**codes_without_scale.find(stored, self.config if config is None else config), **found}
+        return {**codes_without_scale.find(stored, quantization), **found}
 
     def refuse_codes(self, names: Iterable[str], what: str) -> None:
         """Refuses an operation that would treat codes as numbers.

@@ -231,7 +231,7 @@ def _config_of(opened: Checkpoint) -> FileVersion | dict[str, Any] | None:
 
 def _beside(file: WeightFile) -> list[FileVersion]:
     """The configurations in the folder of a file, which are read with it unless that of a checkpoint is given."""
-    from ...packed.config_files import BESIDE  # only here: most checkpoints do not need it
+    from ...packed.quantization import BESIDE  # only here: most checkpoints do not need it
 
     if file.files.remote:
         return []

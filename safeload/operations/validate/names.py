@@ -12,7 +12,7 @@ from ...base.names import pattern_of
 from ...base.text import plural
 from ...models.schema import NUMBER, Schema
 from ...packed.codes_without_scale import Codes
-from ...packed.config import quantization_of
+from ...packed.quantization import Quantization
 from ..sources.description import TensorDescription
 from .findings import Finding, error, note, warning
 
@@ -75,7 +75,7 @@ class Quantized(NamedTuple):
 
 
 def quantized_parts(
-    config: Mapping[str, Any] | None,
+    quantization: Quantization | None,
     schema: Schema | None,
     tensors: Mapping[str, TensorDescription],
     codes: Mapping[str, Codes],
@@ -85,14 +85,13 @@ def quantized_parts(
     Their names, shapes and values depend on the quantization method, not on a schema.
 
     Args:
-        config: parsed ``config.json``; None without one.
+        quantization: of the configuration; None without one.
         schema: schema of the architecture; None if it is unknown.
         tensors: all tensors.
         codes: the tensors that hold codes.
     """
-    said = quantization_of(config)
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
-    if said is not None:  # parts that belong to codes, also of methods whose codes look like plain integers
+    if quantization is not None:  # parts that belong to codes, also of methods whose codes look like plain integers
         for name in tensors:
             role = None if schema is None else schema.role(name)
             unlisted = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
@@ -103,8 +102,8 @@ def quantized_parts(
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
     names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
-    label = "codes with separate scales" if said is None else str(said)
-    return Quantized(label, frozenset(names), modules, said is not None)
+    label = "codes with separate scales" if quantization is None else str(quantization)
+    return Quantized(label, frozenset(names), modules, quantization is not None)
 
 
 def note_quantized(found: Quantized, *, values: bool) -> Finding:

@@ -34,6 +34,7 @@ from ...errors import (
 from ...loading import entry as loading
 from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
+from ...packed.quantization import quantization_of
 from ...stores.json_file import read_if_there
 from ...stores.places import Located, places_of
 from ..sources.catalog import Catalog, Given
@@ -263,8 +264,9 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
         choice, config = inner.choice, inner.config
     schema = None if choice is None else choice.schema
     report.add(naming.check_sizes(known, schema))
-    codes = catalog.find_codes(whole)
-    quantized = naming.quantized_parts(whole, schema, known, codes)
+    quantization = quantization_of(whole)
+    codes = catalog.find_codes(quantization)
+    quantized = naming.quantized_parts(quantization, schema, known, codes)
     if quantized is not None:
         report.add([naming.note_quantized(quantized, values=wanted.values)])
     if choice is None:

@@ -62,10 +62,10 @@ def test_blocks_without_a_scale_stay_blocks(path):
 @pytest.mark.parametrize(
     ("shape", "scale", "message"),
     [
-        ((2, 64), np.ones(2, np.float32), r"b.scale \[2\] has neither one scale nor one for each matrix of \[2, 64\]"),
-        ((3, 2, 64), np.ones(2, np.float32), r"b.scale \[2\] has neither"),
-        ((2, 64), np.ones(0, np.float32), r"b.scale \[0\] has neither"),
-        ((2, 64), np.ones(1, np.float16), "b.scale is F16, but scales of nvfp4 are F32"),
+        ((2, 64), np.ones(2, np.float32), r"b.scale \[2\] must hold a single scale or one per matrix of \[2, 64\]"),
+        ((3, 2, 64), np.ones(2, np.float32), r"b.scale \[2\] must hold a single scale"),
+        ((2, 64), np.ones(0, np.float32), r"b.scale \[0\] must hold a single scale"),
+        ((2, 64), np.ones(1, np.float16), "b.scale is F16, but scales of nvfp4 must be F32"),
     ],
 )
 def test_a_scale_that_does_not_fit_is_refused(shape, scale, message, path):

@@ -1,0 +1,475 @@
+"""The quantization of a checkpoint, parsed once from its configuration and carried along.
+
+The configuration is in ``config.json``, in the metadata of files that safeload wrote, or in a file that an older tool
+wrote beside the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeGuard
+
+from ..base import dtypes, packing
+from ..base.cached import cached_property
+from ..base.packing import Grid
+from ..base.text import clip, printable, show
+from ..engine.run.weight_file import WeightFile
+from ..errors import SafeloadError, UnsupportedError
+from ..stores.files import Files
+from ..stores.json_file import parse_json, read_if_there
+from .methods import (
+    AUTO_ROUND,
+    COVERED,
+    NOT_COVERED,
+    TENSORRT,
+    WEIGHTS,
+    canonical_name,
+    method_of,
+    unknown_setting,
+)
+from .patterns import Globs, compiled
+
+# Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
+_CONFIG_DEPTH = 4
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+# Keys that list modules that are not quantized.
+_OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
+# The key of TensorRT-LLM and of mlx-lm, which also stores a copy without a method under the first of `_CONFIG_KEYS`.
+_MLX = "quantization"
+# Methods with settings of single modules under `Quantization.overrides_key`.
+_WITH_OVERRIDES = frozenset(("fp8", "gptq", "awq", *AUTO_ROUND))
+# Words that auto-round joins with colons in ``packing_format``, and earlier in ``backend``, if its layout is that of
+# GPTQ or AWQ: layouts and kernels, as in "auto_round:gptq:exllamav2".
+_LAYOUT_WORDS = frozenset(
+    (
+        "auto", "auto_round", "auto_gptq", "auto_awq", "gptq", "awq", "gptqmodel", "exllama", "exllamav2", "tritonv2",
+        "torch",
+    )
+)  # fmt: skip
+# Characters that make a key of ``extra_config`` a pattern.
+_PATTERN_CHARACTERS = "*^$|()[]?+\\"
+# auto-round lists modules with more bits as not quantized.
+_MOST_BITS = 8
+# Longest side of a block. Tensors with a single scale have no block.
+_LONGEST_BLOCK = 1 << 31
+# Characters of a configuration that a message quotes.
+_QUOTED = 40
+
+# Files beside weights that can hold their quantization.
+BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# Methods of files that hold only a quantization and do not name its method.
+_METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The description of quantized weights in a configuration."""
+
+    key: str  # the key that holds it, such as "quantization_config"
+    method: str | None  # such as "gptq"; None if not given
+    values: Mapping[str, Any]  # everything under the key
+
+    def __str__(self) -> str:
+        return self.key if self.method is None else f"{self.key} {self.method[:_QUOTED]}"
+
+    def get(self, key: str) -> Any:
+        """Return a value, or None if it is missing."""
+        return self.values.get(key)
+
+    @property
+    def shown(self) -> str:
+        """The method, and the setting that prevents dequantization, for messages."""
+        method, why = self.method or self.key, self.unread_layout or self.unknown
+        return method if why is None or why.startswith("quant_method") else f"{method}, {why}"
+
+    def text(self) -> str:
+        """Return the description as JSON for a file of packed tensors, without lists of other modules."""
+        # Sort only these keys: the order of the patterns of `dynamic` matters.
+        values = {key: value for key, value in sorted(self.values.items()) if key not in _OTHER_MODULES}
+        import json  # as in stores/json_file
+
+        return json.dumps({self.key: values})
+
+    # ---- support ----
+
+    @property
+    def unread_layout(self) -> str | None:
+        """The key and value of an auto-round layout that no family reads, or None."""
+        for key in ("packing_format", "backend") if self.method in AUTO_ROUND else ():
+            layout = self.get(key)
+            if isinstance(layout, str):
+                return None if _LAYOUT_WORDS.issuperset(layout.lower().split(":")) else f"{key} {brief(layout)}"
+        return None
+
+    def is_covered(self, name: str = "") -> bool:
+        """Return True if codes that fit no family are an error of the checkpoint.
+
+        Args:
+            name: the name of the codes, or "" to ask about codes in general.
+        """
+        if self.method not in COVERED or self.unknown is not None:
+            return False
+        algorithm = self.algorithm(name.removesuffix(".weight")) if self.method == "modelopt" else None
+        if isinstance(algorithm, str) and algorithm.upper() in NOT_COVERED:
+            return False
+        layout = self.get("format")
+        return not (isinstance(layout, str) and layout in NOT_COVERED)
+
+    @cached_property
+    def unknown(self) -> str | None:
+        """The first setting shared by all modules that can change values in an unknown way, as text."""
+        if not self.method:
+            return None
+        row = method_of(self.method)
+        if row is None:
+            return f"quant_method {brief(self.method)}"
+        values = self.values
+        if self.method == "mlx":  # the other keys are names of modules
+            values = {key: value for key, value in values.items() if not isinstance(value, (Mapping, bool))}
+        return _setting_text(unknown_setting(values, row))
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """True if `unknown` holds for every module: no module has settings of its own or weights of an unknown kind."""
+        own = self.get(self.overrides_key) if self.method in _WITH_OVERRIDES else self.get("quantized_layers")
+        if self.method == "mlx":
+            own = any(isinstance(value, Mapping) for value in self.values.values())
+        return not own and not any(self._unknown_weights.values())
+
+    def unknown_of(self, module: str, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
+        """Like `unknown`, for one module.
+
+        Args:
+            own: `layer_overrides` of the module.
+            described: `weights` of the module.
+        """
+        row = method_of(self.method) if self.method else None
+        if self.unknown is not None or row is None:
+            return self.unknown
+        if self.method == "mlx":
+            own = self.get(module)
+        elif self.method == "modelopt":
+            own = self.modelopt_settings(module)
+        setting = unknown_setting(own, row) if isinstance(own, Mapping) else None
+        if setting is None and described:
+            setting = next(filter(None, (self._unknown_weights[id(weights)] for weights in described)), None)
+        return _setting_text(setting)
+
+    # ---- settings of one module ----
+
+    @property
+    def overrides_key(self) -> str:
+        """The key that holds settings of single layers."""
+        return "extra_config" if self.method in AUTO_ROUND else "dynamic"
+
+    def layer_overrides(self, module: str) -> Mapping[str, Any] | None:
+        """Return the settings of one layer that GPTQModel or auto-round overrides; None if it is not quantized.
+
+        Raises:
+            UnsupportedError: a pattern is outside the subset that `patterns` supports.
+        """
+        key = self.overrides_key
+        overrides = self.get(key) if self.method in _WITH_OVERRIDES else None
+        if not isinstance(overrides, Mapping):
+            return {}
+        if key == "extra_config":
+            return self._named_overrides(overrides, module)
+        for pattern, own in overrides.items():
+            if compiled(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, key).matches(module):
+                return None if pattern.startswith("-:") else _mapping(own)
+        return {}
+
+    def _named_overrides(self, overrides: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+        """Return a layer's entry of ``extra_config``: by exact name, else by the first pattern found in the name."""
+        own = overrides.get(module)
+        if own is None:
+            matching = (
+                key
+                for key in self._layer_patterns
+                if overrides[key] and compiled(_anywhere(key), "extra_config").matches(module)
+            )
+            own = overrides.get(next(matching, ""))
+        own = _mapping(own)
+        bits = own.get("bits")
+        return None if type(bits) is int and bits > _MOST_BITS else own
+
+    @cached_property
+    def _layer_patterns(self) -> list[str]:
+        """The keys of ``extra_config`` that are patterns; a checkpoint can name each of its 100,000 experts."""
+        return [key for key in _mapping(self.get("extra_config")) if any(char in key for char in _PATTERN_CHARACTERS)]
+
+    def mlx_settings(self, module: str) -> Mapping[str, Any]:
+        """Return mlx-lm's settings of one module: its own over the shared ones."""
+        own = self.get(module)
+        return {**self.values, **own} if isinstance(own, Mapping) else self.values
+
+    def quark_settings(self, module: str) -> Mapping[str, Any]:
+        """Return Quark's settings of a layer: by the first name or glob that matches, else by type, else the global.
+
+        Raises:
+            UnsupportedError: a glob is outside the subset that `patterns` supports.
+        """
+        match = self._quark_globs.first(module)
+        if match is not None:
+            return _mapping(_mapping(self.get("layer_quant_config")).get(match))
+        return _mapping(_mapping(self.get("layer_type_quant_config")).get("Linear", self.get("global_quant_config")))
+
+    @cached_property
+    def _quark_globs(self) -> Globs:
+        return Globs(_mapping(self.get("layer_quant_config")), "layer_quant_config")
+
+    def modelopt_settings(self, module: str) -> Mapping[str, Any]:
+        """Return the settings of a layer under ``quantized_layers``, which can also name an enclosing module."""
+        layers = _mapping(self.get("quantized_layers"))
+        while layers and module:
+            if module in layers:
+                return _mapping(layers[module])
+            module = module.rpartition(".")[0]
+        return {}
+
+    def algorithm(self, module: str) -> str | None:
+        """Return modelopt's ``quant_algo`` for a layer: its own, else the shared one."""
+        value = self.modelopt_settings(module).get("quant_algo") or self.get("quant_algo")
+        return value if isinstance(value, str) else None
+
+    # ---- blocks and groups of scales ----
+
+    @property
+    def has_block(self) -> bool:
+        """True if ``weight_block_size`` holds the rows and columns of a block."""
+        return _is_block(self.get("weight_block_size"))
+
+    def block(self, default: tuple[int, int]) -> tuple[int, int]:
+        """Return ``weight_block_size``: the rows and columns of a block."""
+        size = self.get("weight_block_size")
+        return (size[0], size[1]) if _is_block(size) else default
+
+    @cached_property
+    def grids(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
+        """Cache of `packed_group.configured_grid`: the grid by description id, shape of codes and shape of scales."""
+        return {}
+
+    def weights(self, module: str) -> list[Mapping[str, Any]]:
+        """Return the weight descriptions of compressed-tensors' ``config_groups`` that target the module, else all.
+
+        Raises:
+            UnsupportedError: a target is a pattern outside the subset that `patterns` supports.
+        """
+        described = self._described
+        if len(described) < 2:
+            return described
+        targeted = [
+            weights
+            for weights, targets in self._weights
+            if isinstance(targets, list) and any(_is_target(target, module) for target in targets)
+        ]
+        return targeted or described
+
+    @cached_property
+    def _described(self) -> list[Mapping[str, Any]]:
+        return [weights for weights, _ in self._weights]
+
+    @cached_property
+    def _unknown_weights(self) -> dict[int, tuple[str, Any] | None]:
+        """The unknown setting of each weight description, by the description's id."""
+        return {id(weights): unknown_setting(weights, WEIGHTS) for weights, _ in self._weights}
+
+    @cached_property
+    def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
+        """Weight descriptions with their targets; a single pair if all descriptions are alike."""
+        groups = self.get("config_groups")
+        if not groups and isinstance(self.get("weights"), Mapping):
+            groups = {"": self.values}  # modelopt, without groups
+        pairs: list[tuple[Mapping[str, Any], Any]] = [
+            ({**group["weights"], "format": group.get("format")}, group.get("targets"))
+            for group in (groups.values() if isinstance(groups, Mapping) else ())
+            if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+        ]
+        return pairs[:1] if all(weights == pairs[0][0] for weights, _ in pairs) else pairs
+
+
+def _setting_text(setting: tuple[str, Any] | None) -> str | None:
+    if setting is None:
+        return None
+    key, value = setting
+    return f"{brief(key)} {brief(value) if isinstance(value, str) else brief(show(value))}"
+
+
+def brief(text: str) -> str:
+    """Return a text of a configuration, printable and clipped, for messages."""
+    return clip(printable(text), _QUOTED)
+
+
+def _anywhere(pattern: str) -> str:
+    """Return a pattern that matches anywhere in a name, unless it is anchored."""
+    return pattern if pattern.startswith("^") else f".*(?:{pattern})"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_target(target: Any, module: str) -> bool:
+    if not isinstance(target, str):
+        return False
+    if target.startswith("re:"):
+        return compiled(target[3:], "config_groups").matches(module)
+    return target == module
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_length, value))
+
+
+def is_length(value: Any) -> TypeGuard[int]:
+    """Return True if a value of a configuration can be the length of a block."""
+    return type(value) is int and 0 < value < _LONGEST_BLOCK
+
+
+@lru_cache(maxsize=4)  # all packed tensors of a checkpoint have the same text
+def _parsed(text: str) -> Quantization | None:
+    import json  # as in stores/json_file
+
+    return quantization_of(json.loads(text))
+
+
+def is_kept_by(text: str | None, module: str, new: str) -> bool:
+    """Return True if renaming a module does not change its settings.
+
+    Args:
+        text: from `Quantization.text`; None or "" without a quantization.
+    """
+    quantization = _parsed(text) if text else None
+    if quantization is None:
+        return True
+    if quantization.get("module_quant_configs") and module != new:
+        return False  # `gemma` matches its patterns when it needs the bits
+    return all(
+        settings(module) == settings(new)
+        for settings in (
+            quantization.mlx_settings,
+            quantization.layer_overrides,
+            quantization.quark_settings,
+            quantization.weights,
+        )
+    )
+
+
+# ---- parsing ----
+
+
+def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
+    """Return the quantization in a ``config.json`` or its nested configurations, or None."""
+    level = [] if config is None else [config]
+    for _ in range(_CONFIG_DEPTH):
+        for holder in level:
+            for key in _CONFIG_KEYS:
+                value = holder.get(key)
+                if isinstance(value, Mapping) and value:
+                    settings = _flattened(value)
+                    return Quantization(key, _method(settings), settings)
+            value = holder.get(_MLX)
+            if isinstance(value, Mapping) and {"bits", "group_size"} <= value.keys():
+                return Quantization(_MLX, "mlx", value)
+            if isinstance(value, Mapping) and isinstance(value.get("quant_algo"), str):
+                return Quantization(_MLX, TENSORRT, value)
+        level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
+    return None
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` without its quantization, nested configurations included."""
+    return {
+        key: without_quantization(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in (*_CONFIG_KEYS, _MLX) or not isinstance(value, Mapping)
+    }
+
+
+def _flattened(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Merge the settings of an hf_quant_config.json, nested under "quantization", into their parent."""
+    inner = settings.get(_MLX)
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("quant_algo"), str):
+        return settings
+    return {**{key: value for key, value in settings.items() if key != _MLX}, **inner}
+
+
+def _method(settings: Mapping[str, Any]) -> str | None:
+    if isinstance(settings.get("quant_method"), str):
+        return canonical_name(settings["quant_method"])
+    if isinstance(settings.get("quant_algo"), str):
+        return "modelopt"
+    if isinstance(settings.get("format"), str):
+        return canonical_name(settings["format"])
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "mlx" if {"bits", "group_size"} <= settings.keys() else None
+
+
+# ---- in and beside files ----
+
+
+def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization | None:
+    """Return the quantization of files that were opened without one: from their metadata, else from beside them.
+
+    Raises:
+        UnsupportedError: files have different quantizations.
+        FormatError: the metadata is malformed.
+    """
+    inside: dict[str, Quantization | None] = {}
+    beside: dict[str, Quantization | None] = {}
+    pairs: list[tuple[str, Quantization | None]] = []
+    for file in files:
+        if not dtypes.may_hold_codes(file.table.numbers):
+            continue
+        text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
+        if text is not None:
+            if text not in inside:
+                inside[text] = quantization_of(parse_json(text.encode(), packing.CONFIG_KEY, file.path))
+            pairs.append((file.path, inside[text]))
+            continue
+        folder = _folder_of(file)
+        if folder not in beside:
+            beside[folder] = _quantization_in(folder, file.files)
+        if beside[folder] is not None:
+            pairs.append((file.path, beside[folder]))
+    if not pairs:
+        return None
+    first, quantization = pairs[0]
+    for path, other in pairs:
+        if other != quantization:
+            raise UnsupportedError(
+                f"{title}: {show(first)} and {show(path)} have different quantization configurations; open them "
+                "separately, or pass stored=True",
+                path=path,
+            )
+    return quantization
+
+
+def quantization_beside(file: WeightFile) -> Quantization | None:
+    """Return the quantization in the folder of a file that was opened alone; None if missing or unreadable."""
+    return _quantization_in(_folder_of(file), file.files)
+
+
+def _folder_of(file: WeightFile) -> str:
+    return file.files.split(file.place if file.remote else file.path)[0]
+
+
+def _quantization_in(folder: str, files: Files) -> Quantization | None:
+    for name in BESIDE:
+        try:
+            config = read_if_there(files.join(folder, name), name, files)
+        except (SafeloadError, OSError):  # ignored: nobody requested this file
+            continue
+        if config is None:
+            continue
+        if name in _METHODS_BESIDE and not {"bits", "w_bit"}.isdisjoint(config):
+            return quantization_of({"quantization_config": {"quant_method": _METHODS_BESIDE[name], **config}})
+        if name != "config.json" and isinstance(config.get("quantization"), Mapping):
+            return quantization_of({"quantization_config": {"quant_method": "modelopt", **config["quantization"]}})
+        quantization = quantization_of(config)
+        if quantization is not None:
+            return quantization
+    return None
