@@ -1,23 +1,41 @@
-"""Decide how each tensor is converted."""
+"""Decide how each tensor is converted, and record the decisions in plans."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
 
+from ..._version import __version__
 from ...base import dtypes
+from ...base.scheme import SCHEMES
+from ...base.text import show
+from ...errors import FormatError
 from ...formats.registry import SAFETENSORS
-from ...models.layout import Layout
+from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from .decisions import Decision
+from ..sources.plan import Piece, bare_name
+from ..sources.sources import FileVersion, PlannedPath
 from .request import ConvertRequest
 
 _F32 = dtypes.BY_CODE["F32"]
+
+
+class Decision(NamedTuple):
+    """How a tensor of the result is made."""
+
+    sources: tuple[str, ...]  # names in the source: a single tensor, or the layers to stack
+    dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
+    scheme: str | None = None  # scheme to quantize to
+    kept: str | None = None  # why ``quantize`` leaves the tensor unquantized
+    stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
 
 
 class Decider:
@@ -143,3 +161,153 @@ class Decider:
 def _description_of(stack: Stack) -> TensorDescription:
     row, shape = stack.row, stack.shape
     return TensorDescription(stack.entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
+
+
+# ---- in plans ----
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorRun:
+    """Neighbouring tensors of a piece that are converted alike; see `Decision`."""
+
+    names: tuple[str, ...]  # in the result, or the layers to stack
+    dtype: str | None = None
+    scheme: str | None = None
+    kept: str | None = None
+    stack: StackedTensor | None = None
+    of: str | None = None  # name in the source, if it differs
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            row_of(self.dtype)
+        if self.scheme is not None and self.scheme not in SCHEMES:
+            raise ValueError(f"unknown scheme {show(self.scheme)}")
+        if self.stack is not None and self.dtype is None:
+            raise ValueError(f"stack {show(self.stack.name)} must have a dtype")
+
+
+def runs_of(decisions: Mapping[str, Decision]) -> tuple[TensorRun, ...]:
+    """Encode decisions, with a single run for neighbours that are decided alike."""
+    runs = []
+    for _, items in groupby(decisions.items(), key=_run_key):
+        group = list(items)
+        name, first = group[0]
+        names = first.sources if first.stack is not None else tuple(name for name, _ in group)
+        of = first.sources[0] if first.stack is None and first.sources != (name,) else None
+        how = {"dtype": first.dtype, "scheme": first.scheme, "kept": first.kept}
+        runs.append(TensorRun(names=names, **how, stack=first.stack, of=of))
+    return tuple(runs)
+
+
+def _run_key(item: tuple[str, Decision]) -> tuple[str | None, ...]:
+    """Return the key of a decision's run; a stacked or renamed tensor has a run of its own."""
+    name, decision = item
+    alone = None if decision.sources == (name,) and decision.stack is None else name
+    return decision.dtype, decision.scheme, decision.kept, alone
+
+
+def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
+    """Decode the runs that `runs_of` made."""
+    decisions: dict[str, Decision] = {}
+    for run in runs:
+        if run.stack is not None:
+            decisions[run.stack.name] = Decision(run.names, run.dtype, run.scheme, run.kept, run.stack)
+            continue
+        for name in run.names:
+            source = name if run.of is None else run.of
+            decisions[name] = Decision((source,), run.dtype, run.scheme, run.kept)
+    return decisions
+
+
+def row_of(code: str) -> dtypes.Dtype:
+    """Return the dtype with this code.
+
+    Raises:
+        FormatError: the code is unknown, so the plan is invalid.
+    """
+    if code not in dtypes.BY_CODE:
+        raise FormatError(f"invalid plan: unknown dtype {show(code)}")
+    return dtypes.BY_CODE[code]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConversionPiece(Piece):
+    """A shard of a conversion."""
+
+    file: str
+    nbytes: int  # bytes of all tensors
+    tensors: tuple[TensorRun, ...]
+    metadata: dict[str, str] | None = None
+    rename: tuple[tuple[str, str], ...] = ()  # patterns and replacements
+    adapters: tuple[Any, ...] = ()  # `merged.PlannedAdapter`, decoded only if there are any
+    continued: bool = False  # True if the shard is complete and its sources are gone
+    id: str  # hash of options and sources
+    plan: str  # id of the plan
+    folder: str
+    options: dict[str, Any] = field(default_factory=dict)  # for the shard's record
+    in_place: str | None = None  # id of a conversion that replaces its own source
+    storage_options: dict[str, Any] | None = None  # of the folder
+
+    def __post_init__(self) -> None:
+        bare_name(self.file)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedConfig:
+    """The origin of the result's ``config.json``, and the changes to it."""
+
+    content: dict[str, Any] | None = None
+    source: FileVersion | None = None  # the file to read if there is no content
+    dtype: str | None = None  # code of the new dtype
+    restored: bool = False  # True if packed tensors are dequantized
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            row_of(self.dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedSummary:
+    """The facts for the summary of a quantization that the pieces do not hold."""
+
+    before: int  # bytes in the source
+    kept: dict[str, str]  # reasons for unquantized tensors outside all pieces
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConversionPlan:
+    """A conversion to a folder of shards; see `Plan`."""
+
+    safeload_plan: int = 1
+    operation: str
+    version: str = __version__
+    options: dict[str, Any]
+    pieces: tuple[ConversionPiece, ...]
+    id: str
+    folder: str
+    in_place: bool = False  # True if it replaces its own source
+    call: str | None = None  # id of the call if it replaces its own source
+    outdated: tuple[str, ...] = ()  # files to remove
+    tensors: int
+    config: PlannedConfig | None = None
+    extras: dict[str, str | PlannedPath]
+    quantized: PlannedSummary | None = None
+    storage_options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*self.outdated, *self.extras):
+            bare_name(name)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardResult:
+    """The result of `run_piece` for a shard."""
+
+    plan: str
+    file: str
+    nbytes: int
+    size: int
+    sha256: str
+    identity: list[int] | None = None  # see `Folder.identity`
+    written: bool  # False if the shard was complete already
+    seconds: float

@@ -38,8 +38,7 @@ from ..quantize.quantize import Rounding, quantize_source
 from ..quantize.stack import fill, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from .decide import Decider
-from .decisions import Decision
+from .decide import Decider, Decision
 from .request import ConvertRequest, extras_for, metadata_for
 
 # Names that mlx-lm gives to the stacked experts of a layer.

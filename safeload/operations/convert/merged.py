@@ -1,4 +1,4 @@
-"""The tensors of a conversion with adapters merged into them."""
+"""Merge adapters into the tensors of a conversion, as each tensor is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..sources.sources import FileVersion, in_memory
 
 
 class _Base:
-    """A catalog as a base of adapters."""
+    """A catalog as the base model of adapters."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -44,11 +44,9 @@ class _Base:
         return iter(self._catalog)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor of the catalog."""
         return tuple(Catalog.about(self._catalog, name).shape)
 
     def target(self, name: str) -> AdapterTarget:
-        """A tensor of the catalog; one in memory is read whole where it is quantized."""
         origin, file, index = self._catalog.place(name)
         if file is not None:
             owner: Any = origin  # tensors of a dict have no file
@@ -67,20 +65,16 @@ def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
 
 
 class MergedCatalog(Catalog):
-    """A catalog whose tensors have adapters merged into them: a tensor is merged when it is read, in float32.
+    """A catalog with adapters merged into its tensors, in float32, when a tensor is read.
 
     Args:
-        catalog: the tensors.
-        adapters: open ones, in order.
+        adapters: open adapters, in order.
         among: names of the tensors to consider; None for all, see `Merge`.
-        fits: how each adapter belongs to them; None to find it.
-        heads: the tied heads; None to find them.
+        fits: for each adapter how it fits the tensors; None to determine this.
+        heads: the tied heads; None to determine them.
 
     Attributes:
-        adapters: the open adapters.
-        fits: how each belongs to the tensors.
-        heads: the tied heads.
-        aliases: the heads of `Heads.untied` that no origin stores, each with its embedding.
+        aliases: the embedding of each head in `Heads.untied` that no source stores.
     """
 
     def __init__(
@@ -104,42 +98,31 @@ class MergedCatalog(Catalog):
         self.fits = self._merge.fits
 
     def check_kept(self, name: str) -> None:
-        """Refuses a packed tensor that an adapter changes.
-
-        Raises:
-            UnsupportedError: it would stay packed.
-        """
         if name in self._merge:
             self._merge.target_row(name, None)
 
     def about(self, name: str) -> TensorDescription:
-        """Describes a tensor; blocks that an adapter changes have become numbers."""
-        about = super().about(name)
-        if name not in self._merge or about.packed or not (about.quantized or about.row.packed):
-            return about
-        row = dtypes.BY_CODE["F32"]
-        return TensorDescription(name, row.name, about.shape, row.nbytes(math.prod(about.shape)), row, True)
+        tensor = super().about(name)
+        if name not in self._merge or tensor.packed or not (tensor.quantized or tensor.row.packed):
+            return tensor
+        row = dtypes.BY_CODE["F32"]  # merging turns blocks into numbers
+        return TensorDescription(name, row.name, tensor.shape, row.nbytes(math.prod(tensor.shape)), row, True)
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
-        """A tensor as a source of jobs."""
         if name not in self._merge:
             return super().source(name, called, threads)
         return of_array(name if called is None else called, self._values(name, threads))
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        """What a read delivers of those tensors that no adapter changes."""
         return super().described([name for name in names if name not in self._merge], target)
 
     def in_place(self, name: str) -> Source | None:
-        """A tensor's values in place; None for one that an adapter changes."""
         return None if name in self._merge else super().in_place(name)
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
-        """A packed tensor of a file as a source of its values; None for one that an adapter changes."""
         return None if name in self._merge else super().restoring(name, called)
 
     def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
-        """Fills an array with a tensor that an adapter changes, tile by tile."""
         if name not in self._merge:
             return super().fill(name, row, out, threads)
         self._merge.values(name, row, out, threads)
@@ -161,32 +144,30 @@ def merged(
     *,
     with_config: bool = False,
 ) -> Catalog:
-    """A catalog with the adapters that an argument names; the catalog itself for none.
+    """Return a catalog with adapters merged, or the catalog itself if there are no adapters.
 
     Args:
         stack: closes the adapters.
-        catalog: the base.
         adapters: see `listed`.
-        storage_options: for URLs.
-        with_config: whether the result has a ``config.json``, which says what is tied.
+        with_config: True if the result has a ``config.json``, which can untie the head.
     """
-    given = listed(adapters)
-    if not given:
+    weighted = listed(adapters)
+    if not weighted:
         return catalog
-    result = MergedCatalog(catalog, opened(stack, given, storage_options))
+    result = MergedCatalog(catalog, opened(stack, weighted, storage_options))
     if not with_config or catalog.config is None:
         warn_of_untied(result.heads, catalog.config)
     return result
 
 
-# ---- as plain data ----
+# ---- in plans ----
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlannedAdapter:
     """An adapter in a plan; see `Fit`."""
 
-    files: tuple[FileVersion, ...]  # its configuration last
+    files: tuple[FileVersion, ...]  # the config comes last
     weight: float
     parameters: dict[str, str] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
@@ -197,17 +178,17 @@ class PlannedAdapter:
 
     def __post_init__(self) -> None:
         if len(self.files) < 2:
-            raise ValueError("an adapter must have its weights and its configuration as files")
+            raise ValueError("an adapter must have files for its weights and its config")
         for stack in self.apart.values():
             if min(stack.experts, stack.rows, stack.columns) <= 0:
-                raise ValueError(f"a stack of experts must have a size, got {show(tuple(stack))}")
+                raise ValueError(f"a stack of experts must not be empty, got {show(tuple(stack))}")
 
 
 def planned_adapters(catalog: Catalog) -> tuple[PlannedAdapter, ...]:
-    """Return the adapters of a catalog as a plan has them.
+    """Return the adapters of a catalog for a plan.
 
     Raises:
-        ValueError: an adapter that is not a path.
+        ValueError: an adapter is not a path.
     """
     if not isinstance(catalog, MergedCatalog):
         return ()
@@ -235,7 +216,7 @@ def decode_adapters(plain: Sequence[Any]) -> list[PlannedAdapter]:
     """Return the adapters of a piece.
 
     Raises:
-        FormatError: a field is missing, unknown, or of the wrong type.
+        FormatError: a field is missing, unknown, or has the wrong type.
     """
     return [decode(PlannedAdapter, adapter, f"{INVALID_PIECE}: adapters[{k}]") for k, adapter in enumerate(plain)]
 
@@ -243,7 +224,7 @@ def decode_adapters(plain: Sequence[Any]) -> list[PlannedAdapter]:
 def reopened(
     stack: ExitStack, catalog: Catalog, adapters: Sequence[PlannedAdapter], among: Container[str]
 ) -> MergedCatalog:
-    """Return a catalog with the adapters of a piece.
+    """Return a catalog with the adapters of a piece merged.
 
     Raises:
         FormatError: a file has changed since the plan was made.
@@ -257,11 +238,11 @@ def reopened(
         transposed = frozenset(adapter.transposed)
         fits.append(Fit(adapter.parameters, transposed, {}, adapter.apart, adapter.mirrored, renamed=adapter.renamed))
         heads.update(adapter.untied)
-    here = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
-    return MergedCatalog(catalog, opened(stack, weighted), among, fits, Heads(heads, here))
+    present = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
+    return MergedCatalog(catalog, opened(stack, weighted), among, fits, Heads(heads, present))
 
 
 def stored_names(adapters: Iterable[PlannedAdapter], names: Sequence[str]) -> list[str]:
-    """Return the names under which files store the tensors of a piece: a tied head is stored as the embedding."""
+    """Return the stored names of the tensors of a piece: a tied head is stored as its embedding."""
     heads = {head: embedding for adapter in adapters for head, embedding in adapter.untied.items()}
     return [heads.get(name, name) for name in names]

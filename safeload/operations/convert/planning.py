@@ -25,7 +25,7 @@ from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import encode
 from ..sources.plan import Plan
 from ..sources.sources import FileVersion, Sources, path_in_plan
-from .decisions import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, runs_of
+from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, runs_of
 from .make import Outputs, prepare
 from .request import ConvertOptions, ConvertRequest, open_sources, request_of
 from .run_plan import versions_of

@@ -26,7 +26,7 @@ from ..sources.codec import decode, encode
 from ..sources.executors import Executor
 from ..sources.plan import INVALID_PLAN, Plan, check_version, decode_piece
 from ..sources.sources import config_from, location_of, opened, version_of
-from .decisions import ConversionPiece, ConversionPlan, ShardResult, decisions_of, row_of
+from .decide import ConversionPiece, ConversionPlan, ShardResult, decisions_of, row_of
 from .make import Maker
 from .write import ConvertReport
 
