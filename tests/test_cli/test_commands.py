@@ -332,11 +332,11 @@ b: other.safetensors
 only in b
   new
 
-other dtype
+different dtype
   bfloat16 and float32: 1 tensor, b
 
-other values  max    rms    cosine  unequal
-a.weight      0.5   0.25  0.993399        1
+different values  max    rms    cosine  unequal
+a.weight          0.5   0.25  0.993399        1
 
 different: 2 of 3 tensors in both have equal values
 """

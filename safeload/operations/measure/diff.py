@@ -1,11 +1,11 @@
-"""Differences between two checkpoints: names, shapes, dtypes and values, across formats, dtypes and quantization."""
+"""Compare two checkpoints: names, shapes, dtypes and values, across formats, dtypes and quantization."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,10 +32,25 @@ from ..sources.plan import TensorPiece, open_piece
 from .diff_blocks import NUMBERS, compare
 from .diff_report import DiffReport, TensorDiff
 
-# The tensors to compare: shapes by name.
-_Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-# The columns of both checkpoints, see `Catalog.plain`.
-_Columns: TypeAlias = tuple[Tensors | None, Tensors | None]
+_Shape: TypeAlias = tuple[int, ...]
+
+
+class _Checkpoint(NamedTuple):
+    """One side of a comparison."""
+
+    catalog: Catalog
+    columns: Tensors | None  # its tensors, if all are plain; see `Catalog.plain`
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> _Checkpoint:
+        return cls(catalog, catalog.plain())
+
+    def described(self, names: list[str]) -> Iterable[tuple[str, _Shape]]:
+        """Return the dtype, as in messages, and the shape of each tensor."""
+        if self.columns is None:
+            return ((_dtype(about), about.shape) for about in map(self.catalog.about, names))
+        tensors = self.columns.named(names)
+        return zip([dtypes.BY_NUMBER[number].name for number in tensors.columns.numbers], tensors.shapes, strict=True)
 
 
 def diff(
@@ -49,32 +64,32 @@ def diff(
     threads: int | None = None,
     progress: Progress = None,
 ) -> DiffReport:
-    """Compares two checkpoints tensor by tensor, in the memory of a few pieces (or of one quantized tensor).
+    """Compare two checkpoints tensor by tensor, holding only a few blocks (or one quantized tensor) in memory.
 
-    Quantized tensors are dequantized before they are compared. Integers are compared exactly, also with floats.
+    Quantized tensors are dequantized before they are compared. Integers are compared exactly, even with floats.
 
     Args:
         a: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized
             tensors.
-        b: what to compare it with, in the same forms.
-        only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None for all.
-        drop: shell pattern, or several, of names to leave out.
-        storage_options: for URLs, of either: options of the filesystems that they lead to, see `open`.
-        executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
-            with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``.
-            The report is that of one process.
-        threads: None: chosen automatically, and one for each piece of an executor.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total), counting values as float64.
+        b: the checkpoint to compare with, in any of these forms.
+        only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None compares all.
+        drop: shell pattern, or several, of names to skip.
+        storage_options: options of the filesystems behind URLs, see `open`.
+        executor: compares groups of tensors in other processes or on other machines that can read the same files: any
+            object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
+            ``client.get_executor(pure=False)``. The report is identical to that of a single process.
+        threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total), counting each value as float64.
 
     Returns:
         The report. ``same`` and ``within`` summarize it.
 
     Raises:
-        TensorNotFoundError: a pattern matches no name of either.
-        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as EXL2, or stored codes; or
+        TensorNotFoundError: a pattern matches no name in either checkpoint.
+        UnsupportedError: a tensor holds codes that cannot be dequantized, such as EXL2, or was opened as stored; or
             see `safeload.open`.
-        ValueError: ``executor`` for tensors in memory.
-        FormatError: a file has changed before an executor's piece read it; or see `safeload.open`.
+        ValueError: ``executor`` is given, but tensors are in memory.
+        FormatError: a file changed before an executor could read it; or see `safeload.open`.
         OSError: see `safeload.open`.
 
     Example:
@@ -84,74 +99,62 @@ def diff(
     """
     check_threads(threads)
     executors.check_executor(executor)
-    with Catalog.of(a, storage_options) as one, Catalog.of(b, storage_options) as other:
-        report = DiffReport(one.title, other.title)
-        with paused(len(one) + len(other)):
-            columns = one.plain(), other.plain()
-            in_a, in_b = list(one), list(other)
-            if only is not None or drop is not None:
-                known = set(in_a)
-                chosen = set(select([*in_a, *(name for name in in_b if name not in known)], only, drop))
-                in_a, in_b = ([name for name in names if name in chosen] for names in (in_a, in_b))
-            shapes = _structure((one, in_a), (other, in_b), columns, report)
-        for catalog in (one, other):
+    with Catalog.of(a, storage_options) as catalog_a, Catalog.of(b, storage_options) as catalog_b:
+        report = DiffReport(catalog_a.title, catalog_b.title)
+        with paused(len(catalog_a) + len(catalog_b)):
+            sides = _Checkpoint.of(catalog_a), _Checkpoint.of(catalog_b)
+            shapes = _compare_structure(sides, only, drop, report)
+        for catalog in (catalog_a, catalog_b):
             catalog.refuse_codes(shapes, "diff")
         if executor is None:
-            report.tensors = _values(one, other, columns, shapes, threads, progress)
+            report.tensors = _compare_values(*sides, shapes, threads, progress)
         else:
-            report.tensors = _in_pieces(one, other, shapes, executor, threads, progress)
+            report.tensors = _in_pieces(catalog_a, catalog_b, shapes, executor, threads=threads, progress=progress)
         return report
 
 
-def _structure(
-    a: tuple[Catalog, list[str]], b: tuple[Catalog, list[str]], columns: _Columns, report: DiffReport
-) -> _Shapes:
-    """Compares names, dtypes and shapes, and returns the shapes of the tensors whose values can be compared.
-
-    Args:
-        a: the first checkpoint, and the names of its tensors.
-        b: the second.
-        columns: of both, see `Catalog.plain`.
-        report: gets what differs.
-    """
-    (one, in_a), (other, in_b) = a, b
+def _compare_structure(
+    sides: tuple[_Checkpoint, _Checkpoint], only: Patterns, drop: Patterns, report: DiffReport
+) -> dict[str, _Shape]:
+    """Report differences in names, dtypes and shapes; return the shapes of the tensors to compare by value."""
+    in_a, in_b = (list(side.catalog) for side in sides)
+    if only is not None or drop is not None:
+        known = set(in_a)
+        selected = set(select([*in_a, *(name for name in in_b if name not in known)], only, drop))
+        in_a, in_b = ([name for name in names if name in selected] for names in (in_a, in_b))
     known_a, known_b = set(in_a), set(in_b)
     report.only_a = [name for name in in_a if name not in known_b]
     report.only_b = [name for name in in_b if name not in known_a]
     names = [name for name in in_a if name in known_b]
-    alike = {}
-    described = (_described(*given, names) for given in zip((one, other), columns, strict=True))
-    for name, (dtype, shape), (dtype_b, shape_b) in zip(names, *described, strict=True):
-        if dtype != dtype_b:
-            report.dtypes[name] = dtype, dtype_b
-        if shape != shape_b:
-            report.shapes[name] = shape, shape_b
+    shapes = {}
+    described = (side.described(names) for side in sides)
+    for name, (dtype_a, shape_a), (dtype_b, shape_b) in zip(names, *described, strict=True):
+        if dtype_a != dtype_b:
+            report.dtypes[name] = dtype_a, dtype_b
+        if shape_a != shape_b:
+            report.shapes[name] = shape_a, shape_b
         else:
-            alike[name] = shape
-    return alike
+            shapes[name] = shape_a
+    return shapes
 
 
-def _described(catalog: Catalog, columns: Tensors | None, names: list[str]) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Dtypes, as messages have them, and shapes of tensors."""
-    if columns is None:
-        return ((_dtype(about), about.shape) for about in map(catalog.about, names))
-    some = columns.named(names)
-    return zip([dtypes.BY_NUMBER[number].name for number in some.columns.numbers], some.shapes, strict=True)
+def _dtype(about: TensorDescription) -> str:
+    return "int8 with scale" if about.scheme == INT8 else about.dtype
 
 
-def _values(
-    a: Catalog, b: Catalog, columns: _Columns, shapes: _Shapes, threads: int | None, progress: Progress
+def _compare_values(
+    a: _Checkpoint, b: _Checkpoint, shapes: Mapping[str, _Shape], threads: int | None, progress: Progress
 ) -> dict[str, TensorDiff]:
-    """Compare tensors of the same shapes."""
+    """Compare tensors with equal shapes: plain tensors of local files together, the rest in batches."""
     meter = Meter(progress, sum(map(_size, shapes.values())))
     differences: dict[str, TensorDiff | None] = dict.fromkeys(shapes)
-    in_a, in_b = columns
-    if in_a is not None and in_b is not None and not (in_a.remote or in_b.remote):
+    columns = [side.columns for side in (a, b) if side.columns is not None and not side.columns.remote]
+    if len(columns) == 2:
         names = list(shapes)
-        spans_a, spans_b = (Spans.of(tensors.named(names)) for tensors in (in_a, in_b))
+        spans_a, spans_b = (Spans.of(tensors.named(names)) for tensors in columns)
         differences = dict(zip(names, compare(spans_a, spans_b, [*shapes.values()], threads, meter), strict=True))
     names = [name for name, difference in differences.items() if difference is None]
-    with _Reader(a, names, threads) as read_a, _Reader(b, names, threads) as read_b:
+    with _Reader(a.catalog, names, threads) as read_a, _Reader(b.catalog, names, threads) as read_b:
         for batch in _batches(names, shapes):
             pairs = {name: _pair(name, read_a, read_b) for name in batch}
             differences.update(_compare_sources(pairs, shapes, threads, meter))
@@ -159,41 +162,17 @@ def _values(
     return {name: difference for name, difference in differences.items() if difference is not None}
 
 
-def _compare_sources(
-    pairs: Mapping[str, tuple[Source, Source]], shapes: _Shapes, threads: int | None, meter: Meter
-) -> dict[str, TensorDiff | None]:
-    a, b = (_spans(side) for side in zip(*pairs.values(), strict=True))
-    differences = dict(zip(pairs, compare(a, b, [shapes[name] for name in pairs], threads, meter), strict=True))
-    for name, difference in differences.items():
-        log.debug("diff of %s: %s", name, difference)
-    return differences
-
-
-def _batches(names: Iterable[str], shapes: _Shapes) -> Iterator[list[str]]:
-    """Divide tensors into batches that are in memory together: large tensors alone, small ones up to a block."""
-    batch: list[str] = []
-    total = 0
-    for name in names:
-        count = math.prod(shapes[name])
-        if batch and total + count > NUMBERS:
-            yield batch
-            batch, total = [], 0
-        batch.append(name)
-        total += count
-    if batch:
-        yield batch
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor as float64."""
+def _size(shape: _Shape) -> int:
+    """Return the bytes of a tensor as float64."""
     return 8 * math.prod(shape)
 
 
 def _in_pieces(
     a: Catalog,
     b: Catalog,
-    shapes: _Shapes,
+    shapes: Mapping[str, _Shape],
     executor: Executor,
+    *,
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorDiff]:
@@ -227,22 +206,39 @@ def run(
         sources.opened(decoded.against, decoded.names, storage_options) as b,
     ):
         shapes = {name: a.about(name).shape for name in decoded.names}
-        return {"tensors": encode(_values(a, b, (a.plain(), b.plain()), shapes, threads, None))}
-
-
-def _dtype(about: TensorDescription) -> str:
-    return "int8 with scale" if about.scheme == INT8 else about.dtype
+        return {"tensors": encode(_compare_values(_Checkpoint.of(a), _Checkpoint.of(b), shapes, threads, None))}
 
 
 # ---- tensors that are not plain, or not in local files ----
 
 
-class _Reader:
-    """Read tensors of a checkpoint in the given order; tensors behind a network are read ahead.
+def _compare_sources(
+    pairs: Mapping[str, tuple[Source, Source]], shapes: Mapping[str, _Shape], threads: int | None, meter: Meter
+) -> dict[str, TensorDiff | None]:
+    a, b = (_spans(side) for side in zip(*pairs.values(), strict=True))
+    differences = dict(zip(pairs, compare(a, b, [shapes[name] for name in pairs], threads, meter), strict=True))
+    for name, difference in differences.items():
+        log.debug("diff of %s: %s", name, difference)
+    return differences
 
-    Args:
-        threads: None chooses automatically.
-    """
+
+def _batches(names: Iterable[str], shapes: Mapping[str, _Shape]) -> Iterator[list[str]]:
+    """Divide tensors into batches to hold in memory together: a large tensor alone, small tensors up to a block."""
+    batch: list[str] = []
+    total = 0
+    for name in names:
+        count = math.prod(shapes[name])
+        if batch and total + count > NUMBERS:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += count
+    if batch:
+        yield batch
+
+
+class _Reader:
+    """Read tensors of a checkpoint in the given order; remote tensors are read ahead."""
 
     def __init__(self, catalog: Catalog, names: Sequence[str], threads: int | None) -> None:
         self._catalog, self._threads = catalog, threads
@@ -259,7 +255,7 @@ class _Reader:
             self._stream.close()
 
     def __call__(self, name: str) -> Source | Array:
-        """Return the next tensor: a source of plain bytes, or an array of decoded or complex numbers."""
+        """Return the next tensor: a source for plain bytes, or an array for decoded or complex numbers."""
         catalog, threads, about = self._catalog, self._threads, self._catalog.about(name)
         if _is_encoded(about):
             return catalog.array(name, threads)
@@ -280,12 +276,12 @@ class _Reader:
 
 
 def _is_encoded(about: TensorDescription) -> bool:
-    """True for tensors that are decoded to float32 when they are read, and for dtypes that weights do not have."""
+    """True if reading the tensor decodes it to float32, or if weight files do not have its dtype."""
     return about.element is None or about.element.packed
 
 
 def _pair(name: str, a: _Reader, b: _Reader) -> tuple[Source, Source]:
-    """The next tensor of both checkpoints; complex numbers as their real and imaginary parts."""
+    """Return the next tensor of both checkpoints, with complex numbers as real and imaginary parts."""
     values = [a(name), b(name)]
     if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in values):
         arrays = (

@@ -1,6 +1,6 @@
 """Compare tensors in blocks: many small tensors to a block, many blocks to a large tensor.
 
-Tensors of one dtype are compared byte by byte first. Numbers are compared only if bytes or dtypes differ.
+Bytes are compared first. Numbers are compared only if the bytes or the dtypes of two tensors differ.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .diff_report import TensorDiff
 
 EQUAL = TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
 
-# Bytes compared in one step: the blocks of both sides fit into a core's cache.
+# Bytes per block: the blocks of both sides fit into a core's cache.
 BYTES = 512 << 10
-# Numbers compared in one step: handing a block to a thread takes as long as comparing 100,000 numbers.
+# Numbers per block: handing a block to a thread takes as long as comparing 100,000 numbers.
 NUMBERS = 1 << 19
 
 _DIFFERENCE = struct_dtype("sl_difference")
@@ -35,12 +35,12 @@ _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 _SMALL_INTEGER = 16
 # Integers up to this size are exact as float64, and so are their differences.
 _EXACT = 1 << 52
-# The low bits that a 64-bit integer has more than a float64.
+# A 64-bit integer has 11 bits more than the significand of a float64.
 _LOW = 0x7FF
 
 
 class Pieces(NamedTuple):
-    """Tensors divided into pieces of at most a block; a small tensor is one piece."""
+    """Tensors divided into pieces of at most a block. Small tensors are not divided."""
 
     tensors: Array  # int64, the tensor of each piece
     begins: Array  # int64, first item of the piece in its tensor
@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, counts: Array, size: int) -> Pieces:
-        """Divide tensors with the given numbers of items, none of them 0, into pieces of at most ``size`` items."""
+        """Divide non-empty tensors with ``counts`` items into pieces of at most ``size`` items."""
         if not len(counts) or int(counts.max()) <= size:
             return cls(np.arange(len(counts)), np.zeros(len(counts), np.int64), counts, np.ones(len(counts), bool))
         parts = -(-counts // size)
@@ -59,7 +59,7 @@ class Pieces(NamedTuple):
         return cls(tensors, begins, np.minimum(left, size), left <= size)
 
     def blocks(self, size: int) -> Iterator[slice]:
-        """Runs of pieces with ``size`` items or more, but less than twice as many."""
+        """Yield runs of pieces, each with ``size`` to ``2 * size - 1`` items; the last run can be shorter."""
         ends = np.cumsum(self.counts)
         begin = done = 0
         while begin < len(ends):
@@ -74,10 +74,11 @@ def compare(
     """Compare tensors of the same shapes, and return their differences; None for complex tensors whose bytes differ.
 
     Args:
-        a: the tensors of one checkpoint, without conversion. Complex numbers may be given as two float64 each.
-        b: the tensors of the other checkpoint.
+        a: tensors of the first checkpoint, without conversion. A complex number can be passed as two float64.
+        b: tensors of the second checkpoint.
+        shapes: logical shapes.
         threads: None chooses automatically.
-        meter: counts 8 bytes for each element compared.
+        meter: gets 8 bytes for each compared element.
 
     Raises:
         FormatError, OSError: a file cannot be read.
@@ -106,17 +107,13 @@ def compare(
 
 
 class _Buffers(local):
-    """The memory of one thread for a block of each side."""
+    """Memory of a thread for a block of each side."""
 
     def __init__(self, size: int) -> None:
         self.memory = aligned_bytes(size), aligned_bytes(size)
 
     def read(self, side: int, spans: Spans) -> Array:
-        """Read ranges one after the other; the bytes are overwritten by the next block of the side.
-
-        Raises:
-            FormatError, OSError: a file cannot be read.
-        """
+        """Read ranges into consecutive bytes; the next block of this side can overwrite them."""
         spans = spans.joined() if len(spans) > 1 else spans
         file, begins, sizes, sources, targets = spans.columns
         if len(spans) == 1 and spans.files[int(file[0])] is None and sources[0] == targets[0]:
@@ -129,9 +126,9 @@ class _Buffers(local):
 
 
 def _unequal(a: Spans, b: Spans, elements: Array, threads: int | None, meter: Meter) -> Array:
-    """Return a mask of the tensors whose bytes differ; both sides have the same dtypes.
+    """Return a mask of the tensors with different bytes, for two sides with equal dtypes.
 
-    The rest of a large tensor is skipped after the first block that differs.
+    A large tensor is compared up to the first block that differs.
     """
     differs = np.zeros(len(a), bool)
     pieces = Pieces.of(a.lengths, BYTES)
@@ -170,16 +167,16 @@ def _same(x: Array, y: Array) -> bool:
 
 
 class _Sums(NamedTuple):
-    """The sums of consecutive pieces."""
+    """A row of sums for each piece."""
 
-    largest: list[float]  # largest difference of each piece; an int if both sides hold integers
+    largest: list[float]  # largest differences; int if both sides hold integers
     sums: Array  # of _DIFFERENCE
 
 
 def _differences(
     a: Spans, b: Spans, shapes: Sequence[tuple[int, ...]], threads: int | None, meter: Meter
 ) -> list[TensorDiff | None]:
-    """Compare the numbers of tensors that have one dtype in each checkpoint."""
+    """Compare the numbers of tensors that share a dtype in each checkpoint."""
     rows = [dtypes.BY_NUMBER[int(spans.columns[3][0])] for spans in (a, b)]
     counts = a.columns[2] // rows[0].block_bytes
     per_element = counts // np.array([math.prod(shape) for shape in shapes], np.int64)
@@ -208,7 +205,7 @@ def _differences(
 
 
 def _targets(rows: Sequence[dtypes.Dtype]) -> list[dtypes.Dtype]:
-    """The dtypes that numbers are read as: float32 if that is exact, else integers as stored and others as float64."""
+    """Return the dtypes to read as: float32 if that is exact, else integers as stored and floats as float64."""
     if all(row.bits <= (_F32.bits if row.floating else _SMALL_INTEGER) for row in rows):
         return [_F32, _F32]
     return [row if row.kind == lib.SL_KIND_INT else _F64 for row in rows]
@@ -221,7 +218,7 @@ def _converted(spans: Spans, target: dtypes.Dtype) -> Spans:
 
 
 def _sum_up(x: Array, y: Array, counts: Array) -> _Sums:
-    """Compare consecutive pieces in the C core; 64-bit integers beyond float64 exactly."""
+    """Compare consecutive pieces: in the C core, or exactly if 64-bit integers exceed float64."""
     target = np.dtype(np.float32 if x.dtype == y.dtype == np.float32 else np.float64)
     floats = x.astype(target, copy=False), y.astype(target, copy=False)
     sums = np.zeros(len(counts), _DIFFERENCE)
@@ -230,7 +227,7 @@ def _sum_up(x: Array, y: Array, counts: Array) -> _Sums:
     number = dtypes.BY_NAME[target.name].number
     lib.sl_differ(TIER, number, *places, lengths, len(counts), ffi.from_buffer("sl_difference[]", sums))
     largest = sums["largest"].tolist()
-    # An integer beyond float64 makes the sum of squares larger than this.
+    # If any integer is larger than _EXACT, so is the sum of squares larger than its square.
     wide = x.dtype.kind in "iu" and not (sums["norm_a"] <= _EXACT**2).all()
     if wide or (y.dtype.kind in "iu" and not (sums["norm_b"] <= _EXACT**2).all()):
         end = 0
@@ -267,11 +264,11 @@ def _total(numbers: list[float]) -> float:
 
 
 def _summaries(sums: _Sums, per_element: Array, shapes: Sequence[tuple[int, ...]]) -> list[TensorDiff | None]:
-    """The differences of tensors by their sums."""
+    """Return the differences of tensors, given a row of sums for each tensor."""
     totals = sums.sums
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         rms = np.sqrt(totals["squares"] / np.maximum(totals["finite"], 1))
-        # NaN if one of the tensors is zero.
+        # NaN if either tensor is zero.
         cosine = np.clip(totals["dot"] / (np.sqrt(totals["norm_a"]) * np.sqrt(totals["norm_b"])), -1.0, 1.0)
     cosine[totals["unequal"] == 0] = 1.0
     columns = rms, cosine, totals["unequal"], totals["nonfinite"], totals["at"].astype(np.int64) // per_element
@@ -288,18 +285,14 @@ def _summaries(sums: _Sums, per_element: Array, shapes: Sequence[tuple[int, ...]
 
 
 def _exceeds_float64(values: Array) -> bool:
-    """True if float64 may lose bits of these integers or of their differences; False for floats."""
+    """True if float64 can lose bits of these integers or of their differences; False for floats."""
     if values.dtype.kind not in "iu" or values.dtype.itemsize < 8 or not values.size:
         return False
     return bool(values.max() > _EXACT or (values.dtype.kind == "i" and values.min() < -_EXACT))
 
 
 def _exact_sums(x: Array, y: Array) -> tuple[float, tuple[float, ...]]:
-    """Compare a piece with integers beyond float64: differences are exact before they are squared.
-
-    Returns:
-        The largest difference, and the fields of an ``sl_difference``.
-    """
+    """Return the largest difference and the ``sl_difference`` of a piece; differences are exact until squared."""
     carry = np.zeros(x.size, bool)
     finite = np.ones(x.size, bool)
     if x.dtype.kind in "iu" and y.dtype.kind in "iu":
@@ -310,7 +303,7 @@ def _exact_sums(x: Array, y: Array) -> tuple[float, tuple[float, ...]]:
         finite = np.isfinite(floats)
         near = np.where(finite, floats, 0.0).astype(np.float64)
         low = whole & whole.dtype.type(_LOW)
-        # The first difference is exact wherever it is small, so equal numbers, and only these, give 0.
+        # The first difference is exact if it is small, so only equal numbers give 0.
         sizes = distances = np.where(finite, np.abs(((whole - low).astype(np.float64) - near) + low), 0.0)
     at = int(np.argmax(np.where(carry, sizes, 0)) if carry.any() else np.argmax(sizes))
     largest = sizes[at].item() + (1 << 64 if carry[at] else 0)
@@ -324,7 +317,7 @@ def _exact_sums(x: Array, y: Array) -> tuple[float, tuple[float, ...]]:
 
 
 def _integer_distances(x: Array, y: Array) -> tuple[Array, Array]:
-    """Return |x - y| modulo 2^64 as uint64, and a mask of missing 2^64: negative numbers against a uint64."""
+    """Return |x - y| modulo 2^64 as uint64, and a mask of the differences to add 2^64 to (int64 against uint64)."""
     if np.uint64 not in (x.dtype, y.dtype):
         x, y = x.astype(np.int64), y.astype(np.int64)
         return np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64), np.zeros(x.size, bool)

@@ -12,24 +12,24 @@ from ...base.text import clip, plural, printable, show
 
 
 class TensorDiff(NamedTuple):
-    """How far the values of one tensor are from those of another of the same shape.
+    """The difference between the values of two tensors with equal shapes.
 
-    NaN in both, or the same infinity in both, counts as equal. An element that is finite in only one of them is counted
-    in ``unequal`` and ``nonfinite``, and excluded from the other numbers.
+    Two NaNs, or two infinities with equal sign, count as equal. If an element is finite in only one tensor, or if
+    infinities differ in sign, the pair counts as ``unequal`` and ``nonfinite`` and is excluded from all other numbers.
 
     Attributes:
-        max: largest absolute difference; exact for integers, and an int if both tensors hold integers that differ.
-        index: index of that difference, one integer for each axis; None if nothing differs.
-        rms: root of the mean square of the differences.
-        cosine: cosine of the angle between the two as vectors; 1 if they are equal, nan if one of them is zero.
+        max: largest absolute difference. Exact for integers, and an int if both tensors hold integers that differ.
+        index: index of the largest difference, with an integer per axis; None if nothing differs.
+        rms: root mean square of the differences.
+        cosine: cosine similarity of the tensors as vectors; 1 if they are equal, nan if either tensor is zero.
         unequal: number of elements that differ.
-        nonfinite: number of those that are NaN or infinite in only one of the two, or infinite with different signs.
+        nonfinite: number of differing elements with a NaN or infinity.
 
     Example:
         >>> import numpy as np
         >>> import safeload
-        >>> one, other = {"x": np.float32([1, 2])}, {"x": np.float32([1, 2.5])}
-        >>> safeload.diff(one, other).tensors["x"].max
+        >>> a, b = {"x": np.float32([1, 2])}, {"x": np.float32([1, 2.5])}
+        >>> safeload.diff(a, b).tensors["x"].max
         0.5
     """
 
@@ -41,7 +41,7 @@ class TensorDiff(NamedTuple):
     nonfinite: int
 
 
-# Keys that sort names and differences.
+# Sort keys of rows, by the column to sort by.
 _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
     "name": lambda row: natural_key(row[0]),
     "max": lambda row: -row[1].max,
@@ -60,12 +60,12 @@ class DiffReport:
 
     Attributes:
         a: title of the first checkpoint, as in messages.
-        b: title of the second.
-        only_a: names that are only in a.
-        only_b: names that are only in b.
-        shapes: name to both shapes where they differ; values of these tensors are not compared.
-        dtypes: name to both dtypes where they differ.
-        tensors: name to `TensorDiff` for every tensor in both that has the same shape.
+        b: title of the second checkpoint.
+        only_a: names found only in ``a``.
+        only_b: names found only in ``b``.
+        shapes: both shapes of each tensor that differs in shape; values of these tensors are not compared.
+        dtypes: both dtypes of each tensor that differs in dtype.
+        tensors: `TensorDiff` of every tensor with equal shapes in both checkpoints.
 
     Example:
         >>> import safeload
@@ -87,19 +87,19 @@ class DiffReport:
 
     @property
     def same(self) -> bool:
-        """Whether names, shapes, dtypes and values are equal."""
+        """True if names, shapes, dtypes and values are equal."""
         return self.within(0.0) and not self.dtypes
 
     def within(self, tolerance: float) -> bool:
-        """Whether names and shapes are equal and values differ by no more than ``tolerance``. Dtypes may differ."""
+        """Return True if names and shapes are equal and values differ by at most ``tolerance``. Dtypes may differ."""
         structure = self.only_a or self.only_b or self.shapes
         return not structure and all(_near(difference, tolerance) for difference in self.tensors.values())
 
     @property
     def unequal(self) -> dict[str, TensorDiff]:
-        """The tensors whose values differ, largest difference first."""
-        found = [(name, d) for name, d in self.tensors.items() if d.unequal]
-        return dict(sorted(found, key=lambda item: (-item[1].nonfinite, -item[1].max)))
+        """Tensors with different values, largest difference first."""
+        rows = [(name, d) for name, d in self.tensors.items() if d.unequal]
+        return dict(sorted(rows, key=lambda row: (-row[1].nonfinite, -row[1].max)))
 
     def lines(
         self,
@@ -108,17 +108,14 @@ class DiffReport:
         sort: str | None = None,
         tolerance: float | None = None,
     ) -> list[str]:
-        """The report as text.
+        """Return the report as lines of text.
 
         Args:
-            columns: width in characters; None where names must not be cut.
-            rows: the most rows of each list; the rest are only counted. None for all.
-            sort: "name", "max", "rms", "cosine" or "unequal": orders the tensors whose values differ, numbers from the
-                worst. None for the order of `unequal`.
-            tolerance: the last line says whether the checkpoints agree `within` this; None if they must be `same`.
-
-        Returns:
-            Lines without line ends.
+            columns: width in characters; None never shortens names.
+            rows: maximum number of rows per list, followed by a count of the rest; None shows all.
+            sort: order of tensors with different values: "name", or worst first by "max", "rms", "cosine" or
+                "unequal". None keeps the order of `unequal`.
+            tolerance: the last line says if the checkpoints agree `within` the tolerance; None requires `same`.
         """
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
 
@@ -132,30 +129,30 @@ class DiffReport:
 
         block("only in a", [printable(name) for name in self.only_a])
         block("only in b", [printable(name) for name in self.only_b])
-        block("other shape", [f"{printable(n)}: {list(a)} and {list(b)}" for n, (a, b) in self.shapes.items()])
+        block("different shape", [f"{printable(n)}: {list(a)} and {list(b)}" for n, (a, b) in self.shapes.items()])
         pairs: dict[tuple[str, str], list[str]] = {}
         for name, pair in self.dtypes.items():
             pairs.setdefault(pair, []).append(name)
         block(
-            "other dtype",
+            "different dtype",
             [f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()],
         )
         unequal = self.unequal
         if sort is not None:
             unequal = dict(sorted(unequal.items(), key=_ORDERS[sort]))
         if unequal:
-            shown = list(unequal.items())[:rows]
+            top = list(unequal.items())[:rows]
             cells: list[tuple[str, ...]] = [
                 (printable(n), f"{d.max:.3g}", f"{d.rms:.3g}", f"{d.cosine:.6f}", f"{d.unequal:,}", f"{d.nonfinite:,}")
-                for n, d in shown
+                for n, d in top
             ]
-            header: tuple[str, ...] = ("other values", "max", "rms", "cosine", "unequal", "not finite")
+            header: tuple[str, ...] = ("different values", "max", "rms", "cosine", "unequal", "not finite")
             if not any(d.nonfinite for d in unequal.values()):
                 header, cells = header[:-1], [row[:-1] for row in cells]
             lines.append("")
             lines += table(header, cells, right=frozenset(range(1, len(header))), columns=columns)
-            if len(shown) < len(unequal):
-                lines.append(f"... and {len(unequal) - len(shown):,} more")
+            if len(top) < len(unequal):
+                lines.append(f"... and {len(unequal) - len(top):,} more")
         lines.append("")
         lines.append(self._verdict(tolerance))
         return lines
@@ -177,7 +174,7 @@ class DiffReport:
         return f"<DiffReport {show(self.a)}, {show(self.b)}: {self.lines()[-1]}>"
 
     def to_json(self) -> dict[str, Any]:
-        """The whole report, for ``json.dump``; values that are not finite are null."""
+        """Return the report as a dict for ``json.dump``; NaN and infinity become None."""
 
         def plain(value: Any) -> Any:
             return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -188,7 +185,7 @@ class DiffReport:
             "shapes": {name: [list(shape) for shape in pair] for name, pair in self.shapes.items()},
             "dtypes": {name: list(pair) for name, pair in self.dtypes.items()},
             "tensors": {
-                name: {key: plain(value) for key, value in found._asdict().items()}
-                for name, found in self.tensors.items()
+                name: {key: plain(value) for key, value in difference._asdict().items()}
+                for name, difference in self.tensors.items()
             },
         }

@@ -1,4 +1,4 @@
-"""Memory that a checkpoint takes when it is loaded, by dtype and by quantization scheme, without reading its values."""
+"""Predict the memory that a loaded checkpoint takes, by dtype and quantization scheme, without reading its values."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 
-#: The dtypes that sizes are given for.
+#: The dtypes to predict sizes for.
 DTYPES = ("float32", "float16", "bfloat16")
 _F32_BYTES = 4
 
 
 class Sizes(NamedTuple):
-    """Bytes of all arrays of a checkpoint in memory. While it is loaded, at most 256 MiB more are in use.
+    """Bytes of all arrays of a loaded checkpoint. Loading takes up to 256 MiB more.
 
-    A dtype or a scheme is missing where loading as it is refused: the checkpoint holds codes of a family that is not
-    dequantized, or blocks of a type without a kernel.
+    A dtype or scheme is missing if the checkpoint cannot be loaded as such, because it holds codes that cannot be
+    dequantized or blocks of a type without a kernel.
 
     Attributes:
-        stored: bytes of the tensors as they are stored: what `safeload.load` takes without ``dtype``.
-        dtypes: what `safeload.load` takes with this ``dtype``: "float32", "float16", "bfloat16".
-        schemes: what `load_quantized` takes with this scheme and no other argument. Embeddings, norms and biases are
-            float32 there, and a tied head is a tensor of its own.
+        stored: bytes of the stored tensors, as `safeload.load` loads them without ``dtype``.
+        dtypes: bytes that `safeload.load` needs with this ``dtype``: "float32", "float16", "bfloat16".
+        schemes: bytes that `load_quantized` needs with this scheme and no other arguments. Embeddings, norms and biases
+            are then float32, and a tied head is a separate tensor.
     """
 
     stored: int
@@ -42,21 +42,15 @@ class Sizes(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Tensors that take the same space: of one dtype, shape and role.
+    """Tensors of equal dtype, shape and role."""
 
-    Attributes:
-        name: of the first of them.
-        about: description of the first.
-        number: how many there are.
-    """
-
-    name: str
-    about: TensorDescription
-    number: int
+    name: str  # of the first tensor
+    about: TensorDescription  # of the first tensor
+    number: int  # of tensors
 
 
 def sizes(source: Given) -> Sizes:
-    """Calculates the memory that a checkpoint takes as stored, converted and quantized, from names and shapes alone.
+    """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone.
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
@@ -88,44 +82,44 @@ def sizes(source: Given) -> Sizes:
             rules = Rules(cast(SchemeName, scheme), None)
             rules.schema = model.schema
             heads = heads_to_quantize(model, rules, catalog.about)
-            made = [_Kind(head, catalog.about(embedding), 1) for head, embedding in heads.items()]
-            return sum(kind.number * _quantized(kind, rules) for kind in (*kinds, *made))
+            untied = [_Kind(head, catalog.about(embedding), 1) for head, embedding in heads.items()]
+            return sum(kind.number * _quantized(kind, rules) for kind in (*kinds, *untied))
 
         return Sizes(stored, _totals(DTYPES, converted), _totals(SCHEMES, quantized))
 
 
 def _totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]:
-    found = {}
+    totals = {}
     for name in names:
-        with suppress(UnsupportedError):  # there are blocks without a kernel
-            found[name] = total(name)
-    return found
+        with suppress(UnsupportedError):  # blocks without a kernel
+            totals[name] = total(name)
+    return totals
 
 
 def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
-    """The tensors in few groups: the rules decide about 100,000 names of experts as about those of one."""
+    """Group tensors by shape and role, so that the rules need not decide about each of 100,000 expert weights."""
     alike = schema is None or not _has_number(schema)
     columns = {f: (f.table.numbers, f.table.shapes) for f in catalog.weight_files if not f.table.quantized}
-    found: dict[tuple[str, Hashable], list[str]] = {}
+    groups: dict[tuple[str, Hashable], list[str]] = {}
     entries = catalog.entries()
     for name, file, index in entries:
         text = NUMBER.sub("0", name) if alike else name
         plain = columns.get(file)
         kind = catalog.about(name)._replace(name="") if plain is None else (plain[0][index], plain[1][index])
-        found.setdefault((text, kind), []).append(name)
-    kinds = [_Kind(names[0], catalog.about(names[0]), len(names)) for names in found.values()]
+        groups.setdefault((text, kind), []).append(name)
+    kinds = [_Kind(names[0], catalog.about(names[0]), len(names)) for names in groups.values()]
     in_files = {name for name, _, _ in entries} if len(entries) < len(catalog) else catalog
     return kinds + [_Kind(name, catalog.about(name), 1) for name in catalog if name not in in_files]
 
 
 def _has_number(schema: Schema) -> bool:
-    """Whether a name of the schema has a number that is not that of a layer."""
+    """True if any name in the schema contains a number other than the layer."""
     texts = (text for entry in schema.entries for text in (entry.name, *entry.also))
     return any(NUMBER.search(text) for text in (*texts, *schema.prefixes))
 
 
 def _converted(kind: _Kind, width: int) -> int:
-    """Bytes of one tensor when real numbers take ``width`` bytes each."""
+    """Return the bytes of a tensor with real numbers of ``width`` bytes."""
     about = kind.about
     if about.scheme is None and not about.floating:
         return about.nbytes
@@ -135,11 +129,11 @@ def _converted(kind: _Kind, width: int) -> int:
 
 
 def _quantized(kind: _Kind, rules: Rules) -> int:
-    """Bytes of one tensor as `load_quantized` returns it."""
-    about, planned = kind.about, rules.plan(kind.name, kind.about)
-    if planned.scheme is not None:
-        stored = storage_of(planned.scheme, about.shape, usual_axis(planned.scheme, about.shape))
+    """Return the bytes of a tensor as `load_quantized` returns it."""
+    about, plan = kind.about, rules.plan(kind.name, kind.about)
+    if plan.scheme is not None:
+        stored = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in filter(None, stored))
     if about.scheme is not None and not about.packed:
-        return about.nbytes  # blocks, and int8: they are left as they are
+        return about.nbytes  # blocks and int8 stay as stored
     return _converted(kind, _F32_BYTES)

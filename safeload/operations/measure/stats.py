@@ -1,4 +1,4 @@
-"""Statistics of tensors: range, mean, standard deviation, NaN, infinity and zeros, in one pass over their bytes."""
+"""Compute range, mean, standard deviation, NaN, infinities and zeros of tensors in a single pass over their bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, as_array
+from ...base.arrays import Array, as_array, index_of
 from ...base.gc_pause import paused
 from ...base.native import lib, short
 from ...base.scheme import row_of
@@ -29,54 +29,54 @@ from ..sources.plan import TensorPiece, open_piece
 
 _RECORD = struct_dtype("sl_stats")
 _F32 = dtypes.BY_CODE["F32"]
-# The fields that every tensor needs, and those that only integers need.
+# Fields for all tensors, and additional fields for integers.
 _MOMENTS, _WHOLE = list(_RECORD.names or ())[:12], list(_RECORD.names or ())[12:]
 _WHOLE_KINDS = (lib.SL_KIND_INT, lib.SL_KIND_BOOL)
 
-# Elements of a tensor that one record covers.
+# Elements per record.
 _SEGMENT: int = lib.SL_STATS_SEGMENT
 _BINS: int = lib.SL_HISTOGRAM_BINS
-# Bytes of one number of a record or a bin.
+# Bytes of a bin, and of a field of a record.
 _WORD = 8
 
 HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(_BINS + 1) + lib.SL_HISTOGRAM_LOWEST)
 """The 65 edges of the 64 bins of `TensorStats.histogram`: 2**-48, 2**-47, ... 2**16. Bin k counts
-``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``; the first bin also counts smaller values other than
-zero, the last one larger finite values."""
+``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``. The first bin also counts smaller nonzero values, the last
+bin larger finite values."""
 HISTOGRAM_EDGES.flags.writeable = False
 
 
 class TensorStats(NamedTuple):
-    """Statistics of one tensor. Without a finite element, ``min`` to ``std`` are nan.
+    """Statistics of a tensor. If no element is finite, ``min`` to ``std`` are nan.
 
     Attributes:
-        dtype: its code, such as "BF16" or "Q4_0"; "I8" for quantized int8, whose values are the dequantized ones.
+        dtype: dtype code, such as "BF16" or "Q4_0". Quantized int8 is "I8", with statistics of the dequantized values.
         shape: logical shape, outermost axis first.
-        count: elements.
-        min: smallest finite value, exact; 0.0 for -0.0. Integers and bool have an int here, in max and in absmax.
+        count: number of elements.
+        min: smallest finite value, exact; 0.0 for -0.0. An int for integers and bool, like max and absmax.
         max: largest finite value, exact.
         absmax: largest finite absolute value, exact.
         mean: mean of the finite values; for integers the exact sum, divided and rounded once.
-        std: population standard deviation of the finite values, as ``numpy.std`` computes it.
-        nan: number of elements that are NaN.
-        inf: number of infinite elements, of either sign.
-        zeros: number of zeros, of either sign.
-        first_nan: index of the first NaN in C order, one integer for each axis; None without a NaN.
-        first_inf: index of the first infinity, in the same form.
-        histogram: int64 of shape [64], the number of finite nonzero values in each bin of `HISTOGRAM_EDGES`; None
-            unless requested.
+        std: population standard deviation of the finite values, as in ``numpy.std``.
+        nan: number of NaNs.
+        inf: number of infinities of either sign.
+        zeros: number of zeros of either sign.
+        first_nan: index of the first NaN in C order, with an integer per axis; None without NaNs.
+        first_inf: index of the first infinity in C order; None without infinities.
+        histogram: int64 of shape [64], the number of finite nonzero values per bin of `HISTOGRAM_EDGES`; None unless
+            requested.
 
     Example:
         >>> import numpy as np
         >>> import safeload
-        >>> found = safeload.stats(np.float32([0, 1, np.nan]))
-        >>> found.nan, found.first_nan, found.zeros, found.max
+        >>> stats = safeload.stats(np.float32([0, 1, np.nan]))
+        >>> stats.nan, stats.first_nan, stats.zeros, stats.max
         (1, (2,), 1, 1.0)
     """
 
     dtype: str
     shape: tuple[int, ...]
-    count: int  # type: ignore[assignment] # tuple.count, which is not needed here
+    count: int  # type: ignore[assignment] # hides tuple.count
     min: float
     max: float
     absmax: float
@@ -91,15 +91,10 @@ class TensorStats(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One tensor to compute statistics of.
+    """One tensor to compute statistics of."""
 
-    Attributes:
-        source: its values, or the codes that they are dequantized from.
-        dtype: its dtype, as in `TensorStats`.
-    """
-
-    source: Source
-    dtype: str
+    source: Source  # of values, or of the codes to dequantize
+    dtype: str  # as in `TensorStats`
 
 
 @overload
@@ -140,40 +135,41 @@ def stats(
     threads: int | None = None,
     progress: Progress = None,
 ) -> TensorStats | dict[str, TensorStats]:
-    """Statistics of one tensor, or of each tensor of a checkpoint, in one pass over the bytes on all cores.
+    """Compute statistics of a tensor, or of each tensor of a checkpoint, in a single pass on all cores.
 
-    Floats are converted to float64, quantized tensors are dequantized to float32. ``min``, ``max`` and ``absmax`` are
-    exact; of integers and bool they are ints. ``mean`` is within 1e-12 * absmax, and of integers it is the exact sum,
-    rounded once. ``std`` stays accurate if the mean is much larger. Every instruction set and every number of threads
-    gives the same bits, whether the values are in memory or in a file.
+    Floats are converted to float64, and quantized tensors are dequantized to float32. ``min``, ``max`` and ``absmax``
+    are exact, and ints for integers and bool. ``mean`` is within 1e-12 * absmax; for integers it is the exact sum,
+    rounded once. ``std`` stays accurate if the mean is much larger. Results have identical bits for every instruction
+    set and number of threads, in memory and in files.
 
-    A path or a `Checkpoint` is read through descriptors, never through a mapping.
+    Paths and `Checkpoint`s are read through descriptors, never through a mapping.
 
     Args:
-        x: an array (or anything that numpy converts to one) or a `QuantizedTensor`; or the path or URL of a checkpoint,
-            an open `Checkpoint`, or a dict of arrays and quantized tensors.
-        histogram: whether to count values by binary exponent, see `HISTOGRAM_EDGES`.
-        names: exact names of the tensors of x to include; None for all.
-        only: shell pattern, or several, of the names to include, such as ``"*norm*"``; instead of ``names``.
-        drop: shell pattern, or several, of names to leave out.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
-        executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
-            with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``.
-            The statistics are those of one process.
-        threads: None: chosen automatically, and one for each piece of an executor.
+        x: an array (or anything that NumPy converts to an array) or a `QuantizedTensor`; or the path or URL of a
+            checkpoint, an open `Checkpoint`, or a dict of arrays and quantized tensors.
+        histogram: True to count values by binary exponent, see `HISTOGRAM_EDGES`.
+        names: exact names of the tensors to include; None includes all.
+        only: shell pattern, or several, of the names to include, such as ``"*norm*"``. Cannot be combined with
+            ``names``.
+        drop: shell pattern, or several, of names to skip.
+        storage_options: options of the filesystem behind a URL, see `open`.
+        executor: reads groups of tensors in other processes or on other machines that can read the same files: any
+            object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
+            ``client.get_executor(pure=False)``. The statistics are identical to those of a single process.
+        threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        A `TensorStats` for one tensor. For a checkpoint a dict of them by name, in its order, without tensors that do
-        not hold real numbers (complex, text) or that cannot be dequantized (block types without a kernel).
+        A `TensorStats` for a single tensor. For a checkpoint, a dict of `TensorStats` by name, without tensors that do
+        not hold real numbers (complex, text) or cannot be dequantized (block types without a kernel).
 
     Raises:
-        TensorNotFoundError: one of ``names`` does not exist, or a pattern matches none.
-        UnsupportedError: a single tensor of complex numbers, or of a block type without a kernel; a tensor of a
-            checkpoint that holds codes of a family that is not dequantized, such as EXL2, or stored codes.
-        TypeError: a single array that does not hold numbers.
-        ValueError: ``executor`` for tensors in memory.
-        FormatError: a file ends too early, with path and offset; or it has changed before an executor's piece read it.
+        TensorNotFoundError: a name does not exist, or a pattern matches no name.
+        UnsupportedError: a single tensor is complex or of a block type without a kernel; or a tensor of a checkpoint
+            holds codes that cannot be dequantized, such as EXL2, or was opened as stored.
+        TypeError: a single array does not hold numbers.
+        ValueError: ``executor`` is given, but tensors are in memory.
+        FormatError: a file ends too early (with path and offset), or changed before an executor could read it.
         OSError: a file cannot be read.
 
     Example:
@@ -185,13 +181,13 @@ def stats(
     executors.check_executor(executor)
     if has_names(x):
         with Catalog.of(x, storage_options) as catalog:
-            wanted = catalog.choose(names, only, drop)
-            catalog.refuse_codes(wanted, "stats")
+            chosen = catalog.choose(names, only, drop)
+            catalog.refuse_codes(chosen, "stats")
             if executor is None:
-                return measure(catalog, wanted, histogram, threads, progress)
-            return _in_pieces(catalog, wanted, histogram, executor, threads, progress)
-    if any(given is not None for given in (names, only, drop)):
-        raise ValueError("names=, only= and drop= are for checkpoints and dicts")
+                return measure(catalog, chosen, histogram, threads, progress)
+            return _in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
+    if not (names is only is drop is None):
+        raise ValueError("names=, only= and drop= require a checkpoint or a dict")
     if executor is not None:
         raise sources.in_memory("an array is", executors.EXECUTOR)
     part = _part("", x, threads)
@@ -202,32 +198,31 @@ def stats(
 
 def measure(
     catalog: Catalog,
-    wanted: Sequence[str],
+    names: Sequence[str],
     histogram: bool,
     threads: int | None,
     progress: Progress = None,
 ) -> dict[str, TensorStats]:
-    """Statistics by name of tensors that are not codes; see `stats`.
+    """Compute statistics of tensors that are not codes; see `stats`.
 
-    Tensors that can be read in place share one run. Those that must be copied first run one by one, so that only one
-    copy exists at a time.
+    Tensors that can be read in place share a run. The rest run separately, because each needs a copy.
     """
     ready: dict[str, _Part] = {}
     to_copy: list[str] = []
-    with paused(len(wanted)):
-        for name in wanted:
-            found = catalog.in_place(name)
-            if found is None:
+    with paused(len(names)):
+        for name in names:
+            source = catalog.in_place(name)
+            if source is None:
                 to_copy.append(name)
-            elif found.row.converts_to(_F32):
+            elif source.row.converts_to(_F32):
                 about = catalog.about(name)
-                ready[name] = _Part(found, about.dtype if about.packed else about.row.code)
+                ready[name] = _Part(source, about.dtype if about.packed else about.row.code)
     done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
     for name in to_copy:
         part = _part(name, catalog.value(name, threads), threads)
         if part is not None:
             done[name] = _measure([part], histogram, threads, None)[0]
-    return {name: done[name] for name in wanted if name in done}
+    return {name: done[name] for name in names if name in done}
 
 
 # ---- in pieces ----
@@ -242,23 +237,24 @@ class StatsPiece(TensorPiece):
 
 def _in_pieces(
     catalog: Catalog,
-    wanted: Sequence[str],
+    names: Sequence[str],
     histogram: bool,
     executor: Executor,
+    *,
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorStats]:
-    sizes = {name: catalog.about(name).nbytes for name in wanted}
+    sizes = {name: catalog.about(name).nbytes for name in names}
     plain = executors.by_tensor(
         run,
-        lambda names, sources: StatsPiece(operation="stats", names=names, sources=sources, histogram=histogram),
+        lambda group, sources: StatsPiece(operation="stats", names=group, sources=sources, histogram=histogram),
         catalog,
         sizes,
         executor,
         threads=threads,
         progress=progress,
     )
-    return {name: of_plain(plain[name]) for name in wanted if name in plain}
+    return {name: of_plain(plain[name]) for name in names if name in plain}
 
 
 def run(
@@ -277,22 +273,22 @@ def as_plain(row: TensorStats) -> list[Any]:
 
 
 def of_plain(plain: Sequence[Any]) -> TensorStats:
-    """The inverse of `as_plain`."""
+    """Return the statistics that `as_plain` wrote."""
     histogram = None if plain[-1] is None else np.array(plain[-1], np.int64)
     return decode(TensorStats, [*plain[:-1], None], "invalid result")._replace(histogram=histogram)
 
 
-# ---- one tensor ----
+# ---- parts ----
 
 
 def _part(name: str, value: Any, threads: int | None) -> _Part | None:
-    """A tensor in memory; None if it does not hold real numbers."""
+    """Return the part for a tensor in memory, or None if it does not hold real numbers."""
     if isinstance(value, QuantizedTensor):
         return _quantized_part(name, value, threads)
     array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     code = array.dtype.name if row is None else row.code
-    if row is None or row.packed:  # the core does not support them, or not one element per byte
+    if row is None or row.packed:  # not supported by the core, or elements share bytes
         wider = _wider(array.dtype, row)
         if wider is None:
             return None
@@ -301,22 +297,22 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
 
 
 def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
-    """A wider dtype for one that the core does not support; None if that does not hold real numbers.
+    """Return a wider dtype that the core supports, or None if the dtype does not hold real numbers.
 
-    It holds every value, except that long double is rounded.
+    Conversion is exact, except for long double.
     """
     if dtype.kind == "f" and dtype.itemsize > 8:
         return dtypes.BY_CODE["F64"]
-    # The small types of ml_dtypes, the only ones that are registered with numpy.
+    # The small types of ml_dtypes: nothing else registers dtypes with NumPy.
     return dtypes.BY_CODE["F32"] if row is not None or (dtype.isbuiltin == 2 and dtype.itemsize == 1) else None
 
 
 def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _Part | None:
-    """A quantized tensor in memory; None if it cannot be dequantized."""
+    """Return the part for a quantized tensor in memory, or None if it cannot be dequantized."""
     code = value.scheme if value.packing is not None else row_of(value.scheme).code
-    found = value.restoring()
-    if found is not None:
-        source = of_packed(name, *found)
+    restoring = value.restoring()
+    if restoring is not None:
+        source = of_packed(name, *restoring)
         return _Part(source if source.in_order else of_reals(name, value.dequantize(threads=threads), threads), code)
     row = row_of(value.scheme)
     if not row.converts_to(_F32):
@@ -325,19 +321,19 @@ def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _
 
 
 def _refusal(x: Any) -> Exception:
-    """The error for a single value without statistics."""
+    """Return the error for a single value without statistics."""
     if isinstance(x, QuantizedTensor):
-        return UnsupportedError(f"cannot dequantize {x.scheme}: there is no kernel for it")
+        return UnsupportedError(f"cannot dequantize {x.scheme}: no kernel supports it")
     dtype = np.asarray(x).dtype
     if dtype.kind == "c":
-        return UnsupportedError(f"{dtype} has no order: pass x.real and x.imag, or abs(x)")
-    return TypeError(f"{dtype} has no statistics: it does not hold numbers")
+        return UnsupportedError(f"{dtype} values have no order; pass x.real and x.imag, or abs(x)")
+    return TypeError(f"cannot compute statistics of {dtype}: it does not hold numbers")
 
 
 def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
-    """Statistics of each part, in one run.
+    """Compute the statistics of all parts in a single run.
 
-    Each part gets its bins and one record for each segment in one allocation; the core merges the records at the end.
+    An allocation holds the bins of each part, and a record per segment. The core merges the records at the end.
     """
     counts = np.array([math.prod(part.source.shape) for part in parts], np.int64)
     segments = -(-counts // _SEGMENT)
@@ -370,22 +366,22 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
 def _of_record(
     part: _Part, record: tuple[Any, ...], histogram: Array | None, whole: tuple[int, ...] | None
 ) -> TensorStats:
-    """Convert a merged record of the core to `TensorStats`; ``whole`` are the fields that integers add."""
+    """Convert a merged record of the core to `TensorStats`; ``whole`` holds the additional fields for integers."""
     low: float
     high: float
     absmax: float
     finite, nan, inf, zeros, first_nan, first_inf, low, high, mean, rest, squares, exponent = record
     shape, row = part.source.shape, part.source.row
     if finite and whole is not None and row.kind in _WHOLE_KINDS:
-        least, most, sum_low, sum_high = whole
+        lowest, highest, sum_low, sum_high = whole
         flip = 0 if row.code == "U64" else 1 << 63
-        low, high = least - flip, most - flip
+        low, high = lowest - flip, highest - flip
         absmax = max(high, -low)
         mean = ((sum_high << 64) + sum_low) / finite
         std = min(math.sqrt(squares / finite), float(absmax))
     elif finite:
         absmax = max(high, -low)
-        # Clamp: rounding may push the mean past min or max, and the deviation past absmax.
+        # Rounding can push the mean past min or max, and the deviation past absmax.
         mean = min(max(math.ldexp(mean + rest, exponent), low), high)
         std = math.ldexp(min(math.sqrt(squares / finite), math.ldexp(absmax, -exponent)), exponent)
     else:
@@ -402,16 +398,7 @@ def _of_record(
         nan,
         inf,
         zeros,
-        _index(first_nan, shape) if nan else None,
-        _index(first_inf, shape) if inf else None,
+        index_of(first_nan, shape) if nan else None,
+        index_of(first_inf, shape) if inf else None,
         histogram,
     )
-
-
-def _index(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of an element in C order."""
-    index = []
-    for length in reversed(shape):
-        element, k = divmod(element, length)
-        index.append(k)
-    return tuple(reversed(index))
