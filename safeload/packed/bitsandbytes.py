@@ -24,8 +24,7 @@ from .grid import Misfit, Refused, matrices_of
 from .packed_group import MOST, NUMBERS, PackedGroup
 from .quantization import is_length
 
-# Values that share a scale, or scales that share a nested scale. bitsandbytes has at most 4096 and 256; a block takes
-# memory.
+# Values per scale, or scales per nested scale. bitsandbytes has at most 4096 and 256; a block takes memory.
 _LONGEST_BLOCK = 1 << 16
 # Axes of a shape: NumPy's limit before version 2.
 _MOST_AXES = 32

@@ -1,9 +1,9 @@
-"""Recognize tensors that hold codes: numbers that mean nothing without a scale, which is another tensor.
+"""Recognize code tensors: numbers that mean nothing without a scale, which is another tensor.
 
 Published checkpoints keep quantized weights as plain tensors: ``X.weight`` as fp8 beside ``X.weight_scale_inv``,
 ``X.qweight`` beside ``X.scales``. Read alone, the codes look like weights of any other dtype. `find` recognizes codes
-that are not part of a packed tensor, by dtype, by the names of companions, and by the configuration. Every operation
-that would treat codes as plain numbers calls `refuse`.
+outside packed tensors by dtype, by the names of their companions, and by the configuration. Operations should call
+`refuse` before they treat tensors as plain numbers.
 
 Sources of the names: the quantizers of transformers, compressed-tensors, AutoGPTQ and GPTQModel, AutoAWQ,
 bitsandbytes, EETQ, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLlama, AQLM, VPTQ, QuIP#, Marlin.
@@ -25,21 +25,21 @@ from .families import FAMILIES, FP8, GPTQMODEL_STATE, SPARSE, SPARSE_PARTS, STAT
 from .quantization import Quantization, quantization_beside
 from .refused import REFUSALS, Refusal, refusal_of
 
-# Parts beside 4-bit codes of bitsandbytes that are stored in a wider dtype.
+# Parts beside bitsandbytes' 4-bit codes in a wider dtype.
 _BESIDE_WIDE = (*STATES.values(), ".quant_map", GPTQMODEL_STATE, "_quant_map")
 # Markers beside scales with ordinary names; the markers are more specific.
 _MARKERS = (".comfy_quant", ".input_rotation")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 
-# Most codes in an element of these dtypes: words and bytes hold codes of one bit or more.
+# Most codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 
-# Most indexes beside a shard that are read: one per variant of the model.
+# Most indexes to read beside a shard: each variant of a model has its own.
 _MOST_INDEXES = 4
 
 
 class Codes(NamedTuple):
-    """A tensor of codes, and what is known about it."""
+    """A code tensor, its companion and its quantization."""
 
     dtype: str  # of the codes, such as "F8_E4M3"
     scale: str | None  # the companion tensor; None if only the configuration identifies the codes
@@ -52,14 +52,14 @@ class Codes(NamedTuple):
 
 
 class _Companions(NamedTuple):
-    """Names of companions that identify codes."""
+    """Names of identifying companions."""
 
     main: str  # suffix of the name of the codes
     suffixes: tuple[str, ...]  # replace ``main`` in the names of companions
     fit: bool  # the shape of the companion must fit the codes
 
 
-# Names that neither a family nor a refusal has.
+# Names in neither a family nor a refusal.
 _MORE = (
     _Companions("", ("_scale_2", "_scales", "_scb"), True),
     _Companions("_quantized", ("_scale",), True),
@@ -106,7 +106,7 @@ _MAINS = tuple(dict.fromkeys((".weight", *(row.main for row in _COMPANIONS if ro
 
 
 def _rows_for(names: Iterable[str]) -> list[_Companions]:
-    """Return the rows with a suffix that occurs among the names: a checkpoint uses one or two of the many schemes."""
+    """Return the rows with suffixes that occur among the names: a checkpoint uses few of the many schemes."""
     absent, present = _SUFFIXES, set()
     for name in names:
         while name.endswith(absent):
@@ -128,11 +128,11 @@ def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
 def find(
     tensors: Mapping[str, Stored], quantization: Quantization | None = None, elsewhere: Collection[str] = ()
 ) -> dict[str, Codes]:
-    """Return the tensors that hold codes, in the given order.
+    """Return the code tensors, in the given order.
 
     Args:
         tensors: all tensors of a checkpoint: a companion can be in any of its files.
-        elsewhere: names of tensors in shards that are not open.
+        elsewhere: names of tensors in shards not opened.
     """
     rows, rows_elsewhere = _rows_for(tensors), _rows_for(elsewhere)
     companions = {
@@ -167,7 +167,7 @@ def find(
 
 
 def _identifying(name: str, stored: Stored) -> Iterable[str]:
-    """Return the names of companions that make a tensor of any dtype a tensor of codes."""
+    """Return the names of companions that make a tensor of any dtype a code tensor."""
     if name.endswith(SPARSE):  # values of compressed-tensors, which mean nothing without their positions
         return (name.removesuffix(SPARSE) + suffix for suffix in SPARSE_PARTS)
     # The bytes of bitsandbytes, stored as a column of a wider dtype such as BF16.
@@ -175,7 +175,7 @@ def _identifying(name: str, stored: Stored) -> Iterable[str]:
 
 
 def _is_fp8_matrix(stored: Stored) -> bool:
-    """Return True if any companion that sounds like a scale makes the tensor codes."""
+    """Return True if any companion with the name of a scale is enough to identify codes."""
     return stored.row.code in FP8 and len(stored.shape) > 1
 
 
@@ -187,7 +187,7 @@ def _is_named(name: str, stored: Stored) -> bool:
 
 
 def _companion(name: str, stored: Stored, tensors: Mapping[str, Stored], rows: Iterable[_Companions]) -> str | None:
-    """Return the companion that identifies a tensor as codes, or None."""
+    """Return the identifying companion of a code tensor, or None."""
     for main, suffixes, fit in rows:
         if not name.endswith(main):
             continue
@@ -200,7 +200,7 @@ def _companion(name: str, stored: Stored, tensors: Mapping[str, Stored], rows: I
 
 
 def _companion_elsewhere(name: str, elsewhere: Collection[str], rows: Iterable[_Companions]) -> str | None:
-    """Return a companion in a shard that is not open: its name, not its shape, identifies the codes."""
+    """Return a companion in an unopened shard: its name, not its shape, identifies the codes."""
     for main, suffixes, _ in rows:
         if name.endswith(main):
             stem = name[: len(name) - len(main)]
@@ -211,7 +211,7 @@ def _companion_elsewhere(name: str, elsewhere: Collection[str], rows: Iterable[_
 
 
 def _deepseek_scale(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str | None:
-    """Return ``X.scale`` of DeepSeek V4 if it has an element per block. Norms also have a parameter of that name."""
+    """Return ``X.scale`` of DeepSeek V4 if it has an element per block. Norms also have such a parameter."""
     if not name.endswith(".weight") or stored.row.block_bytes != 1:
         return None
     scale = name.removesuffix(".weight") + _AMBIGUOUS
@@ -228,9 +228,9 @@ def _is_scale(row: dtypes.Dtype) -> bool:
 
 
 def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
-    """Return True if a scale of this shape can be broadcast over codes, one block of codes per element.
+    """Return True if a scale of this shape can be broadcast over codes, with a block of codes per element.
 
-    Axes of the scale that are longer than 1 must match different axes of the codes, in order, and not exceed them.
+    Axes of the scale longer than 1 must match different axes of the codes, in order, without exceeding their lengths.
     """
     per_element = _PER_ELEMENT.get(codes.row.code, 1)
     axes: Iterator[int] = iter(codes.shape)
@@ -241,12 +241,12 @@ def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
 
 
 def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: str = "") -> None:
-    """Raise an error if a requested tensor holds codes, preferably about one with a known reason.
+    """Raise an error if a requested tensor holds codes, preferably about codes with a known reason.
 
     Args:
         codes: the codes of the checkpoint, from `find`.
         names: the requested tensors.
-        what: the operation that would treat codes as numbers, as messages name it: "dtype=", "stats".
+        what: the operation, as messages name it: "dtype=", "stats".
         where: the checkpoint's path; "" for arrays in memory.
 
     Raises:
@@ -280,7 +280,7 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
 
 
 def stored_of(parts: Iterable[FileTensor]) -> dict[str, Stored]:
-    """Return the stored dtype and shape of tensors that are not part of a packed tensor."""
+    """Return the stored dtype and shape of tensors outside packed tensors."""
     stored = {}
     for name, file, index in parts:
         table = file.table
@@ -298,13 +298,13 @@ def codes_of(
     incomplete: bool = False,
     refused: Mapping[str, str] | None = None,
 ) -> dict[str, Codes]:
-    """Return the tensors of open files that hold codes.
+    """Return the code tensors of open files.
 
     Args:
         parts: the tensors of the files.
         search: look for a configuration beside the files.
         incomplete: scales can be in other shards, which an index beside a single file lists.
-        refused: codes of known families that are not dequantized, with the reason.
+        refused: codes of known families, with the reason why safeload does not dequantize them.
     """
     if not any(could_hold(file.table.rows) or file.table.quantized for file in files):
         return {}
@@ -321,7 +321,7 @@ def codes_of(
 
 
 def _shards_beside(file: WeightFile) -> Collection[str]:
-    """Return the tensors in the other shards of a file that was opened alone, from the index in its folder."""
+    """Return the tensors in the other shards of a file opened alone, from the index in its folder."""
     files = file.files
     folder, base = files.split(file.place if file.remote else file.path)
     names: set[str] = set()
@@ -337,7 +337,7 @@ def _shards_beside(file: WeightFile) -> Collection[str]:
 
 
 def refuse_floating(file: WeightFile, parts: Iterable[FileTensor], what: str) -> None:
-    """Refuse ``dtype=`` for floating tensors that hold codes, in functions that return stored tensors.
+    """Refuse ``dtype=`` for floating codes, in functions that return stored tensors.
 
     Args:
         parts: the requested tensors.

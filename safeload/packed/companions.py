@@ -1,4 +1,4 @@
-"""Tensors beside codes that can change their values: scales, zero points, smoothing or rotation, recognized by name.
+"""Companions of codes, recognized by name: scales, zero points, smoothing, rotation and activation scales.
 
 A family reads the companions in its row of `families`. Any other companion with an arithmetic name makes the values
 unknown, unless it is listed here as harmless to weights.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-# Companions of activations and the KV cache, markers and bookkeeping. No weight needs them; they are hidden.
+# Companions of activations and the KV cache, markers and bookkeeping: hidden, because no weight needs these tensors.
 IGNORED = frozenset(
     (
         "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
@@ -31,7 +31,7 @@ _LISTED = frozenset(
 )  # fmt: skip
 _HARMLESS = IGNORED | _LISTED
 _OF_BIAS = ("bias_", "bias.")
-# Substrings of the names of companions that change weights.
+# Substrings in the names of companions with an effect on weights.
 _TELLING = (
     "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
     "codebook", "biases", "scb", "offset", "outlier",
@@ -41,7 +41,7 @@ _MOST_PARTS = 6
 
 
 def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of an owner and a companion that no family reads.
+    """Yield pairs of an owner and a companion unread by its family.
 
     Args:
         names: the tensors to search.
@@ -71,6 +71,6 @@ def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def is_telling(last: str) -> bool:
-    """Return True if the last part of a name belongs to a companion that changes weights."""
+    """Return True if the last part of a name says that the companion changes weights."""
     lower = last.lower()
     return lower not in _HARMLESS and any(word in lower for word in _TELLING)

@@ -1,4 +1,4 @@
-"""Contents of small tensors that describe packed ones, read in one batch: a remote model can have hundreds."""
+"""Contents of small tensors with descriptions of packed ones, read in a batch: a remote model can have hundreds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from .grid import Misfit
 
-# Bytes of a description; the longest that bitsandbytes writes has about 250.
+# Bytes of a description; bitsandbytes' longest has about 250.
 _LONGEST = 1024
 # Values of a shape.
 _MOST_AXES = 8
@@ -26,7 +26,7 @@ _MOST = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
 
 
 class PackedContents:
-    """Reads small tensors in one batch on first use.
+    """Reads small tensors in a batch on first use.
 
     Args:
         places: file and index of each tensor of the checkpoint.

@@ -1,8 +1,8 @@
-"""The families of packed tensors that safeload dequantizes, one row each.
+"""The supported families of packed tensors, one row each.
 
 A row says which stored tensors belong together, by the suffixes of their names, and names the function that turns their
-shapes and dtypes into a `Packing`, or explains why they do not fit. Shapes decide, the configuration confirms.
-`codes_without_scale` uses the same suffixes to recognize codes that no family fits; `companions` lists other names.
+shapes and dtypes into a `Packing`, or explains why they do not fit. Shapes decide; the configuration should confirm.
+`codes_without_scale` uses the same suffixes to recognize codes of unsupported formats; `companions` lists other names.
 
 Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4,bitnet}.py``;
 bitsandbytes ``functional.py``; compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``;
@@ -32,19 +32,18 @@ class Family(NamedTuple):
 
     name: str
     main: str  # suffix of the name of the codes
-    logical: str  # suffix that replaces ``main`` in the name of the packed tensor
+    logical: str  # replaces ``main`` in the name of the packed tensor
     dtypes: frozenset[str]  # codes of the dtypes of the codes
-    describe: str  # the function that returns the packing of a group, or raises `Misfit`: "module.function"
-    required: Mapping[str, tuple[str, ...]]  # suffixes that replace ``main`` in the names of parts, preferred first
-    optional: Mapping[str, tuple[str, ...]] = {}  # suffixes of parts that can be missing
-    # the ``quant_method`` that the configuration must have, if set; the row is then the only one for its codes, unless
-    # they are fp8
+    describe: str  # "module.function": returns the packing of a group, or raises `Misfit`
+    required: Mapping[str, tuple[str, ...]]  # suffixes of the parts in place of ``main``, preferred first
+    optional: Mapping[str, tuple[str, ...]] = {}  # suffixes of parts that can be absent
+    # required ``quant_method`` of the configuration; no other row applies to its codes then, except fp8
     method: str | None = None
 
 
 # ---- suffixes ----
 
-# bitsandbytes: the JSON that describes 4-bit codes, by kind, and the other parts, by role.
+# bitsandbytes: the JSON beside 4-bit codes, by kind, and the other parts, by role.
 STATES = {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 STATE_PARTS = {
     packing.SCALE: ".absmax",
@@ -55,7 +54,7 @@ STATE_PARTS = {
 # GPTQModel's suffixes of the JSON and of the other parts.
 GPTQMODEL_STATE = "_quant_state"
 GPTQMODEL_PARTS = {role: f"_{suffix[1:]}" for role, suffix in STATE_PARTS.items()}
-# The dtype that stores the bytes of codes: `bnb_4bit_quant_storage`.
+# Storage dtypes of 4-bit codes: `bnb_4bit_quant_storage`.
 _STORAGE = frozenset(("U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64"))
 
 # Quark: scales and zero points of checkpoints for transformers, then for diffusers.
@@ -70,7 +69,7 @@ SPARSE_NUMBERS = frozenset(("F32", "F16", "BF16"))
 _SPARSE_CODES = FP8 | {"I8"}
 # Suffixes of the other parts, the most telling first.
 SPARSE_PARTS = (".bitmask", ".row_offsets", ".shape")
-# What precedes these suffixes after the name of the module. Early versions name the tensor, which can be a bias.
+# Part of the name between the module and these suffixes. Early versions name the tensor, which can be a bias.
 SPARSE_STEMS = (".weight", ".bias", "")
 
 _INTEGERS = frozenset(("U8", "I8"))

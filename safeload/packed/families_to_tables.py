@@ -39,15 +39,15 @@ from .packed_group import GroupContext, PackedGroup, check
 from .quantization import Quantization, find_quantization
 from .refused import quark_specs, unread_specs
 
-# Faults that one error lists.
+# Faults listed in an error.
 _LISTED = 5
 
-# Dtypes of codes with names that do not say that they are packed.
+# Dtypes of codes with ordinary names.
 _PACKING = frozenset(("U8", "I8", "U32"))
-# Suffixes of the parts of bitsandbytes' codes, and of the sparse parts that mean nothing alone.
+# Suffixes of the parts of bitsandbytes' codes, and of sparse tensors. No such part means anything alone.
 _STATE_SUFFIXES = (*STATES.values(), *STATE_PARTS.values(), GPTQMODEL_STATE, *reversed(GPTQMODEL_PARTS.values()))
 _SPARSE_SUFFIXES = (SPARSE, *SPARSE_PARTS[:2])
-# Small tensors that describe packed ones and are read together.
+# Suffixes of small descriptions, to read in a batch.
 _DESCRIPTIONS = (*STATES.values(), GPTQMODEL_STATE, ".weight_format", ".shape")
 # Markers of ComfyUI, which stores 4-bit codes in another order and can rotate wider codes, except fp8.
 _COMFY_METADATA, _COMFY_SUFFIX = "_quantization_metadata", ".comfy_quant"
@@ -62,10 +62,10 @@ class Logical(NamedTuple):
     """The tables of a checkpoint with packed tensors, see `make_logical`."""
 
     where: dict[str, Place] | None  # file and index of each tensor; None for a single file
-    hidden: dict[str, str]  # unlisted names, with the packed tensor that owns each ("" for activation scales)
+    hidden: dict[str, str]  # unlisted names, with their packed tensor ("" for activation scales)
     ignored: dict[str, Part]  # activation scales by name
-    refused: dict[str, str]  # codes that safeload does not dequantize, with the reason
-    quantization: Quantization | None  # from the configuration, else from the files or from beside them
+    refused: dict[str, str]  # unsupported codes, with the reason
+    quantization: Quantization | None  # from the configuration, the files or their folders
 
 
 def make_logical(
@@ -84,7 +84,7 @@ def make_logical(
         quantization: from ``config.json``; if None, the files and their folders are searched.
         title: the checkpoint, for errors.
         complete: the files are a whole checkpoint, so a missing scale is an error.
-        in_gguf: the files are GGUF: their dtypes say what is packed, and no configuration applies.
+        in_gguf: the files are GGUF: dtypes identify packed tensors, and no configuration applies.
 
     Raises:
         FormatError: parts of packed tensors are missing or do not fit.
@@ -162,9 +162,9 @@ class _Finder:
         self, places: Mapping[str, Place], quantization: Quantization | None, *, in_gguf: bool, comfy: bool
     ) -> None:
         self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
-        self.hidden: dict[str, str] = {}  # parts and ignored tensors, with the packed tensor that owns each, or ""
-        self.faults: list[str] = []  # parts that are missing or do not fit
-        self.refused: dict[str, str] = {}  # codes that are not dequantized, with the reason
+        self.hidden: dict[str, str] = {}  # parts, with their packed tensor, and ignored tensors, with ""
+        self.faults: list[str] = []  # missing or misfitting parts
+        self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
         columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
         self._tensors = {
@@ -204,7 +204,7 @@ class _Finder:
                 self._add_strays(_SPARSE_SUFFIXES, _sparse_owner, "but not the other parts of a sparse tensor")
 
     def _group(self, name: str, stored: Stored) -> None:
-        """Add the packed tensor with codes of this name, or the fault of codes that fit no family."""
+        """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
         fault, quantization = None, self._quantization
         for family in _families_of(stored.row.code, self._in_gguf):
             if not name.endswith(family.main):
@@ -276,7 +276,7 @@ class _Finder:
             self.hidden.update((part.name, logical) for part in packed.parts.values() if part.name != logical)
 
     def _refuse_unread(self) -> None:
-        """Refuse codes beside a companion that their family does not read, if its name says that it changes values."""
+        """Refuse codes beside an unread companion if its name suggests a change of their values."""
         owners = {logical: codes for codes, (logical, _) in self.packed.items()}
         if not owners:
             return
@@ -337,7 +337,7 @@ def _families_of(code: str, in_gguf: bool) -> tuple[Family, ...]:
 
 @cache
 def _describer(path: str) -> Callable[[PackedGroup], Packing]:
-    """Return the function that `Family.describe` names; checkpoints import only the families that they need."""
+    """Import the function named by `Family.describe`; checkpoints import only the families they need."""
     module, _, function = path.partition(".")
     describe: Callable[[PackedGroup], Packing] = getattr(import_module(f".{module}", __package__), function)
     return describe
@@ -359,5 +359,5 @@ def _is_reported(name: str, reported: set[str]) -> bool:
 
 
 def _sparse_owner(stem: str) -> str:
-    """Return the tensor that owns sparse parts with this stem."""
+    """Return the name of the tensor whose sparse parts have this stem."""
     return stem if stem.endswith(SPARSE_STEMS[:-1]) else f"{stem}.weight"

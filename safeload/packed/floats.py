@@ -15,7 +15,7 @@ from .packed_group import PackedGroup, check_global, configured_bits, configured
 
 
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
-    """8-bit codes, and scales that broadcast over blocks.
+    """8-bit codes, and scales broadcast over blocks.
 
     Args:
         block: rows and columns of a block; None to use the configuration.
@@ -94,7 +94,7 @@ def deepseek_v4(group: PackedGroup) -> Packing:
     """``X.scale`` beside ``X.weight``: fp8 in blocks, or two E2M1 codes per byte with a scale per 32 codes."""
     shape, scale = group.shape(), group.shape(packing.SCALE)
     if len(shape) < 2 or len(scale) != len(shape) or group.dtype(packing.SCALE) not in ("F8_E8M0", "U8", "F32"):
-        raise Misfit("its scale is not that of a weight")
+        raise Misfit("its scale is not the scale of a weight")
     if group.dtype() == "I8":
         return _fp4(group, "mxfp4", 32, "F8_E8M0")
     return plain(group)
@@ -121,7 +121,7 @@ def modelopt_nvfp4(group: PackedGroup) -> Packing:
     """NVFP4 with a multiplying global scale and the factors of AWQ."""
     algorithm = None if group.config is None else group.config.algorithm(group.module)
     if algorithm is not None and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
-        raise Refused(f"its quant_algo {algorithm} stores codes or scales that safeload does not dequantize")
+        raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
     if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
         raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
     packed = check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))

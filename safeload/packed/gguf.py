@@ -53,7 +53,7 @@ def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> 
 
 
 def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: bool) -> Packing:
-    """Return the packing of a tensor in blocks, with a scale per matrix or a shared one."""
+    """Return the packing of a tensor in blocks, with a scale per matrix or a shared scale."""
     matrices, rows, columns = matrices_of(shape)
     grid = Grid(max(1, rows), max(1, columns), 1, 1, shared=shared)
     bits, row_bytes = row.block_bytes * 8 // row.block, row.nbytes(columns)

@@ -1,6 +1,6 @@
 """GPTQ, auto-round and AWQ: words of codes beside scales and packed zero points, usually stored transposed.
 
-Shapes distinguish the three layouts; the configuration confirms them and defines the meaning of zero points.
+Shapes distinguish the three layouts; the configuration confirms the layout and defines the meaning of zero points.
 
 Sources: AutoGPTQ ``nn_modules/qlinear``; GPTQModel ``utils/model.py``; auto-round ``export/export_to_autoround``;
 AutoAWQ ``modules/linear``.
@@ -26,12 +26,12 @@ _CODES_IN_WORD = 8  # of AWQ, which has 4-bit codes
 _GEMV_WORDS = {64: 2, 32: 4}
 # Zero points to unpack at a time.
 _CHUNK = 1 << 20
-# What to add to stored zero points, by ``checkpoint_format``.
+# Offset of stored zero points, by ``checkpoint_format``.
 _CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 0}
 
 
 def describe(group: PackedGroup) -> Packing:
-    """Return the layout that fits the shapes of words, scales and zero points."""
+    """Return the layout for the shapes of words, scales and zero points."""
     settings = group.settings()
     _refuse(group, settings)
     stored, scale = group.shape(), group.shape(packing.SCALE)
@@ -152,12 +152,12 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
 
 
 def _words(bits: int) -> int:
-    """Return the smallest number of words that whole codes fill."""
+    """Return the smallest number of words filled by whole codes."""
     return bits // math.gcd(bits, 32)
 
 
 def _added(group: PackedGroup, settings: Mapping[str, Any]) -> int:
-    """Return what the configuration adds to stored zero points."""
+    """Return the configured offset of stored zero points."""
     if group.method in AUTO_ROUND:
         kind = settings.get("packing_format", settings.get("backend"))
         return 1 if not isinstance(kind, str) or ("gptq" in kind and "gptqmodel" not in kind) else 0
@@ -175,7 +175,7 @@ def zeros_disagree(packed: Packed) -> bool:
 
 
 def wrapped_zeros(packed: Packed) -> int:
-    """Count the zero points that wrapped around to all ones: a carry has probably damaged their neighbors.
+    """Count wrapped zero points, which are all ones: a carry has probably damaged their neighbors.
 
     Raises:
         FormatError, OSError: the file cannot be read.

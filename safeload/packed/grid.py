@@ -19,7 +19,7 @@ class Misfit(Exception):  # noqa: N818 - not a failure: another family may fit
 
 
 class Refused(Misfit):
-    """Stored tensors form a packed tensor that safeload does not dequantize; they appear as stored."""
+    """Stored tensors form an unsupported packed tensor; they appear as stored."""
 
 
 def matrices_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -50,7 +50,7 @@ def label_of(prefix: str, grid: Grid, shape: tuple[int, ...], zeros: bool = Fals
 
 
 def whole_grid(shape: tuple[int, ...], row_block: int, column_block: int) -> Grid:
-    """Return the grid of blocks that covers the matrices of a shape, ragged at the edges."""
+    """Return the grid of blocks over the matrices of a shape, ragged at the edges."""
     rows, columns = (1, 1, *shape)[-2:]
     return Grid(row_block, column_block, -(-rows // row_block), -(-columns // column_block))
 
@@ -58,8 +58,8 @@ def whole_grid(shape: tuple[int, ...], row_block: int, column_block: int) -> Gri
 def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], *, exact: bool = False) -> Grid:
     """Return the grid of scales of this shape over a tensor, as PyTorch's writers mean it.
 
-    A single element is the scale of the whole tensor; [rows] or [rows, 1] holds one per row; an axis of 1 is broadcast;
-    an axis of ceil(length / block) holds one per block. Experts have a leading axis in both tensors.
+    A single element is the scale of the whole tensor; [rows] or [rows, 1] has an element per row; an axis of 1 is
+    broadcast; an axis of ceil(length / block) has an element per block. Experts have a leading axis in both tensors.
 
     Args:
         block: rows and columns of a block.
@@ -107,7 +107,7 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
 
 
 def _axis(scales: int, length: int, block: int) -> int | None:
-    """Return the elements that share a scale along an axis; None if no reading fits."""
+    """Return the elements per scale along an axis; None if no reading fits."""
     if scales == -(-length // block):
         return block
     if scales == 1:
@@ -129,7 +129,7 @@ def has_halves(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int,
 def described_grid(
     described: Sequence[Mapping[str, Any]], shape: tuple[int, ...], scale: tuple[int, ...]
 ) -> Grid | None:
-    """Return the grid of the description that the scales fit; None if a description does not define a grid.
+    """Return the grid of the fitting description; None if a description does not define a grid.
 
     Raises:
         Misfit: the scales fit no description, or descriptions with different grids.

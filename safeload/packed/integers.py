@@ -106,7 +106,7 @@ def _ct_columns(group: PackedGroup) -> int:
 def _ct_fits(
     width: int, counts: Sequence[int | None], described: Sequence[tuple[Any, Any]]
 ) -> dict[tuple[int, int, int], None]:
-    """Return the columns, bits, and codes per word of the old layout (else 0) that fit rows of ``width`` words."""
+    """Return all columns, bits, and codes per word of the old layout (else 0) for rows of ``width`` words."""
     fits: dict[tuple[int, int, int], None] = {}
     for count, (configured, _) in zip(counts, described, strict=True):
         for bits in (configured,) if type(configured) is int and 1 <= configured <= 8 else range(1, 9):

@@ -1,8 +1,7 @@
-"""The settings that each quantization method can have, one row per writer.
+"""The known settings of each quantization method, one row per writer.
 
-Each key of a configuration is in one of three groups. It changes the values of weights, and the row lists the values
-that safeload understands; or the families read it and compare it with shapes; or it does not affect weights. If any
-other key is set, the values of the weights are unknown.
+A key of a configuration either changes the values of weights, and the row lists the supported settings; or families
+read it and compare it with shapes; or it does not affect weights. If any other key is set, the values are unknown.
 
 Sources: the configuration classes of transformers 5.23, compressed-tensors 0.20 and 0.12, GPTQModel 7.7, AutoGPTQ 0.7,
 optimum, autoawq 0.2.9, auto-round 0.16, nvidia-modelopt 0.47, amd-quark 0.13, mlx-lm 0.32, lmdeploy; published configs.
@@ -25,13 +24,12 @@ TENSORRT = "TensorRT-LLM"
 class Method(NamedTuple):
     """The settings of a quantization method."""
 
-    # values of ``quant_method``; codes that fit no family are an error of the checkpoint under them
+    # values of ``quant_method`` under which codes outside all families are an error of the checkpoint
     names: tuple[str, ...]
-    values: Mapping[str, tuple[str, ...]]  # keys that change weights, with the supported values in lower case
-    read: tuple[str, ...] = ()  # keys that families read
-    ignored: tuple[str, ...] = ()  # keys that do not affect weights
-    # other values of ``quant_method``, or of a key that replaces it in early files; if the row has a single name, they
-    # mean that name
+    values: Mapping[str, tuple[str, ...]]  # keys with an effect on weights, and their supported values in lower case
+    read: tuple[str, ...] = ()  # keys for the families
+    ignored: tuple[str, ...] = ()  # keys without an effect on weights
+    # other values of ``quant_method``, or of its predecessors in early files; synonyms of a single name
     aliases: tuple[str, ...] = ()
 
 
@@ -65,7 +63,7 @@ _CALIBRATION = (
     "export_nntr_module", "nsamples", "seqlen", "inside_layer_modules", "use_triton",
 )  # fmt: skip
 _LEGACY_GPTQ = ("quant_type", "format_version")
-# auto-round adds its own keys to configurations of every format that it writes.
+# auto-round adds its own keys to the configurations of all its formats.
 _AUTO_ROUND = (
     "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic", "amp", "batch_size",
     "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "enable_torch_compile",
@@ -268,7 +266,7 @@ SPEC = Method(
     ),
 )  # fmt: skip
 
-# Quark's dtypes of codes: the dtypes that store them, bits of a code, and the numbers that codes stand for.
+# Quark's dtypes of codes: the storage dtypes, the bits of a code, and the numbers for which codes stand.
 QUARK_DTYPES: Mapping[str, tuple[frozenset[str], int, str]] = {
     "fp8_e4m3": (frozenset(("F8_E4M3", "F8_E4M3FNUZ")), 8, ""),
     "fp8_e5m2": (frozenset(("F8_E5M2", "F8_E5M2FNUZ")), 8, ""),
@@ -285,7 +283,7 @@ QUARK_ORDERS = {"reorder": packing.WORDS, "order": packing.ROWS}
 
 _BY_NAME = {name: row for row in METHODS for name in (*row.names, *row.aliases)}
 COVERED = frozenset(name for row in METHODS for name in row.names)
-# Formats and algorithms of covered methods that no family reads.
+# Formats and algorithms of covered methods without a family.
 NOT_COVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD", "MXFP4", "W4A8_MXFP4_FP8"))
 
 
@@ -295,7 +293,7 @@ def method_of(name: str) -> Method | None:
 
 
 def canonical_name(name: str) -> str:
-    """Return the table's name of a method: vLLM ignores case, and accepts names that no writer uses."""
+    """Return the table's name of a method: vLLM ignores case, and accepts more names than writers use."""
     lower = name.lower()
     row = _BY_NAME.get(lower)
     if row is None:
@@ -304,7 +302,7 @@ def canonical_name(name: str) -> str:
 
 
 def unknown_setting(settings: Mapping[str, Any], method: Method) -> tuple[str, Any] | None:
-    """Return the first key and value that can change weights in an unknown way, or None."""
+    """Return the first key and value with an unknown effect on weights, or None."""
     for key, value in settings.items():
         if value is None or value is False or value in ("", [], {}):
             continue

@@ -1,4 +1,4 @@
-"""The stored tensors of one packed tensor, as the families read them, and the checks that every packing must pass."""
+"""The stored tensors of a packed tensor, as families read them, and the checks of every packing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {
     packing.NESTED_TABLE: NUMBERS,
     packing.ZERO: NUMBERS | {"I8", "U8", "I32", "F8_E4M3"},
 }
-# The `Packing.numbers` that can have zero points.
+# Values of `Packing.numbers` with zero points.
 _INTEGERS = frozenset(("I8", "U8", "offset", "signed", "unsigned"))
 # Settings of codes with zero points.
 _ASYMMETRIC = (("symmetric", False), ("sym", False), ("zero_point", True))
@@ -46,7 +46,7 @@ class GroupContext(NamedTuple):
 
 
 class PackedGroup:
-    """The stored tensors of one packed tensor.
+    """The stored tensors of a packed tensor.
 
     Args:
         codes: the name of the codes.
@@ -63,7 +63,7 @@ class PackedGroup:
 
     @property
     def module(self) -> str:
-        """The name of the module that owns the weight."""
+        """The name of the weight's module."""
         return self.logical.removesuffix(".weight")
 
     @property
@@ -105,7 +105,7 @@ class PackedGroup:
         return {**self.config.values, **own}
 
     def unknown(self) -> str | None:
-        """Return a setting that can change the values in an unknown way, as text, or None.
+        """Return a setting with an unknown effect on the values, as text, or None.
 
         Raises:
             UnsupportedError: the configuration has an unsupported pattern.
@@ -225,7 +225,7 @@ def _common_setting(group: PackedGroup, key: str, strategy: str | None = None) -
 
 
 def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
-    """Return the grid of scales that ``config_groups`` describes for codes of a shape, or None.
+    """Return the grid of scales in ``config_groups`` for codes of a shape, or None.
 
     Raises:
         Misfit: the scales have another shape.
@@ -245,7 +245,7 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
 
 
 def check_global(group: PackedGroup, packed: Packing) -> Packing:
-    """Return the packing if its global scales fit: one per tensor, per expert, or per equal share of an expert's rows.
+    """Return the packing if its global scales fit: per tensor, per expert, or per equal share of an expert's rows.
 
     Raises:
         Misfit: they do not fit.

@@ -6,7 +6,7 @@ Configurations come from untrusted files, and `re` takes exponential time on som
 alternation and anchors, with the semantics of `re`. It simulates a nondeterministic automaton (Thompson, 1968), which
 takes at most the length of the pattern times the length of the name.
 
-`Globs` matches as `fnmatch` does: a glob of literals and ``*`` by one search per literal, a glob with ``?`` or classes
+`Globs` matches as `fnmatch` does: a glob of literals and ``*`` by a search per literal, a glob with ``?`` or classes
 as a `Pattern`.
 """
 
@@ -38,17 +38,17 @@ _WILDCARDS = "*?["
 class _State(NamedTuple):
     """A state of the automaton."""
 
-    chars: frozenset[str]  # characters that lead to ``after``
-    negated: bool  # if set, all characters except ``chars`` lead there
-    after: list[int]  # states that follow a character
-    free: list[int]  # states that follow without a character
+    chars: frozenset[str]  # characters of the transition to ``after``
+    negated: bool  # if set, the transition takes all characters except ``chars``
+    after: list[int]  # next states after a character
+    free: list[int]  # next states without a character
 
 
 class Pattern:
     """A regular expression of the supported subset.
 
     Args:
-        key: the key of the configuration that holds the pattern, for errors.
+        key: the key of the configuration, for errors.
 
     Raises:
         UnsupportedError: the pattern is too long, or outside the subset.
@@ -237,10 +237,10 @@ class Globs:
     """An ordered list of names and globs; the first match wins.
 
     Args:
-        key: the key of the configuration that holds the globs, for errors.
+        key: the key of the configuration, for errors.
 
     Raises:
-        UnsupportedError: a glob is too long, or has a class that `Pattern` does not support.
+        UnsupportedError: a glob is too long, or has an unsupported class.
     """
 
     def __init__(self, texts: Iterable[str], key: str) -> None:
@@ -255,7 +255,7 @@ class Globs:
                 self._globs.append((number, text, _Stars(text)))
 
     def first(self, name: str) -> str | None:
-        """Return the first name or glob that matches, or None."""
+        """Return the first matching name or glob, or None."""
         exact = self._names.get(name)
         for number, text, glob in self._globs:
             if exact is not None and exact < number:
@@ -285,7 +285,7 @@ class _Stars:
 
 
 def _expression(glob: str) -> str:
-    """Translate a glob into a regular expression that matches whole names."""
+    """Translate a glob into a regular expression for whole names."""
     parts, at = [], 0
     while at < len(glob):
         char = glob[at]
@@ -302,7 +302,7 @@ def _expression(glob: str) -> str:
 
 
 def _end_of_class(glob: str, begin: int) -> int:
-    """Return the position of the bracket that closes a class; -1 if the opening bracket is a literal."""
+    """Return the position of the closing bracket of a class; -1 if the opening bracket is a literal."""
     first = begin + 1 + glob.startswith("!", begin + 1)
     return glob.find("]", first + 1)  # a leading "]" is a character of the class
 

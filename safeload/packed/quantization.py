@@ -1,7 +1,7 @@
 """The quantization of a checkpoint, parsed once from its configuration and carried along.
 
-The configuration is in ``config.json``, in the metadata of files that safeload wrote, or in a file that an older tool
-wrote beside the weights.
+The configuration is in ``config.json``, in the metadata of safeload's own files, or in a file of an older tool beside
+the weights.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from .patterns import Globs, compiled
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
 _CONFIG_KEYS = ("quantization_config", "compression_config")
-# Keys that list modules that are not quantized.
+# Keys that list unquantized modules.
 _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 # The key of TensorRT-LLM and of mlx-lm, which also stores a copy without a method under the first of `_CONFIG_KEYS`.
 _MLX = "quantization"
 # Methods with settings of single modules under `Quantization.overrides_key`.
 _WITH_OVERRIDES = frozenset(("fp8", "gptq", "awq", *AUTO_ROUND))
-# Words that auto-round joins with colons in ``packing_format``, and earlier in ``backend``, if its layout is that of
-# GPTQ or AWQ: layouts and kernels, as in "auto_round:gptq:exllamav2".
+# Words in auto-round's ``packing_format``, formerly ``backend``, if its layout is GPTQ's or AWQ's: layouts and kernels,
+# as in "auto_round:gptq:exllamav2".
 _LAYOUT_WORDS = frozenset(
     (
         "auto", "auto_round", "auto_gptq", "auto_awq", "gptq", "awq", "gptqmodel", "exllama", "exllamav2", "tritonv2",
         "torch",
     )
 )  # fmt: skip
-# Characters that make a key of ``extra_config`` a pattern.
+# Characters of patterns among the keys of ``extra_config``.
 _PATTERN_CHARACTERS = "*^$|()[]?+\\"
 # auto-round lists modules with more bits as not quantized.
 _MOST_BITS = 8
 # Longest side of a block. Tensors with a single scale have no block.
 _LONGEST_BLOCK = 1 << 31
-# Characters of a configuration that a message quotes.
+# Most characters of a configuration to quote in a message.
 _QUOTED = 40
 
-# Files beside weights that can hold their quantization.
+# Files beside weights with their quantization.
 BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# Methods of files that hold only a quantization and do not name its method.
+# Methods of files without a ``quant_method``: they hold nothing but the quantization.
 _METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
@@ -67,7 +67,7 @@ _METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 class Quantization:
     """The description of quantized weights in a configuration."""
 
-    key: str  # the key that holds it, such as "quantization_config"
+    key: str  # such as "quantization_config"
     method: str | None  # such as "gptq"; None if not given
     values: Mapping[str, Any]  # everything under the key
 
@@ -80,7 +80,7 @@ class Quantization:
 
     @property
     def shown(self) -> str:
-        """The method, and the setting that prevents dequantization, for messages."""
+        """The method, and the unsupported setting, for messages."""
         method, why = self.method or self.key, self.unread_layout or self.unknown
         return method if why is None or why.startswith("quant_method") else f"{method}, {why}"
 
@@ -96,7 +96,7 @@ class Quantization:
 
     @property
     def unread_layout(self) -> str | None:
-        """The key and value of an auto-round layout that no family reads, or None."""
+        """The key and value of an unsupported auto-round layout, or None."""
         for key in ("packing_format", "backend") if self.method in AUTO_ROUND else ():
             layout = self.get(key)
             if isinstance(layout, str):
@@ -104,7 +104,7 @@ class Quantization:
         return None
 
     def is_covered(self, name: str = "") -> bool:
-        """Return True if codes that fit no family are an error of the checkpoint.
+        """Return True if codes outside all families are an error of the checkpoint.
 
         Args:
             name: the name of the codes, or "" to ask about codes in general.
@@ -119,7 +119,7 @@ class Quantization:
 
     @cached_property
     def unknown(self) -> str | None:
-        """The first setting shared by all modules that can change values in an unknown way, as text."""
+        """The first setting for all modules with an unknown effect on values, as text."""
         if not self.method:
             return None
         row = method_of(self.method)
@@ -139,7 +139,7 @@ class Quantization:
         return not own and not any(self._unknown_weights.values())
 
     def unknown_of(self, module: str, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
-        """Like `unknown`, for one module.
+        """Like `unknown`, for a single module.
 
         Args:
             own: `layer_overrides` of the module.
@@ -157,18 +157,18 @@ class Quantization:
             setting = next(filter(None, (self._unknown_weights[id(weights)] for weights in described)), None)
         return _setting_text(setting)
 
-    # ---- settings of one module ----
+    # ---- settings of a module ----
 
     @property
     def overrides_key(self) -> str:
-        """The key that holds settings of single layers."""
+        """The key of the settings of single layers."""
         return "extra_config" if self.method in AUTO_ROUND else "dynamic"
 
     def layer_overrides(self, module: str) -> Mapping[str, Any] | None:
-        """Return the settings of one layer that GPTQModel or auto-round overrides; None if it is not quantized.
+        """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized.
 
         Raises:
-            UnsupportedError: a pattern is outside the subset that `patterns` supports.
+            UnsupportedError: a pattern has unsupported syntax.
         """
         key = self.overrides_key
         overrides = self.get(key) if self.method in _WITH_OVERRIDES else None
@@ -197,19 +197,19 @@ class Quantization:
 
     @cached_property
     def _layer_patterns(self) -> list[str]:
-        """The keys of ``extra_config`` that are patterns; a checkpoint can name each of its 100,000 experts."""
+        """The patterns among the keys of ``extra_config``; a checkpoint can name each of its 100,000 experts."""
         return [key for key in _mapping(self.get("extra_config")) if any(char in key for char in _PATTERN_CHARACTERS)]
 
     def mlx_settings(self, module: str) -> Mapping[str, Any]:
-        """Return mlx-lm's settings of one module: its own over the shared ones."""
+        """Return mlx-lm's settings of a module: the shared settings and its own."""
         own = self.get(module)
         return {**self.values, **own} if isinstance(own, Mapping) else self.values
 
     def quark_settings(self, module: str) -> Mapping[str, Any]:
-        """Return Quark's settings of a layer: by the first name or glob that matches, else by type, else the global.
+        """Return Quark's settings of a layer: by the first matching name or glob, else by type, else the global.
 
         Raises:
-            UnsupportedError: a glob is outside the subset that `patterns` supports.
+            UnsupportedError: a glob has unsupported syntax.
         """
         match = self._quark_globs.first(module)
         if match is not None:
@@ -230,7 +230,7 @@ class Quantization:
         return {}
 
     def algorithm(self, module: str) -> str | None:
-        """Return modelopt's ``quant_algo`` for a layer: its own, else the shared one."""
+        """Return modelopt's ``quant_algo`` for a layer: its own, else the shared value."""
         value = self.modelopt_settings(module).get("quant_algo") or self.get("quant_algo")
         return value if isinstance(value, str) else None
 
@@ -252,10 +252,10 @@ class Quantization:
         return {}
 
     def weights(self, module: str) -> list[Mapping[str, Any]]:
-        """Return the weight descriptions of compressed-tensors' ``config_groups`` that target the module, else all.
+        """Return the weight descriptions in compressed-tensors' ``config_groups`` for a module; all if none targets it.
 
         Raises:
-            UnsupportedError: a target is a pattern outside the subset that `patterns` supports.
+            UnsupportedError: a target is a pattern with unsupported syntax.
         """
         described = self._described
         if len(described) < 2:
@@ -303,7 +303,7 @@ def brief(text: str) -> str:
 
 
 def _anywhere(pattern: str) -> str:
-    """Return a pattern that matches anywhere in a name, unless it is anchored."""
+    """Extend a pattern to match anywhere in a name, unless it is anchored."""
     return pattern if pattern.startswith("^") else f".*(?:{pattern})"
 
 
@@ -412,7 +412,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
 
 
 def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization | None:
-    """Return the quantization of files that were opened without one: from their metadata, else from beside them.
+    """Return the quantization in the metadata of files, else in their folders.
 
     Raises:
         UnsupportedError: files have different quantizations.
@@ -449,7 +449,7 @@ def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization |
 
 
 def quantization_beside(file: WeightFile) -> Quantization | None:
-    """Return the quantization in the folder of a file that was opened alone; None if missing or unreadable."""
+    """Return the quantization in the folder of a file; None if missing or unreadable."""
     return _quantization_in(_folder_of(file), file.files)
 
 

@@ -60,7 +60,7 @@ def in_fp8(group: PackedGroup) -> Packing:
 
 
 def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Return the settings of the first stage, empty if missing, and of the second stage, if there is one."""
+    """Return the settings of the first stage, empty if missing, and of the second stage, or None."""
     assert group.config is not None  # the family requires Quark's method
     try:
         specs = quark_specs(group.config, group.logical)
@@ -79,7 +79,7 @@ def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | N
 
 
 def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the numbers that codes stand for, and their bits."""
+    """Return the numbers for which codes stand, and the bits of a code."""
     dtype = spec.get("dtype")
     if not isinstance(dtype, str):
         raise Misfit(f"its configuration has no dtype for its {group.dtype()} codes")
@@ -90,7 +90,7 @@ def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _label(prefix: str, group: PackedGroup, spec: Mapping[str, Any], grid: Grid, shape: tuple[int, ...]) -> str:
-    """Return the label of a scheme; Quark stores zero points for symmetric weights too, all of them 0."""
+    """Return the label of a scheme; Quark stores zero points for symmetric weights too, all 0."""
     asymmetric = group.has(packing.ZERO) and spec.get("symmetric") is not True
     return label_of(prefix, grid, shape, asymmetric)
 
@@ -292,7 +292,7 @@ def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
 
 
 def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[str, Any]) -> Packing:
-    """E2M1 with fp8 scales that share a scale."""
+    """E2M1 with fp8 scales, which share a scale."""
     _numbers(group, spec)
     if not group.has(packing.GLOBAL):
         raise Misfit("the global scale of its scales is missing (weight_scale_2)")

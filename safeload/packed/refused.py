@@ -1,4 +1,4 @@
-"""Quantizations that safeload recognizes and does not dequantize: what each is, and which tool reads it.
+"""Recognized but unsupported quantizations, with the tools that read them.
 
 Sources of the names: the quantizers of transformers, ExLlamaV2 and V3, AQLM, VPTQ, QuIP#, QTIP, SpQR, Marlin, HQQ,
 EETQ; Quark's as in `quark`.
@@ -16,43 +16,43 @@ from .quantization import Quantization, brief
 
 
 class Refusal(NamedTuple):
-    """A quantization that safeload does not dequantize."""
+    """An unsupported quantization."""
 
-    what: str  # the family, and why safeload does not dequantize it
+    what: str  # the quantization, and why it is not supported
     reader: str  # the tool that reads it
-    suffixes: tuple[tuple[str, str], ...] = ()  # of the names of the codes and of a companion that identifies them
-    methods: tuple[str, ...] = ()  # values of ``quant_method``, ``format`` and similar keys that identify it
-    fp8: bool = False  # the suffixes identify fp8 codes too
+    suffixes: tuple[tuple[str, str], ...] = ()  # of the codes and an identifying companion
+    methods: tuple[str, ...] = ()  # identifying values of ``quant_method``, ``format`` and similar keys
+    fp8: bool = False  # the suffixes also identify fp8 codes
 
 
 QUARK_READER = "AMD Quark"
 
-# A pair of suffixes is more specific than a method, which can have more than one layout: pairs are searched first.
+# Pairs of suffixes are searched first: they are more specific than a method, which can have different layouts.
 REFUSALS = (
     Refusal(
         "EXL2, with permuted rows and codes of different widths", "ExLlamaV2", ((".q_weight", ".q_scale"),), ("exl2",)
     ),
     Refusal(
-        "EXL3, with codes that are paths through a trellis in a rotated basis",
+        "EXL3, which encodes weights as paths through a trellis, in a rotated basis",
         "ExLlamaV3",
         ((".trellis", ".suh"), (".trellis", ".svh")),
         ("exl3",),
     ),
     Refusal(
-        "QTIP, with codes that are paths through a trellis in a rotated basis",
+        "QTIP, which encodes weights as paths through a trellis, in a rotated basis",
         "QTIP",
         ((".trellis", ".SU"), (".trellis", ".SV")),
         ("qtip",),
     ),
     Refusal(
-        "QuIP#, with codes that are points of a lattice in a rotated basis",
+        "QuIP#, which encodes weights as points of a lattice, in a rotated basis",
         "QuIP#",
         ((".Qidxs", ".SU"), (".Qidxs", ".SV")),
         ("quip", "quip_sharp"),
     ),
-    Refusal("AQLM, with weights that are sums of codebook vectors", "aqlm", ((".codes", ".codebooks"),), ("aqlm",)),
+    Refusal("AQLM, which stores weights as sums of codebook vectors", "aqlm", ((".codes", ".codebooks"),), ("aqlm",)),
     Refusal(
-        "VPTQ, with weights that are permuted codebook vectors",
+        "VPTQ, which stores weights as permuted codebook vectors",
         "vptq",
         ((".indices", ".centroids.weight"),),
         ("vptq",),
@@ -83,13 +83,15 @@ REFUSALS = (
         ((".weight", ".comfy_quant"),),
     ),
     Refusal(
-        "TensorRT-LLM's, with files that hold the layout of its engines",
+        "TensorRT-LLM's, in the layout of its engines",
         "TensorRT-LLM",
         ((".weight", ".weights_scaling_factor"), (".weight", ".per_channel_scale")),
         fp8=True,
     ),
     Refusal("Quark's weights in a rotated basis", QUARK_READER, ((".weight", ".input_rotation"),), fp8=True),
-    Refusal("HIGGS, with codes that are grid points in a rotated basis", "transformers with flute", (), ("higgs",)),
+    Refusal(
+        "HIGGS, which encodes weights as grid points, in a rotated basis", "transformers with flute", (), ("higgs",)
+    ),
     Refusal("FP-Quant, with weights in a rotated basis", "transformers with fp_quant", (), ("fp_quant",)),
     Refusal("SINQ, which scales both rows and columns", "sinq", (), ("sinq",)),
     Refusal("Four Over Six, with NVFP4 blocks of two different ranges", "fouroversix", (), ("fouroversix",)),
@@ -100,7 +102,7 @@ REFUSALS = (
     Refusal("modelopt's AWQ, with codes of two rows in each byte", "TensorRT-LLM", (), ("W4A16_AWQ", "W4A8_AWQ")),
 )
 
-# Keys that are more specific than the method.
+# Keys with more specific values than the method.
 _KEYS = ("format", "checkpoint_format", "version", "quant_algo")
 _BY_METHOD = {method: row for row in REFUSALS for method in row.methods}
 _ROTATED = Refusal("compressed-tensors in a rotated basis (transform_config)", "vLLM")
@@ -112,7 +114,7 @@ def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quant
     Args:
         name: the name of the codes.
         dtype: code of their dtype.
-        companion: the tensor that identifies the codes, if there is one.
+        companion: the identifying companion, or None.
     """
     if companion is not None:
         for row in REFUSALS:
@@ -139,7 +141,7 @@ def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quant
 
 
 def unread_by_quark(quantization: Quantization, name: str) -> str | None:
-    """Return the quantization of a tensor that safeload does not dequantize, or None."""
+    """Return the unsupported quantization of a tensor, or None."""
     try:
         return unread_specs(quantization, name, quark_specs(quantization, name))
     except UnsupportedError:  # opening the checkpoint reports it, except with stored=True
@@ -161,10 +163,10 @@ def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[
 
 
 def quark_specs(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
-    """Return Quark's settings of a tensor, one item for each stage of quantization.
+    """Return Quark's settings of a tensor, an item per stage of quantization.
 
     Raises:
-        UnsupportedError: a glob is outside the subset that `patterns` supports.
+        UnsupportedError: a glob has unsupported syntax.
     """
     layer = quantization.quark_settings(_module_of(name))
     value = layer.get("bias" if name.endswith(".bias") else "weight")

@@ -73,7 +73,7 @@ def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
 
 
 def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
-    """Return the logical shape of rows that store two of every four values."""
+    """Return the logical shape if rows store two of every four values."""
     rows, columns = group.shape()[0], 2 * group.shape()[1]
     if columns % 4:
         raise Misfit(f"values {list(group.shape())} are not two of every four columns")
