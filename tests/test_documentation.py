@@ -17,6 +17,8 @@ from builders.quantized import FIXTURES
 
 import safeload
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 # Languages of blocks that are not run; "sh" is for what needs a network or a large model.
 NOT_RUN = {"sh", "json", "text"}
 

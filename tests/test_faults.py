@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the shim knows Linux's system calls"),
     pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the shim stands in for glibc's functions"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="the shim is C, and there is no cc"),
+    pytest.mark.any_python,
 ]
 
 

@@ -12,6 +12,8 @@ from builders.paths import DATA, ROOT, TESTS
 
 import safeload
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 PAGE = ROOT / "docs" / "guarantees.md"
 HEAD = ["guarantee", "scope", "the test that fails when it breaks"]
 TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")

@@ -11,6 +11,8 @@ from graphlib import TopologicalSorter
 import pytest
 from builders.paths import ROOT
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 CSRC = ROOT / "csrc"
 CC, NM = shutil.which(os.environ.get("CC", "cc")), shutil.which("nm")
 PACKAGE = ROOT / "safeload"

@@ -17,6 +17,8 @@ import safeload
 from safeload.cli import main
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.no_core
+
 W = np.arange(256, dtype=np.float32).reshape(4, 64)
 
 

@@ -11,6 +11,8 @@ from builders.paths import ROOT
 
 import safeload
 
+pytestmark = pytest.mark.no_core
+
 MANIFEST = (ROOT / "MANIFEST.in").read_text("utf-8")
 # What tests and builds leave in these folders.
 LEFT_BEHIND = {".pyc", ".so", ".pyd"}

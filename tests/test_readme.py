@@ -13,6 +13,8 @@ from builders.paths import ROOT
 
 from safeload.formats.registry import ROWS
 
+pytestmark = pytest.mark.no_core
+
 README = (ROOT / "README.md").read_text("utf-8")
 
 

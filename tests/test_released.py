@@ -20,6 +20,8 @@ import safeload
 from safeload import gguf
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.any_python
+
 READING = {
     "open": safeload.open,
     "load": safeload.load,

@@ -5,6 +5,8 @@ import ast
 import pytest
 from builders.paths import TESTS
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 
 @pytest.fixture
 def conftest(pytestconfig):

@@ -16,6 +16,8 @@ from safeload.base import scheme
 from safeload.formats import registry
 from safeload.operations.quantize import quantize
 
+pytestmark = pytest.mark.no_core
+
 PROGRAM = """
 import numpy as np, safeload
 array = np.zeros((2, 32), np.float32)

@@ -28,6 +28,8 @@ from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutErr
 from safeload.formats.opening import open_paths
 from safeload.stores import retries
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 SHARDS, LAYERS = 3, 6
 SECRETS = ("s3cret-pass", "s1gnature", "t0ken-of-mine")
 
@@ -374,6 +376,7 @@ def test_ctrl_c_ends_a_load_that_stalls(model, way):
 # ---- the Hub and S3 ----
 
 
+@pytest.mark.store_packages
 def test_info_of_a_repository_lists_a_sharded_model(model, tmp_path):
     pytest.importorskip("huggingface_hub")
     from builders.hub import Hub, Repository
@@ -397,6 +400,7 @@ def test_info_of_a_repository_lists_a_sharded_model(model, tmp_path):
         assert len(hub.cdn.requests) <= SHARDS + 2
 
 
+@pytest.mark.store_packages
 def test_a_layer_of_an_object_store_reads_its_bytes_alone(model):
     moto = pytest.importorskip("moto.server")
     s3fs = pytest.importorskip("s3fs")

@@ -10,6 +10,8 @@ import safeload
 from safeload.cli import main
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.no_core
+
 F32 = np.float32
 GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 

@@ -15,6 +15,8 @@ import safeload
 from safeload import FormatError, SafeloadError, UnsupportedError
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.no_core
+
 INDEX = "model.safetensors.index.json"
 
 

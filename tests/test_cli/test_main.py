@@ -177,7 +177,7 @@ def test_an_empty_file_of_no_tensors(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["info", "check", "stats", "convert", "diff", "report", "bench", "completion"])
 def test_every_argument_is_explained(command):
-    """One line of plain words for each option and argument; the lists of words are in test_words.py."""
+    """One line of plain words for each option and argument."""
     from safeload.cli import _parsers
 
     for action in _parsers()[1][command]._actions:

@@ -7,6 +7,8 @@ import sys
 import pytest
 from builders.paths import TESTS
 
+pytestmark = pytest.mark.no_core
+
 RUNNER = TESTS / "upstream" / "run.py"
 
 

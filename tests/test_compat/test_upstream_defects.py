@@ -23,6 +23,8 @@ import safeload
 from safeload import SafetensorError, safe_open
 from safeload.numpy import load, load_file, save, save_file
 
+pytestmark = pytest.mark.no_core
+
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX only")
 X = np.array([[0, 1, 2], [3, 4, 5]], np.float32)
 

@@ -12,6 +12,8 @@ from safeload.engine.codes import pieces as reading
 from safeload.engine.run import jobs, progress
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.no_core
+
 
 class Terminal(io.StringIO):
     def isatty(self):

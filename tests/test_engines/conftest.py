@@ -19,3 +19,8 @@ def local(source, tmp_path_factory):
     made = content(folder)
     assert len(made) == 9  # 6 shards, index, config and tokenizer
     return made
+
+
+def pytest_itemcollected(item):
+    """Mark every test of this folder (pyproject.toml describes the marks)."""
+    item.add_marker("no_core")

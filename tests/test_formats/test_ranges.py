@@ -14,6 +14,8 @@ from builders.thorough import THOROUGH
 import safeload.numpy
 from safeload.errors import FormatError, MissingShardError, UnsupportedError
 
+pytestmark = pytest.mark.any_python
+
 URL = "mem://model"
 FILES = sorted(
     path

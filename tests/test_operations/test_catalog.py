@@ -12,6 +12,8 @@ from safeload.engine.run.memory import address_of
 from safeload.numpy import save_file
 from safeload.operations.sources.catalog import Catalog
 
+pytestmark = pytest.mark.no_core
+
 W = np.arange(64, dtype=np.float32).reshape(2, 32)
 TENSORS = {
     "w": W,

@@ -37,7 +37,11 @@ KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
 BUCKET = "written"
 
 # fsspec and aiobotocore leave sockets to Python when an event loop ends.
-pytestmark = pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),
+    pytest.mark.any_python,
+    pytest.mark.no_core,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +126,7 @@ class Killed(BaseException):
     """What a signal would do: no handler of errors runs for it, and nothing is written after it."""
 
 
-@pytest.fixture(params=["memory", "local", "s3"])
+@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.store_packages)])
 def place(request, tmp_path):
     """A destination, the options for it, its filesystem and its path there."""
     if request.param == "s3":
@@ -556,6 +560,7 @@ def test_a_plan_writes_and_removes_only_in_its_folder(key, name, model):
 # ---- other processes ----
 
 
+@pytest.mark.store_packages
 def test_processes_write_to_s3(model, want, s3, monkeypatch):
     """Their keys come from the environment: a plan and a pickle have none."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
@@ -576,6 +581,7 @@ class Twice:
         return settled(lambda: echoed(call(function, echoed(piece), *rest)))
 
 
+@pytest.mark.store_packages
 def test_an_executor_whose_pieces_go_through_json_and_come_twice(model, want, s3):
     import s3fs
 
@@ -583,6 +589,7 @@ def test_an_executor_whose_pieces_go_through_json_and_come_twice(model, want, s3
     assert contents(s3fs.S3FileSystem(**s3), f"{BUCKET}/plain") == want
 
 
+@pytest.mark.store_packages
 def test_a_store_of_this_process(model, want):
     """Threads write to it, and no plan names it."""
     store = pytest.importorskip("obstore.store").MemoryStore()
@@ -599,6 +606,7 @@ def test_a_store_of_this_process(model, want):
         safeload.convert(model, path, overwrite=True, executor=pool, **HALF)
 
 
+@pytest.mark.store_packages
 def test_secrets_are_nowhere(model, s3, caplog, capsys):
     import s3fs
 
@@ -654,6 +662,7 @@ def large(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL")
+@pytest.mark.store_packages
 def test_a_process_that_is_killed_while_it_uploads(large, s3, tmp_path):
     import s3fs
 
@@ -669,6 +678,7 @@ def test_a_process_that_is_killed_while_it_uploads(large, s3, tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.store_packages
 def test_ctrl_c_while_a_shard_is_uploaded(large, s3):
     import s3fs
 
@@ -698,6 +708,7 @@ def test_ctrl_c_while_a_shard_is_uploaded(large, s3):
 # ---- the Hub, the command line ----
 
 
+@pytest.mark.store_packages
 def test_the_hub(model, want, monkeypatch):
     pytest.importorskip("huggingface_hub")
     from builders.hub import Hub, Repository

@@ -15,6 +15,8 @@ import safeload
 from safeload import FormatError, RangeError
 from safeload.numpy import save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
 LIMIT = "60KB"

@@ -12,6 +12,8 @@ from builders.thorough import THOROUGH
 import safeload
 from safeload.numpy import load_file, save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 # Eight times as many tensors may take 24 times as long: what grows with the square would take 64 times as long.
 FEW = 10_000 if THOROUGH else 1000
 TIMES, MOST = 8, 24

@@ -8,6 +8,8 @@ from safetensors.numpy import save_file
 
 import safeload
 
+pytestmark = pytest.mark.no_core
+
 ARRAY = np.ones(2, np.float32)
 
 

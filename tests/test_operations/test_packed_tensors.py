@@ -16,6 +16,8 @@ from safeload.cli import main
 from safeload.numpy import load_file, save_file
 from safeload.operations.validate import manifest
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 any_fixture, packed_fixtures = each_kind(), each_kind("bitnet_online")
 
 

@@ -22,6 +22,8 @@ from safeload.operations.sources import sources
 from safeload.operations.validate import manifest
 from safeload.stores.local import LocalStore
 
+pytestmark = pytest.mark.no_core
+
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):

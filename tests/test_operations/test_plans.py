@@ -23,6 +23,8 @@ from safeload.engine.run.digest import Digest
 from safeload.errors import MissingShardError
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.no_core
+
 RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
 

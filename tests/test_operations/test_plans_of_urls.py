@@ -20,6 +20,8 @@ from safeload.errors import MissingShardError
 from safeload.numpy import save_file
 from safeload.operations.validate import manifest
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 pytest.importorskip("urllib3")
 
 SECRET = "s3cr3t-of-the-caller"

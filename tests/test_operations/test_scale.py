@@ -12,6 +12,8 @@ import safeload
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc"),
     pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's memory counts too"),
+    pytest.mark.any_python,
+    pytest.mark.no_core,
 ]
 
 SHARDS, TENSORS = 200, 500  # of each shard

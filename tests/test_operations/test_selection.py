@@ -15,6 +15,8 @@ import safeload
 from safeload.cli import main
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.no_core
+
 PACKED = ROOT / "tests" / "data" / "quantized"
 WEIGHTS = {
     "h.0.attn.w": np.arange(64, dtype=np.float32).reshape(2, 32),

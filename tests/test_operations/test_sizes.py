@@ -11,6 +11,8 @@ from safeload.base.scheme import SCHEMES
 from safeload.numpy import save_file
 from safeload.operations.measure.sizes import DTYPES, sizes
 
+pytestmark = pytest.mark.no_core
+
 
 def nbytes(weights):
     return sum(value.nbytes for value in weights.values())

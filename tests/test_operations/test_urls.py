@@ -18,6 +18,8 @@ from safeload.errors import RemoteError
 from safeload.numpy import save_file
 from safeload.operations.validate import manifest
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 MIB = 1 << 20
 
 

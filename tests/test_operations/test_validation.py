@@ -19,6 +19,8 @@ from safeload.models import reading
 from safeload.numpy import save_file
 from safeload.operations.validate.holes import tail_of
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 
 def codes(report):
     return [(f.severity, f.code, f.tensor) for f in (*report.errors, *report.warnings, *report.notes)]

@@ -21,6 +21,8 @@ from safeload.numpy import save_file
 from safeload.operations.sources.description import TensorDescription
 from safeload.operations.validate import schemas
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 ARCHITECTURES = ROOT / "tests" / "data" / "architectures"
 
 

@@ -15,6 +15,8 @@ from safeload import FormatError, UnsupportedError
 from safeload.engine.codes import code_ranges
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.no_core
+
 IN, OUT, SIZE = 96, 64, 48
 
 

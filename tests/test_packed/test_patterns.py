@@ -10,6 +10,8 @@ import pytest
 from safeload import UnsupportedError
 from safeload.packed.patterns import LONGEST, Pattern
 
+pytestmark = pytest.mark.no_core
+
 ATOMS = [
     "a", "b", "c", ".", "\\.", "\\d", "\\w", "[ab]", "[^a]", "[a-c]", "(a|b)", "(?:ab|c)", "a*", "b+", "c?", ".*",
     "(a*)*",

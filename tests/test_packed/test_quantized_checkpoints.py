@@ -17,6 +17,8 @@ import safeload
 from safeload import QuantizedTensor, TensorNotFoundError
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.no_core
+
 any_fixture = each_kind()
 some_fixtures = pytest.mark.parametrize(
     "fixture",

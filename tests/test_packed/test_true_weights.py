@@ -18,6 +18,8 @@ from safeload import FormatError, TensorNotFoundError
 from safeload.engine.codes import code_ranges
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.no_core
+
 FP8, SHAPE = "model.layers.0.self_attn.o_proj.weight", (192, 136)
 
 

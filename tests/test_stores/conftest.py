@@ -13,3 +13,8 @@ def quick_web(monkeypatch):
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+
+
+def pytest_itemcollected(item):
+    """Mark every test of this folder (pyproject.toml describes the marks)."""
+    item.add_marker("no_core")

@@ -25,6 +25,8 @@ from safeload.stores import foreign_errors, hub, retries
 from safeload.stores.remote_files import RemoteFiles
 from safeload.stores.store import Span
 
+pytestmark = pytest.mark.store_packages
+
 CONTENT = hashlib.shake_256(b"weights").digest(2_000_000)
 FILES = {
     "config.json": b"{}",

@@ -26,6 +26,8 @@ from safeload.stores.local import LocalStore  # noqa: E402
 from safeload.stores.remote import ForeignStore  # noqa: E402
 from safeload.stores.store import Span  # noqa: E402
 
+pytestmark = pytest.mark.store_packages
+
 CONTENT = hashlib.shake_256(b"weights").digest(1_000_000)
 SECRET = "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
 

@@ -30,7 +30,10 @@ BUCKET = "weights"
 FILE = f"s3://{BUCKET}/folder/model.bin"
 
 # fsspec and aiobotocore leave sockets to Python when an event loop ends.
-pytestmark = pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),
+    pytest.mark.store_packages,
+]
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from safeload import LimitError
 from safeload.formats.unpickle import keys as pickle_keys
 from safeload.formats.unpickle import run as unpickler
 
+pytestmark = pytest.mark.any_python
+
 U4 = struct.Struct("<I").pack
 # Bytes of memory for a byte of pickle; docs/threat-model.md names it.
 MOST = 340
