@@ -535,7 +535,7 @@ def test_two_plans_in_one_folder(model):
         safeload.finalize(plans[1], second)
         with pytest.raises(ValueError, match=r"resume: 'memory://twice/.*' was written with dtype='float16'"):
             safeload.plan_convert(model, "memory://twice", dtype="bf16", max_shard_size=LIMIT, resume=True)
-        with pytest.raises(FileExistsError, match="The conversion has begun: resume=True goes on"):
+        with pytest.raises(FileExistsError, match="The folder holds a partial conversion: resume=True continues"):
             safeload.plan_convert(model, "memory://twice", **HALF)
     finally:
         MemoryFileSystem().rm("/twice", recursive=True)

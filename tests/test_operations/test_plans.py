@@ -585,7 +585,7 @@ def test_existing_folders(model, tmp_path):
     with pytest.raises(FileExistsError, match="no record of how"):
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
     safeload.convert(model, tmp_path / "begun", max_shard_size=LIMIT, resume=True)
-    with pytest.raises(FileExistsError, match=r"has begun: resume=True goes on"):
+    with pytest.raises(FileExistsError, match=r"holds a partial conversion: resume=True continues"):
         safeload.convert(model, tmp_path / "begun", max_shard_size=LIMIT, executor=ThreadPoolExecutor(1))
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileExistsError):

@@ -1,4 +1,4 @@
-"""Plans of conversions to a folder of shards: each shard is a piece."""
+"""Plan conversions to a folder of shards, with a piece for each shard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._version import __version__
 from ...base.scheme import parse
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 KEY, VERSION = "safeload_plan", 1
 
-# Options with more text than this are in records as a digest: each shard has one.
-_LONG = 200
+_LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
 _ID_DIGITS = 16
 
 
@@ -50,32 +49,31 @@ def plan_convert(
     resume: bool = False,
     **options: Unpack[ConvertOptions],
 ) -> Plan:
-    """Plans a conversion to a folder of shards, for an engine that runs its pieces on several machines.
+    """Plan a conversion to a folder of shards, for an engine that runs its pieces on several machines.
 
-    Only the headers of the sources are read, and nothing is written. `run_piece` does one of ``plan.pieces``, on any
-    machine that has the same files under the same paths, or reaches the same URLs; `finalize` completes the folder with
-    what all of them have returned. ``convert(executor=...)`` does all of this where the engine has an executor.
+    Planning reads only the headers of the sources and writes nothing. `run_piece` runs a piece of ``plan.pieces`` on
+    any machine that has the same files under the same paths, or can reach the same URLs. `finalize` completes the
+    folder from the results of all pieces. If the engine has an executor, ``convert(executor=...)`` does all of this.
 
-    A plan is as trusted as code: who can write one can have files read and shards written.
+    Trust a plan like code: whoever can write a plan can have files read and shards written.
 
     Args:
-        src: the path or URL of a checkpoint, or a `Checkpoint` that `open` has made; or a list of these, whose tensors
-            are merged.
-        dst: the folder. It must be on a file system that all machines share, or in a store that all of them reach.
-        overwrite: whether to replace what the folder has. Until `finalize` the shards of an existing checkpoint stay as
-            they are: the new ones are written into a folder beside them, or in a store under other names.
-        resume: whether to go on with a conversion that was interrupted: shards that are whole stay, by the records
-            beside them. Without ``overwrite`` a folder that has other files, and none of its records, is refused.
+        src: the path or URL of a checkpoint, a `Checkpoint` from `open`, or a list of these to merge.
+        dst: the folder. It must be on a file system that all machines share, or in a store that all of them can reach.
+        overwrite: True to replace the content of the folder. The shards of an existing checkpoint stay unchanged until
+            `finalize`: new shards are written to a subfolder, or in a store under different names.
+        resume: True to continue an interrupted conversion: shards that are complete according to their records stay.
+            Without ``overwrite``, a folder with other files and no records of this conversion is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
-            max_shard_size (needed), format, extras and storage_options. Only those without secrets (``endpoint_url``,
-            ``region``, ``anon``, ...) go into the plan.
+            max_shard_size (required), format, extras and storage_options. The plan contains only storage options
+            without secrets (``endpoint_url``, ``region``, ``anon``, ...).
 
     Returns:
         The plan: less than 100 KB for 1,000 tensors.
 
     Raises:
-        FileExistsError: ``dst`` exists, and neither ``overwrite`` nor ``resume`` says what to do with it.
-        ValueError: tensors in memory, no ``max_shard_size``, or ``resume`` of a conversion with other options.
+        FileExistsError: ``dst`` exists, and neither ``overwrite`` nor ``resume`` applies.
+        ValueError: tensors are in memory, ``max_shard_size`` is missing, or ``resume`` has different options.
         SafeloadError, OSError: see `convert`.
 
     Example:
@@ -88,8 +86,8 @@ def plan_convert(
     plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
     shared = folder.location.files.public_options()
     if shared is not None:
-        for one in (plan, *plan.pieces):
-            one["storage_options"] = shared
+        for plain in (plan, *plan.pieces):
+            plain["storage_options"] = shared
     return plan
 
 
@@ -112,17 +110,17 @@ def planned(
 
 
 def _continued(folder: Folder, call: str) -> Plan | None:
-    """The plan of an interrupted call that was replacing its own source; all of its shards are complete.
+    """Return the plan of an interrupted call that was replacing its own source, with all shards complete.
 
     Raises:
-        ValueError: one of them is gone.
+        ValueError: a shard is gone.
     """
     note = unfinished.continued(folder, call)
     if note is None or note.pieces is None:
         return None
     files = {piece.id: piece.file for piece in note.pieces}
     present = folder.names()
-    places = _found(folder, present, journal.recorded(folder, present), files)
+    places = _complete_shards(folder, present, journal.recorded(folder, present), files)
     options = note.options or {}
     pieces = []
     for piece in note.pieces:
@@ -163,41 +161,19 @@ def _continued(folder: Folder, call: str) -> Plan | None:
 def _plan(
     prepared: Outputs, request: ConvertRequest, folder: Folder, call: str, *, overwrite: bool, resume: bool
 ) -> Plan:
-    sources = Sources(prepared.catalog, "a conversion in pieces")
     options = _options(request)
-    shards = divide(prepared.tensors, request.limit)
-    weight_map(shards)  # refuses two tensors of one name
-    before = dict(zip(prepared.tensors, prepared.decisions.items(), strict=True))
-    common: dict[str, Any] = {
-        "metadata": as_texts(prepared.metadata) or None,
-        "rename": tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ()),
-    }
+    adapters: tuple[Any, ...] = ()
     if request.options.get("adapters") is not None:
         from .merged import planned_adapters  # only here: most conversions merge nothing
 
-        common["adapters"] = planned_adapters(prepared.catalog)
-    pieces = []
-    for file, shard in shards.items():
-        decisions = dict(before[name] for name in shard)
-        piece = ConversionPiece(
-            operation="convert",
-            id="",  # this and the next two follow
-            plan="",
-            folder="",
-            sources=sources.of(name for decision in decisions.values() for name in decision.sources),
-            file=file,
-            nbytes=sum(output.nbytes for output in shard.values()),
-            tensors=runs_of(decisions),
-            **common,
-        )
-        # A shard depends on the sources of its own piece, not on those of other pieces.
-        pieces.append(replace(piece, id=_id_of([options, encode(piece)])))
+        adapters = planned_adapters(prepared.catalog)
+    pieces = _pieces(prepared, request, options, adapters)
     plan_id = _id_of([__version__, options, [piece.id for piece in pieces]])
     in_place = None
     if unfinished.is_source(folder, prepared.catalog):
         if folder.location.files.remote:
             unfinished.check_remote(folder)
-        in_place = _id_of([call, encode(common.get("adapters"))])
+        in_place = _id_of([call, encode(adapters) or None])
         if resume and {"adapters", "rename"} & options.keys():
             _check_not_applied(folder, prepared.catalog, in_place)
     pieces = [replace(piece, plan=plan_id, options=options, in_place=in_place) for piece in pieces]
@@ -224,13 +200,66 @@ def _plan(
     return Plan(encode(plan))
 
 
+def _pieces(
+    prepared: Outputs, request: ConvertRequest, options: Mapping[str, Any], adapters: tuple[Any, ...]
+) -> list[ConversionPiece]:
+    """Return a piece for each shard, without its plan and folder."""
+    sources = Sources(prepared.catalog, "a conversion in pieces")
+    shards = divide(prepared.tensors, request.limit)
+    weight_map(shards)  # refuses two tensors with one name
+    decided = dict(zip(prepared.tensors, prepared.decisions.items(), strict=True))
+    renames = tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ())
+    metadata = as_texts(prepared.metadata) or None
+    pieces = []
+    for file, shard in shards.items():
+        decisions = dict(decided[name] for name in shard)
+        piece = ConversionPiece(
+            operation="convert",
+            id="",
+            plan="",
+            folder="",
+            sources=sources.of(name for decision in decisions.values() for name in decision.sources),
+            file=file,
+            nbytes=sum(output.nbytes for output in shard.values()),
+            tensors=runs_of(decisions),
+            metadata=metadata,
+            rename=renames,
+            adapters=adapters,
+        )
+        # A shard depends on the sources of its own piece, not on those of other pieces.
+        pieces.append(replace(piece, id=_id_of([options, encode(piece)])))
+    return pieces
+
+
 def _summary(prepared: Outputs) -> PlannedSummary | None:
     summary = prepared.summary
     if summary is None:
         return None
     in_pieces = {name for name, decision in prepared.decisions.items() if decision.kept is not None}
-    kept = {name: why for name, why in summary.kept.items() if name not in in_pieces}
+    kept = {name: reason for name, reason in summary.kept.items() if name not in in_pieces}
     return PlannedSummary(before=summary.bytes_before, kept=kept)
+
+
+def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> PlannedConfig | None:
+    """Return the origin of the result's ``config.json``, and the changes to it.
+
+    Args:
+        in_place: True if `finalize` replaces the source's ``config.json``, so that the plan must contain it.
+    """
+    config = prepared.catalog.config
+    if config is None:
+        return None
+    dtype = None if request.target is None else request.target.code
+    restored = prepared.decider.restored
+    folder = next(
+        (checkpoint.folder for checkpoint in prepared.catalog.checkpoints if checkpoint.config is config), None
+    )
+    if folder is None or folder.files.remote or in_place:
+        return PlannedConfig(content=config, dtype=dtype, restored=restored)
+    return PlannedConfig(source=FileVersion.of((folder / CONFIG).path), dtype=dtype, restored=restored)
+
+
+# ---- options ----
 
 
 def _id_of(value: Any) -> str:
@@ -239,22 +268,22 @@ def _id_of(value: Any) -> str:
 
 
 def _options(request: ConvertRequest) -> dict[str, Any]:
-    """The options that make one plan differ from another, as plain data."""
+    """Return the options that distinguish one plan from another, as plain data."""
     plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
     plain["adapters"] = _adapters_of(plain.get("adapters"))
     plain.pop("format", None)  # a folder has safetensors shards
-    plain.pop("storage_options", None)  # may be secret; what is not is in the sources
+    plain.pop("storage_options", None)  # can be secret; the sources have the public options
     plain["dtype"] = None if request.target is None else request.target.name
     plain["rename"] = _texts_of(plain.get("rename"))
     plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
     quantize = plain.get("quantize")
     if isinstance(quantize, Mapping):
-        plain["quantize"] = {pattern: one and parse(one) for pattern, one in quantize.items()}
+        plain["quantize"] = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
     elif quantize is not None:
         plain["quantize"] = parse(quantize)
     if callable(plain.get("keep")):
         plain["keep"] = "a function"
-    found = {}
+    options = {}
     for key, value in plain.items():
         if value is None or (key == "extras" and value) or (key == "metadata" and not value):
             continue
@@ -262,14 +291,14 @@ def _options(request: ConvertRequest) -> dict[str, Any]:
             value = [value]
         value = list(value) if isinstance(value, tuple) else value
         text = json.dumps(value, sort_keys=True, default=str)
-        if len(text) > _LONG:
+        if len(text) > _LONGEST:
             value = f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]})"
-        found[key] = json.loads(json.dumps(value, default=str))
-    return found
+        options[key] = json.loads(json.dumps(value, default=str))
+    return options
 
 
 def _adapters_of(adapters: Any) -> list[list[Any]] | None:
-    """Paths and weights; the files themselves are in the pieces."""
+    """Return paths and weights; the pieces have the files."""
     if adapters is None:
         return None
     from ...loading.adapter import listed
@@ -278,10 +307,10 @@ def _adapters_of(adapters: Any) -> list[list[Any]] | None:
 
 
 def _texts_of(rename: Any) -> list[list[str]] | None:
-    """The pairs of ``rename``, as plain data.
+    """Return the pairs of ``rename`` as plain data.
 
     Raises:
-        ValueError: a function, or an expression with flags, which are not text.
+        ValueError: a replacement is a function, or an expression has flags, so that it is not plain text.
     """
     if rename is None:
         return None
@@ -297,85 +326,109 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
     return pairs
 
 
-def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> PlannedConfig | None:
-    """Where the configuration comes from, and what `finalize` changes in it.
-
-    Args:
-        prepared: has the configuration.
-        request: the checked options.
-        in_place: whether `finalize` replaces the file that it comes from.
-    """
-    config = prepared.catalog.config
-    if config is None:
-        return None
-    dtype = None if request.target is None else request.target.code
-    folder = next((one.folder for one in prepared.catalog.checkpoints if one.config is config), None)
-    if folder is None or folder.files.remote or in_place:
-        return PlannedConfig(content=config, dtype=dtype, restored=prepared.decider.restored)
-    return PlannedConfig(source=FileVersion.of((folder / CONFIG).path), dtype=dtype, restored=prepared.decider.restored)
-
-
 # ---- the destination ----
 
 
-def _places(
-    pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool, resume: bool
-) -> dict[str, tuple[Folder, str]]:
-    """The folder that each piece writes into, and the name of its file there.
+class _Place(NamedTuple):
+    """A shard in a folder: the destination, or a subfolder in which shards wait."""
 
-    That is where its shard is already, or else the usual name in the destination, unless the destination has other
-    content.
+    folder: Folder
+    name: str
+
+
+def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool, resume: bool) -> dict[str, _Place]:
+    """Return the place of each shard by its usual name.
+
+    A complete shard keeps its place. Other shards are written to the destination, or aside if it has other content.
 
     Raises:
         FileExistsError, ValueError: see `plan_convert`.
     """
-    files = [piece.file for piece in pieces]
     first = pieces[0]  # there is always a shard
-    usual = {file: (folder, file) for file in files}
+    files = [piece.file for piece in pieces]
     present, replacement = folder.names(), replacement_of(folder)
     if not present:
         replacement.check_free(overwrite)
-        return usual
+        return {file: _Place(folder, file) for file in files}
     begun = replacement.begun(first.plan)
     records = journal.recorded(folder, present)
     ids = {piece.id: piece.file for piece in pieces}
     ours = {file for file, record in records.items() if record.piece in ids}
-    if resume and not overwrite:
-
-        def may_be_written_again(file: str) -> bool:
-            """A shard in the way whose sources changed: only as long as the folder is incomplete."""
-            same_work = journal.same_work(records[file], first.version, first.options)
-            return begun or (INDEX not in present and same_work)
-
-        others = [file for file in records if file not in ours]
-        if ours:
-            others = [file for file in others if file in files and not may_be_written_again(file)]
-        if others:
-            versions = [version for piece in pieces if piece.file == others[0] for version in versions_of(piece)]
-            differs = journal.difference(records[others[0]], first.version, first.options, versions)
-            raise ValueError(f"resume: {show(folder.shown(others[0]))} was written {differs}: pass overwrite=True")
-        if not ours:
-            _check_unfinished(folder, present, files)
-        if SINGLE in present:
-            message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
-            raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
-    elif not overwrite:
-        if ours:
-            message = "The conversion has begun: resume=True goes on, overwrite=True replaces it"
+    if not overwrite:
+        if resume:
+            _check_resumable(pieces, folder, present, records, begun=begun)
+        elif ours:
+            message = "The folder holds a partial conversion: resume=True continues, overwrite=True starts over"
             raise FileExistsError(errno.EEXIST, message, folder.location.shown)
-        replacement.check_free(overwrite)
-    found = _found(folder, present, records, ids)
-    replaces = begun or (overwrite and (first.in_place is not None or present & ({INDEX, *files} - ours)))
-    return {**({file: replacement.aside(file, first.plan) for file in files} if replaces else usual), **found}
+        else:
+            replacement.check_free(overwrite)
+    places = {file: _Place(folder, file) for file in files}
+    if begun or (overwrite and (first.in_place is not None or present & ({INDEX, *files} - ours))):
+        places = {file: _Place(*replacement.aside(file, first.plan)) for file in files}
+    return {**places, **_complete_shards(folder, present, records, ids)}
 
 
-def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
-    """Refuse to apply to its own result what a conversion did to its own source.
+def _check_resumable(
+    pieces: Sequence[ConversionPiece],
+    folder: Folder,
+    present: Set[str],
+    records: Mapping[str, journal.ShardRecord],
+    *,
+    begun: bool,
+) -> None:
+    """Refuse to continue in a folder whose content is not from an interrupted call with the same options.
 
     Args:
-        folder: source and destination.
-        catalog: the sources.
-        repeats: the id that the records of such a result have.
+        present: names in the folder.
+        records: its records by shard name.
+        begun: True if shards of the plan wait aside.
+
+    Raises:
+        ValueError: a shard was written with different options.
+        FileExistsError: the folder is complete, or holds files without records.
+    """
+    first, files = pieces[0], [piece.file for piece in pieces]
+    ids = {piece.id for piece in pieces}
+    foreign = [file for file, record in records.items() if record.piece not in ids]
+    if len(foreign) < len(records):
+        # A shard of changed sources can be written again as long as the folder is incomplete.
+        outdated = [
+            file
+            for file in foreign
+            if begun or (INDEX not in present and journal.same_work(records[file], first.version, first.options))
+        ]
+        foreign = [file for file in foreign if file in files and file not in outdated]
+    if foreign:
+        versions = [version for piece in pieces if piece.file == foreign[0] for version in versions_of(piece)]
+        difference = journal.difference(records[foreign[0]], first.version, first.options, versions)
+        raise ValueError(f"resume: {show(folder.shown(foreign[0]))} was written {difference}: pass overwrite=True")
+    if not records:
+        _check_unrecorded(folder, present, files)
+    if SINGLE in present:
+        message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
+        raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
+
+
+def _check_unrecorded(folder: Folder, present: Set[str], files: Sequence[str]) -> None:
+    """Refuse to continue in a folder without records if it has more than the leftovers of killed workers.
+
+    Raises:
+        FileExistsError: the folder is complete, or has other files.
+    """
+    if INDEX in present:
+        message = "The folder is complete, with no record of how: pass overwrite=True"
+        raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+    leftovers = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
+    if present >= set(files) or not present <= {*files, *leftovers}:
+        message = "The folder has other files, and no record of this conversion: pass overwrite=True"
+        raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+
+
+def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
+    """Refuse to apply a conversion that replaces its own source a second time, to its result.
+
+    Args:
+        in_place: the id of the conversion in the records of its result.
 
     Raises:
         ValueError: a source is such a result.
@@ -383,7 +436,7 @@ def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
     for file in catalog.weight_files:
         name = file.files.split(file.place)[1]
         record = journal.read(folder, name)
-        if record is None or record.in_place != repeats:
+        if record is None or record.in_place != in_place:
             continue
         if folder.holds(name, record.size, record.sha256, record.object):
             raise ValueError(
@@ -392,48 +445,32 @@ def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
             )
 
 
-def _found(
+def _complete_shards(
     folder: Folder, present: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
-) -> dict[str, tuple[Folder, str]]:
-    """Where the shards of a plan are that need not be written again; see `_kept`."""
-    found: dict[str, tuple[Folder, str]] = {}
-    # Asides come before the folder: `Replacement.collect` copies the record of a shard before it moves the shard.
-    for place in replacement_of(folder).asides():
-        names = place.names()
-        found = {**_kept(place, names, journal.recorded(place, names), ids), **found}
-    return {**_kept(folder, present, records, ids), **found}
-
-
-def _kept(
-    place: Folder, names: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
-) -> dict[str, tuple[Folder, str]]:
-    """The shards in a folder that a plan need not write again, by their usual names.
+) -> dict[str, _Place]:
+    """Return the places of the shards that a plan need not write again, by their usual names.
 
     Args:
-        place: the folder.
-        names: its files.
-        records: by the names of shards.
-        ids: usual name of the shard of each piece, by the piece's id.
+        present: names in the folder.
+        records: its records by shard name.
+        ids: the usual name of each shard by the id of its piece.
     """
-    found: dict[str, tuple[Folder, str]] = {}
+    places: dict[str, _Place] = {}
+    # Asides come before the folder: `Replacement.collect` copies the record of a shard before it moves the shard.
+    for aside in replacement_of(folder).asides():
+        names = aside.names()
+        places = {**_recorded_shards(aside, names, journal.recorded(aside, names), ids), **places}
+    return {**_recorded_shards(folder, present, records, ids), **places}
+
+
+def _recorded_shards(
+    place: Folder, names: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
+) -> dict[str, _Place]:
+    """Return the shards in a single folder; see `_complete_shards`."""
     replacement = replacement_of(place)
+    shards: dict[str, _Place] = {}
     for name, record in records.items():
         file = ids.get(record.piece)
         if file is not None and name in names and name in (file, replacement.aside(file, record.plan)[1]):
-            found[file] = place, name
-    return found
-
-
-def _check_unfinished(folder: Folder, present: Set[str], files: Sequence[str]) -> None:
-    """Refuses to go on in a folder without records that has more than what workers leave that were killed early.
-
-    Raises:
-        FileExistsError: it has.
-    """
-    if INDEX in present:
-        message = "The folder is complete, with no record of how: pass overwrite=True"
-        raise FileExistsError(errno.EEXIST, message, folder.location.shown)
-    left = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
-    if present >= set(files) or not present <= {*files, *left}:
-        message = "The folder has other files, and no record of this conversion: pass overwrite=True"
-        raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+            shards[file] = _Place(place, name)
+    return shards

@@ -112,7 +112,7 @@ def _record_of(piece: ConversionPiece, size: int, digest: str) -> journal.ShardR
 
 
 def versions_of(piece: ConversionPiece) -> list[list[Any]]:
-    """Bare name, size and version of each file that a piece reads."""
+    """Return bare name, size and version of each file of a piece."""
     versions = [version for source in piece.sources for version in source.versions()]
     if piece.adapters:
         from .merged import decode_adapters  # only here: most conversions merge nothing
@@ -183,10 +183,10 @@ def finalize(
     """Complete the folder of a conversion after all of its pieces: write its config, its other files, and its index.
 
     First all local shards are read, on several threads, and their SHA-256 is compared with the results. Objects in a
-    store are not read if they still have the version that their piece uploaded.
+    store are not read if they still have the uploaded version.
 
     Args:
-        plan: a plan that `plan_convert` made, or a dict with the same content.
+        plan: a plan from `plan_convert`, or a dict with equal content.
         results: the results of `run_piece` for all pieces, in any order; duplicates are ignored.
         storage_options: for URLs: options that the plan cannot carry, such as keys.
 
@@ -195,8 +195,8 @@ def finalize(
 
     Raises:
         ValueError: a piece has no result.
-        FormatError: a shard is missing or differs from the one that its piece wrote; or the arguments are not a plan
-            and its results.
+        FormatError: a shard is missing, or was changed after its piece; or the arguments are not a plan and its
+            results.
         UnsupportedError: another version of safeload made the plan.
         OSError: a file cannot be written.
 
@@ -212,28 +212,28 @@ def finalize(
 
 
 def decode_plan(plan: Any) -> ConversionPlan:
-    """Return a plan that may come from anywhere.
+    """Decode a plan from an untrusted source.
 
     Raises:
-        UnsupportedError: another version of safeload made it.
-        FormatError: a field is missing, unknown, or of the wrong type.
+        UnsupportedError: another version of safeload made the plan.
+        FormatError: a field is missing, unknown, or has the wrong type.
     """
     check_version(plan)
     return decode(ConversionPlan, plan, INVALID_PLAN)
 
 
 class _Shard(NamedTuple):
-    """A shard as the result of its piece describes it."""
+    """A shard, according to the result of its piece."""
 
     piece: str  # id of the piece
     folder: Folder  # the folder that the piece writes to
     size: int  # in bytes
     sha256: str
     seconds: float
-    identity: list[int] | None  # a shard that still has it need not be read; see `Folder.identity`
+    identity: list[int] | None  # see `Folder.identity`; a shard with this identity need not be read
 
     def is_in(self, place: Folder, file: str) -> bool:
-        """Return True if the identity shows that a file of a folder is still this shard."""
+        """Return True if a file of a folder has the identity of this shard."""
         return self.identity is not None and place.identity(file) == self.identity
 
 
@@ -249,7 +249,7 @@ def complete(
 
     Args:
         folder: the folder of the plan.
-        at_once: True in the call that ran the pieces: shards that still have their reported identity are not read.
+        at_once: True in the call that ran the pieces, which skips shards with their reported identity.
     """
     shards = _shards_of(plan, results, folder, at_once=at_once)
     config = _config_of(plan)
@@ -278,12 +278,7 @@ def complete(
 
 
 def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.UnfinishedNote:
-    """The note of a conversion; see `unfinished`.
-
-    Args:
-        plan: the plan.
-        config: the future ``config.json``.
-    """
+    """Return the note of a conversion with a future ``config.json``; see `unfinished`."""
     pieces = [
         unfinished.NotedPiece(id=piece.id, file=piece.file, nbytes=piece.nbytes, tensors=encode(piece.tensors))
         for piece in plan.pieces
@@ -333,7 +328,7 @@ def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[st
         folder: the destination.
 
     Raises:
-        FormatError: a shard is missing, or differs from the one that its piece wrote.
+        FormatError: a shard is missing, or was changed after its piece.
     """
     for place in {place.place: place for place in (*(shard.folder for shard in shards.values()), folder)}.values():
         with suppress(OSError):
