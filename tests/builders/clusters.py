@@ -17,7 +17,7 @@ import numpy as np
 from safeload.engine.run import atomic_file
 from safeload.numpy import save_file
 from safeload.operations.folders import journal
-from safeload.operations.sources import sources
+from safeload.operations.sources import piece_files
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
 SHAPE = (256, 384)
@@ -111,7 +111,7 @@ def die_in(file: str, note: str | None = None) -> None:
 
 def die_while_reading(note: str) -> None:
     """Makes this process end itself by SIGKILL when it has opened the files of a piece, once for all processes."""
-    opened = sources.opened
+    opened = piece_files.opened
 
     @contextmanager
     def dying(*arguments):
@@ -121,4 +121,4 @@ def die_while_reading(note: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield catalog
 
-    sources.opened = dying
+    piece_files.opened = dying

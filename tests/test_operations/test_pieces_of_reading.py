@@ -18,7 +18,7 @@ from builders.torch_build import Ref, Storage, ordered, tensor, zip_file
 import safeload
 from safeload.errors import MissingShardError
 from safeload.numpy import load_file, save_file
-from safeload.operations.sources import sources
+from safeload.operations.sources import executors, piece_files
 from safeload.operations.validate import manifest
 from safeload.stores.local import LocalStore
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.no_core
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So many pieces as large checkpoints have."""
-    monkeypatch.setattr(sources, "_LEAST", 4000)
-    monkeypatch.setattr(sources, "_EACH", 0)
+    monkeypatch.setattr(executors, "_SMALLEST", 4000)
+    monkeypatch.setattr(executors, "_TENSOR_COST", 0)
 
 
 def odd(seed=0):
@@ -401,9 +401,9 @@ def test_tensors_in_memory_are_refused():
 def test_what_is_no_executor(tmp_path):
     path = of_file(tmp_path)
     for operation in (safeload.stats, safeload.validate, manifest.make, lambda x, **more: safeload.diff(x, x, **more)):
-        with pytest.raises(TypeError, match=r"submit\(\).*found str"):
+        with pytest.raises(TypeError, match=r"submit\(\).*got str"):
             operation(path, executor="dask")
-        with pytest.raises(TypeError, match=r"submit\(\).*found type"):
+        with pytest.raises(TypeError, match=r"submit\(\).*got type"):
             operation(path, executor=ThreadPoolExecutor)
 
 
@@ -490,7 +490,7 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder = of_folder(tmp_path)
     shard = folder / "model-00003-of-00003.safetensors"
 
-    original, size = sources.opened, shard.stat().st_size
+    original, size = piece_files.opened, shard.stat().st_size
 
     class Truncated:
         def __init__(self, *arguments):

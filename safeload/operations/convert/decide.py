@@ -21,8 +21,8 @@ from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from ..sources.plan import Piece, bare_name
-from ..sources.sources import FileVersion, PlannedPath
+from ..sources.piece_files import FileVersion, PlannedPath
+from ..sources.plan import PlannedPiece, bare_name
 from .request import ConvertRequest
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -231,7 +231,7 @@ def row_of(code: str) -> dtypes.Dtype:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ConversionPiece(Piece):
+class ConversionPiece(PlannedPiece):
     """A shard of a conversion."""
 
     file: str

@@ -23,8 +23,8 @@ from ..folders.folder import Folder
 from ..folders.shards import divide, weight_map
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import encode
+from ..sources.piece_files import FileVersion, Sources, path_in_plan
 from ..sources.plan import Plan
-from ..sources.sources import FileVersion, Sources, path_in_plan
 from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, runs_of
 from .make import Outputs, prepare
 from .request import ConvertOptions, ConvertRequest, open_sources, request_of

@@ -24,8 +24,8 @@ from ..sources import executors
 from ..sources.catalog import Catalog
 from ..sources.codec import decode, encode
 from ..sources.executors import Executor
+from ..sources.piece_files import config_from, location_of, opened, version_of
 from ..sources.plan import INVALID_PLAN, Plan, check_version, decode_piece
-from ..sources.sources import config_from, location_of, opened, version_of
 from .decide import ConversionPiece, ConversionPlan, ShardResult, decisions_of, row_of
 from .make import Maker
 from .write import ConvertReport

@@ -13,7 +13,7 @@ from ...formats.registry import SUFFIXES, WEIGHT_SUFFIXES
 from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.places import Located, places_of
-from ..sources.sources import files_at
+from ..sources.piece_files import files_at
 from .folder import Folder, LocalFolder
 from .replacement import LocalReplacement, Replacement
 

@@ -23,11 +23,12 @@ from ...engine.read.tensors import Tensors
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import is_remote
-from ..sources import executors, sources
+from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.codec import decode, encode
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor
+from ..sources.piece_files import PieceSource, Sources, opened
 from ..sources.plan import TensorPiece, open_piece
 from .diff_blocks import NUMBERS, compare
 from .diff_report import DiffReport, TensorDiff
@@ -176,7 +177,7 @@ def _in_pieces(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorDiff]:
-    against = sources.Sources(b, executors.EXECUTOR)
+    against = Sources(b, executors.EXECUTOR)
     sizes = {name: _size(shape) for name, shape in shapes.items()}
     plain = executors.by_tensor(
         run,
@@ -194,7 +195,7 @@ def _in_pieces(
 class DiffPiece(TensorPiece):
     """A piece of `diff`."""
 
-    against: tuple[sources.Source, ...]
+    against: tuple[PieceSource, ...]
 
 
 def run(
@@ -203,7 +204,7 @@ def run(
     """Compare the tensors of a piece; see `run_piece`."""
     with (
         open_piece(DiffPiece, piece, storage_options) as (decoded, a),
-        sources.opened(decoded.against, decoded.names, storage_options) as b,
+        opened(decoded.against, decoded.names, storage_options) as b,
     ):
         shapes = {name: a.about(name).shape for name in decoded.names}
         return {"tensors": encode(_compare_values(_Checkpoint.of(a), _Checkpoint.of(b), shapes, threads, None))}

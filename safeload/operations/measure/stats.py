@@ -21,10 +21,11 @@ from ...engine.run.jobs import Batch, struct_dtype
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError
-from ..sources import executors, sources
+from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import decode, encode
 from ..sources.executors import Executor
+from ..sources.piece_files import in_memory
 from ..sources.plan import TensorPiece, open_piece
 
 _RECORD = struct_dtype("sl_stats")
@@ -189,7 +190,7 @@ def stats(
     if not (names is only is drop is None):
         raise ValueError("names=, only= and drop= require a checkpoint or a dict")
     if executor is not None:
-        raise sources.in_memory("an array is", executors.EXECUTOR)
+        raise in_memory("an array is", executors.EXECUTOR)
     part = _part("", x, threads)
     if part is None:
         raise _refusal(x)

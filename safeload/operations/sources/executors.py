@@ -1,4 +1,4 @@
-"""Runs the pieces of a plan on an executor: anything with the ``submit`` of `concurrent.futures.Executor`."""
+"""Run the pieces of an operation on an executor, such as `concurrent.futures.ProcessPoolExecutor` or Dask's."""
 
 from __future__ import annotations
 
@@ -9,35 +9,42 @@ from typing import Any, Protocol, TypeVar
 
 from ...base import log
 from ...engine.run.progress import Progress, reporter
+from ...engine.run.weight_file import WeightFile
 from .catalog import Catalog
 from .codec import encode
+from .piece_files import PieceSource, Sources
 from .plan import TensorPiece
-from .sources import Source, Sources, groups
 
 # The argument, for messages.
 EXECUTOR = "executor="
 
+# Bytes of tensors in a piece: enough that the cost of a task (about 1 ms for Dask) does not matter, and few enough that
+# all workers stay busy until the end.
+_SMALLEST, _LARGEST = 16 << 20, 1 << 30
+# The number of pieces, if the limits allow it.
+_PIECES = 64
+# The cost of a tensor besides its bytes, in bytes.
+_TENSOR_COST = 4 << 10
+
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 
 class Future(Protocol):
-    """What is used of `concurrent.futures.Future`."""
+    """The methods of `concurrent.futures.Future` that the futures of an executor must have."""
 
-    def result(self) -> Any:
-        """The result, or the exception, raised."""
+    def result(self) -> Any: ...
 
-    def cancel(self) -> bool:
-        """Whether it will not run."""
+    def cancel(self) -> bool: ...
 
-    def add_done_callback(self, fn: Callable[[Any], object], /) -> object:
-        """Calls a function when it is done, with itself."""
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> object: ...
 
 
 class Executor(Protocol):
-    """What is used of `concurrent.futures.Executor`."""
+    """The method of `concurrent.futures.Executor` that an executor must have."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function somewhere, and returns its `Future`."""
+        """Call a function in another thread, process or machine and return its `Future`."""
 
 
 def run(
@@ -49,22 +56,19 @@ def run(
     threads: int | None,
     progress: Progress,
 ) -> list[_T]:
-    """Runs a function once for each piece, and returns what it returns, in the order of the pieces.
+    """Call ``function(piece, threads)`` for each piece and return the results in order.
 
-    The engine decides what is repeated: an exception of a piece that it hands on ends the run. Pieces that have not
-    begun are then cancelled, and those that cannot be cancelled are waited for.
+    Retrying is up to the executor: the first exception that it raises ends the run. Pending pieces are cancelled,
+    running pieces are awaited.
 
     Args:
-        function: of a piece and the number of threads; it is pickled by its name.
+        function: must be importable by name, because executors pickle it.
         pieces: plain data.
-        executor: runs them; None to run them here, one after the other.
+        executor: None runs the pieces here, one after another.
         sizes: bytes of each piece.
-        threads: for each piece; None for one on an executor, which runs several on a machine, and for all here.
+        threads: per piece. None means one on an executor, which can run several pieces per machine, and all of them
+            here.
         progress: see `convert`.
-
-    Raises:
-        TypeError: ``executor`` has no ``submit``.
-        Exception: what a piece or the executor has raised.
     """
     with reporter(progress, sum(sizes)) as report:
         if executor is None:
@@ -74,12 +78,15 @@ def run(
                 done += size
                 report(done)
             return results
-        return _submit(function, pieces, executor, sizes, threads or 1, report)
+        # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
+        token = os.urandom(8).hex()
+        calls = [(function, piece, threads or 1, token) for piece in pieces]
+        return _submit(executor, calls, sizes, report)
 
 
 def by_tensor(
     function: Callable[[Mapping[str, Any], int | None], Mapping[str, Any]],
-    piece_of: Callable[[tuple[str, ...], tuple[Source, ...]], TensorPiece],
+    piece_of: Callable[[tuple[str, ...], tuple[PieceSource, ...]], TensorPiece],
     catalog: Catalog,
     sizes: Mapping[str, int],
     executor: Executor,
@@ -91,12 +98,8 @@ def by_tensor(
 
     Args:
         function: see `run`. Its result holds "tensors": plain data by tensor name.
-        piece_of: makes the piece for some names and their sources.
-        catalog: has the tensors.
+        piece_of: returns the piece of tensor names and their sources.
         sizes: bytes of each tensor.
-        executor: runs the pieces.
-        threads: see `run`.
-        progress: see `run`.
 
     Raises:
         ValueError: a tensor is in memory, where other processes cannot read it.
@@ -109,41 +112,41 @@ def by_tensor(
     return {name: value for result in results for name, value in result["tensors"].items()}
 
 
-def _submit(
-    function: Callable[[Mapping[str, Any], int | None], _T],
-    pieces: Sequence[Mapping[str, Any]],
-    executor: Executor,
-    sizes: Sequence[int],
-    threads: int,
-    report: Callable[[int], object],
-) -> list[_T]:
-    finished: SimpleQueue[Future] = SimpleQueue()
-    futures: dict[Future, int] = {}
-    results: dict[int, _T] = {}
-    done = 0
-    # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
-    token = os.urandom(8).hex()
-    try:
-        for k, piece in enumerate(pieces):
-            future = executor.submit(_call, function, piece, threads, token)
-            futures[future] = k
-            future.add_done_callback(finished.put)
-        while len(results) < len(pieces):
-            future = finished.get()
-            k = futures[future]
-            results[k] = future.result()
-            log.debug("piece %d of %d is done", k + 1, len(pieces))
-            done += sizes[k]
-            report(done)
-    except BaseException:
-        for future in [future for future in futures if not future.cancel()]:
-            _wait(future)
-        raise
-    return [results[k] for k in range(len(pieces))]
+def groups(sizes: Mapping[_K, int], file_of: Callable[[_K], WeightFile]) -> list[list[_K]]:
+    """Divide tensors, or entries of archives, into pieces of similar size.
+
+    Only small files share a piece. A file that must be unpacked is not divided.
+
+    Args:
+        sizes: bytes of each tensor.
+        file_of: returns the file that holds a tensor.
+    """
+    limit = max(_SMALLEST, min(_LARGEST, sum(sizes.values(), _TENSOR_COST * len(sizes)) // _PIECES))
+    by_file: dict[str, tuple[bool, list[_K]]] = {}  # whatever the order of the names
+    for name in sizes:
+        file = file_of(name)
+        by_file.setdefault(file.place, (file.unpacked, []))[1].append(name)
+    divided: list[list[_K]] = []
+    room = -1  # bytes left in the last piece; none before the first
+    for unpacked, names in by_file.values():
+        if unpacked:
+            divided.append(names)
+            room = -1
+            continue
+        if limit - room >= _SMALLEST:
+            room = -1
+        for name in names:
+            cost = sizes[name] + _TENSOR_COST
+            if cost > room:
+                divided.append([])
+                room = limit
+            divided[-1].append(name)
+            room -= cost
+    return divided
 
 
 def check_executor(executor: Any) -> None:
-    """Refuses what is not an executor, and not None.
+    """Refuse an object that is neither an executor nor None.
 
     Raises:
         TypeError: it has no ``submit``.
@@ -151,9 +154,39 @@ def check_executor(executor: Any) -> None:
     usable = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
     if executor is not None and not usable:
         raise TypeError(
-            f"executor must have the submit() of concurrent.futures.Executor, found {type(executor).__name__}: "
-            "Dask's is client.get_executor(pure=False)"
+            f"executor must have the submit() of concurrent.futures.Executor, got {type(executor).__name__}: "
+            "for Dask, pass client.get_executor(pure=False)"
         )
+
+
+def _submit(
+    executor: Executor,
+    calls: Sequence[tuple[Any, ...]],
+    sizes: Sequence[int],
+    report: Callable[[int], object],
+) -> list[Any]:
+    """Submit calls of pieces and return their results in order; see `_call`."""
+    finished: SimpleQueue[Future] = SimpleQueue()
+    futures: dict[Future, int] = {}
+    results: dict[int, Any] = {}
+    done = 0
+    try:
+        for k, call in enumerate(calls):
+            future = executor.submit(_call, *call)
+            futures[future] = k
+            future.add_done_callback(finished.put)
+        while len(results) < len(calls):
+            future = finished.get()
+            k = futures[future]
+            results[k] = future.result()
+            log.debug("piece %d of %d is done", k + 1, len(calls))
+            done += sizes[k]
+            report(done)
+    except BaseException:
+        for future in [future for future in futures if not future.cancel()]:
+            _wait(future)
+        raise
+    return [results[k] for k in range(len(calls))]
 
 
 def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, token: str) -> _T:
@@ -161,8 +194,8 @@ def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, t
 
 
 def _wait(future: Future) -> None:
-    """Waits until it has ended, however it ends: the first exception is the one to raise."""
+    """Wait for a future and ignore its error, because the first exception is raised."""
     try:
         future.result()
     except Exception as error:
-        log.debug("another piece: %s", error)
+        log.debug("another piece failed: %s", error)

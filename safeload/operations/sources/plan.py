@@ -1,7 +1,7 @@
-"""Plans: an operation over checkpoints as pieces, each of which any process with the same files can do.
+"""Plans: an operation on checkpoints, divided into pieces that any process with the same files can run.
 
-Plans and pieces are plain data, as JSON has it: no code, no tensors. A piece names its tensors, and the files that hold
-them, each with the size and the time of the last change that it had when the plan was made.
+Plans and pieces are plain data, as JSON has it: no code, no tensors. A piece names its tensors and the files that hold
+them, with the size and the time of the last change of each file when the plan was made.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from ...base.text import plural, printable, show
 from ...errors import FormatError, UnsupportedError
 from .catalog import Catalog
 from .codec import decode
-from .sources import Source, opened
+from .piece_files import PieceSource, opened
 
-# Beginnings of messages.
+# Prefixes of messages.
 INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
 
-_AnyPiece = TypeVar("_AnyPiece", bound="Piece")
+_AnyPiece = TypeVar("_AnyPiece", bound="PlannedPiece")
 _AnyTensorPiece = TypeVar("_AnyTensorPiece", bound="TensorPiece")
 
-# What `os.fspath` of a piece's file may not have: a piece writes only into the folder of its plan.
+# A file name with one of these characters can lead out of the folder of its plan.
 _NOT_BARE = frozenset("/\\:\0")
 
 
 class Plan(dict[str, Any]):
-    """A conversion as pieces: made by `plan_convert`, completed by `finalize`. A dict of plain data, as JSON has it.
+    """A conversion divided into pieces, as a dict of plain data: `plan_convert` makes it, `finalize` completes it.
 
-    ``json.dumps`` and pickle take it; ``Plan(json.loads(text))`` is the same plan again.
+    A plan can be pickled or written as JSON; ``Plan(json.loads(text))`` restores it.
 
     Example:
         >>> import json, safeload
@@ -43,48 +43,51 @@ class Plan(dict[str, Any]):
 
     @property
     def pieces(self) -> list[dict[str, Any]]:
-        """The pieces, each an argument of `run_piece`. They may be done in any order, anywhere, and more than once."""
+        """Arguments for `run_piece`. Pieces can run in any order, on any machine, and more than once."""
         pieces: list[dict[str, Any]] = self._checked("pieces", list, "a list")
         return pieces
 
     @property
     def id(self) -> str:
-        """Differs where options, sources, or safeload's version differ."""
+        """A hash of the options, the sources and safeload's version."""
         plan_id: str = self._checked("id", str, "a string")
         return plan_id
 
-    def _checked(self, key: str, kind: type, described: str) -> Any:
+    def _checked(self, key: str, kind: type, kind_name: str) -> Any:
         value = self.get(key)
         if not isinstance(value, kind):
-            raise FormatError(f"{INVALID_PLAN}: {key} must be {described}, got {show(value)}")
+            raise FormatError(f"{INVALID_PLAN}: {key} must be {kind_name}, got {show(value)}")
         return value
 
     def __repr__(self) -> str:
-        what = f"{self.get('operation')}, {plural(len(self.get('pieces', ())), 'piece')}"
-        return f"<Plan {show(self.get('folder'))}: {what}>"
+        content = f"{self.get('operation')}, {plural(len(self.get('pieces', ())), 'piece')}"
+        return f"<Plan {show(self.get('folder'))}: {content}>"
 
 
 def bare_name(name: str) -> str:
-    """The bare name of a file.
+    """Return a file name that stays in its folder.
 
     Raises:
-        FormatError: it leads elsewhere.
+        FormatError: the name leads elsewhere.
     """
     if not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
-        raise FormatError(f"a plan names files by bare names, got {show(name)}")
+        raise FormatError(f"{INVALID_PLAN}: files must have bare names, got {show(name)}")
     return name
 
 
-def check_version(plan: Any, what: str = INVALID_PLAN) -> None:
-    """Refuse a plan, or a piece of one, that another version of safeload made.
+def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
+    """Refuse a plan, a piece or a note that another version of safeload made.
+
+    Args:
+        prefix: beginning of the message.
 
     Raises:
-        UnsupportedError: of another version.
-        FormatError: it has no version.
+        UnsupportedError: another version made it.
+        FormatError: the version is missing.
     """
     version = plan.get("version") if isinstance(plan, Mapping) else None
     if not isinstance(version, str):
-        raise FormatError(f"{what}: version must be a string, got {show(version)}")
+        raise FormatError(f"{prefix}: version must be a string, got {show(version)}")
     if version != __version__:
         raise UnsupportedError(
             f"safeload {printable(version)} made the plan, and this is safeload {__version__}: "
@@ -93,27 +96,27 @@ def check_version(plan: Any, what: str = INVALID_PLAN) -> None:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Piece:
-    """A piece of an operation: the fields of all operations."""
+class PlannedPiece:
+    """The fields that pieces of all operations have."""
 
     operation: str
-    version: str = __version__
-    sources: tuple[Source, ...]
+    version: str = __version__  # of safeload
+    sources: tuple[PieceSource, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TensorPiece(Piece):
+class TensorPiece(PlannedPiece):
     """A piece that reads tensors."""
 
     names: tuple[str, ...]
 
 
 def decode_piece(cls: type[_AnyPiece], plain: Any) -> _AnyPiece:
-    """Return a piece that may come from anywhere.
+    """Return a piece from untrusted plain data.
 
     Raises:
         UnsupportedError: another version of safeload planned it.
-        FormatError: a field is missing, unknown, or of the wrong type.
+        FormatError: a field is missing, unknown or of the wrong type.
     """
     check_version(plain, INVALID_PIECE)
     return decode(cls, plain, INVALID_PIECE)
@@ -123,7 +126,7 @@ def decode_piece(cls: type[_AnyPiece], plain: Any) -> _AnyPiece:
 def open_piece(
     cls: type[_AnyTensorPiece], plain: Any, storage_options: Mapping[str, Any] | None
 ) -> Iterator[tuple[_AnyTensorPiece, Catalog]]:
-    """Decode a piece that reads tensors, and open its files; see `decode_piece` and `opened`."""
+    """Decode a piece and open its sources; see `decode_piece` and `opened`."""
     piece = decode_piece(cls, plain)
     with opened(piece.sources, piece.names, storage_options) as catalog:
         yield piece, catalog

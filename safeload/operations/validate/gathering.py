@@ -15,9 +15,9 @@ from ..measure.stats import TensorStats, as_plain, of_plain
 from ..sources import executors
 from ..sources.catalog import Catalog
 from ..sources.codec import encode
-from ..sources.executors import EXECUTOR, Executor
-from ..sources.plan import INVALID_PIECE, Piece, TensorPiece, decode_piece
-from ..sources.sources import PlannedPath, Source, Sources, groups, location_of, opened, path_in_plan
+from ..sources.executors import EXECUTOR, Executor, groups
+from ..sources.piece_files import PieceSource, PlannedPath, Sources, location_of, opened, path_in_plan
+from ..sources.plan import INVALID_PIECE, PlannedPiece, TensorPiece, decode_piece
 from . import files
 from .contents import Contents, readable
 from .files import FileEntry
@@ -103,7 +103,7 @@ def _got(result: Mapping[str, Any], key: str, name: str | None = None) -> Any:
 # ---- pieces ----
 
 
-class Archive(NamedTuple):
+class PlannedArchive(NamedTuple):
     """An archive whose entries a piece reads."""
 
     path: str | PlannedPath
@@ -113,12 +113,12 @@ class Archive(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ArchivesPiece(Piece):
+class ArchivesPiece(PlannedPiece):
     """A piece that compares checksums of archives."""
 
     check: str
-    sources: tuple[Source, ...] = ()
-    archives: tuple[Archive, ...]
+    sources: tuple[PieceSource, ...] = ()
+    archives: tuple[PlannedArchive, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -132,7 +132,7 @@ class ValuesPiece(TensorPiece):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TiedPiece(Piece):
+class TiedPiece(PlannedPiece):
     """A piece that compares a tied head with its embedding."""
 
     check: str
@@ -146,12 +146,12 @@ _Planned = tuple[dict[str, Any], int, Sequence[Any]]
 def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[_Planned]:
     sizes = {k: entry.info.packed for k, entry in enumerate(entries)}
     for group in groups(sizes, lambda k: entries[k].file):
-        archives: dict[str, Archive] = {}
+        archives: dict[str, PlannedArchive] = {}
         for k in group:
             file = entries[k].file
             if file.place not in archives:
                 path = path_in_plan(Location(file.files, file.place))
-                archives[file.place] = Archive(path, file.identity[0], file.identity[1], {})
+                archives[file.place] = PlannedArchive(path, file.identity[0], file.identity[1], {})
             archives[file.place].entries[str(k)] = entries[k].name
         piece = ArchivesPiece(operation=_OPERATION, check="archives", archives=tuple(archives.values()))
         yield encode(piece), sum(sizes[k] for k in group), group

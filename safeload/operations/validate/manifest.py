@@ -32,8 +32,8 @@ from ...errors import FormatError
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
+from ..sources.piece_files import PieceSource
 from ..sources.plan import TensorPiece, open_piece
-from ..sources.sources import Source
 from .findings import Finding, error, note
 
 KEY, VERSION = "safeload_manifest", 1
@@ -88,7 +88,7 @@ def run(
         return {"tensors": _entries(catalog, sizes, threads, None)}
 
 
-def _piece(names: tuple[str, ...], sources: tuple[Source, ...]) -> TensorPiece:
+def _piece(names: tuple[str, ...], sources: tuple[PieceSource, ...]) -> TensorPiece:
     return TensorPiece(operation="manifest", names=names, sources=sources)
 
 

@@ -40,7 +40,7 @@ from ...stores.places import Located, places_of
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor
-from ..sources.sources import check_paths, in_memory
+from ..sources.piece_files import check_paths, in_memory
 from . import files, holes, schemas
 from . import names as naming
 from .contents import Contents, Model, check_contents

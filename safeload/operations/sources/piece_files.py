@@ -1,0 +1,393 @@
+"""Source files of pieces: described in a plan, and opened again in the process that runs a piece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...base import dtypes
+from ...base.paths import absolute
+from ...base.text import plural, show
+from ...checkpoint import Checkpoint
+from ...engine.run.weight_file import WeightFile
+from ...errors import FormatError, MissingShardError
+from ...formats.folder import CONFIG
+from ...formats.opening import Recipe, reopen_subset
+from ...formats.registry import FORMATS
+from ...stores import url as urls
+from ...stores.files import LOCAL, Files, Location
+from ...stores.local import check_unchanged, identity_of
+from .catalog import Catalog
+
+
+def check_paths(catalog: Catalog, argument: str) -> None:
+    """Refuse tensors in memory, which other processes cannot read.
+
+    Args:
+        argument: the argument that needs files, for messages.
+
+    Raises:
+        ValueError: a tensor is in memory.
+    """
+    if catalog.in_memory:
+        raise in_memory("the tensors of a dict are", argument)
+
+
+def in_memory(tensors_are: str, argument: str) -> ValueError:
+    """Return the error for tensors in memory.
+
+    Args:
+        tensors_are: subject and verb of the message.
+        argument: see `check_paths`.
+    """
+    return ValueError(f"{argument} needs the path of a checkpoint, or an open one: {tensors_are} in this process only")
+
+
+# ---- sources in a plan ----
+
+
+class FileVersion(NamedTuple):
+    """A local file in a plan. A worker refuses the file if it has changed."""
+
+    path: str  # absolute
+    size: int  # bytes
+    version: int | float | str | None  # mtime in ns
+
+    @classmethod
+    def of(cls, path: str) -> FileVersion:
+        """Return the present version of a file."""
+        return cls(absolute(path), *identity_of(os.stat(path))[:2])
+
+    def check_unchanged(self) -> None:
+        """Refuse a changed file.
+
+        Raises:
+            FormatError: the file has changed.
+        """
+        _check_path(self.path)
+        check_unchanged(self.path, (self.size, self.version))  # type: ignore[arg-type]
+
+
+class SourceFile(NamedTuple):
+    """A weight file in a plan."""
+
+    path: str  # a name in the folder of the source, or a whole path
+    size: int  # bytes
+    version: int | float | str | None  # mtime in ns of a local file, or the version of an object in a store
+    first: int = 0  # index of the first tensor of the piece that this file holds
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Size and version."""
+        return self.size, self.version
+
+
+@dataclass(frozen=True, eq=False)
+class PieceSource:
+    """Files of a checkpoint that a piece reads, and the options that the checkpoint was opened with."""
+
+    folder: str
+    files: tuple[SourceFile, ...]
+    storage_options: dict[str, Any] | None = None  # without secrets
+    config: FileVersion | dict[str, Any] | None = None  # for packed tensors: a file, or its content
+    beside: tuple[FileVersion, ...] = ()  # configurations in the folders of the files
+    unlisted: dict[str, list[str]] = field(default_factory=dict)  # see `_unlisted`
+    format: str | None = None  # this and the following: see `safeload.open`
+    root: str | None = None
+    unknown_globals: str = "refuse"
+    stored: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ValueError("a source must have files")
+        for path in (self.folder, *(file.path for file in self.files)):
+            _check_path(path)
+        if self.format is not None and self.format not in FORMATS:
+            raise ValueError(f"format must be a name of safeload.open, got {show(self.format)}")
+        if self.unknown_globals not in ("refuse", "inert"):
+            raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(self.unknown_globals)}')
+
+    def versions(self) -> list[list[Any]]:
+        """Return bare name, size and version of each file and configuration."""
+        config = [self.config] if isinstance(self.config, FileVersion) else []
+        files: list[SourceFile | FileVersion] = [*self.files, *config, *self.beside]
+        return [version_of(file.path, file.size, file.version) for file in files]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPath:
+    """A URL in a plan, with storage options."""
+
+    path: str
+    storage_options: dict[str, Any]  # without secrets
+
+
+def version_of(path: str, size: int, version: Any) -> list[Any]:
+    """Return bare name, size and version of a file."""
+    return [urls.shown(path).replace("\\", "/").rpartition("/")[2], size, version]
+
+
+def _check_path(path: str) -> None:
+    if "\0" in path:
+        raise FormatError(f"invalid plan: a path must not contain NUL, got {show(path)}")
+
+
+class Sources:
+    """The files of a catalog, for pieces that read some of its tensors.
+
+    Args:
+        catalog: open checkpoints.
+        argument: see `check_paths`.
+
+    Raises:
+        ValueError: a tensor is in memory, or `safeload.open` did not open a checkpoint.
+    """
+
+    def __init__(self, catalog: Catalog, argument: str) -> None:
+        check_paths(catalog, argument)
+        self._catalog = catalog
+        self._owners = {file: checkpoint for checkpoint in catalog.checkpoints for file in checkpoint.weight_files}
+        self._recipes = {id(checkpoint): checkpoint.recipe() for checkpoint in catalog.checkpoints}
+        self._unlisted: dict[str, list[str]] = {}
+        for checkpoint in catalog.checkpoints:
+            if checkpoint.index is not None:
+                self._unlisted.update(_unlisted(checkpoint))
+
+    def file_of(self, name: str) -> WeightFile:
+        """Return the file that holds the values or codes of a tensor."""
+        return self.files_of(name)[0]
+
+    def files_of(self, name: str) -> list[WeightFile]:
+        """Return the files that hold a tensor, the file of its values or codes first."""
+        if name not in self._catalog:
+            return [self._catalog.ignored[name].file]
+        place = self._catalog.place(name)
+        assert place.file is not None
+        packed = place.file.table.packed(place.number)
+        parts = () if packed is None else packed.parts.values()
+        return list(dict.fromkeys((place.file, *(part.file for part in parts))))
+
+    def of(self, names: Iterable[str]) -> tuple[PieceSource, ...]:
+        """Return the sources of a piece that reads these tensors, one per checkpoint; see `opened`.
+
+        Raises:
+            UnsupportedError: a URL cannot be opened without its secret query, or a store exists in this process only.
+        """
+        first: dict[str, tuple[WeightFile, int]] = {}  # index of the first tensor in each file
+        for k, name in enumerate(names):
+            for file in self.files_of(name):
+                first.setdefault(file.place, (file, k))
+        by_checkpoint: dict[int, list[tuple[WeightFile, int]]] = {}
+        for file, k in first.values():
+            by_checkpoint.setdefault(id(self._owners[file]), []).append((file, k))
+        return tuple(map(self._source_of, by_checkpoint.values()))
+
+    def _source_of(self, numbered: Sequence[tuple[WeightFile, int]]) -> PieceSource:
+        """Return the source of files of one checkpoint.
+
+        Args:
+            numbered: files, each with the index of its first tensor.
+        """
+        owner = self._owners[numbered[0][0]]
+        recipe = self._recipes[id(owner)]
+        folder, config, beside, files, unlisted = None, None, [], [], {}
+        for file, k in numbered:
+            path = file.files.public(file.place)
+            parent, name = file.files.split(path)
+            folder = parent if folder is None else folder
+            files.append(SourceFile(name if parent == folder else path, file.identity[0], file.identity[1], k))
+            if file.place in self._unlisted:
+                unlisted[path] = self._unlisted[file.place]
+            if dtypes.may_hold_codes(file.table.numbers):
+                config = _config_of(owner) if config is None else config
+                beside += _beside(file)
+        assert folder is not None
+        return PieceSource(
+            folder=folder,
+            files=tuple(files),
+            storage_options=numbered[0][0].files.public_options(),
+            config=config,
+            beside=tuple(version for version in dict.fromkeys(beside) if version != config),
+            unlisted=unlisted,
+            format=recipe.format,
+            root=recipe.root,
+            unknown_globals=recipe.unknown_globals,
+            stored=recipe.stored,
+        )
+
+
+def _unlisted(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Return tensor names by path that a file holds and the index does not list, or lists for another file."""
+    listed = {(file, k) for _, file, k in checkpoint.entries()}
+    unlisted: dict[str, list[str]] = {}
+    for file in checkpoint.weight_files:
+        names = [name for k, name in enumerate(file.table.names) if (file, k) not in listed]
+        if names:
+            unlisted.setdefault(file.place, []).extend(names)
+    return unlisted
+
+
+def _config_of(checkpoint: Checkpoint) -> FileVersion | dict[str, Any] | None:
+    """Return the configuration of a checkpoint: its file, or the content if the file is remote or unknown."""
+    folder = checkpoint.folder
+    if checkpoint.config is None or folder is None or folder.files.remote:
+        return checkpoint.config
+    return FileVersion.of((folder / CONFIG).path)
+
+
+def _beside(file: WeightFile) -> list[FileVersion]:
+    """Return the configurations in the folder of a file: they apply if its checkpoint has none."""
+    from ...packed.quantization import BESIDE  # only here: most checkpoints do not need it
+
+    if file.files.remote:
+        return []
+    paths = (os.path.join(os.path.dirname(file.place), name) for name in BESIDE)
+    return [FileVersion.of(path) for path in paths if os.path.exists(path)]
+
+
+# ---- paths in a plan ----
+
+
+def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
+    """Return the file system of a path or URL in a plan.
+
+    Args:
+        planned: storage options of the plan, without secrets.
+        storage_options: of this process; they take precedence.
+    """
+    if not urls.is_url(path):
+        return LOCAL
+    from ...stores.remote_files import RemoteFiles  # only here: most paths are local
+
+    if planned is None and storage_options is None:
+        return RemoteFiles()
+    return RemoteFiles(_merged(planned or {}, storage_options or {}))
+
+
+def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**planned, **own}
+    for key, value in planned.items():
+        if isinstance(value, dict) and isinstance(own.get(key), Mapping):
+            merged[key] = _merged(value, own[key])
+    return merged
+
+
+def path_in_plan(location: Location) -> str | PlannedPath:
+    """Return a location as plans carry it; see `location_of`.
+
+    Raises:
+        UnsupportedError: see `Sources.of`.
+    """
+    path, options = location.files.public(location.files.absolute(location.path)), location.files.public_options()
+    return path if options is None else PlannedPath(path, options)
+
+
+def location_of(planned: str | PlannedPath, storage_options: Mapping[str, Any] | None = None) -> Location:
+    """Return the location of a path in a plan.
+
+    Args:
+        storage_options: of this process; they take precedence.
+    """
+    path, options = (planned, None) if isinstance(planned, str) else (planned.path, planned.storage_options)
+    _check_path(path)
+    return Location(files_at(path, options, storage_options), path)
+
+
+# ---- in a worker ----
+
+
+@contextmanager
+def opened(
+    sources: Iterable[PieceSource], names: Sequence[str], storage_options: Mapping[str, Any] | None = None
+) -> Iterator[Catalog]:
+    """Open the sources of a piece. Files are read through descriptors, never through a mapping.
+
+    Args:
+        names: the tensors of the piece.
+        storage_options: of this process; they take precedence over the options of the sources.
+
+    Raises:
+        FormatError: a file has changed since the plan was made, or is gone.
+        SafeloadError, OSError: see `safeload.open`.
+    """
+    with ExitStack() as stack:
+        checkpoints = [stack.enter_context(Checkpoint(_find(source, names, storage_options))) for source in sources]
+        catalog = Catalog.of(checkpoints or {})
+        catalog.mapped = False
+        catalog.check(name for name in names if name not in catalog.ignored)
+        yield catalog
+
+
+def _find(source: PieceSource, names: Sequence[str], storage_options: Mapping[str, Any] | None) -> Any:
+    """Find the files of a source, unchanged, for a `Checkpoint`."""
+    versions = []
+    tensors: dict[str, str] = {}  # the first tensor in each file
+    files = files_at(source.folder, source.storage_options, storage_options)
+    for file in source.files:
+        path = file.path if urls.is_url(file.path) and files.remote else files.join(source.folder, file.path)
+        tensors[files.shown(path)] = names[file.first] if 0 <= file.first < len(names) else ""
+        if not files.remote:
+            with _named_tensor(tensors, names):
+                if not os.path.exists(path):
+                    raise FileNotFoundError(path)
+                check_unchanged(path, file.identity)
+        versions.append((path, file.identity))
+    for beside in source.beside:
+        if not os.path.exists(beside.path):
+            raise FormatError("the configuration is gone", beside.path)
+        beside.check_unchanged()
+    recipe = Recipe(
+        tuple(path for path, _ in versions),
+        True,
+        source.format,
+        source.root,
+        source.unknown_globals,  # type: ignore[arg-type] # checked
+        source.stored,
+        files,
+    )
+    config = config_from(source.config)
+    with _named_tensor(tensors, names):
+        return reopen_subset(tuple(versions), config, recipe, source.unlisted)
+
+
+@contextmanager
+def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
+    """Name a tensor in errors about a file that is gone or has changed.
+
+    Args:
+        tensors: the first tensor of each file, by path as in messages.
+        names: all tensors of the piece.
+    """
+    more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
+    try:
+        yield
+    except FileNotFoundError as error:
+        path = str(error.filename or error)
+        if path not in tensors:
+            raise
+        message = f"the file of tensor {show(tensors[path])}{more} is gone, or not on this machine"
+        raise MissingShardError(message, path, tensor=tensors[path]) from None
+    except FormatError as error:
+        path = error.path or ""
+        if type(error) is not FormatError or error.tensor is not None or path not in tensors:
+            raise
+        message = f"the file of tensor {show(tensors[path])}{more}: {error.args[0]}"
+        raise FormatError(message, path, error.offset, tensor=tensors[path]) from None
+
+
+def config_from(config: FileVersion | dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the content of a configuration in a plan.
+
+    Raises:
+        FormatError: the file has changed, or holds no configuration.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(config, FileVersion):
+        return config
+    from ...stores.json_file import read_json
+
+    config.check_unchanged()
+    return read_json(config.path, CONFIG)
