@@ -36,14 +36,14 @@ except ImportError as error:
 
 # Idle connections kept per host: as many as there are requests in flight while headers are read.
 _IDLE = 32
-# An unused body of at most this size is read so that its connection can be reused.
+# An unused body of at most this size is read to make its connection reusable.
 _DRAINED = 16 << 10
 # Seconds after which draining a body costs more than a new connection.
 _DRAINING = 1.0
 # Seconds to wait for the end of a body after its last expected byte.
 _ENDING = 0.2
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
-# Seconds after which a thread that waits on Windows checks whether to continue, and handles signals.
+# Seconds between the checks of a waiting thread on Windows: whether to continue, and signals.
 SLICE = 0.1
 
 # Python's texts for Winsock errors, which strerror does not know.
@@ -57,7 +57,7 @@ _of_thread = threading.local()
 
 
 def _exchange() -> Exchange | None:
-    """Return the exchange that this thread has begun."""
+    """Return this thread's current exchange, or None."""
     exchange: Exchange | None = getattr(_of_thread, "exchange", None)
     return exchange
 
@@ -128,7 +128,7 @@ def _in_slices(waiting: socket.socket, call: Callable[..., _Result], *arguments:
 
 
 def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socket:
-    """Connect to the first address of a host that accepts."""
+    """Connect to a host, trying its addresses in order."""
     failure = OSError(errno.EADDRNOTAVAIL, "the host has no address")
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
@@ -176,7 +176,7 @@ def _wait_connected(connecting: socket.socket, timeout: float) -> int:
 
 
 class _Body(Response):
-    """A response that hands its body to the exchange of its thread."""
+    """A response registered as the body of its thread's exchange."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -270,7 +270,7 @@ class Exchange:
         self.status, self.headers = self._response.status, self._response.headers
 
     def receive(self, memory: memoryview) -> int:
-        """Fill the beginning of memory with bytes of the body that have arrived; return their number, 0 at the end."""
+        """Fill the beginning of memory with arrived bytes of the body; return their number, 0 at the end."""
         assert self.body is not None
         return self.body.receive(memory)
 
@@ -295,7 +295,7 @@ class Exchange:
             raise BadResponse("the response has more bytes than its range")
 
     def drain(self) -> None:
-        """Read a short, unused body so that the connection can be reused; errors only prevent that."""
+        """Read a short, unused body to make the connection reusable; errors only prevent reuse."""
         if self.body is None or (self.body.length or 0) > _DRAINED:
             return
         memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
@@ -396,7 +396,7 @@ def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
 
 
 def _proxy_of(scheme: str, place: str) -> str | None:
-    """Return the proxy that the environment or the system sets for a host."""
+    """Return the proxy for a host, from the environment or the system."""
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all")
     if not proxy or proxy_bypass(place):

@@ -1,4 +1,4 @@
-"""Paths, locations, and the files that they lead to: local files, or stores behind URLs, all seen as `Files`."""
+"""Paths and locations of files: local files or stores behind URLs, each accessed through `Files`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Files(Protocol):
         """
 
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """Map a function that opens files over items, concurrently if the files are remote."""
+        """Map a function over items, concurrently if the files are remote."""
 
 
 class LocalFiles:
@@ -122,9 +122,9 @@ LOCAL = LocalFiles()
 
 
 class Location:
-    """A file or folder: a path, and the store that the path belongs to.
+    """A file or folder: a path and its store.
 
-    `safeload.open` and every function that takes a path also take a location. Its pickle contains no secrets.
+    `safeload.open` and all functions with a path argument accept a location. Its pickle contains no secrets.
 
     Args:
         files: finds and opens the file.
@@ -175,7 +175,7 @@ class Location:
 
 @contextmanager
 def rather_changed(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
-    """If a remote file can no longer be read, raise instead that it has changed, if it has.
+    """If reading a remote file fails because the file has changed, raise an error about the change instead.
 
     Args:
         seen: the path and version of each file.

@@ -1,4 +1,4 @@
-"""URLs that fsspec reads, and ``file://`` URLs, each as a `Backend`."""
+"""URLs read by fsspec, and ``file://`` URLs, each as a `Backend`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Filesystem:
     """A filesystem of fsspec.
 
     Args:
-        fs: the caller's filesystem; None for the filesystems that URLs name.
+        fs: the caller's filesystem; None to find the filesystem of each URL.
         options: ``storage_options`` for the filesystems of URLs; None for a filesystem of the caller.
     """
 
@@ -85,7 +85,7 @@ class Filesystem:
         return "<Filesystem>"  # options are secret
 
     def open(self, url: str) -> ByteStore:
-        """Open a file; a file that the filesystem has on this machine is opened there."""
+        """Open a file; if it is on this machine, open it directly."""
         from .fsspec_store import FsspecStore
 
         handle, path = self._handles.find(url)
@@ -189,7 +189,7 @@ class FsspecHandles:
             return handle, str(handle.fs._strip_protocol(url.rpartition("::")[2]))
         shown = urls.shown(url)
         options = _copied(self._options)  # fsspec changes nested options
-        if urls.scheme_of(url) in ("s3", "s3a"):  # botocore's default is a signature that AWS no longer accepts
+        if urls.scheme_of(url) in ("s3", "s3a"):  # AWS no longer accepts botocore's default signature
             options["config_kwargs"] = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
         fs, path = checked(lambda: url_to_fs(url, **options), shown, self._secrets)
         return self._known.setdefault(key, FsspecHandle(fs, self._secrets)), str(path)

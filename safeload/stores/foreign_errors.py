@@ -30,12 +30,12 @@ TRIES, PAUSE = 4, 0.5
 _LONGEST_PAUSE = 60.0
 # In Retry-After, and in the Hub's RateLimit header, where "r" is the rest of the quota.
 _SECONDS = re.compile(r"(?:^|\br=0;\s*t=)(\d{1,6})\s*$")
-# System errors that persist.
+# Permanent system errors.
 _PERMANENT = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR))
-# Class names of library errors that are not system errors.
+# Class names of library errors.
 _DENIED = re.compile(r"Credential|Authenti|Authoriz|Forbidden|AccessDenied|PermissionDenied|TokenError|RefreshError")
 _TRANSIENT = re.compile(r"Connect|Timeout|TimedOut|Incomplete|Payload|Stream|Protocol|Transport|ServerError|HttpError")
-# Characters of a library's message that are shown, and characters that are searched for secrets.
+# Maximum length of a library's message, and the length searched for secrets.
 _MOST, _SEARCHED = 500, 16 << 10
 # No scheme is longer: without a limit the search would take quadratic time.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,31}://[^\s'\"<>|^`{}]+")
@@ -104,7 +104,7 @@ def retried(
 
 
 def _requested_pause(error: Exception) -> float:
-    """Return the seconds that a server asks to wait, if the error has its response; limited to a reasonable wait."""
+    """Return the server's requested wait in seconds, if the error has its response; limited to a reasonable wait."""
     headers = getattr(getattr(error, "response", None), "headers", None)
     if not isinstance(headers, Mapping):
         return 0.0
@@ -158,7 +158,7 @@ def _name(error: Exception) -> str:
 
 
 def changed(url: str, before: int, now: int | None = None) -> FormatError:
-    """Return the error for a file that has changed since it was opened; the numbers are its sizes."""
+    """Return the error for a changed file, with its sizes before and now."""
     what = "it was replaced" if now in (None, before) else f"it had {before:,} bytes, and has {now:,}"
     return FormatError(f"the file has changed since it was opened: {what}", url)
 

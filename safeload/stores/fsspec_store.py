@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Seconds between signal checks while a call runs in fsspec's thread: Windows cannot interrupt a wait.
 _TICK = 0.2
-# Keys of `info` that distinguish contents, most precise first.
+# Keys of `info` to distinguish contents by, most precise first.
 _VERSIONS = (
     "generation", "ETag", "etag", "e_tag", "VersionId", "version_id", "md5Hash", "content_md5", "md5", "xet_hash",
     "blob_id", "sha", "CRC", "checksum", "chksum", "mtime", "LastModified", "last_modified", "modified", "updated",
@@ -36,7 +36,7 @@ _VERSIONS = (
 
 
 class FsspecHandle:
-    """An fsspec filesystem that works in every process.
+    """An fsspec filesystem for use in any process, forked processes included.
 
     An asynchronous filesystem belongs to the thread of its event loop, which a fork does not copy.
 
@@ -99,7 +99,7 @@ class FsspecHandle:
 
 
 def _usable(fs: Any) -> Any:
-    # A filesystem made for the program's own event loop has no loop that other threads can use.
+    # A filesystem made for the program's own event loop has no loop for other threads.
     if isinstance(fs, AsyncFileSystem) and fs.asynchronous:
         return type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": False, "loop": None})
     return fs
@@ -115,7 +115,7 @@ def _renewed(fs: Any) -> Any:
 
 
 def version_of(info: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the version of a file: its size, and the first entry of `info` that distinguishes contents."""
+    """Return the version of a file: its size, and the first of the keys above."""
     mark = next((info[key] for key in _VERSIONS if info.get(key) not in (None, "")), None)
     return info["size"], None if mark is None else str(mark)
 
@@ -170,7 +170,7 @@ class FsspecStore(RemoteStore):
 
 # Lifetime of a signature in seconds. Temporary credentials may expire earlier; the URL is then signed again.
 _VALID = 3600
-# Connection settings that our HTTP client does not support.
+# Connection settings without support in our HTTP client.
 _CONNECTION = frozenset(("client_cert", "proxies", "proxies_config"))
 
 

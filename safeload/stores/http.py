@@ -76,7 +76,7 @@ class Web:
 
 
 class _Route(NamedTuple):
-    """The URL that serves the file."""
+    """The URL to read from."""
 
     url: WebUrl  # after redirects
     redirected: bool = False  # whether it differs from the target's URL
@@ -87,7 +87,7 @@ class _Route(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """The headers that distinguish contents."""
+    """The headers to distinguish contents by."""
 
     etag: str | None = None
     modified: str | None = None
@@ -117,7 +117,7 @@ class _Version(NamedTuple):
 
 
 class _Transfer:
-    """The state of a read: the bytes still missing, and the memory that they fill."""
+    """The state of a read: the missing bytes, and the memory for them."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans

@@ -1,4 +1,4 @@
-"""Options shared by files that are read over HTTP, and the rules on where their URLs and headers may be sent."""
+"""HTTP options shared by files, and the rules on where URLs and headers may be sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .retries import RETRIES, Failure
 TIMEOUT, CONNECT_TIMEOUT = 30.0, 10.0
 
 _KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "verify")
-# Headers that select the bytes and their encoding.
+# Headers for the bytes of a range and their encoding, set by `HttpStore`.
 _OWN_HEADERS = frozenset(("accept-encoding", "if-match", "if-range", "if-none-match", "range"))
 # The end of a message if access is refused.
 _CREDENTIALS = (
@@ -53,7 +53,7 @@ class Client:
             accept any certificate, or the path of trusted certificates) or ``ssl_context``.
         scheme: the subject of error messages.
         credentials: the advice in messages if access is refused.
-        other_options: options that the caller handles itself, for messages.
+        other_options: options handled by the caller, for messages.
 
     Raises:
         TypeError, ValueError: an option is unknown or invalid.
@@ -88,7 +88,7 @@ def checked_headers(headers: Any) -> dict[str, str]:
     """Validate the caller's headers; no message contains a value.
 
     Raises:
-        TypeError, ValueError: they are not headers, or include a header that safeload sets itself.
+        TypeError, ValueError: they are not headers, or include one of safeload's own headers.
     """
     if not isinstance(headers, Mapping):
         raise TypeError(f"headers must be a mapping, got {type(headers).__name__}")
@@ -97,7 +97,7 @@ def checked_headers(headers: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError("headers must map str to str")
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-            raise ValueError("headers: a name contains characters that are not allowed in header names")
+            raise ValueError("headers: a name contains characters not allowed in header names")
         if not all(" " <= char <= "\xff" or char == "\t" for char in value) or "\x7f" in value:
             raise ValueError(f"headers: the value of {name} contains a character that is not allowed in headers")
         if name.lower() in _OWN_HEADERS:
@@ -114,7 +114,7 @@ def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _context_maker(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
-    """Return a function that creates the TLS context."""
+    """Return a factory for the TLS context."""
     context, verify = options.get("ssl_context"), options.get("verify", True)
     if context is not None:
         if not isinstance(context, ssl.SSLContext):
@@ -187,7 +187,7 @@ def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
 
 
 def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure:
-    """Return the URL that a redirect leads to.
+    """Return the target of a redirect.
 
     Args:
         location: the response's header.

@@ -68,7 +68,7 @@ class Response(http.client.HTTPResponse):
             raise BadResponse("the Content-Length of the response is not a single number")
 
     def receive(self, memory: memoryview) -> int:
-        """Fill the beginning of memory with bytes that have arrived; return their number, 0 at the end."""
+        """Fill the beginning of memory with arrived bytes; return their number, 0 at the end."""
         if self.fp is None:
             return 0
         if self.chunked:

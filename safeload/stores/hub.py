@@ -33,7 +33,7 @@ _URL = re.compile(
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
-# Errors for things that do not exist, as opposed to missing access, by the class names of huggingface_hub.
+# huggingface_hub's errors for missing repositories, revisions and files, as opposed to missing access.
 _MISSING = ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
 
 

@@ -1,4 +1,4 @@
-"""Reads the JSON files that accompany weights: index.json, config.json, schemas, layouts, manifests."""
+"""JSON files beside weights: index.json, config.json, schemas, layouts, manifests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_DEPTH = 64
 
 
 def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]:
-    """Read a JSON file that must be an object, in UTF-8 (RFC 8259), with or without a byte order mark.
+    """Read a JSON object from a file in UTF-8 (RFC 8259), with or without a byte order mark.
 
     Args:
         path: a regular file; other kinds are not opened, because a read could block or never end.
         what: the subject of error messages.
-        files: the files that the path leads to.
+        files: where to look up the path.
 
     Raises:
         FormatError: the file is not regular, is too large, is not a JSON object, is nested too deep, or has a duplicate
@@ -47,13 +47,13 @@ def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] 
     try:
         return read_json(path, what, files)
     except (FileNotFoundError, PermissionError):
-        if files.remote:  # a store that may not be listed refuses files that do not exist
+        if files.remote:  # without permission to list, stores refuse access to missing files
             return None
         raise
 
 
 def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
-    """Like `read_json`, for content that has been read from the path ``text``.
+    """Like `read_json`, for content already read from the path ``text``.
 
     Raises:
         FormatError: see `read_json`.

@@ -21,17 +21,17 @@ from .store import ByteStore, Memory
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """Return the fields of a stat result that identify a file."""
+    """Return a file's identity from its stat result."""
     return Identity(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
 
 
 class Identity(NamedTuple):
-    """Identifies the content of a file, to detect that another program has replaced or modified it."""
+    """Identifies the content of a file, to detect changes by other programs."""
 
     size: int  # bytes
     mtime_ns: int  # time of the last modification, in nanoseconds
     device: int  # of the file system; meaningful only in this process, because a pickle may travel to another machine
-    inode: int  # on that device; meaningful only in this process
+    inode: int  # on the device; meaningful only in this process
 
 
 # Files with open descriptors, by descriptor, oldest first. Every access is a single atomic operation, so no lock is
@@ -42,9 +42,8 @@ _open: dict[int, weakref.ref[LocalStore]] = {}
 class Descriptor(int):
     """The C core's file handle, which is closed with its last reference.
 
-    Jobs must hold a reference to the descriptor that they read. Otherwise the system could give its number to the next
-    file that is opened, and the job would read that file. Copies are refused because a copy would close the number a
-    second time.
+    Jobs must hold a reference to their descriptor. Otherwise the system could give its number to the next opened file,
+    and the job would read the wrong file. Copies are refused because a copy would close the number a second time.
     """
 
     __slots__ = ()
@@ -77,7 +76,7 @@ def _budget() -> int:
 def _release(count: int) -> bool:
     """Close up to ``count`` idle descriptors, oldest files first but never the latest; return whether any was closed.
 
-    A file that was moved or modified keeps its descriptor, because it could not be opened again.
+    Moved or modified files keep their descriptors, because they could not be opened again.
     """
     released = 0
     busy = {number for claim in list(_claims.values()) for number in list(claim.held.values())}
@@ -94,7 +93,7 @@ def _release(count: int) -> bool:
 
 
 def _release_at(path: str) -> bool:
-    """Close a file that this process has open and that `gives_way`; return whether any was closed."""
+    """Close this process's descriptors of a file if they may give way; return whether any was closed."""
     try:
         identity = identity_of(os.stat(path))
     except OSError:
@@ -138,7 +137,7 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
 
 
 class Claim:
-    """The descriptors that a run of jobs may hold at a time.
+    """The maximum number of descriptors for a run of jobs.
 
     All runs of a process share half of `_budget`, but each may hold at least one descriptor. A claim publishes its own
     number before it adds up all claims, so that of two concurrent claims at least one sees the other.
@@ -149,7 +148,7 @@ class Claim:
     def __init__(self) -> None:
         self._count = 0
         self.held: dict[Any, int] = {}  # open descriptors, by file
-        self.thread = get_ident()  # the thread that runs the jobs
+        self.thread = get_ident()  # the running thread
 
     def __enter__(self) -> Claim:
         _claims[id(self)] = self
@@ -372,7 +371,7 @@ _REPLACE_PAUSES = (0.01, 0.03, 0.1, 0.3)
 
 
 def replace(source: str, target: str, shown: str) -> None:
-    """Rename a file over another, like ``os.replace``; on Windows, also over a file that this process has open.
+    """Rename a file over another, like ``os.replace``; on Windows, also over this process's own open files.
 
     Args:
         shown: the target's path in messages.

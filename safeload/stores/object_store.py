@@ -1,4 +1,4 @@
-"""Stores that the caller has opened: fsspec filesystems, obstore stores, and paths in either."""
+"""Callers' own stores: fsspec filesystems, obstore stores, and paths in either."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def of_obstore(store: Any, path: str) -> Location:
 
 
 def path_of(value: Any) -> Location:
-    """Return the location of an object that is neither a str nor a local path.
+    """Return the location of an object other than a str or a local path.
 
     Accepts a `Location`; objects with an fsspec filesystem as ``fs`` and a path as ``path`` (``fsspec.core.OpenFile``,
     universal_pathlib's ``UPath``); and stores with the members of `ByteStore`.

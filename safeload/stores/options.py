@@ -8,7 +8,7 @@ from typing import Any
 from ..base.url import Url
 from . import url as urls
 
-# Options that locate a file and identify no user. All other options may be secret, and stay in this process.
+# Options without any secret: they only locate files. All other options stay in this process.
 PUBLIC = frozenset(
     (
         "account_name", "anon", "cache_check", "cache_storage", "check_files", "client_kwargs", "config_kwargs",
@@ -21,7 +21,7 @@ _LEAST = 5
 
 
 def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the options that pickles, plans and journals may carry; workers take the rest from their environment."""
+    """Return the options for pickles, plans and journals; workers take the rest from their environment."""
     if options is None:
         return None
     public: dict[str, Any] = {}
@@ -34,12 +34,12 @@ def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
-    """Return the texts in ``storage_options`` that must not appear in messages, longest first."""
+    """Return the secrets in ``storage_options``, longest first, to keep them out of messages."""
     return sorted(set(_texts(options or {})), key=len, reverse=True)
 
 
 def secrets_of_urls(chain: Iterable[Url]) -> Iterator[str]:
-    """Return the texts in the links of a chain that must not appear in messages."""
+    """Return the secrets in the links of a chain."""
     return (text for link in chain for text in link.secrets if len(text) >= _LEAST)
 
 

@@ -25,12 +25,12 @@ class FilesystemPath(Protocol):
         """The path in it."""
 
 
-# Anything that can be opened besides local paths and URLs.
+# Valid arguments besides local paths and URLs.
 Located: TypeAlias = Location | FilesystemPath | ByteStore
 
 
 def is_located(value: object) -> bool:
-    """Return whether an object that is neither a local path nor an array is a `Located`."""
+    """Return whether an object is a `Located`; it must not be a local path or an array."""
     if isinstance(value, Location):
         return True
     members = ("fs", "path") if hasattr(value, "fs") else ("size", "version", "read_into", "close")
@@ -40,7 +40,7 @@ def is_located(value: object) -> bool:
 def places_of(
     paths: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[list[str], Files]:
-    """Return callers' paths as text, and the files that they lead to.
+    """Return callers' paths as text, and their store.
 
     Args:
         storage_options: for the filesystems of URLs.

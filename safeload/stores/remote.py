@@ -21,15 +21,15 @@ _GAP, _TOGETHER = 64 << 10, 8 << 20
 
 
 class RemoteStore(ABC):
-    """A file that can be read by ranges, from any thread.
+    """A file read by ranges, from any thread.
 
-    While the file is opened, small reads are served from windows that are fetched on demand.
+    While the file is opened, small reads are served from windows, which are fetched on demand.
 
     Attributes:
         path: the URL in messages, without user, password and query.
         size: in bytes.
-        version: the size and a mark that distinguishes contents, such as an ETag, a version id or a time; None if the
-            store has no such mark. Numbers and str only.
+        version: the size and a mark of the content, such as an ETag, a version id or a time; None if the store has no
+            mark. Numbers and str only.
     """
 
     path: str
@@ -221,7 +221,7 @@ def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
 
 
 def fill(spans: Sequence[Span], begin: int, content: bytes | bytearray | memoryview) -> None:
-    """Copy the result of a read that could not be aborted, unless its call has ended.
+    """Copy the result of an unabortable read, unless its call has ended.
 
     Args:
         begin: offset of ``content`` in the store.

@@ -1,4 +1,4 @@
-"""Paths that are URLs: finds the backend of a URL, and opens files there."""
+"""Files behind URLs: finds the backend of a URL, and opens files there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Backend(Protocol):
         """
 
     def check_writable(self, url: str) -> None:
-        """Refuse a folder that is known to be read-only before anything is written.
+        """Refuse a read-only folder before anything is written, as far as can be known.
 
         Raises:
             UnsupportedError: the store is read-only.
@@ -89,7 +89,7 @@ class RemoteFiles:
         return "<RemoteFiles>"  # options are secret
 
     def backend(self, url: str) -> Backend:
-        """Return the store that a URL belongs to."""
+        """Return the store of a URL."""
         if self._backend is not None:
             urls.check_allowed(url, True)
             return self._backend

@@ -22,14 +22,14 @@ RETRIES = 4
 # Receiving this many bytes resets the count: a range of n MiB is requested at most n + RETRIES + 1 times.
 PROGRESS = 1 << 20
 # Upper bound of the first wait in seconds, which doubles with each retry up to the second number. The wait itself is
-# random, so that clients that were refused together do not return together.
+# random, so that refused clients do not all return at once.
 _BACKOFF, _BACKOFF_MOST = 0.5, 10.0
 # A server may ask for at most this many seconds of waiting.
 RETRY_AFTER_MOST = 60
-# Status codes of a server that is busy or in trouble.
+# Status codes of a busy or failing server.
 _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 
-# Exceptions that requests raise.
+# Exceptions of requests.
 TRANSPORT_ERRORS = (OSError, urllib3.exceptions.HTTPError, http.client.HTTPException)
 
 
@@ -38,7 +38,7 @@ class Failure(NamedTuple):
 
     error: Exception  # to raise if there is no retry; never chained, because the text of a cause may hold a secret
     transient: bool = False  # whether to retry
-    wait: float = 0.0  # seconds that the server asks to wait
+    wait: float = 0.0  # seconds requested by the server
     refused: bool = False  # whether access was refused: a new URL for the same file may be accepted
 
 
@@ -56,7 +56,7 @@ class Tries:
 
         Args:
             failure: of the last attempt.
-            at: the first byte that is still missing.
+            at: the first missing byte.
 
         Raises:
             Exception: the failure's error, if the retries are used up or would not help.
@@ -132,7 +132,7 @@ def of_error(error: BaseException, path: str, timeout: float) -> Failure:
 
 
 def broken_off(path: str) -> Failure:
-    """Return the failure for a body that is shorter than announced."""
+    """Return the failure for an incomplete body."""
     return Failure(RemoteError("the connection broke off before the end of the response", path), True)
 
 

@@ -1,4 +1,4 @@
-"""Ends the threads that read for a call, so that after the call returns no thread writes into the caller's memory."""
+"""Ends the threads of a call: after the call returns, no thread writes into the caller's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of a store: the members that a source of bytes must have."""
+"""The protocol of a store: the members of a source of bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ByteStore(Protocol):
 
     @property
     def version(self) -> tuple[Any, ...]:
-        """Changes with the content. The size comes first; fields that are meaningful only in this process come last."""
+        """Changes with the content. The size comes first; fields meaningful only in this process come last."""
 
     def read_into(self, offset: int, memory: Memory) -> None:
         """Fill memory with the bytes from ``offset`` on.
@@ -35,7 +35,7 @@ class ByteStore(Protocol):
         """
 
     def close(self) -> None:
-        """Release resources; memory that was filled or mapped stays valid."""
+        """Release resources; filled or mapped memory stays valid."""
 
 
 class Span(NamedTuple):

@@ -17,11 +17,11 @@ from ..base.url import shown as shown
 from ..base.url import split as split
 from ..errors import UnsupportedError
 
-# Schemes that need no `storage_options`: a path in a configuration must not reach every filesystem of fsspec.
+# Schemes allowed without `storage_options`: a path in a configuration must not reach every filesystem of fsspec.
 PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
-# Schemes that never use the network.
+# Schemes without network access.
 _HERE = ("file", "memory")
-# Variables that forbid the network; huggingface_hub reads the first variable in the same way.
+# Variables to forbid the network; huggingface_hub reads the first variable in the same way.
 _OFFLINE = ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE")
 
 
@@ -31,7 +31,7 @@ def needs_query(url: str) -> bool:
 
 
 def check_allowed(url: str, asked: bool) -> None:
-    """Refuse URLs that a caller may not have meant to open.
+    """Refuse URLs the caller may not have meant to open.
 
     Args:
         asked: whether the caller has passed ``storage_options`` or a filesystem.
