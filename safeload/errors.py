@@ -133,7 +133,7 @@ class TensorNotFoundError(SafeloadError, KeyError):
         >>> import safeload
         >>> safeload.open("model.safetensors")["conv1.weights"]
         Traceback (most recent call last):
-        safeload.errors.TensorNotFoundError: File does not contain tensor conv1.weights; close to it: conv1.weight, ...
+        safeload.errors.TensorNotFoundError: File does not contain tensor conv1.weights; similar names: ...
     """
 
     def __str__(self) -> str:  # KeyError would show the repr of the message

@@ -180,7 +180,10 @@ def test_patterns_are_the_ends_of_names(tmp_path, pattern, module, matches):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        (pair(module="v"), ["base_model.model.v.lora_A.weight", "v.weight", "does not have", "close to it: w.weight"]),
+        (
+            pair(module="v"),
+            ["base_model.model.v.lora_A.weight", "v.weight", "does not have", "similar names: w.weight"],
+        ),
         (pair(rows=7), ["w.lora_B.weight", "[7, 2]", "w.weight", "[6, 5]", "needs [6, 2]"]),
         (pair(columns=4), ["w.lora_A.weight", "[2, 4]", "[6, 5]", "needs [2, 5]"]),
         (pair(rank=3), ["has rank 3", "'r'", "says 2"]),

@@ -55,7 +55,7 @@ def assert_says(text, *parts):
 
 # ---- paths ----
 
-HUB = 'if this is a repository of the Hugging Face Hub: safeload.open("hf://meta-llama/Llama-3.2-1B")'
+HUB = 'for a repository of the Hugging Face Hub: safeload.open("hf://meta-llama/Llama-3.2-1B")'
 PATHS = {
     "a plain name": ("missing.safetensors", ["not: ;"]),
     "a repository": ("meta-llama/Llama-3.2-1B", [HUB]),
@@ -63,12 +63,12 @@ PATHS = {
     "a folder that is here": ("home/Llama-3.2-1B", ["not: Hugging Face"]),
     "a file in a folder": ("checkpoints/model.safetensors", ["not: Hugging Face"]),
     "a drive": ("C:/models/a.gguf", ["not: URL", "not: download"]),
-    "~ and no file": ("~/a.gguf", ["`~` is not expanded: os.path.expanduser gives ", "where there is nothing either"]),
+    "~ and no file": ("~/a.gguf", ["`~` is not expanded: os.path.expanduser gives ", "which does not exist either"]),
     "~": ("~/b.gguf", ["`~` is not expanded: os.path.expanduser gives ", "b.gguf", "not: nothing"]),
-    "a pattern": ("*.safetensors", ["patterns are not expanded: safeload.open takes a list, as sorted(glob.glob"]),
+    "a pattern": ("*.safetensors", ["patterns are not expanded: pass safeload.open a list such as sorted(glob.glob"]),
     "a pattern without a match": (
         "*.nothing",
-        ["patterns are not expanded, and nothing matches this one", "not: list"],
+        ["patterns are not expanded, and no file matches this pattern", "not: list"],
     ),
     "an index": ("model.safetensors.index.json", ["not: ;"]),
 }
@@ -128,7 +128,9 @@ def test_drop_ins_take_no_urls(case, here):
 
 def test_a_url_through_pathlib_is_recognised(here):
     text = message(lambda: safeload.open(Path("s3://bucket/a.gguf")), FileNotFoundError)
-    assert_says(text, "s3://bucket/a.gguf; a URL is passed as text, pathlib changes it: ", 'load("s3://bucket/a.gguf")')
+    assert_says(
+        text, "s3://bucket/a.gguf; pass a URL as str, because pathlib changes it: ", 'load("s3://bucket/a.gguf")'
+    )
 
 
 def test_the_pattern_of_the_message_works(here):
@@ -144,7 +146,7 @@ def test_a_repository_in_the_cache_is_named(here):
     (cache / "refs" / "main").write_text("old")
     text = message(lambda: safeload.open("owner/name"), FileNotFoundError)
     folder = str(cache / "snapshots" / "old")
-    assert_says(text, f"the cache of huggingface_hub has this repository: safeload.open({folder!r})", "not: download")
+    assert_says(text, f"huggingface_hub's cache has this repository: safeload.open({folder!r})", "not: download")
     assert list(safeload.open(folder)) == ["w"]
     (cache / "snapshots" / "old" / "model.safetensors").unlink()
     assert_says(message(lambda: safeload.open("owner/name")), repr(str(cache / "snapshots" / "new")))
@@ -156,7 +158,7 @@ def test_the_command_line_says_it_too(here, capsys):
     assert main(["info", "owner/name"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert_says(err, "safeload: No such file or directory: owner/name; if this is a repository of the Hugging Face Hub")
+    assert_says(err, "safeload: No such file or directory: owner/name; for a repository of the Hugging Face Hub")
 
 
 def test_a_missing_file_is_a_plain_file_not_found_error(here):
@@ -176,7 +178,7 @@ def test_the_content_of_a_file_is_not_a_path(kind, here):
     data = kind((here / "good.safetensors").read_bytes() * 1000)
     for way in (safeload.open, load_file):
         text = message(lambda way=way: way(data), TypeError)
-        assert_says(text, "a path, not the content of a file", "safeload.numpy.load(data)")
+        assert_says(text, "expected a path, got the content of a file", "safeload.numpy.load(data)")
         assert len(text) < 300
 
 
@@ -401,14 +403,12 @@ def test_schemes_are_taken_in_any_case(scheme, here, capsys):
 
 WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k"
 SCHEMES = {
-    "Q4_K_M": [
-        "scheme 'Q4_K_M' is a mixture of llama.cpp: 'q4_k' quantizes all matrices alike, and a dict has a scheme"
-    ],
-    "Q3_K_M": [f"scheme 'Q3_K_M': Q3_K is read only; can be written: {WRITTEN}"],
-    "q2_k": [f"Q2_K is read only; can be written: {WRITTEN}"],
+    "Q4_K_M": ["scheme 'Q4_K_M' is one of llama.cpp's mixtures: use 'q4_k' for all matrices, or a dict with a scheme"],
+    "Q3_K_M": [f"scheme 'Q3_K_M': Q3_K can only be read; writable schemes are {WRITTEN}"],
+    "q2_k": [f"Q2_K can only be read; writable schemes are {WRITTEN}"],
     "int4": [f"unknown scheme 'int4', expected one of {WRITTEN}", "not: int8'?"],
     "q40": ["unknown scheme 'q40': did you mean 'q4_0'?"],
-    "bf16": ["unknown scheme 'bf16': it is a dtype, for dtype= of safeload.load and convert"],
+    "bf16": ["unknown scheme 'bf16': it is a dtype; pass it as dtype= of safeload.load or convert"],
 }
 
 
@@ -450,7 +450,7 @@ def test_a_pattern_among_names(here):
                     f"File does not contain tensor {names[-1]}: names are exact; only= of safeload.load takes patterns",
                 )
     text = message(lambda: load_file("model.safetensors", names=["model.[norm"]), safeload.TensorNotFoundError)
-    assert_says(text, "close to it: model.norm", "not: patterns")
+    assert_says(text, "similar names: model.norm", "not: patterns")
 
 
 @pytest.mark.parametrize("rows", [[1, 2], np.array([1, 2]), [True] * 4, 1.5, "a"], ids=repr)
@@ -521,7 +521,7 @@ MODULES = {"JAX": "jax", "torch": "torch", "torch, bf16": "torch", "a parameter"
 def test_a_value_that_is_no_array(format, case, here):
     value, parts = ARRAYS[case]
     if format == "safetensors" and case in MODULES:
-        parts = [f"safeload.{MODULES[case]} has save and save_file for these"]
+        parts = [f"use save and save_file of safeload.{MODULES[case]}"]
     text = message(lambda: SAVERS[format]({"a": value}), TypeError)
     assert_says(text, *(part if format != "gguf" else part.replace("numpy array", "numpy array or") for part in parts))
     if "numpy.asarray(x)" in parts:  # leads no further

@@ -1,4 +1,4 @@
-"""Arrays: which values functions accept as an array or as a dict of arrays, and how a tensor of a file becomes one."""
+"""Arrays: values accepted as arrays or as dicts of arrays, and the layout of a file's tensor as an array."""
 
 from __future__ import annotations
 
@@ -18,43 +18,31 @@ Array = np.ndarray[Any, Any]
 # Largest size of an array in bytes: numpy's NPY_MAX_INTP.
 MAX_ARRAY = (1 << 63) - 1
 
-# Methods that identify a dict-like object: `Mapping` recognises only classes that are registered with it.
+# Methods of a dict-like object, because `Mapping` recognizes only registered classes.
 _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
 
 
-# Modules of safeload that save the arrays of a library as safetensors, by the package of their class.
+# safeload's modules that save a library's arrays, by the top-level package of the array's class.
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 
 
 class ArraySpec(NamedTuple):
-    """How a tensor becomes an array.
+    """The layout of a file's tensor, and the array that it is loaded into."""
 
-    Attributes:
-        dtype: of the array.
-        shape: of the array.
-        begin: first byte in the file.
-        end: one past the last byte in the file.
-        source: number of the dtype in the file.
-        target: number of the dtype that it is converted to; ``source`` if its bytes are not converted.
-        strides: bytes between neighbours along each axis in the file; None for C order.
-        big_endian: whether elements are big-endian in the file.
-    """
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    source: int
-    target: int
-    strides: tuple[int, ...] | None = None
-    big_endian: bool = False
+    dtype: np.dtype[Any]  # of the array
+    shape: tuple[int, ...]  # of the array
+    begin: int  # first byte in the file
+    end: int  # one past the last byte
+    source: int  # number of the dtype in the file
+    target: int  # number of the array's dtype; equal to ``source`` if the bytes are not converted
+    strides: tuple[int, ...] | None = None  # bytes between neighbours along each axis in the file; None for C order
+    big_endian: bool = False  # whether the file's elements are big-endian
 
 
 def as_array(value: Any, name: str = "") -> Array:
-    """A value as a numpy array.
+    """Convert a value to a numpy array.
 
     Args:
-        value: an array, or anything that numpy converts to one.
         name: of the tensor; "" for a single array.
 
     Raises:
@@ -66,12 +54,12 @@ def as_array(value: Any, name: str = "") -> Array:
 
 
 def refuse_masked(value: Any, subject: str) -> None:
-    """Refuses masked arrays: their hidden values would be used as ordinary ones.
+    """Refuse masked arrays, because their hidden values would be used as ordinary values.
 
     Raises:
         TypeError: a masked array.
     """
-    # No import here, which would take milliseconds: masked arrays exist only where the caller has imported the module.
+    # Not imported here, which takes milliseconds: masked arrays exist only if the caller has imported the module.
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(value, masked.MaskedArray):
         raise TypeError(f"{subject} is a masked array, and its mask would be lost: fill it first, with x.filled(...)")
@@ -87,40 +75,39 @@ def index_of(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def with_article(noun: str) -> str:
-    """A noun with its indefinite article: "a list", "an ArrayImpl"."""
+    """Return a noun with its indefinite article: "a list", "an ArrayImpl"."""
     return f"{'an' if noun[:1] in tuple('AEIOaeio') else 'a'} {noun}"
 
 
-def not_an_array(subject: str, value: Any, wanted: str = "a numpy array", *, safetensors: bool = False) -> TypeError:
-    """The error for a value that is not an array, with what makes one of it.
+def not_an_array(subject: str, value: Any, expected: str = "a numpy array", *, safetensors: bool = False) -> TypeError:
+    """Return the error for a value that is not an array, with advice on how to make one.
 
     Args:
-        subject: how messages name the value.
-        value: what was given.
-        wanted: what it should be.
-        safetensors: whether it was to be saved as safetensors, for which frameworks have a module of their own.
+        subject: the subject of the message.
+        expected: a description of valid values.
+        safetensors: whether the value was to be saved as safetensors, for which frameworks have their own modules.
     """
     kind = type(value)
-    # None for what is of a library and no array: a model, a dtype.
+    # None for a library's other objects, such as models and dtypes.
     library = kind.__module__.partition(".")[0] if hasattr(value, "__array__") else None
     if isinstance(value, Mapping):
-        advice = "safeload.flatten(tree) makes names with dots of nested dicts"
+        advice = "safeload.flatten(tree) turns nested dicts into a dict with dotted names"
     elif safetensors and library in _FRAMEWORKS:
-        advice = f"safeload.{_FRAMEWORKS[library]} has save and save_file for these"
+        advice = f"use save and save_file of safeload.{_FRAMEWORKS[library]}"
     elif library == "torch":
-        advice = "x.detach().cpu().numpy() makes one"
+        advice = "x.detach().cpu().numpy() converts it"
         if str(getattr(value, "dtype", "")) == "torch.bfloat16":
-            advice = "x.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16) makes one"
+            advice = "x.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16) converts it"
     elif hasattr(value, "__array__") or _is_numbers(value):
-        advice = "numpy.asarray(x) makes one"
+        advice = "numpy.asarray(x) converts it"
     else:
         advice = ""
     what = "None" if value is None else with_article(kind.__name__)
-    return TypeError(f"{subject} is {what}, not {wanted}" + (f": {advice}" if advice else ""))
+    return TypeError(f"{subject} is {what}, not {expected}" + (f": {advice}" if advice else ""))
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether numpy makes an array of numbers of a Python value."""
+    """Return whether numpy converts a Python value to an array of numbers."""
     if not isinstance(value, (int, float, complex, list, tuple)):
         return False
     try:
@@ -130,12 +117,11 @@ def _is_numbers(value: Any) -> bool:
 
 
 def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
-    """Refuses arguments that are neither a dict nor dict-like.
+    """Refuse an argument that is neither a dict nor dict-like.
 
     Args:
-        value: an argument.
-        what: how messages name it.
-        of: what it maps.
+        what: the subject of the message.
+        of: a description of the contents.
 
     Raises:
         TypeError: the argument is not a mapping.
@@ -145,7 +131,7 @@ def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
 
 
 def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> ArraySpec:
-    """The array that shows a tensor of logical ``shape`` without conversion."""
+    """Return the array that shows a tensor of logical ``shape`` without conversion."""
     if row.bits < 8:
         shape = dtypes.array_shape(row, shape, end - begin)
     return ArraySpec(dtypes.array_dtype(row.number), shape, begin, end, row.number, row.number)
@@ -154,7 +140,7 @@ def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) 
 def array_over(
     buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...] | None = None
 ) -> Array:
-    """An array over part of a buffer, which it keeps alive; in C order if no strides are given.
+    """Return an array over part of a buffer, which the array keeps alive; in C order unless strides are passed.
 
     Raises:
         UnsupportedError: too many axes for this numpy (at most 32 before numpy 2).
@@ -162,12 +148,12 @@ def array_over(
     try:
         array: Array = np.ndarray(shape, dtype, buffer, offset, strides)
     except ValueError as error:
-        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)}: {error}") from None
+        raise UnsupportedError(f"numpy {np.__version__} does not support shape {list(shape)}: {error}") from None
     return array
 
 
 def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array with undefined values.
+    """Return a new array with undefined values.
 
     Raises:
         UnsupportedError: see `array_over`; also an empty shape that is too large for a dtype wider than the file's.
@@ -175,16 +161,18 @@ def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     try:
         return np.empty(shape, dtype)
     except ValueError as error:
-        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)} as {dtype}: {error}") from None
+        raise UnsupportedError(
+            f"numpy {np.__version__} does not support shape {list(shape)} as {dtype}: {error}"
+        ) from None
 
 
 def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether numpy allows an array of this shape. Numpy treats a zero-length axis as length 1 here."""
+    """Return whether numpy allows an array of this shape, for which it counts a zero-length axis as length 1."""
     return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY
 
 
 def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours along each axis of an array in C order."""
+    """Return the bytes between neighbours along each axis of an array in C order."""
     strides = [itemsize] * len(shape)
     for k in range(len(shape) - 2, -1, -1):
         strides[k] = strides[k + 1] * shape[k + 1]
@@ -192,16 +180,16 @@ def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def foreign_order(big_endian: bool) -> bool:
-    """Whether a byte order differs from this machine's."""
+    """Return whether a byte order differs from this machine's."""
     return big_endian != (sys.byteorder == "big")
 
 
 def swappable(array: Array) -> Array:
-    """A view that has a right `byteswap`: that of ml_dtypes before 0.5.4 leaves bfloat16 as it is."""
+    """Return a view with a correct `byteswap`, because ml_dtypes before 0.5.4 does not swap bfloat16."""
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def byteswapped(array: Array) -> Array:
-    """A copy with the bytes of each element in the other order."""
+    """Return a copy with the bytes of each element reversed."""
     swapped: Array = swappable(array).byteswap().view(array.dtype)
     return swapped

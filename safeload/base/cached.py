@@ -1,6 +1,6 @@
-"""`functools.cached_property` without the lock that Python 3.10 and 3.11 hold while they compute.
+"""`functools.cached_property` without the lock of Python 3.10 and 3.11.
 
-The lock is shared by all instances: a child forked meanwhile would wait for it forever.
+All instances share the lock, so a child forked during a computation would wait forever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     class cached_property:  # noqa: N801 - the standard library's name
-        """Compute an attribute once per instance; threads that ask at once may each compute it."""
+        """Compute an attribute once per instance; concurrent threads may each compute it."""
 
         def __init__(self, function):
             self.function = function

@@ -1,4 +1,4 @@
-"""The dtypes of weight files and their names in numpy. The table itself is csrc/kernels/dtype.c."""
+"""The dtypes of weight files and their NumPy names. The table itself is in csrc/kernels/dtype.c."""
 
 from __future__ import annotations
 
@@ -16,34 +16,19 @@ from .text import nearest, show
 
 
 class Dtype(NamedTuple):
-    """One row of the table.
+    """A row of the dtype table."""
 
-    Attributes:
-        number: identifies it in the C core.
-        code: as safetensors or ggml writes it: "BF16", "Q4_0".
-        name: as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0".
-        kind: kind of the elements: ``lib.SL_KIND_FLOAT`` and the like.
-        bits: size of one element, 0 for block types. Elements below 8 bits share bytes, first element in the low bits.
-        block: the fewest elements that fill whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most.
-        block_bytes: size of one block in bytes.
-        swap: size in bytes of the numbers that a byte swap reverses: 4 for "C64", whose halves are numbers; 1 if there
-            is nothing to swap.
-        ggml: its number in enum ggml_type; -1 if it has none.
-        scale_at: byte of a block where its float16 scales begin.
-        scale_count: number of float16 scales of a block; 0 where they have another type or are in pieces (IQ1_M).
-    """
-
-    number: int
-    code: str
-    name: str
-    kind: int
-    bits: int
-    block: int
-    block_bytes: int
-    swap: int
-    ggml: int
-    scale_at: int
-    scale_count: int
+    number: int  # identifies the row in the C core
+    code: str  # the spelling of safetensors or ggml: "BF16", "Q4_0"
+    name: str  # the spelling of numpy, ml_dtypes, torch and ggml: "bfloat16", "q4_0"
+    kind: int  # kind of the elements, such as ``lib.SL_KIND_FLOAT``
+    bits: int  # size of an element, 0 for block types; elements below 8 bits share bytes, the first in the low bits
+    block: int  # smallest number of elements that fills whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most dtypes
+    block_bytes: int  # size of a block
+    swap: int  # bytes of the numbers in a byte swap: 4 for "C64", which is two numbers; 1 if there is nothing to swap
+    ggml: int  # number in enum ggml_type, or -1
+    scale_at: int  # byte of a block at which its float16 scales begin
+    scale_count: int  # float16 scales per block; 0 if the scales have another type or are scattered (IQ1_M)
 
     @property
     def floating(self) -> bool:
@@ -62,7 +47,7 @@ class Dtype(NamedTuple):
 
     @property
     def blocked(self) -> bool:
-        """Whether rows are divided into blocks whose elements share scales; such tensors are `QuantizedTensor`."""
+        """Whether rows consist of blocks with shared scales; such tensors load as `QuantizedTensor`."""
         return bool(self.kind == lib.SL_KIND_BLOCKS)
 
     def converts_to(self, other: Dtype) -> bool:
@@ -74,7 +59,7 @@ class Dtype(NamedTuple):
         return target if target is not None and (self.floating or self.blocked) else self
 
     def nbytes(self, count: int) -> int:
-        """Bytes of ``count`` elements, a multiple of `block`."""
+        """Return the size of ``count`` elements, which must be a multiple of `block`."""
         return count // self.block * self.block_bytes
 
 
@@ -86,18 +71,18 @@ def _row(number: int) -> Dtype | None:
     return Dtype(number, code, name, *(getattr(info, field) for field in Dtype._fields[3:]))
 
 
-# Element types, indexed by number: those of safetensors.
+# Element types, indexed by number: the dtypes of safetensors.
 TABLE = tuple(row for row in map(_row, range(lib.SL_DTYPE_COUNT)) if row is not None)
 BY_CODE = {row.code: row for row in TABLE}
 BY_NAME = {row.name: row for row in TABLE}
-# Block types of GGUF, by lower-case name.
+# GGUF's block types, by lower-case name.
 BLOCK_TYPES = {row.name: row for row in map(_row, range(lib.SL_GGML, lib.SL_DTYPE_LIMIT)) if row is not None}
-# Bytes of a ggml type that this version does not know.
+# Bytes of a ggml type unknown to this version.
 _UNKNOWN = _row(lib.SL_UNKNOWN)
-assert _UNKNOWN is not None  # the C core has it
+assert _UNKNOWN is not None  # the C core always has this row
 BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values(), _UNKNOWN)}
-# Dtypes that may store codes: numbers that mean nothing without a scale, which is another tensor. F8_E8M0 holds powers
-# of two: it is a dtype of scales, never of codes.
+# Dtypes that can hold codes: numbers without a meaning until a scale, from another tensor, is applied. F8_E8M0 holds
+# powers of two, so it is a dtype of scales and never of codes.
 FLOAT_CODES = frozenset(row.code for row in TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}
 INTEGER_CODES = frozenset(("I8", "U8", "I16", "I32", "U32"))
 _NOT_PACKED = bytes(row.number for row in BY_NUMBER.values() if not row.packed)
@@ -105,18 +90,18 @@ _NO_CODES = bytes(row.number for row in BY_NUMBER.values() if row.code not in FL
 
 
 def may_hold_codes(numbers: bytes) -> bool:
-    """Whether any of the dtypes with these numbers may store codes."""
+    """Return whether any of the numbered dtypes can hold codes."""
     return bool(numbers.translate(None, _NO_CODES))
 
 
 def holds_packed(numbers: bytes) -> bool:
-    """Whether any of the dtypes with these numbers has elements that share bytes."""
+    """Return whether elements of any of the numbered dtypes share bytes."""
     return bool(numbers.translate(None, _NOT_PACKED))
 
 
 @cache
 def of_number(number: int) -> Dtype:
-    """The row of a number, which may be one that jobs only quantize to, such as ``SL_Q4_0_ABSMAX``."""
+    """Return the row of a number; it can be a row only for quantizing jobs, such as ``SL_Q4_0_ABSMAX``."""
     row = _row(number)
     assert row is not None
     return row
@@ -124,13 +109,13 @@ def of_number(number: int) -> Dtype:
 
 @cache
 def array_dtype(number: int) -> np.dtype[Any]:
-    """The dtype of arrays that show a tensor of row ``number``: uint8 for packed and blocked ones."""
+    """Return the dtype of arrays over a tensor of row ``number``: uint8 if it is packed or blocked."""
     row = BY_NUMBER[number]
     return np.dtype(np.uint8) if row.packed or row.blocked else element_dtype(number)
 
 
 def array_dtypes(numbers: bytes) -> list[np.dtype[Any]]:
-    """`array_dtype` of each of these numbers."""
+    """Return `array_dtype` of each number."""
     if numbers and numbers.count(numbers[0]) == len(numbers):
         return [array_dtype(numbers[0])] * len(numbers)
     return list(map(array_dtype, numbers))
@@ -138,17 +123,17 @@ def array_dtypes(numbers: bytes) -> list[np.dtype[Any]]:
 
 @cache
 def element_dtype(number: int) -> np.dtype[Any]:
-    """The dtype of single elements of row ``number``; ml_dtypes stores packed ones in one byte each."""
+    """Return the dtype of single elements of row ``number``; ml_dtypes stores a packed element in a byte."""
     row = TABLE[number]
     with suppress(TypeError):
         return np.dtype(row.name)
-    import ml_dtypes  # only for dtypes that numpy does not have
+    import ml_dtypes  # only for dtypes that numpy lacks
 
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
-    return found
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
+    return dtype
 
 
-# What people also type, in any case. Numpy's own names come first: "f4" and "f8" have 4 and 8 bytes there.
+# Common alternative spellings, in any case. Numpy's own names take precedence: "f4" and "f8" have 4 and 8 bytes there.
 _ALIASES = {
     "bf16": "bfloat16",
     "f16": "float16",
@@ -165,18 +150,18 @@ _ALIASES = {
 
 
 def parse(dtype: Any, among: Sequence[Dtype] = TABLE) -> Dtype:
-    """The row for a dtype.
+    """Return the row for a dtype.
 
     Args:
-        dtype: type or dtype of numpy, ml_dtypes, torch or JAX; name ("float32", "bf16", "torch.float16") in any case;
-            safetensors code ("F32").
+        dtype: a type or dtype of numpy, ml_dtypes, torch or JAX; a name ("float32", "bf16", "torch.float16") in any
+            case; or a safetensors code ("F32").
         among: the rows that the caller supports, for the message.
 
     Raises:
-        TypeError: an unknown dtype; the message names the nearest one.
+        TypeError: an unknown dtype; the message suggests the nearest name.
     """
-    if isinstance(dtype, str) and (found := BY_CODE.get(dtype) or BY_NAME.get(dtype)) is not None:
-        return found
+    if isinstance(dtype, str) and (row := BY_CODE.get(dtype) or BY_NAME.get(dtype)) is not None:
+        return row
     try:
         name = np.dtype(dtype).name
     except (TypeError, ValueError, SyntaxError):  # text with a comma is parsed as a record
@@ -195,12 +180,12 @@ def _named(text: str) -> Dtype | None:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is the name of a dtype."""
+    """Return whether ``text`` is the name of a dtype."""
     return _named(text) is not None
 
 
 def _nearest(dtype: Any, among: Sequence[Dtype]) -> str:
-    """The end of the message for an unknown dtype: what was meant, or what there is."""
+    """Return the end of the message for an unknown dtype: a suggestion, or the list of dtypes."""
     text = dtype.lower() if isinstance(dtype, str) else ""
     scheme = BLOCK_TYPES.get(text)
     if scheme is not None:
@@ -212,7 +197,7 @@ def _nearest(dtype: Any, among: Sequence[Dtype]) -> str:
 
 
 def of_array(array: Any, name: str) -> Dtype:
-    """The row of the dtype that stores this array.
+    """Return the row that stores this array.
 
     Raises:
         SafeloadError: safetensors does not have the array's dtype.
@@ -223,30 +208,30 @@ def of_array(array: Any, name: str) -> Dtype:
     return row
 
 
-@lru_cache(maxsize=256)  # a program may make dtypes without end
+@lru_cache(maxsize=256)  # bounded, because a program can create any number of dtypes
 def _stored_row(dtype: np.dtype[Any]) -> Dtype | None:
-    """The row of a dtype of arrays that safetensors has; None for others. numpy computes a name on each access."""
+    """Return safetensors' row for an array's dtype, or None. Cached because numpy computes a name on each access."""
     row = BY_NAME.get(dtype.name)
     return None if row is None or row.packed else row
 
 
 def shown(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype; of text its code, "<U2": numpy's name for that, "str64", is not one that numpy takes."""
+    """Return the name of a dtype; for text its code "<U2", because numpy does not accept its own name "str64"."""
     return str(dtype.str if dtype.kind in "SU" else dtype.name)
 
 
 def not_stored(dtype: str, name: str) -> SafeloadError:
-    """The error for a tensor whose dtype safetensors does not have."""
+    """Return the error for a tensor with a dtype that safetensors does not have."""
     supported = ", ".join(row.name for row in TABLE if not row.packed)
-    text = f": dtype {show(dtype)} cannot be saved. Supported dtypes: {supported}"
+    text = f": dtype {show(dtype)} cannot be saved; supported dtypes are {supported}"
     return error_about(SafeloadError, text, tensor=name)
 
 
 def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
-    """Shape of the array that shows a tensor of logical ``shape``.
+    """Return the shape of the array over a tensor of logical ``shape``.
 
-    The same shape, except for packed and blocked dtypes: their last axis counts bytes if each row fills whole bytes;
-    otherwise the array is 1-D.
+    The last axis of packed and blocked dtypes counts bytes if each row fills whole bytes; otherwise the array is 1-D.
+    Other dtypes keep their shape.
     """
     if not (row.packed or row.blocked):
         return shape
@@ -256,13 +241,12 @@ def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, .
 
 
 def block_scales(row: Dtype, blocks: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]] | None:
-    """The float16 scales of blocks of a block type, [blocks, scales]; None where scales have another type.
+    """Return the float16 scales of blocks, [blocks, scales], or None if the scales have another type.
 
     Args:
-        row: the block type.
-        blocks: their bytes, [blocks, block_bytes].
+        blocks: the bytes of the blocks, [blocks, block_bytes].
     """
-    if row.code == "IQ1_M":  # a nibble of its scale is above those of runs in each of the last four words
+    if row.code == "IQ1_M":  # the high nibble of each of the last four words holds a nibble of the scale
         nibbles = np.ascontiguousarray(blocks[:, -8:]).view("<u2") >> 12 << np.array([0, 4, 8, 12], np.uint16)
         return np.bitwise_or.reduce(nibbles, axis=1, keepdims=True).view(np.float16)
     if row.scale_count == 0:

@@ -1,8 +1,8 @@
-"""Keep a forked child from waiting forever for a lock that another thread of its parent held.
+"""Keep a forked child from waiting forever for a lock that was held by another thread of its parent.
 
-A child has only the thread that forked, so the lock of a module that another thread is importing stays locked there. A
-fork therefore waits until other threads have imported what safeload imports on first use. Locks of safeload's own that
-outlive a call are `ProcessLock`s.
+A child has only the thread that forked. If another thread is importing a module at that moment, the module's lock stays
+locked in the child. Therefore a fork waits until other threads have finished the imports that safeload does on first
+use. safeload's own long-lived locks are `ProcessLock`s.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 PACKAGES = frozenset(
     {"fsspec", "huggingface_hub", "idna", "jax", "ml_dtypes", "numpy", "safeload", "torch", "tqdm", "urllib3"}
 )
-# Seconds: a fork never waits longer, because an import may itself wait for the thread that forks.
+# In seconds. A fork never waits longer, because an import may itself wait for the forking thread.
 _PATIENCE, _PAUSE = 30.0, 0.001
-# CPython's locks of the modules that are being imported: weak references by name.
+# CPython's locks of modules during import: weak references by name.
 _LOCKS = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
-# Modules that hold this lock of theirs in every fork, unless the wait's hook runs first because they are older.
+# Modules that hold these locks during every fork, unless they are older than our hook, which then runs first.
 _HOLDERS = {"logging": "_lock", "concurrent.futures.thread": "_global_shutdown_lock"}
 _OLDER = frozenset(_HOLDERS).intersection(sys.modules)
 
 
 class ProcessLock:
-    """A lock for each process: a forked child's is free."""
+    """A lock per process: in a forked child it is free."""
 
     __slots__ = ("_locks",)
 
@@ -45,7 +45,7 @@ def _initializing(name: str) -> bool:
 
 
 def _imported_elsewhere() -> list[str]:
-    """Return the modules that other threads are importing now."""
+    """Return the modules that other threads are importing."""
     mine, names = get_ident(), []
     for name, reference in list(_LOCKS.items()):
         owner = getattr(reference(), "owner", None)
@@ -56,7 +56,7 @@ def _imported_elsewhere() -> list[str]:
 
 
 def _holding() -> dict[str, Any]:
-    """Return the locks of the modules that have hooks of their own, as far as they have registered them."""
+    """Return the locks of modules with their own fork hooks, if these are registered."""
     locks = {}
     for name, attribute in _HOLDERS.items():
         lock: Any = getattr(sys.modules.get(name), attribute, None)
@@ -74,14 +74,14 @@ def _wait() -> None:
     before, deadline = _holding(), time.monotonic() + _PATIENCE
     while _imported_elsewhere() and time.monotonic() < deadline:
         time.sleep(_PAUSE)
-    # Python listed the hooks when the fork began: those registered since would release free locks.
+    # Python listed the hooks when the fork began: hooks registered since then would release free locks.
     for name, lock in _holding().items():
         if name not in before:
             lock.acquire()
 
 
 def _forget() -> None:
-    """Drop, in the child, imports that a thread of the parent has begun since the wait: they start again."""
+    """In the child, drop imports begun by the parent's threads after the wait, so that they can start again."""
     for name in _imported_elsewhere():
         _LOCKS.pop(name, None)
         if _initializing(name):

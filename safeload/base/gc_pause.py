@@ -1,7 +1,7 @@
-"""Python's garbage collector, paused while many objects are made that it could only visit in vain.
+"""A pause of Python's garbage collector while many objects are created.
 
-While a list of 100,000 descriptions is built the collector runs hundreds of times, and each time finds nothing to free.
-The standard library's unpickler and others pause it too.
+Otherwise the collector runs hundreds of times while a list of 100,000 descriptions is built, and finds nothing to free.
+The standard library's unpickler pauses it too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
-# For fewer objects the pause saves nothing that could be measured.
-_MANY = 1000
+# For fewer objects, the pause has no measurable effect.
+_PAUSED_FROM = 1000
 
 
 class _Pause:
-    """Pauses the collector in a ``with`` block, in any number of threads at once: the last block restores it."""
+    """Pauses the collector in ``with`` blocks, in any number of threads at once; the last block restores it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may load a file too
@@ -41,7 +41,7 @@ class _Pause:
                 gc.enable()
 
     def forget(self) -> None:
-        """Restores the collector in a child that was forked while other threads were in a block: they are not in it."""
+        """Restore the collector in a forked child, which does not have the threads that were in a block."""
         self._lock = threading.RLock()
         self._blocks = 0
         if self._restore:
@@ -55,9 +55,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def paused(count: int) -> AbstractContextManager[None]:
-    """A context manager that pauses the collector while ``count`` objects are made, if they are many.
+    """Return a context manager that pauses the collector while ``count`` objects are created, if they are many.
 
-    It is restored as it was, whatever happens in the block, when no other thread is in such a block either.
+    The collector's state is restored, whatever happens in the block, as soon as no thread is in such a block.
 
     Example:
         >>> import gc
@@ -66,4 +66,4 @@ def paused(count: int) -> AbstractContextManager[None]:
         >>> gc.isenabled()
         True
     """
-    return _pause if count >= _MANY else _nothing
+    return _pause if count >= _PAUSED_FROM else _nothing

@@ -1,4 +1,4 @@
-"""HTML for notebooks and report pages, with everything that comes from a file escaped."""
+"""HTML for notebooks and report pages; everything from a file is escaped."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterable, Sequence
 
 from .text import clip, printable
 
-# Most characters of a value: a name may have a megabyte.
+# Maximum length of a value: a name can have a megabyte.
 _LONGEST = 200
 
 
 def escaped(value: str) -> str:
-    """Text from a file, escaped for HTML and without control characters."""
+    """Escape text from a file for HTML, without control characters."""
     from html import escape  # only here: it has a table of all entities
 
     return escape(printable(value))
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], more: str = "") -> str:
-    """A plain table that a notebook styles.
+    """Return a plain table, styled by the notebook.
 
     Args:
-        title: a line above it.
-        header: titles of the columns.
-        rows: the cells, as plain text; long ones are shortened in the middle.
-        more: a line below it, such as the number of rows that are left out.
+        title: the line above the table.
+        header: column titles.
+        rows: the cells, as plain text; long cells are shortened in the middle.
+        more: the line below the table, such as the number of omitted rows.
     """
 
     def line(tag: str, cells: Sequence[str]) -> str:

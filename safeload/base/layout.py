@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from .text import clip, plural
 
-# Without a line limit, columns are padded to at most this width, so that one long name does not widen every line.
+# Without a line limit, columns are padded to at most this width, so that a long name does not widen every line.
 _PADDED = 100
 
 #: If a table leaves less room for names, each name gets a line of its own.

@@ -1,4 +1,4 @@
-"""Tables that are built in Python: of formats that are read in Python, and of packed tensors."""
+"""Tables built in Python, for formats that are parsed in Python and for packed tensors."""
 
 from __future__ import annotations
 
@@ -14,39 +14,27 @@ from .table import Columns, Entry, Scale, Table
 
 
 class Listing(NamedTuple):
-    """One tensor of a `ListedTable`.
-
-    Attributes:
-        name: its name.
-        row: row of the dtype table.
-        shape: logical shape.
-        begin: first byte in the file.
-        end: one past its last byte in the file.
-        strides: bytes between neighbours along each axis; None for C order.
-        scale: scales of quantized int8.
-        packed: codes and scales of a packed tensor; row, begin and end are those of its codes.
-        big_endian: whether its elements are big-endian.
-    """
+    """A tensor of a `ListedTable`."""
 
     name: str
     row: dtypes.Dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    strides: tuple[int, ...] | None = None
-    scale: Scale | None = None
-    packed: Packed | None = None
+    shape: tuple[int, ...]  # logical
+    begin: int  # first byte in the file
+    end: int  # one past the last byte
+    strides: tuple[int, ...] | None = None  # bytes between neighbours along each axis; None for C order
+    scale: Scale | None = None  # of quantized int8
+    packed: Packed | None = None  # codes and scales of a packed tensor; row, begin and end describe its codes
     big_endian: bool = False
 
 
 class ListedTable(Table):
-    """A table built in Python, for formats that are read in Python: in the order given; tensors may share bytes.
+    """A table built in Python, in the order of the caller; tensors may overlap.
 
     Args:
-        tensors: checked by the caller: names are unique, byte ranges are inside the file, shapes and strides stay
-            inside the byte ranges.
-        metadata: everything else in the file.
-        big_endian: whether the elements of all tensors are big-endian.
+        tensors: validated by the caller: unique names, byte ranges inside the file, shapes and strides inside the byte
+            ranges.
+        metadata: all other content of the file.
+        big_endian: whether all elements of all tensors are big-endian.
         named_globals: see `Table`.
     """
 
@@ -60,7 +48,7 @@ class ListedTable(Table):
     ) -> None:
         self._names, self._shapes, self._rows = [], [], []
         self._index = None
-        # Numbers in compact arrays, strides and scales only where present: a file may have a tensor every 14 bytes.
+        # Numbers go into compact arrays, rare properties into dicts, because a file can have a tensor every 14 bytes.
         self._begins, self._ends = array("Q"), array("Q")
         self._strides: dict[int, tuple[int, ...]] = {}
         self._scales: dict[int, Scale] = {}
@@ -89,77 +77,65 @@ class ListedTable(Table):
         self.shaped = bool(self._big_endian) or bool(self._groups) or bool(self._strides)
 
     def find(self, name: str) -> int:
-        """Index of a tensor, -1 when there is none."""
         if self._index is None:
             self._index = {known: index for index, known in enumerate(self.names)}
         return self._index.get(name, -1)
 
     def sorted_names(self) -> list[str]:
-        """Names in ascending order of their code points."""
         return sorted(self.names)
 
     @property
     def numbers(self) -> bytes:
-        """Numbers of the dtypes."""
         return bytes([row.number for row in self.rows])
 
     def row(self, index: int) -> dtypes.Dtype:
-        """Row of the dtype table of one tensor."""
         return self.rows[index]
 
     def entry(self, index: int) -> Entry:
-        """What is needed of one tensor to read it."""
         return self.rows[index].number, self.shapes[index], self._begins[index], self._ends[index]
 
     def begins(self) -> list[int]:
-        """First byte of each tensor in the file."""
         return self._begins.tolist()
 
     def byte_range(self, index: int) -> tuple[int, int]:
-        """Bytes of one tensor in the file: [begin, end), including bytes of others between its elements."""
+        """Return the bytes of a tensor: [begin, end), including other tensors' bytes between its elements."""
         return self._begins[index], self._ends[index]
 
     def byte_ranges(self) -> list[tuple[int, int]]:
-        """Bytes of each tensor in the file."""
         return list(zip(self._begins, self._ends, strict=True))
 
     def _all_columns(self) -> Columns:
         return Columns(self.numbers, self.shapes, self._begins, self._ends)
 
     def sizes(self) -> list[int]:
-        """Size of each tensor's elements in bytes, without gaps between them; a repeated element counts each time."""
+        """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
         sizes = [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
         for index, packed in self._packed.items():
             sizes[index] = packed.nbytes
         return sizes
 
     def strides(self, index: int) -> tuple[int, ...] | None:
-        """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
         return self._strides.get(index)
 
     def big_endian(self, index: int) -> bool:
-        """Whether the elements of one tensor are big-endian."""
         return index in self._big_endian
 
     def together(self, index: int) -> list[int]:
-        """One tensor and those that share bytes with it, in ascending order."""
         return self._groups.get(index, [index])
 
     def scale(self, index: int) -> Scale | None:
-        """The scales of one tensor where it is quantized int8, else None."""
         return self._scales.get(index)
 
     def packed(self, index: int) -> Packed | None:
-        """The codes and scales of one tensor where it is packed, else None."""
         return self._packed.get(index)
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Everything else in the file; None if there is nothing."""
+        """Return all other content of the file, or None."""
         return self._metadata
 
 
 def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
-    """Groups of ranges connected by overlaps: for each range that overlaps another, the sorted indices of its group."""
+    """Return the sorted indices of the connected group for each range that overlaps another range."""
     if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
         return {}
     ranges = list(zip(begins, ends, strict=True))

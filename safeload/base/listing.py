@@ -1,4 +1,4 @@
-"""The descriptions of a checkpoint's tensors as callers get them: a read-only dict that shows itself in one screen."""
+"""Reprs of tensors by name: read-only dicts of descriptions, dicts of arrays, and tables for notebooks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from . import html
 from .table import TensorInfo
 from .text import clip, plural, printable, size
 
-# Most rows that a notebook shows, and most lines of a repr.
+# Maximum number of rows in a notebook, and of lines in a repr.
 _ROWS, _LINES = 20, 8
 
-# Most characters of a name in a repr.
+# Maximum length of a name in a repr.
 _NAME = 60
 
 
 class TensorInfos(dict[str, TensorInfo]):
-    """Description of each tensor, by name: a read-only dict. ``dict(infos)`` is a copy that can be changed."""
+    """Descriptions of tensors by name, in a read-only dict; ``dict(infos)`` is a copy that can be changed."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("the descriptions of tensors are read-only")
@@ -40,23 +40,22 @@ class TensorInfos(dict[str, TensorInfo]):
 
 
 def _screen(head: str, tensors: Mapping[str, Any]) -> str:
-    """A heading, the first tensors with dtype and shape, and how many are left out."""
+    """Return a heading, the first tensors with dtype and shape, and the number of omitted tensors."""
     lines = [head]
-    for name, one in islice(tensors.items(), _LINES):
-        what = getattr(one, "scheme", None) or getattr(one, "dtype", type(one).__name__)
-        lines.append(f"  {clip(printable(str(name)), _NAME)}  {what} {list(getattr(one, 'shape', ()))}")
+    for name, tensor in islice(tensors.items(), _LINES):
+        kind = getattr(tensor, "scheme", None) or getattr(tensor, "dtype", type(tensor).__name__)
+        lines.append(f"  {clip(printable(str(name)), _NAME)}  {kind} {list(getattr(tensor, 'shape', ()))}")
     if len(tensors) > _LINES:
         lines.append(f"  ... and {len(tensors) - _LINES:,} more")
     return "\n".join(lines)
 
 
 def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
-    """A table of the first tensors for a notebook.
+    """Return a table of the first tensors for a notebook.
 
     Args:
-        title: a line above it.
-        infos: the tensors.
-        count: number of all of them.
+        title: the line above the table.
+        count: the number of all tensors.
     """
     rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos, _ROWS)]
     more = f"... and {count - len(rows):,} more" if count > len(rows) else ""
@@ -64,11 +63,11 @@ def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
 
 
 def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:
-    """The repr of a dict of arrays: its first names with dtypes and shapes.
+    """Return the repr of a dict of arrays: its first names with dtypes and shapes.
 
     Args:
-        kind: name of its class.
-        arrays: name to anything with a shape, and a dtype or a scheme.
-        note: what else to say in the first line.
+        kind: the name of the dict's class.
+        arrays: objects with a shape, and a dtype or a scheme.
+        note: an addition to the first line.
     """
     return _screen(f"<{kind}: {plural(len(arrays), 'tensor')}{f', {note}' if note else ''}>", arrays)

@@ -1,6 +1,6 @@
-"""``logging.getLogger("safeload")``: warnings, and details for programs that ask for them.
+"""``logging.getLogger("safeload")``: warnings for users, and details for programs that enable them.
 
-Importing `logging` takes milliseconds. A program that wants the details has imported it already, so `debug` never does.
+Importing `logging` takes milliseconds, so `debug` never does: a program that wants the details has imported it already.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ NAME = "safeload"
 
 
 def debug(message: str, *arguments: object) -> None:
-    """Logs a line for debugging."""
+    """Log a line for debugging."""
     logging = sys.modules.get("logging")
     if logging is not None and hasattr(logging, "getLogger"):
         logging.getLogger(NAME).debug(message, *arguments)
 
 
 def warning(message: str, *arguments: object) -> None:
-    """Logs a line for the user of the result: on stderr, unless the program handles log records."""
+    """Log a line for the user: on stderr, unless the program handles log records."""
     import logging
 
     logging.getLogger(NAME).warning(message, *arguments)

@@ -13,7 +13,7 @@ _Error = TypeVar("_Error", bound=SafeloadError)
 def error_about(
     kind: type[_Error], text: str, *, path: str | None = None, offset: int | None = None, tensor: str | None = None
 ) -> _Error:
-    """Return an error whose message names its file and tensor, such as "w.gguf: tensor 'x' has 5 dims".
+    """Return an error that names its file and tensor, such as "w.gguf: tensor 'x' has 5 dims".
 
     Args:
         text: the rest of the message; after a tensor a predicate ("has 5 dims"), or a clause that begins with a colon.

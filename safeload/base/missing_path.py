@@ -1,6 +1,6 @@
-"""What a path that leads nowhere probably is: a URL, a repository of the Hugging Face Hub, a pattern, ``~``.
+"""Explain a path that does not exist: a URL, a repository of the Hugging Face Hub, a glob, or an unexpanded ``~``.
 
-Only a failed open asks, so that opening a file costs nothing more.
+Imported only after an open has failed, so successful opens pay nothing.
 """
 
 from __future__ import annotations
@@ -11,27 +11,24 @@ import re
 
 from .url import divided, is_url, shown
 
-# A scheme has two letters or more: one is a drive of Windows. `pathlib` makes "https:/host" of "https://host".
+# A scheme has at least two letters, unlike a Windows drive. `pathlib` turns "https://host" into "https:/host".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
-# Schemes that are also recognised with one slash, and of these those that need no `storage_options`.
+# Schemes that work without `storage_options`, and all schemes that are also recognized with a single slash.
 _PLAIN = {"hf", "http", "https", "s3", "gs", "az"}
 _SCHEMES = {*_PLAIN, "file", "ftp", "gcs", "abfs", "abfss"}
 
-# "owner/name" as the Hub allows it (huggingface_hub.utils.validate_repo_id); the old names have no owner.
+# "owner/name" by the Hub's rules (huggingface_hub.utils.validate_repo_id); old names have no owner.
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-# The suffix of a file: a repository rarely has one.
+# The suffix of a file, which repositories rarely have.
 _FILE = re.compile(r"\.[a-z][a-z0-9]{1,10}$")
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pth", ".pt", "model_index.json")
 
 
 def describe(path: str) -> tuple[str, str] | None:
-    """What a path that leads nowhere probably is.
-
-    Args:
-        path: as the caller gave it.
+    """Explain a path that does not exist.
 
     Returns:
-        The path as a message shows it, and what to do instead; None where nothing is known.
+        The path for messages, and advice; None if there is no explanation.
     """
     if (url := _of_url(path)) is not None:
         return url
@@ -43,7 +40,7 @@ def describe(path: str) -> tuple[str, str] | None:
 
 
 def _of_url(path: str) -> tuple[str, str] | None:
-    """The answer to a URL."""
+    """Explain a URL."""
     match = _matched(path)
     if match is None:
         advice = "this function reads local files: safeload.load(URL, storage_options={}) reads it over the network"
@@ -54,7 +51,7 @@ def _of_url(path: str) -> tuple[str, str] | None:
         local = rest if rest.startswith("/") or match[2] else f"/{rest}"
         return f"file:/{match[2]}{rest}", f"this is a URL: pass the path itself, {local!r}"
     url = shown(f"{scheme}://{rest}")
-    why = "this function reads local files" if match[2] else "a URL is passed as text, pathlib changes it"
+    why = "this function reads local files" if match[2] else "pass a URL as str, because pathlib changes it"
     if url.endswith(".json") and not url.endswith("index.json"):
         return url, why  # no weights
     page = of_page(url)
@@ -64,14 +61,14 @@ def _of_url(path: str) -> tuple[str, str] | None:
 
 
 def destination(path: str) -> tuple[str, str] | None:
-    """What `describe` returns, for a path that no file can be written to."""
+    """Like `describe`, for a path that cannot be written."""
     match = _matched(path)
     if match is None:
         advice = "this function writes local files: safeload.convert(..., URL) writes folders in stores"
         return (shown(path), advice) if is_url(path) else None
     if match[1].lower() == "file":
         return None
-    why = "this function writes local files" if match[2] else "a URL is passed as text, pathlib changes it"
+    why = "this function writes local files" if match[2] else "pass a URL as str, because pathlib changes it"
     return shown(f"{match[1]}://{match[3]}"), f"{why}: safeload.convert(..., URL) writes folders in stores"
 
 
@@ -81,7 +78,7 @@ def _matched(path: str) -> re.Match[str] | None:
 
 
 def of_page(url: str) -> str | None:
-    """The ``hf://`` URL of what a page of huggingface.co shows; None for other URLs."""
+    """Return the ``hf://`` URL for a page of huggingface.co, or None for other URLs."""
     link = divided(url)
     names = link.path.strip("/").split("/")
     if link.scheme not in ("http", "https") or (link.place or "").lower() not in (
@@ -107,18 +104,18 @@ def _of_home(path: str) -> str | None:
     if not path.startswith("~"):
         return None
     expanded = os.path.expanduser(path)
-    there = "" if os.path.exists(expanded) else ", where there is nothing either"
-    return f"`~` is not expanded: os.path.expanduser gives {expanded!r}{there}" if expanded != path else None
+    exists = "" if os.path.exists(expanded) else ", which does not exist either"
+    return f"`~` is not expanded: os.path.expanduser gives {expanded!r}{exists}" if expanded != path else None
 
 
 def _of_pattern(path: str) -> str | None:
     if not glob.has_magic(path):
         return None
-    if glob.has_magic(os.path.dirname(path)):  # looking for a match might take long
+    if glob.has_magic(os.path.dirname(path)):  # searching for a match could take long
         return "patterns are not expanded: pass a list of paths" if "*" in path else None
     if next(glob.iglob(path), None) is None:
-        return "patterns are not expanded, and nothing matches this one" if "*" in path else None
-    return "patterns are not expanded: safeload.open takes a list, as sorted(glob.glob(...)) gives it"
+        return "patterns are not expanded, and no file matches this pattern" if "*" in path else None
+    return "patterns are not expanded: pass safeload.open a list such as sorted(glob.glob(...))"
 
 
 def _of_hub(path: str) -> str | None:
@@ -127,15 +124,15 @@ def _of_hub(path: str) -> str | None:
         return None
     snapshot = _cached(path)
     if snapshot is not None:
-        return f"the cache of huggingface_hub has this repository: safeload.open({snapshot!r})"
+        return f"huggingface_hub's cache has this repository: safeload.open({snapshot!r})"
     owner, slash, _ = path.partition("/")
     if not slash or os.path.exists(owner) or _FILE.search(path):
         return None
-    return f'if this is a repository of the Hugging Face Hub: safeload.open("hf://{path}")'
+    return f'for a repository of the Hugging Face Hub: safeload.open("hf://{path}")'
 
 
 def _cached(repository: str) -> str | None:
-    """The folder of a repository in the local cache of huggingface_hub, if there are weights in it.
+    """Return the folder of a repository with weights in huggingface_hub's local cache, or None.
 
     https://huggingface.co/docs/huggingface_hub/guides/manage-cache describes the cache.
     """
@@ -146,11 +143,11 @@ def _cached(repository: str) -> str | None:
         try:
             with open(os.path.join(cache, "refs", "main"), encoding="ascii") as file:
                 revisions.append(file.read(100).strip())
-        except (OSError, ValueError):  # another revision is cached
+        except (OSError, ValueError):  # only other revisions are cached
             pass
         for name in reversed(revisions):
             folder = os.path.join(folders, name)
-            if os.path.basename(name) == name and any(one.endswith(_WEIGHTS) for one in os.listdir(folder)):
+            if os.path.basename(name) == name and any(file.endswith(_WEIGHTS) for file in os.listdir(folder)):
                 return folder
     except (OSError, ValueError):
         pass

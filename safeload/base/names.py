@@ -1,4 +1,4 @@
-"""Names of tensors: the numbers of their layers, their order, and layers that are alike in one name."""
+"""Tensor names: layer numbers, natural order, and families of names that differ only in numbers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-#: A number that is a whole part of a name between dots or slashes, as those of layers and experts are; also after
-#: "layers_" and "blocks_", as in names of Flax.
+#: A number between dots or slashes, such as a layer's or an expert's; also after "layers_" and "blocks_", which Flax
+#: writes.
 NUMBER = re.compile(r"(?=[0-9])(?:(?<![^./])|(?<=layers_)|(?<=blocks_))(0|[1-9][0-9]{0,8})(?![^./])")
 
-# Most numbers in a name that are counted; more are text. The names of experts in layers have two.
+# Further numbers in a name are treated as text. The names of experts in layers have two.
 _MOST_NUMBERS = 4
 
 _DIGITS = re.compile(r"[0-9]+")
@@ -18,12 +18,12 @@ _LARGEST_CHARACTER = 0x10FFFF
 
 
 def pattern_of(name: str) -> str:
-    """A tensor's name with ``{}`` for its numbers, which is the same in all layers."""
+    """Return a tensor's name with ``{}`` for its numbers, which is equal in all layers."""
     return NUMBER.sub("{}", name)
 
 
 def natural_key(name: str) -> tuple[str, str]:
-    """A key that sorts names in natural order: layer 2 before layer 10."""
+    """Return a key that sorts names in natural order: layer 2 before layer 10."""
     return _DIGITS.sub(_with_length, name), name
 
 
@@ -33,56 +33,49 @@ def _with_length(digits: re.Match[str]) -> str:
 
 
 class NameFamily(NamedTuple):
-    """Tensors whose names differ only in numbers, and all combinations of these numbers exist.
+    """Tensors that differ only in the numbers of their names; all combinations of these numbers exist."""
 
-    Attributes:
-        name: ``h.{0..11}.w``; of a single tensor its name.
-        first: index of the first of them.
-        number: how many there are.
-    """
-
-    name: str
-    first: int
-    number: int
+    name: str  # such as ``h.{0..11}.w``; the plain name of a single tensor
+    first: int  # index of the first tensor
+    number: int  # number of tensors
 
 
 def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[NameFamily]:
-    """Gathers tensors that differ only in the numbers of their names, in the order of the first of each.
+    """Group tensors that differ only in the numbers of their names, in the order of each group's first tensor.
 
     Args:
-        names: names of the tensors.
-        kinds: of each tensor what must be equal in a family, such as dtype and shape.
+        kinds: for each tensor, a key that must be equal within a family, such as dtype and shape.
     """
     groups: dict[Hashable, tuple[int, list[str], list[tuple[int, ...]]]] = {}
     for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         parts = NUMBER.split(name, _MOST_NUMBERS)
         texts = parts[::2]
         groups.setdefault((*texts, kind), (index, texts, []))[2].append(tuple(map(int, parts[1::2])))
-    found = []
+    result = []
     for first, texts, numbers in groups.values():
         if len(numbers) == 1:
-            found.append(NameFamily(names[first], first, 1))
+            result.append(NameFamily(names[first], first, 1))
         else:
-            found += [NameFamily(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
-    return found
+            result += [NameFamily(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
+    return result
 
 
 _Product = tuple[tuple[int, ...], ...]
 
 
 def _products(numbers: Sequence[tuple[int, ...]]) -> list[_Product]:
-    """Splits tuples of numbers into products of sets: all experts of some layers, other experts of other layers."""
+    """Split tuples of numbers into products of sets, because the layers of a model can have different experts."""
     if len(numbers) == 1 or not numbers[0]:
         return [tuple((number,) for number in numbers[0])]
     if len(numbers[0]) == 1:
         return [(tuple(sorted(number for (number,) in numbers)),)]
-    after: dict[int, list[tuple[int, ...]]] = {}
+    rests: dict[int, list[tuple[int, ...]]] = {}
     for first, *rest in numbers:
-        after.setdefault(first, []).append(tuple(rest))
-    alike: dict[tuple[_Product, ...], list[int]] = {}
-    for first in sorted(after):
-        alike.setdefault(tuple(_products(after[first])), []).append(first)
-    return [(tuple(firsts), *product) for products, firsts in alike.items() for product in products]
+        rests.setdefault(first, []).append(tuple(rest))
+    firsts: dict[tuple[_Product, ...], list[int]] = {}
+    for first in sorted(rests):
+        firsts.setdefault(tuple(_products(rests[first])), []).append(first)
+    return [(tuple(group), *product) for products, group in firsts.items() for product in products]
 
 
 def _count(product: _Product) -> int:
@@ -97,7 +90,7 @@ def _spell(texts: Sequence[str], product: _Product) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in braces: ``{0,2..5}``; a single one without."""
+    """Return ascending numbers in braces, ``{0,2..5}``; a single number has no braces."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

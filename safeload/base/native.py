@@ -1,9 +1,9 @@
-"""The binding to the C core: its functions, and exceptions for its statuses. No other module imports it directly.
+"""The binding to the C core: its functions, and exceptions for its status codes. No other module imports it directly.
 
-`lib` has every function of sl_api.h as cffi binds it: calls release the GIL. That is right for jobs, which take
-milliseconds. It is wrong for calls that take microseconds: beside a busy Python thread each reacquisition of the GIL
-costs up to sys.getswitchinterval(), 5 ms, where the work itself (opening 300 tensors) takes 0.07 ms. `short` has the
-short functions bound with ctypes.PyDLL's calling convention, which keeps the GIL.
+`lib` has every function of sl_api.h, bound by cffi, whose calls release the GIL. That suits jobs, which take
+milliseconds. It does not suit calls of microseconds: beside a busy Python thread, reacquiring the GIL can take up to
+sys.getswitchinterval(), 5 ms, which is much longer than opening a file. `short` binds the short functions by ctypes
+with the calling convention of PyDLL, which keeps the GIL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ try:
     from .._core import ffi, lib
 except ImportError as error:
     raise ImportError(
-        "safeload's C core is not built here. In a source tree run `pip install -e .`, elsewhere reinstall the package "
+        "safeload's C core is not built here: run `pip install -e .` in a source tree, or reinstall the package "
         f"({error})"
     ) from error
 
@@ -42,26 +42,26 @@ __all__ = [
 
 
 def tier_name(tier: int) -> str:
-    """The name of an instruction set, such as "avx2"."""
+    """Return the name of an instruction set, such as "avx2"."""
     return str(ffi.string(lib.sl_tier_name(tier)), "ascii")
 
 
 def available_tiers() -> list[int]:
-    """Instruction sets that both this processor and this build support, best first."""
+    """Return the instruction sets that this processor and this build support, best first."""
     return [tier for tier in reversed(range(lib.SL_TIER_COUNT)) if lib.sl_tier_available(tier)]
 
 
 def _choose_tier() -> int:
-    """The best instruction set, or the one that ``SAFELOAD_ISA`` names."""
+    """Return the best instruction set, or the choice of ``SAFELOAD_ISA``."""
     available = available_tiers()
-    wanted = os.environ.get("SAFELOAD_ISA")
-    if not wanted:
+    name = os.environ.get("SAFELOAD_ISA")
+    if not name:
         return available[0]
     for tier in available:
-        if tier_name(tier) == wanted:
+        if tier_name(tier) == name:
             return tier
     raise ImportError(
-        f"SAFELOAD_ISA is {show(wanted)}, but available here are {', '.join(tier_name(tier) for tier in available)}"
+        f"SAFELOAD_ISA is {show(name)}, but only {', '.join(tier_name(tier) for tier in available)} are available here"
     )
 
 
@@ -73,7 +73,7 @@ _ERROR = ffi.typeof("sl_error *")
 
 
 def pointer(cdata: Any) -> int:
-    """The address in a cffi pointer, as the functions of `short` take it."""
+    """Return the address in a cffi pointer, which the functions of `short` take."""
     return int(ffi.cast(_ADDRESS, cdata))
 
 
@@ -87,20 +87,20 @@ _C_TYPES = {
 
 
 def _ctype(kind: Any) -> Any:
-    """The ctypes type for a cffi type: text is const in every function, other pointers are addresses."""
+    """Return the ctypes type for a cffi type; char pointers are always const text, and other pointers are addresses."""
     if kind.kind == "pointer" and kind.cname != "char *":
         return ctypes.c_void_p
     return _C_TYPES[kind.cname]
 
 
 def _bind(name: str) -> Any:
-    """A function of the C core bound with ctypes, with the types that cffi has parsed from sl_api.h."""
+    """Bind a function of the C core with ctypes, using the types that cffi has parsed from sl_api.h."""
     kind = ffi.typeof(getattr(lib, name))
     return ctypes.PYFUNCTYPE(*map(_ctype, (kind.result, *kind.args)))(pointer(ffi.addressof(lib, name)))
 
 
 class short:  # noqa: N801 - a namespace beside `lib`
-    """Functions of the C core that keep the GIL. Pointers are integers, see `pointer`."""
+    """Functions of the C core that keep the GIL. Pointers are integers (see `pointer`)."""
 
     sl_safetensors_load = _bind("sl_safetensors_load")
     sl_safetensors_table = _bind("sl_safetensors_table")
@@ -122,21 +122,20 @@ class short:  # noqa: N801 - a namespace beside `lib`
 
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
-    """A new ``sl_error`` for one call."""
+    """Return a new ``sl_error`` for a single call."""
     return ffi.new(_ERROR)
 
 
 def check(
     status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
 ) -> None:
-    """Raises the exception for the status of a call; returns if it is ``SL_OK``.
+    """Raise the exception for a status; return if it is ``SL_OK``.
 
     Args:
-        status: of the call.
         error: the ``sl_error`` that the call has filled.
-        path: the file concerned.
-        subject: goes in front of the core's message; None for the tensor.
-        tensor: name of the tensor concerned.
+        path: the file of the call.
+        subject: a prefix for the core's message; by default the tensor.
+        tensor: the tensor of the call.
     """
     if status != lib.SL_OK:
         raise failure(status, error, path, subject, tensor=tensor)
@@ -145,7 +144,7 @@ def check(
 def failure(
     status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
 ) -> Exception:
-    """The exception that `check` raises for a status that is not ``SL_OK``."""
+    """Return the exception for a status other than ``SL_OK``, see `check`."""
     message = ffi.string(error.message).decode("utf-8", "replace")
     if subject is None and tensor is not None:
         subject = f"tensor {show(tensor)}"
@@ -169,7 +168,7 @@ def failure(
 
 
 def private_buffer(size: int) -> Any:
-    """A writable buffer of new memory in huge pages, freed when the last array over it is gone; size > 0.
+    """Allocate a writable buffer in huge pages, freed with the last array over it; ``size`` must be positive.
 
     Raises:
         MemoryError: the memory cannot be allocated.
@@ -181,18 +180,18 @@ def private_buffer(size: int) -> Any:
 
 
 def kept(memory: Any, free: Any, *arguments: int) -> Any:
-    """A pointer to memory that ``free(address, *arguments)`` frees when nothing refers to the pointer any more.
+    """Return a pointer to memory that ``free(address, *arguments)`` frees with the last reference to the pointer.
 
-    It uses no globals: free-threaded Python ends with globals that are gone before the last arrays are.
+    It uses no globals, because free-threaded Python drops globals before the last arrays at exit.
     """
     return ffi.gc(memory, lambda it, cast=ffi.cast, kind=_ADDRESS: free(int(cast(kind, it)), *arguments))
 
 
 def content_buffer(content: Any, size: int) -> Any:
-    """A writable buffer over a block of the C core's, which `sl_free` frees when the last array over it is gone."""
+    """Return a writable buffer over a block of the C core, which `sl_free` frees with the last array over it."""
     return ffi.buffer(kept(content, short.sl_free), size)
 
 
 def mapped_buffer(address: Any, size: int) -> Any:
-    """A writable buffer over a mapping, which is unmapped when the last array over it is gone."""
+    """Return a writable buffer over a mapping, which is unmapped with the last array over it."""
     return ffi.buffer(kept(address, short.sl_file_unmap, size), size)

@@ -1,4 +1,4 @@
-"""Paths as callers give them, as messages show them and as the C core takes them."""
+"""Paths from callers, for messages and for the C core."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .text import show
 
 PathLike = str | os.PathLike[str]
 
-# In bytes: the limit of Windows, far above PATH_MAX of other systems.
+# In bytes: the limit of Windows, which is far above PATH_MAX of other systems.
 _LONGEST_PATH = 65_536
-# PATH_MAX of Linux. Bytes are rarely a path, and sometimes the content of a file by mistake.
+# PATH_MAX of Linux. Bytes are rarely a path; by mistake they can be the content of a file.
 _LONGEST_BYTES = 4096
-# What systems answer to a path that leads nowhere: a signed URL is too long, "owner/name" may have a file "owner".
-_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-# ERROR_INVALID_NAME and ERROR_BAD_PATHNAME, which Windows answers to a URL: EINVAL in Python, ENOENT in the C core.
-_NO_NAME = (123, 161)
+# Errors of paths that do not exist: a signed URL is too long, and "owner/name" may have a file "owner".
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+# Windows' ERROR_INVALID_NAME and ERROR_BAD_PATHNAME for a URL: EINVAL in Python, ENOENT in the C core.
+_INVALID = (123, 161)
 
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
-    """A path as messages show it and as the C core takes it.
+    """Return a path as text for messages and encoded for the C core.
 
     Raises:
         TypeError: not a path.
@@ -30,8 +30,8 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
     """
     if isinstance(path, (bytes, bytearray, memoryview)):
         _refuse_content(path)
-    place = os.fspath(path)
-    text = place if isinstance(place, str) else os.fsdecode(place)
+    fs_path = os.fspath(path)
+    text = fs_path if isinstance(fs_path, str) else os.fsdecode(fs_path)
     encoded = text.encode() if os.name == "nt" else os.fsencode(text)
     if b"\0" in encoded:
         raise ValueError(f"embedded null byte in path {show(text)}")
@@ -43,15 +43,15 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
 def _refuse_content(path: bytes | bytearray | memoryview) -> None:
     if not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or bytes(1) in path:
         raise TypeError(
-            f"a path, not the content of a file, is wanted (found {type(path).__name__} of length {len(path):,}): "
-            "for content use safeload.numpy.load(data)"
+            f"expected a path, got the content of a file ({type(path).__name__} of length {len(path):,}): "
+            "load content by safeload.numpy.load(data)"
         )
 
 
 def os_error(number: int, path: str | None) -> OSError:
-    """The ``OSError`` subclass for an errno, with its text and path; says what a path that leads nowhere may be."""
-    if number in _NOWHERE and path is not None:
-        from .missing_path import describe  # only here: most paths lead somewhere
+    """Return the ``OSError`` subclass for an errno; if the path does not exist, the message explains why."""
+    if number in _MISSING and path is not None:
+        from .missing_path import describe  # only here: most paths exist
 
         known = describe(path)
         if known is not None:
@@ -62,18 +62,18 @@ def os_error(number: int, path: str | None) -> OSError:
 
 
 def unwritable(error: OSError, path: str) -> OSError:
-    """The error to raise for one of writing a file: of a URL it says, without secrets, what writes there."""
-    if error.errno not in _NOWHERE and getattr(error, "winerror", None) not in _NO_NAME:
+    """Return the error to raise for a failed write; for a URL it says, without secrets, how to write there."""
+    if error.errno not in _MISSING and getattr(error, "winerror", None) not in _INVALID:
         return error
-    from .missing_path import destination  # only here: most paths can be written to
+    from .missing_path import destination  # only here: most paths are writable
 
     known = destination(path)
     return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
 
 
 def absolute(path: str) -> str:
-    """A path that stays valid when the working directory changes."""
-    if path.startswith("/") and os.name != "nt":  # the fast case: every open calls this
+    """Return a path that stays valid when the working directory changes."""
+    if path.startswith("/") and os.name != "nt":  # the fast path, because every open calls this
         return path
     try:
         return os.path.abspath(path)

@@ -1,6 +1,6 @@
-"""The quantization schemes: one row for each that can be written, and the dtype of each that can be read.
+"""The quantization schemes: a row for each scheme that can be written, and a dtype for each that can be read.
 
-csrc/kernels/dtype.c describes their block layouts.
+csrc/kernels/dtype.c describes the block layouts.
 """
 
 from __future__ import annotations
@@ -14,54 +14,47 @@ from .text import nearest, show
 
 
 class Scheme(NamedTuple):
-    """One scheme.
+    """A quantization scheme."""
 
-    Attributes:
-        name: as in ``quantize=`` and `QuantizedTensor.scheme`.
-        dtype: of the stored data: blocks hold their scales; the scales of int8 are stored separately.
-        roundings: values of ``rounding=``, each with its number in the C core; the first is the default.
-        instead: the scheme of smaller blocks that matrices of a checkpoint get whose rows are not whole blocks of this.
-    """
-
-    name: str
-    dtype: Dtype
-    roundings: Mapping[str, int]
-    instead: str | None = None
+    name: str  # in ``quantize=`` and `QuantizedTensor.scheme`
+    dtype: Dtype  # of the stored data; blocks include their scales, the scales of int8 are stored separately
+    roundings: Mapping[str, int]  # values of ``rounding=`` with their numbers in the C core, the default first
+    fallback: str | None = None  # a scheme with smaller blocks, for rows that are not whole blocks
 
     @property
     def block(self) -> int:
-        """Elements of a row that share a scale in the stored bytes; 1 where scales are stored separately."""
+        """Elements of a row per scale in the stored bytes; 1 if scales are stored separately."""
         return self.dtype.block
 
     @property
     def bits(self) -> float:
-        """Bits per element, with its share of the scales of its block."""
+        """Bits per element, including its share of the block's scales."""
         return 8 * self.dtype.block_bytes / self.dtype.block
 
     def of_rows(self, length: int) -> str | None:
-        """The scheme for rows of this many elements: this one, the one instead, or None if neither has whole blocks."""
+        """Return this scheme or its fallback for rows of ``length`` elements; None if neither has whole blocks."""
         if length % self.block == 0:
             return self.name
-        return None if self.instead is None else SCHEMES[self.instead].of_rows(length)
+        return None if self.fallback is None else SCHEMES[self.fallback].of_rows(length)
 
     def target(self, rounding: str | None) -> int:
-        """The number of the dtype that a job quantizes to with this rounding.
+        """Return the number of the dtype that a job quantizes to.
 
         Raises:
-            ValueError: an unknown rounding, or one that this scheme does not have.
+            ValueError: an unknown rounding, or a rounding that this scheme does not support.
         """
         if rounding is not None and rounding not in ROUNDINGS:
             raise ValueError(f"unknown rounding {show(rounding)}, expected one of {', '.join(ROUNDINGS)}")
         if not self.roundings:
             return self.dtype.number
         if rounding is not None and rounding not in self.roundings:
-            own = ", ".join(self.roundings)
-            raise ValueError(f"rounding {show(rounding)} is not one of {self.name}, which has {own}")
+            supported = ", ".join(self.roundings)
+            raise ValueError(f"scheme {self.name} does not support rounding {show(rounding)}, only {supported}")
         return self.roundings[rounding or next(iter(self.roundings))]
 
 
-def _blocks(name: str, instead: str | None = None, **roundings: int) -> Scheme:
-    return Scheme(name, BLOCK_TYPES[name], roundings, instead)
+def _blocks(name: str, fallback: str | None = None, **roundings: int) -> Scheme:
+    return Scheme(name, BLOCK_TYPES[name], roundings, fallback)
 
 
 INT8 = "int8"
@@ -70,23 +63,23 @@ SCHEMES = {
     for row in (
         Scheme(INT8, BY_CODE["I8"], {}),
         _blocks("q4_0", absmax=lib.SL_Q4_0_ABSMAX, ggml=lib.SL_Q4_0),
-        _blocks("q8_0", absmax=lib.SL_Q8_0, ggml=lib.SL_Q8_0),  # the same: ggml's own scale is absmax / 127
+        _blocks("q8_0", absmax=lib.SL_Q8_0, ggml=lib.SL_Q8_0),  # equal: ggml's own scale is absmax / 127
         _blocks("q4_1", ggml=lib.SL_Q4_1),
         _blocks("q5_0", ggml=lib.SL_Q5_0),
         _blocks("q5_1", ggml=lib.SL_Q5_1),
-        # Those instead are llama.cpp's: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp
-        _blocks("q4_k", instead="q5_0", ggml=lib.SL_Q4_K),
-        _blocks("q5_k", instead="q5_1", ggml=lib.SL_Q5_K),
-        _blocks("q6_k", instead="q8_0", ggml=lib.SL_Q6_K),
+        # The fallbacks are llama.cpp's: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp
+        _blocks("q4_k", fallback="q5_0", ggml=lib.SL_Q4_K),
+        _blocks("q5_k", fallback="q5_1", ggml=lib.SL_Q5_K),
+        _blocks("q6_k", fallback="q8_0", ggml=lib.SL_Q6_K),
     )
 }
-# Of the stored data of every scheme, those that are only read included.
+# The dtypes of all schemes' stored data, including schemes that can only be read.
 _ROWS = {INT8: BY_CODE["I8"], **BLOCK_TYPES}
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
 
 def row_of(scheme: str) -> Dtype:
-    """The dtype of the stored data of a scheme, which may be one that is only read.
+    """Return the dtype of a scheme's stored data; the scheme may be read-only.
 
     Raises:
         ValueError: the scheme is unknown.
@@ -98,36 +91,37 @@ def row_of(scheme: str) -> Dtype:
 
 
 def parse(scheme: object) -> str:
-    """The name of a scheme that can be written, in lower case.
+    """Return the name of a writable scheme in lower case.
 
     Args:
-        scheme: its name in any case.
+        scheme: the name in any case.
 
     Raises:
-        ValueError: an unknown scheme, or one that is only read.
+        ValueError: an unknown scheme, or a scheme that can only be read.
     """
     name = scheme.lower() if isinstance(scheme, str) else ""
     if name in SCHEMES:
         return name
-    can = ", ".join(SCHEMES)
-    # llama.cpp calls mixtures of schemes "Q4_K_M": S, M and L are their sizes.
+    writable = ", ".join(SCHEMES)
+    # llama.cpp calls mixtures of schemes "Q4_K_M"; S, M and L are their sizes.
     of_mixture = name[:-2] if name.endswith(("_s", "_m", "_l")) else name
     if of_mixture in SCHEMES:
         raise ValueError(
-            f"scheme {show(scheme)} is a mixture of llama.cpp: {of_mixture!r} quantizes all matrices alike, and a dict "
-            "has a scheme for each pattern of names"
+            f"scheme {show(scheme)} is one of llama.cpp's mixtures: use {of_mixture!r} for all matrices, or a dict "
+            "with a scheme for each name pattern"
         )
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:
-        raise ValueError(f"scheme {show(scheme)}: {row.code} is read only; can be written: {can}")
+        raise ValueError(f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}")
     if is_name(name):
-        raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype, for dtype= of safeload.load and convert")
-    meant = nearest(name, SCHEMES)
+        raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype; pass it as dtype= of safeload.load or convert")
+    close = nearest(name, SCHEMES)
     raise ValueError(
-        f"unknown scheme {show(scheme)}" + (f": did you mean {meant[0]!r}?" if meant else f", expected one of {can}")
+        f"unknown scheme {show(scheme)}"
+        + (f": did you mean {close[0]!r}?" if close else f", expected one of {writable}")
     )
 
 
 def usual_axis(scheme: str, shape: tuple[int, ...]) -> int | None:
-    """The axis of per-axis scales unless another is asked for: int8 of 3 axes has a scale for each matrix."""
+    """Return the default axis of per-axis scales: int8 with 3 axes has a scale for each matrix."""
     return 0 if scheme == INT8 and len(shape) == 3 else None

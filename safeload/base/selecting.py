@@ -1,4 +1,4 @@
-"""Some of the tensors: shell patterns of names to take and to leave out, and new names."""
+"""Selection of tensors by shell patterns, and renaming."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..errors import TensorNotFoundError
 from .table import similar
 from .text import clip, plural, show
 
-# One shell pattern or several; None for no restriction.
+# A shell pattern or several; None selects everything.
 Patterns: TypeAlias = str | Iterable[str] | None
 
-# Pairs of a regular expression and its replacement, as `re.sub` takes them.
+# Pairs of a regular expression and its replacement, as for `re.sub`.
 Pair: TypeAlias = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]
 Renames: TypeAlias = Iterable[Pair] | Mapping[str, str] | Pair | None
 
@@ -22,11 +22,11 @@ _Compiled: TypeAlias = tuple[re.Pattern[str], str | Callable[[re.Match[str]], st
 
 
 class NoMatchError(TensorNotFoundError):
-    """A pattern that the caller chose matches no name."""
+    """A caller's pattern matches no name."""
 
 
 class Selection:
-    """Tensors whose names match any pattern of ``only`` and none of ``drop``, as `fnmatch.fnmatchcase` matches.
+    """Tensor names that match any pattern of ``only`` and no pattern of ``drop``, by `fnmatch.fnmatchcase`.
 
     Args:
         only: patterns of the names to take; None for all.
@@ -37,23 +37,23 @@ class Selection:
     """
 
     def __init__(self, only: Patterns = None, drop: Patterns = None) -> None:
-        given = {"only": only, "drop": drop}
-        self._patterns = {what: _listed(what, patterns) for what, patterns in given.items() if patterns is not None}
-        self._only, self._drop = (_any_of(self._patterns.get(what, [])) for what in given)
+        arguments = {"only": only, "drop": drop}
+        self._patterns = {what: _listed(what, patterns) for what, patterns in arguments.items() if patterns is not None}
+        self._only, self._drop = (_any_of(self._patterns.get(what, [])) for what in arguments)
 
     def __bool__(self) -> bool:
-        """Whether it may leave out a tensor."""
+        """Return whether the selection may leave out a tensor."""
         return "only" in self._patterns or bool(self._patterns.get("drop"))
 
     def takes(self, name: str) -> bool:
-        """Whether it takes a tensor of this name."""
+        """Return whether the selection includes a name."""
         return ("only" not in self._patterns or self._only(name)) and not self._drop(name)
 
     def of(self, names: Collection[str]) -> list[str]:
-        """The names that it takes, in their order.
+        """Return the selected names in their order.
 
         Raises:
-            NoMatchError: a pattern matches none of them.
+            NoMatchError: a pattern matches no name.
         """
         if not self:
             return list(names)
@@ -63,10 +63,13 @@ class Selection:
 
 
 def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None:
-    """Refuses patterns that match none of the names.
+    """Refuse patterns that match no name.
+
+    Args:
+        what: the argument with the patterns, for the message.
 
     Raises:
-        NoMatchError: for the first such pattern; the message has ``what``, the argument that it is from.
+        NoMatchError: for the first such pattern.
         TypeError: a pattern is not a str.
     """
     texts = dict.fromkeys(name for name in names if isinstance(name, str))  # a dict may have other keys
@@ -76,7 +79,7 @@ def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None
 
 
 def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
-    """The names that a `Selection` of these patterns takes.
+    """Return the names that a `Selection` of these patterns includes.
 
     Raises:
         TensorNotFoundError, TypeError: see `Selection`.
@@ -85,20 +88,20 @@ def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
 
 
 def distinct(names: Iterable[str]) -> Iterable[str]:
-    """Exact names, without duplicates; TypeError for a single str, whose characters would count as names."""
+    """Return exact names without duplicates; TypeError for a single str, whose characters would count as names."""
     if isinstance(names, str):
-        raise TypeError("names must be an iterable of names, not one str")
+        raise TypeError("names must be an iterable of names, not a single str")
     if not isinstance(names, Iterable):
         raise TypeError(f"names must be an iterable of names, not {type(names).__name__}")
     return dict.fromkeys(names)
 
 
 def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, drop: Patterns) -> list[str]:
-    """The tensors that a function works on.
+    """Return the names of the tensors to work on.
 
     Args:
         known: all names.
-        names: exact names, which are not looked up; None for all.
+        names: exact names, which are not looked up; None for all names.
         only: patterns of the names to take, instead of ``names``.
         drop: patterns of the names to leave out.
 
@@ -107,18 +110,18 @@ def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, 
         TensorNotFoundError, TypeError: see `Selection`.
     """
     if names is not None and only is not None:
-        raise ValueError("names= are exact names and only= are patterns of names: pass one of them")
-    chosen = known if names is None else list(distinct(names))
-    return list(chosen) if only is None and drop is None else select(chosen, only, drop)
+        raise ValueError("names= takes exact names and only= takes patterns: pass only one of them")
+    selected = known if names is None else list(distinct(names))
+    return list(selected) if only is None and drop is None else select(selected, only, drop)
 
 
 def _listed(what: str, patterns: Patterns) -> list[str]:
     single = isinstance(patterns, (str, bytes)) or not isinstance(patterns, Iterable)
-    several: list[Any] = [patterns] if single else list(patterns)  # type: ignore[arg-type]
-    for pattern in several:
+    items: list[Any] = [patterns] if single else list(patterns)  # type: ignore[arg-type]
+    for pattern in items:
         if not isinstance(pattern, str):
-            raise TypeError(f"{what} must be a shell pattern or a list of these, found {show(pattern)}")
-    return several
+            raise TypeError(f"{what} must be a shell pattern or a list of shell patterns, got {show(pattern)}")
+    return items
 
 
 def _is_pattern(text: str) -> bool:
@@ -126,7 +129,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _any_of(patterns: list[str]) -> Callable[[str], bool]:
-    """Whether a name matches any pattern: exact names are looked up, the others are one regular expression."""
+    """Return a function that matches any pattern."""
     exact = {text for text in patterns if not _is_pattern(text)}
     match = re.compile("|".join(translate(text) for text in patterns if _is_pattern(text)) or r"(?!)").match
     return lambda name: name in exact or match(name) is not None
@@ -136,33 +139,35 @@ def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
     message = f"{what}={show(pattern)} matches none of {plural(len(names), 'name')}"
     literal = re.sub(r"[*?\[\]]+", "", pattern)
     close = similar(literal, names, cutoff=0.3) if literal else []
-    return NoMatchError(message + (f"; close to it: {', '.join(close)}" if close else ""))
+    return NoMatchError(message + (f"; similar names: {', '.join(close)}" if close else ""))
 
 
 def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
-    """The new name of each tensor; those that no expression matches keep theirs.
+    """Return the new name of each tensor; a name that no expression matches stays as it is.
 
     Args:
-        names: the names, which are distinct.
-        renames: pairs of a regular expression and its replacement, each applied with `re.sub` to the result of the
-            pair before; a dict, or a single pair.
+        names: distinct names.
+        renames: pairs of a regular expression and its replacement, applied in order with `re.sub`; a dict, or a single
+            pair.
 
     Raises:
-        ValueError: an invalid expression or replacement, a name that becomes empty, or two tensors with one new name;
-            the message has both old names.
-        TypeError: something else than pairs.
+        ValueError: an invalid expression or replacement, a name that becomes empty, or two tensors with the same new
+            name; the message has both old names.
+        TypeError: anything other than pairs.
     """
     pairs = [(_compiled(pattern), replacement) for pattern, replacement in pairs_of(renames)]
     new: dict[str, str] = {}
     origin: dict[str, str] = {}
     for name in names:
-        to = _substituted(name, pairs)
-        if name and not to:  # a tensor may be called "", but rename must not make it so
+        new_name = _substituted(name, pairs)
+        if name and not new_name:  # a file may have a tensor "", but rename must not
             raise ValueError(f"rename leaves tensor {show(name)} without a name")
-        if to in origin:
-            raise ValueError(f"rename gives tensors {show(origin[to])} and {show(name)} the same name {show(to)}")
-        origin[to] = name
-        new[name] = to
+        if new_name in origin:
+            raise ValueError(
+                f"rename gives tensors {show(origin[new_name])} and {show(name)} the same name {show(new_name)}"
+            )
+        origin[new_name] = name
+        new[name] = new_name
     return new
 
 
@@ -171,31 +176,31 @@ def _substituted(name: str, pairs: list[_Compiled]) -> str:
     try:
         for pattern, replacement in pairs:
             name = pattern.sub(replacement, name)
-    except (re.error, IndexError) as error:  # an unknown group
-        raise ValueError(f"rename: the replacement {show(replacement)} is not valid: {error}") from None
+    except (re.error, IndexError) as error:  # such as an unknown group
+        raise ValueError(f"rename: {show(replacement)} is not a valid replacement: {error}") from None
     return name
 
 
 def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
-    """The pairs of an argument, as given: an expression, text or compiled, and its replacement, text or a function.
+    """Return the pairs of an argument, unchanged: an expression, str or compiled, and its replacement, str or callable.
 
     Raises:
-        TypeError: something else than pairs.
+        TypeError: anything other than pairs.
     """
     if renames is None:
         return []
     if isinstance(renames, (str, bytes)):
-        raise TypeError(f"rename must be pairs (expression, replacement), found {show(renames)}")
-    several: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
-    if len(several) == 2 and isinstance(several[0], (str, re.Pattern)):
-        several = [tuple(several)]
-    for pair in several:
+        raise TypeError(f"rename must be pairs (expression, replacement), got {show(renames)}")
+    pairs: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
+    if len(pairs) == 2 and isinstance(pairs[0], (str, re.Pattern)):
+        pairs = [tuple(pairs)]
+    for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"rename must be pairs (expression, replacement), found {show(pair)}")
+            raise TypeError(f"rename must be pairs (expression, replacement), got {show(pair)}")
         pattern, replacement = pair
         if not isinstance(pattern, (str, re.Pattern)) or not (isinstance(replacement, str) or callable(replacement)):
-            raise TypeError(f"rename must be pairs of text (expression, replacement), found {show(pair)}")
-    return [(pattern, replacement) for pattern, replacement in several]
+            raise TypeError(f"rename must be pairs of text (expression, replacement), got {show(pair)}")
+    return [(pattern, replacement) for pattern, replacement in pairs]
 
 
 def _compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:

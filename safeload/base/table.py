@@ -1,4 +1,4 @@
-"""Descriptions of tensors: the table of a file, and `TensorInfo` for callers."""
+"""Tensor descriptions: the table of a file, and `TensorInfo` for callers."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from .native import ffi, short
 from .packing import Packed
 from .text import check_name, clip, printable, show
 
-# With more names than this a missing one is reported without suggestions: difflib compares with each of them.
+# Above this many names, errors about missing names make no suggestions, because difflib would compare all of them.
 _SUGGEST_UP_TO = 5_000
 
-# Characters of a name in that message, which shows the name without quotes: upstream's wording.
+# Maximum length of a name in such an error, which shows the name without quotes, as upstream does.
 _NAME = 200
 
-# One search in C takes as long as putting this many names into a dict. A dict is built once the searches have cost as
-# much.
+# A search in C takes as long as adding this many names to a dict. A dict is built as soon as the searches have cost as
+# much as the dict will.
 _SEARCH_COST = 16
-# From this many numbers on numpy compares faster than Python makes a list of them.
-_MANY = 100
+# From this many numbers on, numpy compares faster than Python builds a list.
+_NUMPY_FROM = 100
 
-# So many searches cost less than a dict, and the columns, of even a single tensor.
-_FEW = 2
+# This number of searches costs less than a dict and the columns, even for a single tensor.
+_FREE_SEARCHES = 2
 
 _COLUMNS = ffi.typeof("const sl_columns *")
 _LITTLE = sys.byteorder == "little"
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a checkpoint.
+    """Description of a tensor in a checkpoint.
 
     Attributes:
-        name: its name.
+        name: name of the tensor.
         dtype: its code, such as "BF16", or the label of its scheme if it is quantized, such as "fp8 128x128" or "int8".
         shape: logical shape, outermost axis first.
-        nbytes: bytes of its elements, as in the file; of all parts of a packed tensor.
-        file: path of the file that holds it.
-        offset: byte in that file where its data begins.
-        parts: names in the files of the tensors that it is made of: its own, unless it is packed.
+        nbytes: size of its elements in the file; for a packed tensor, of all its parts.
+        file: path of the file.
+        offset: byte in the file at which its data begins.
+        parts: names of the stored tensors that it consists of; its own name unless it is packed.
 
     Example:
         >>> import safeload
@@ -76,56 +76,49 @@ class TensorInfo(NamedTuple):
 
     @property
     def np_dtype(self) -> np.dtype[Any] | None:
-        """Dtype of the array that loading it gives; None for a `QuantizedTensor`. F4 and F6 are raw uint8."""
+        """Dtype of the loaded array; None for a `QuantizedTensor`. F4 and F6 load as raw uint8."""
         row = dtypes.BY_CODE.get(self.dtype)
         return None if row is None else dtypes.array_dtype(row.number)
 
 
 class Columns(NamedTuple):
-    """Properties of some tensors, one sequence per property. Must not be modified.
+    """Properties of tensors, in a sequence per property. Must not be modified."""
 
-    Attributes:
-        numbers: of their dtypes.
-        shapes: logical shapes.
-        begins: first byte of each in the file.
-        ends: one past the last byte of each.
-    """
-
-    numbers: bytes
-    shapes: Sequence[tuple[int, ...]]
-    begins: Sequence[int]
-    ends: Sequence[int]
+    numbers: bytes  # of the dtypes
+    shapes: Sequence[tuple[int, ...]]  # logical
+    begins: Sequence[int]  # first byte of each tensor in the file
+    ends: Sequence[int]  # one past the last byte
 
 
-# What `Table.entry` has of a tensor: number of its dtype, logical shape, first byte and one past the last byte.
+# A tensor in `Table.entry`: number of the dtype, logical shape, first byte, and one past the last byte.
 Entry: TypeAlias = tuple[int, tuple[int, ...], int, int]
 
 
 class Unknown(NamedTuple):
-    """A tensor of a ggml type that this version does not know; the table lists its bytes up to the next tensor."""
+    """A tensor of a ggml type unknown to this version; the table lists its bytes up to the next tensor."""
 
     type: str  # the number, and the name if ggml has removed the type
     shape: tuple[int, ...]  # logical
 
     @property
     def label(self) -> str:
-        """The type as listings show it."""
+        """The type in listings."""
         return f"ggml type {self.type}"
 
 
 class Table:
-    """The tensors of one file in the order of their bytes, read lazily from the C core's columns.
+    """The tensors of a file in the order of their bytes, read lazily from the C core's columns.
 
     Attributes:
         count: number of tensors.
-        shaped: whether any tensor may be non-contiguous, big-endian or share bytes with others: see `strides`,
-            `big_endian` and `together`. False: each is C-contiguous, little-endian and has no aliases.
-        quantized: whether any tensor may be in blocks, packed, or int8 with a scale.
-        named_globals: globals that a pickle in the file names, and whether each is on the list of harmless ones.
-        ternary: shapes of the tensors of I2_S, which are listed as bytes.
-        unknown: tensors of unknown types, which are listed as bytes too.
-        plain: whether the bytes of each tensor are its array: none is empty, unaligned, of another byte order than this
-            machine's, or of elements that share bytes; and nothing above says more of any.
+        shaped: whether any tensor can be non-contiguous, big-endian or overlap another tensor (see `strides`,
+            `big_endian` and `together`). If False, all tensors are C-contiguous, little-endian and disjoint.
+        quantized: whether any tensor can be blocked, packed, or int8 with a scale.
+        named_globals: globals named by a pickle in the file, and whether each is on the allowlist.
+        ternary: shapes of I2_S tensors, which are listed as bytes.
+        unknown: tensors of unknown types, which are also listed as bytes.
+        plain: whether the bytes of every tensor are its array, with no exception above: no tensor is empty, unaligned,
+            or of another byte order than this machine's, and no elements share bytes.
     """
 
     shaped = False
@@ -150,7 +143,7 @@ class Table:
         if columns.plain and _LITTLE:
             self.plain = True
 
-    def __del__(self, free: Any = short.sl_table_free) -> None:  # a default, as globals may be gone when Python ends
+    def __del__(self, free: Any = short.sl_table_free) -> None:  # a default, because globals may be gone at exit
         free(self._address)
 
     def _bytes(self, column: str, size: int) -> bytes:
@@ -177,19 +170,19 @@ class Table:
         return str(text, "utf-8").split("\n")
 
     def sorted_names(self) -> list[str]:
-        """Names in ascending order of their UTF-8 bytes, which is that of their code points."""
-        # The caller gets a list of its own either way. A file that is only listed keeps no second one in memory.
+        """Return the names in ascending order of their UTF-8 bytes, which is also the order of their code points."""
+        # The caller gets a new list either way, so a file that is only listed does not keep a second list in memory.
         names = self._make_names() if self._names is None else list(self._names)
         if not self._columns.names_ascend:
             names.sort()
         return names
 
     def find(self, name: str) -> int:
-        """Index of a tensor, -1 when there is none."""
+        """Return the index of a tensor, or -1."""
         if self._index is not None:
             return self._index.get(name, -1)
         self._searches += 1
-        if self._searches > _FEW and self._searches * _SEARCH_COST > self.count:
+        if self._searches > _FREE_SEARCHES and self._searches * _SEARCH_COST > self.count:
             self._index = {known: index for index, known in enumerate(self.names)}
             return self._index.get(name, -1)
         try:
@@ -199,16 +192,16 @@ class Table:
         return int(short.sl_table_find(self._address, encoded, len(encoded)))
 
     def index(self, name: str) -> int:
-        """Index of a tensor.
+        """Return the index of a tensor.
 
         Raises:
             TensorNotFoundError: no tensor has this name.
         """
         check_name(name)
-        found = self.find(name)
-        if found < 0:
+        index = self.find(name)
+        if index < 0:
             raise missing(name, self.names)
-        return found
+        return index
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -217,21 +210,21 @@ class Table:
             columns, count = self._columns, self.count
             last = columns.dim_ends[count - 1] if count else 0
             rank, dims = last // max(count, 1), tuple(self._column("dims", last))
-            if rank and self._are_of_rank(rank):
+            if rank and self._all_of_rank(rank):
                 self._shapes = list(zip(*[iter(dims)] * rank, strict=True))
             else:
                 self._shapes = [dims[a:b] for a, b in pairwise([0, *self._column("dim_ends", count)])]
         return self._shapes
 
-    def _are_of_rank(self, rank: int) -> bool:
-        """Whether all shapes have so many dims."""
-        if self.count < _MANY:
+    def _all_of_rank(self, rank: int) -> bool:
+        """Return whether all shapes have this number of dims."""
+        if self.count < _NUMPY_FROM:
             return self._column("dim_ends", self.count) == list(range(rank, rank * self.count + 1, rank))
         ends = np.frombuffer(ffi.buffer(self._columns.dim_ends, 8 * self.count), np.uint64)
         return bool(ends[0] == rank and (np.diff(ends) == rank).all())
 
     def begins(self) -> list[int]:
-        """First byte of each tensor in the file."""
+        """Return the first byte of each tensor in the file."""
         return self._column("begins", self.count)
 
     @property
@@ -247,7 +240,7 @@ class Table:
         return self._bytes("dtypes", self.count)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Logical shape of one tensor, without decoding the others."""
+        """Return the logical shape of a tensor, without decoding other shapes."""
         if self._shapes is not None:
             return self._shapes[index]
         columns = self._columns
@@ -258,29 +251,29 @@ class Table:
         return tuple(ffi.unpack(columns.dims + begin, ends[index] - begin))
 
     def row(self, index: int) -> dtypes.Dtype:
-        """Row of the dtype table of one tensor."""
+        """Return a tensor's row of the dtype table."""
         return dtypes.BY_NUMBER[self._columns.dtypes[index]]
 
     def byte_range(self, index: int) -> tuple[int, int]:
-        """Bytes of one tensor in the file: [begin, end)."""
+        """Return the bytes of a tensor in the file: [begin, end)."""
         return self._columns.begins[index], self._columns.ends[index]
 
     def byte_ranges(self) -> list[tuple[int, int]]:
-        """Bytes of each tensor in the file."""
+        """Return the bytes of each tensor in the file."""
         return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
 
     def entry(self, index: int) -> Entry:
-        """What is needed of one tensor to read it."""
+        """Return the properties needed to read a tensor."""
         if self._entries is not None:
             return self._entries[index]
-        if self._index is not None:  # many have been searched for: from now on each takes one step
+        if self._index is not None:  # after many searches, the columns make each further entry a single step
             self._entries = list(zip(*self._all_columns(), strict=True))
             return self._entries[index]
         columns = self._columns
         return columns.dtypes[index], self.shape(index), columns.begins[index], columns.ends[index]
 
     def columns(self, indices: Sequence[int]) -> Columns:
-        """Properties of some tensors; where these are few, the others are not decoded."""
+        """Return the properties of tensors; if they are few, the rest of the table is not decoded."""
         whole = indices == range(self.count)
         if not whole and len(indices) * _SEARCH_COST < self.count:
             ranges = [self.byte_range(i) for i in indices]
@@ -297,31 +290,31 @@ class Table:
         return Columns(self.numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
 
     def sizes(self) -> list[int]:
-        """Size of each tensor's elements in bytes."""
+        """Return the size of each tensor's elements in bytes."""
         return [end - begin for begin, end in self.byte_ranges()]
 
     def big_endian(self, index: int) -> bool:
-        """Whether the elements of one tensor are big-endian."""
+        """Return whether the elements of a tensor are big-endian."""
         return False
 
     def strides(self, index: int) -> tuple[int, ...] | None:
-        """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
+        """Return the bytes between neighbours along each axis, or None for C order."""
         return None
 
     def together(self, index: int) -> list[int]:
-        """One tensor and those that share bytes with it, in ascending order."""
+        """Return the tensors that overlap a tensor, itself included, in ascending order."""
         return [index]
 
     def scale(self, index: int) -> Scale | None:
-        """The scales of one tensor where it is quantized int8, else None."""
+        """Return the scales of a quantized int8 tensor, or None."""
         return None
 
     def packed(self, index: int) -> Packed | None:
-        """The codes and scales of one tensor where it is packed, else None."""
+        """Return the codes and scales of a packed tensor, or None."""
         return None
 
     def is_quantized(self, index: int) -> bool:
-        """Whether one tensor is in blocks, packed, or int8 with a scale."""
+        """Return whether a tensor is blocked, packed, or int8 with a scale."""
         if not self.quantized:
             return False
         return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
@@ -344,11 +337,11 @@ class Table:
                 )
 
     def may_be_packed(self) -> bool:
-        """Whether any tensor may hold codes, by the dtypes alone."""
+        """Return whether any tensor can hold codes, judging by the dtypes alone."""
         return dtypes.may_hold_codes(self.numbers)
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """``__metadata__``; None when the file has none. The last value of a duplicate key counts."""
+        """Return ``__metadata__``, or None. The last value of a duplicate key wins."""
         columns = self._columns
         if not columns.has_metadata:
             return None
@@ -359,29 +352,22 @@ class Table:
 
 
 class Scale(NamedTuple):
-    """Where the scales of an int8 tensor are in its file.
+    """Location of the scales of an int8 tensor in its file."""
 
-    Attributes:
-        axis: axis of per-axis scales: one for each index along it; None for one scale of the whole tensor.
-        shape: of the scales, which are F32.
-        begin: first byte.
-        end: one past the last byte.
-    """
-
-    axis: int | None
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    axis: int | None  # the axis with a scale for each index; None for a single scale of the whole tensor
+    shape: tuple[int, ...]  # of the scales, which are F32
+    begin: int  # first byte
+    end: int  # one past the last byte
 
 
 def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
-    """The error for a tensor that is a part of another (of none: it scales activations) and not shown itself."""
+    """Return the error for a hidden tensor: a part of the tensor ``whole``, or "" if it scales activations."""
     what = f"is a part of {show(whole)}" if whole else "scales activations, not weights"
     return error_about(TensorNotFoundError, f"{what}; open with stored=True", path=path, tensor=name)
 
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
-    """The error for an unknown name, with suggestions.
+    """Return the error for an unknown name, with suggestions.
 
     Raises:
         TypeError: the name is not a str.
@@ -394,17 +380,15 @@ def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
         return TensorNotFoundError(f"{message}: names are exact; only= of safeload.load takes patterns", tensor=name)
     close = similar(name, names)
     if close:
-        message += f"; close to it: {', '.join(close)}"
+        message += f"; similar names: {', '.join(close)}"
     return TensorNotFoundError(message, tensor=name)
 
 
 def similar(name: str, names: Sequence[str], cutoff: float = 0.6) -> list[str]:
-    """Up to three names that are similar to another one, for a message; none among very many.
+    """Return up to three existing names that are similar to ``name``, for a message; none if there are very many.
 
     Args:
-        name: the name that was asked for.
-        names: the existing names.
-        cutoff: ratio from which `difflib.get_close_matches` takes a name.
+        cutoff: minimum ratio for `difflib.get_close_matches`.
     """
     import difflib  # only here: at the top it would add a millisecond to `import safeload`
 

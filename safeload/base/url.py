@@ -1,7 +1,7 @@
-"""The one parser of URLs. Messages, joins, origins and connections use its results and never divide a URL again.
+"""The only parser of URLs. Messages, joins, origins and connections use its results and never parse a URL again.
 
-Servers, proxies and libraries disagree on spellings such as a backslash before "@". A URL for a connection is therefore
-rebuilt from its parts, in the few characters that all of them read alike, or refused.
+Servers, proxies and libraries disagree on spellings such as a backslash before "@". Therefore a URL for a connection is
+rebuilt from its parts, using only characters with a single interpretation, or refused.
 """
 
 from __future__ import annotations
@@ -9,48 +9,48 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-# A scheme has two letters or more: one is a drive of Windows. Chains of fsspec begin with "scheme::".
+# A scheme has at least two letters, unlike a Windows drive. fsspec's chains begin with "scheme::".
 _BEGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
-# Between two links of a chain. IPv6 addresses and queries may have "::" too, with no scheme behind it.
+# Between two links of a chain. IPv6 addresses and queries can contain "::" too, but without a scheme behind it.
 _CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+(?:://|::))")
-# RFC 3986, appendix B: scheme, authority, path, query, fragment. Whatever is missing is None.
+# RFC 3986, appendix B: scheme, authority, path, query, fragment. Missing parts are None.
 _PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)
 _PORT = re.compile(r"[0-9]{1,5}")
-# A place that cannot be user and password: no colon, IPv6, a port.
+# A place that cannot be a user and a password: no colon, IPv6, or a port.
 _SOUND_PLACE = re.compile(r"[^:]*|\[[^\]]*\](?::[0-9]*)?|[^:]*:[0-9]{0,5}", re.DOTALL)
-# Access points of S3, which have colons.
+# S3 access points, which contain colons.
 _ARN = re.compile(r"arn:aws[a-z-]*:s3[a-z-]*:")
 
-# What stands before "@" there is a repository, a container, or owner and repository.
+# In these schemes, a repository, a container, or owner and repository precede "@".
 _NAMED, _NAMED_TWICE = ("hf", "abfs", "abfss", "az"), ("github",)
 
 _WEB = {"http": 80, "https": 443}
 _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
-# With the interface of a link-local address, whose "%" may be escaped.
+# May include the interface of a link-local address, with or without an escaped "%".
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%(?:25)?([A-Za-z0-9._~-]{1,32}))?\]")
-# Characters that some readers drop, and others take for a delimiter.
+# Characters that some readers drop and others treat as delimiters.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _IN_PATH, _IN_QUERY = "/%:@!$&'()*+,;=~", "/?%:@!$&'()*+,;=~"
-# Ends of a name that fsspec's filesystems cut off.
+# Endings of a name that fsspec's filesystems cut off.
 _S3, _GS = re.compile(r"\?versionId="), re.compile(r"#[0-9]+$|\?generation=")
 _VERSIONED = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS} | dict.fromkeys(
     ("az", "abfs", "abfss"), re.compile(r"(?i)\?versionid=")
 )
 _NEVER = re.compile(r"(?!)")
-# Values in a query that are shorter are words and numbers, which messages may have.
+# Shorter values in a query are words and numbers, which may appear in messages.
 _LONG_VALUE = 12
-# Links of a chain that have no path of their own.
+# Links of a chain without a path of their own.
 CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
 
 
 class UrlError(ValueError):
-    """A URL that cannot be read in exactly one way. Its text says why and quotes nothing."""
+    """A URL without a unique interpretation. The message gives the reason and quotes nothing."""
 
 
 @dataclass(frozen=True, repr=False)
 class Url:
-    """One URL, or one link of a chain, as it is written."""
+    """A URL, or a link of a chain, as written."""
 
     scheme: str  # in lower case
     credentials: str | None  # before "@", escaped: user and password
@@ -64,7 +64,7 @@ class Url:
 
     @property
     def text(self) -> str:
-        """The URL again, with the scheme in lower case and all secrets."""
+        """The URL, with the scheme in lower case and all secrets."""
         if self.place is None:
             return f"{self.scheme}{self.path}{self.tail}"
         before = "" if self.credentials is None else f"{self.credentials}@"
@@ -78,7 +78,7 @@ class Url:
 
     @property
     def hides_place(self) -> bool:
-        """Whether place and path may be parts of a password that has a "/", "?" or "#", or lost its "@"."""
+        """Whether place and path can be parts of a password that contains "/", "?" or "#", or has lost its "@"."""
         if self.place is None or self.scheme == "file" or _ARN.match(self.place):
             return False
         if _SOUND_PLACE.fullmatch(self.place) is None:
@@ -102,14 +102,14 @@ class Url:
             return f"{begin}{self.credentials}@{self.place}{self.path}"
         if not self.hides_place:
             return f"{begin}{self.place}{self.path}"
-        if _SOUND_PLACE.fullmatch(self.place) is not None:  # host and port, or user and the beginning of a password
+        if _SOUND_PLACE.fullmatch(self.place) is not None:  # host and port, or a user and the beginning of a password
             return f"{begin}{self.place}/***@{self.path.rpartition('@')[2]}"
         _, at, rest = f"{self.path}{self.tail}".rpartition("@")
         return divided(f"{begin}{rest}").shown if at else f"{begin}{self.place.partition(':')[0]}:***"
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Texts that no message of another library may have: user, password, query and its values, escaped and not."""
+        """Secrets to mask in other libraries' messages: user, password, query and its values, escaped or not."""
         if self.place is None or self.shown == self.text:
             return ()
         user, _, password = ("" if self._names_place else self.credentials or "").partition(":")
@@ -123,7 +123,7 @@ class Url:
 
 @dataclass(frozen=True, repr=False)
 class WebUrl:
-    """An http or https URL that every reader divides alike: lower case, ASCII, escaped, without credentials."""
+    """An http or https URL with a single interpretation: lower case, ASCII, escaped, without credentials."""
 
     scheme: str
     host: str  # IPv6 addresses in brackets
@@ -136,12 +136,12 @@ class WebUrl:
 
     @property
     def origin(self) -> tuple[str, str, int]:
-        """What credentials are for."""
+        """The scope of credentials: scheme, host and port."""
         return self.scheme, self.host, self.port
 
     @property
     def place(self) -> str:
-        """Host and port, the port only if it is not the usual one."""
+        """Host and port; the default port is omitted."""
         return self.host if self.port == _WEB[self.scheme] else f"{self.host}:{self.port}"
 
     @property
@@ -158,7 +158,7 @@ class WebUrl:
         """Resolve the target of a redirect (RFC 3986, 5.2).
 
         Raises:
-            UrlError: it is not http or https, has credentials (RFC 9110, 4.2.4), or cannot be read in one way.
+            UrlError: it is not http or https, has credentials (RFC 9110, 4.2.4), or has no unique interpretation.
         """
         match = _parts(location)
         scheme, place, path, query = match[1], match[2], match[3], match[4]
@@ -176,24 +176,24 @@ class WebUrl:
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL, or a chain of them as fsspec has it: ``filecache::s3://bucket/key``."""
+    """Return whether a path is a URL, or an fsspec chain such as ``filecache::s3://bucket/key``."""
     return _BEGIN.match(path) is not None
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme of a URL in lower case; of a chain the first one."""
+    """Return the scheme of a URL, or of the first link of a chain, in lower case."""
     return re.split(r"://|::", url, maxsplit=1)[0].lower()
 
 
 def links(url: str) -> list[str]:
-    """Split a chain into its links; a plain URL is a chain of one."""
+    """Split a chain into its links; a plain URL is a chain with a single link."""
     return _CHAINED.split(url)
 
 
 def divided(url: str) -> Url:
-    """Divide a URL, or a link of a chain."""
+    """Parse a URL, or a link of a chain."""
     match = _PARTS.fullmatch(url)
-    assert match is not None  # every text matches
+    assert match is not None  # it matches any str
     if "://" not in url or match[1] is None or match[2] is None:
         path, mark, rest = _first(url)
         return Url("", None, None, path, rest if mark == "?" else None, rest if mark == "#" else None)
@@ -202,20 +202,20 @@ def divided(url: str) -> Url:
 
 
 def parsed(url: str) -> tuple[Url, ...]:
-    """Divide a URL into the links of its chain."""
+    """Parse a URL into the links of its chain."""
     return tuple(map(divided, links(url)))
 
 
 def shown(url: str) -> str:
-    """Return a URL, or a chain, for messages, reprs and pickles: without anything that may be secret."""
+    """Return a URL, or a chain, for messages, reprs and pickles: without secrets."""
     return "::".join(link.shown for link in parsed(url))
 
 
 def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Return the URL to connect to, and user and password if the URL has them.
+    """Return the URL to connect to, and the user and password if the URL has them.
 
     Raises:
-        UrlError: it can be read in several ways, or has no host.
+        UrlError: the URL has no unique interpretation, or no host.
     """
     if url.scheme not in _WEB or url.place is None:
         raise UrlError("it is not http or https")
@@ -232,11 +232,11 @@ def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
 
 
 def split(url: str, literal: bool = False) -> tuple[str, str]:
-    """Return the folder of a URL, without a slash at its end, and the last name in it; a query stays with the folder.
+    """Return the folder of a URL, without a final slash, and the last name in it; a query stays with the folder.
 
     Args:
         url: a URL or a chain.
-        literal: whether the path is not escaped, whatever the scheme.
+        literal: whether the path is unescaped in any scheme.
     """
     chain, at = _chain(url)
     link = chain[at]
@@ -249,9 +249,9 @@ def split(url: str, literal: bool = False) -> tuple[str, str]:
 
 
 def join(folder: str, name: str, literal: bool = False) -> str:
-    """Return the URL of a bare name in a folder. Marks in the name are data: paths of http, https and file escape them.
+    """Return the URL of a bare name in a folder. Marks in the name are data, and are escaped for http, https and file.
 
-    A query is kept: like Azure's signatures, it may be valid for a whole folder.
+    A query is kept, because it may be valid for a whole folder, like Azure's signatures.
 
     Raises:
         UrlError: the store would read a version of another file, or the name would begin another link of a chain.
@@ -262,16 +262,16 @@ def join(folder: str, name: str, literal: bool = False) -> str:
         path = f"{link.path.rstrip('/')}/{_quoted(name, '')}"
         return _chained(chain, at, replace(link, path=path, fragment=None))
     if _VERSIONED.get(link.scheme, _NEVER).search(name):
-        raise UrlError("the name ends in the mark of a version, which this store takes for one of another file")
+        raise UrlError("the name ends in a version mark, which this store would apply to another file")
     path = f"{link.path}{link.tail}".rstrip("/")
     joined = _chained(chain, at, replace(link, path=f"{path}/{name}", query=None, fragment=None))
     if len(links(joined)) != len(chain):
-        raise UrlError("the name has a :: that begins another link of a chain")
+        raise UrlError("the name contains ::, which would begin another link of a chain")
     return joined
 
 
 def escaped(url: str) -> str:
-    """Return the ``file://`` URL of a path that is not escaped."""
+    """Return the ``file://`` URL of an unescaped path."""
     begin, mark, path = url.partition("://")
     return f"{begin}{mark}{_quoted(path, '/:')}"
 
@@ -289,18 +289,18 @@ def file_path(url: Url) -> str:
         UrlError: it has a host, a query or a fragment, or an escape for what no name can have.
     """
     if url.credentials is not None or (url.place or "").lower() not in ("", "localhost"):
-        raise UrlError("a file:// URL has three slashes before an absolute path")
+        raise UrlError("a file:// URL must have three slashes before an absolute path")
     if url.tail:
-        raise UrlError("a file:// URL has no query and no fragment: escape ? as %3F and # as %23")
+        raise UrlError("a file:// URL must not have a query or a fragment: escape ? as %3F and # as %23")
     if re.search("%(?:2[Ff]|00)", url.path):
-        raise UrlError("a file:// URL has no escaped slash and no NUL")
+        raise UrlError("a file:// URL must not have an escaped slash or NUL")
     return _decoded(url.path)
 
 
 def _parts(text: str) -> re.Match[str]:
     _check_characters(text)
     match = _PARTS.fullmatch(text)
-    assert match is not None  # every text matches
+    assert match is not None  # it matches any str
     return match
 
 
@@ -310,7 +310,7 @@ def _check_characters(text: str) -> None:
     if "\\" in text:
         raise UrlError("it has a backslash: escape it as %5C")
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise UrlError("it has half a surrogate pair")
+        raise UrlError("it has a lone surrogate")
 
 
 def _host_and_port(place: str, usual: int) -> tuple[str, int]:
@@ -318,7 +318,7 @@ def _host_and_port(place: str, usual: int) -> tuple[str, int]:
     if not colon:
         host, digits = place, ""
     if digits and (_PORT.fullmatch(digits) is None or not 0 < int(digits) < 1 << 16):
-        raise UrlError("its port is not a number of 1 to 65535: escape / in a password as %2F, ? as %3F and # as %23")
+        raise UrlError("its port is not a number from 1 to 65535: escape / in a password as %2F, ? as %3F and # as %23")
     if not host:
         raise UrlError("it has no host")
     return _web_host(host), int(digits) if digits else usual
@@ -332,7 +332,7 @@ def _web_host(host: str) -> str:
         try:
             address = ipaddress.IPv6Address(match[1] if match is not None else "").compressed
         except ValueError:
-            raise UrlError("its host is not an address of IPv6") from None
+            raise UrlError("its host is not an IPv6 address") from None
         return f"[{address}%25{match[2]}]" if match is not None and match[2] else f"[{address}]"
     plain = host.lower()
     if not plain.isascii():
@@ -344,9 +344,9 @@ def _web_host(host: str) -> str:
 
 def _ascii_host(host: str) -> str:
     try:
-        import idna  # comes with huggingface_hub and requests
+        import idna  # a dependency of huggingface_hub and requests
     except ImportError:
-        raise UrlError("its host is not ASCII: install idna, or write the host as xn--...") from None
+        raise UrlError("its host is not ASCII: install idna, or write the host in its xn--... form") from None
     try:
         return str(idna.encode(host, strict=True, std3_rules=True).decode())
     except UnicodeError:
@@ -354,7 +354,7 @@ def _ascii_host(host: str) -> str:
 
 
 def _web_path(path: str) -> str:
-    """Escape a path and remove dot segments, escaped ones too, as browsers do."""
+    """Escape a path and remove dot segments, escaped dots included, as browsers do."""
     kept: list[str] = []
     segments = _escaped(path, _IN_PATH).removeprefix("/").split("/")
     for number, segment in enumerate(segments):
@@ -369,7 +369,7 @@ def _web_path(path: str) -> str:
 
 
 def _escaped(text: str, safe: str) -> str:
-    """Escape what a path or a query cannot have; escapes stay as they are."""
+    """Escape characters that a path or a query must not contain; existing escapes stay as they are."""
     return _quoted(_LONE_PERCENT.sub("%25", text), safe)
 
 
@@ -380,7 +380,7 @@ def _quoted(text: str, safe: str) -> str:
 
 
 def _spellings(raw: str) -> tuple[str, ...]:
-    """Return a text as it is written, without escapes, and with all of them in either case."""
+    """Return a text as written, unescaped, and fully escaped in upper and lower case."""
     plain = _decoded(raw)
     every = _quoted(plain, "")
     return raw, plain, every, re.sub("%..", lambda match: match[0].lower(), every)
@@ -397,22 +397,22 @@ def _decoded(path: str) -> str:
 
 
 def _first(text: str) -> tuple[str, str, str]:
-    """Divide a text at its first "?" or "#"."""
+    """Split a text at its first "?" or "#"."""
     match = re.search("[?#]", text)
     return (text, "", "") if match is None else (text[: match.start()], match[0], text[match.end() :])
 
 
 def _chain(url: str) -> tuple[list[Url], int]:
-    """Divide a chain, and find the link whose path names the file: the first one besides caches."""
+    """Parse a chain, and find the first link that is not a cache: its path names the file."""
     chain = [divided(link) for link in links(url)]
     at = next((k for k, link in enumerate(chain) if (link.scheme or link.path) not in CACHES), len(chain) - 1)
     return chain, at
 
 
 def _is_escaped(chain: list[Url], at: int) -> bool:
-    """Whether the path is escaped: fsspec, which reads chains, takes all but the Web's literally."""
+    """Return whether the path is escaped: fsspec, which reads chains, treats only http and https paths as escaped."""
     return chain[at].scheme in _WEB or (chain[at].scheme == "file" and len(chain) == 1)
 
 
 def _chained(chain: list[Url], at: int, link: Url) -> str:
-    return "::".join(one.text for one in (*chain[:at], link, *chain[at + 1 :]))
+    return "::".join(part.text for part in (*chain[:at], link, *chain[at + 1 :]))

@@ -311,7 +311,7 @@ class Merge:
         elif name.endswith(".bias"):
             text += ": the layer has no bias in the base"
         elif near:
-            text += f"; close to it: {', '.join(near)}"
+            text += f"; similar names: {', '.join(near)}"
         return error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=tensor)
 
     def target_row(self, name: str, dtype: Any) -> dtypes.Dtype:

@@ -188,7 +188,7 @@ def test_a_layout_is_made_of_stacked_tensors():
 
 
 def test_what_has_been_quantized_must_be_in_the_source():
-    with pytest.raises(safeload.TensorNotFoundError, match="w; close to it: w2"):
+    with pytest.raises(safeload.TensorNotFoundError, match="w; similar names: w2"):
         safeload.quantization_error({"w2": W}, {"w": BLOCKS})
     with pytest.raises(TypeError, match="a tensor name must be str, not int"):
         safeload.quantization_error({1: W}, {"w": BLOCKS})

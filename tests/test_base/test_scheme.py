@@ -61,7 +61,7 @@ def test_a_scheme_that_is_only_read_is_called_that():
         if name not in SCHEMES:
             for given in (name, row.code, f"{row.code}_M"):
                 with pytest.raises(
-                    ValueError, match=rf"{row.code} is read only; can be written: {', '.join(SCHEMES)}$"
+                    ValueError, match=rf"{row.code} can only be read; writable schemes are {', '.join(SCHEMES)}$"
                 ):
                     safeload.quantize(np.ones(32, np.float32), given)
 

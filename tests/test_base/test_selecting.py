@@ -43,10 +43,10 @@ def test_a_pattern_matches_what_fnmatchcase_matches(known, pattern):
 
 def test_a_pattern_that_matches_nothing_names_itself_and_what_is_near():
     with pytest.raises(
-        TensorNotFoundError, match=r"only='h.0.atn.\*' matches none of 6 names; close to it: h.0.attn.w"
+        TensorNotFoundError, match=r"only='h.0.atn.\*' matches none of 6 names; similar names: h.0.attn.w"
     ):
         select(NAMES, ["norm", "h.0.atn.*"], None)
-    with pytest.raises(TensorNotFoundError, match=r"drop='nrom' matches none of 6 names; close to it: norm"):
+    with pytest.raises(TensorNotFoundError, match=r"drop='nrom' matches none of 6 names; similar names: norm"):
         select(NAMES, None, "nrom")
     with pytest.raises(TensorNotFoundError, match=r"only='\*' matches none of 0 names$"):
         select([], "*", None)
@@ -104,8 +104,8 @@ def test_an_empty_name_may_be_replaced():
         ([(r"\.\d+\.", ".")], "tensors 'h.0.attn.w' and 'h.1.attn.w' the same name 'h.attn.w'"),
         ([("norm", "")], "leaves tensor 'norm' without a name"),
         ([("(", "x")], r"'\(' is not a valid regular expression"),
-        ([("norm", r"\9")], r"the replacement '\\\\9' is not valid"),
-        ([("norm", r"\g<no>")], "is not valid"),
+        ([("norm", r"\9")], r"rename: '\\\\9' is not valid"),
+        ([("norm", r"\g<no>")], "is not a valid"),
     ],
 )
 def test_wrong_pairs_are_told(rename, message):

@@ -122,7 +122,7 @@ def test_only_selects_by_pattern(path, capsys):
     assert (status, out, err) == (
         2,
         "",
-        "safeload: only='norm' matches none of 22 names; close to it: model.norm.weight\n",
+        "safeload: only='norm' matches none of 22 names; similar names: model.norm.weight\n",
     )
 
 
@@ -244,7 +244,7 @@ def test_patterns_of_paths_are_expanded_where_the_shell_does_not(path, capsys, m
     assert "[y].safetensors: safetensors, 1 tensor, " in out
     assert "x.safetensors: safetensors, 22 tensors, " in out
     assert run(capsys, "[y].safetensors")[1].startswith("[y].safetensors: ")  # it exists
-    said = "No such file or directory: gone.*; patterns are not expanded, and nothing matches this one"
+    said = "No such file or directory: gone.*; patterns are not expanded, and no file matches this pattern"
     assert run(capsys, "gone.*") == (1, "", f"safeload: {said}\n")
 
 

@@ -261,5 +261,5 @@ def test_an_unknown_instruction_set_is_an_import_error_that_lists_the_available(
     for value in ("mmx", *unavailable):
         done = run_with_isa(value)
         assert done.returncode != 0
-        assert f"ImportError: SAFELOAD_ISA is {value!r}, but available here are " in done.stderr
+        assert f"ImportError: SAFELOAD_ISA is {value!r}, but only " in done.stderr
         assert "scalar" in done.stderr

@@ -56,7 +56,7 @@ def test_every_operation_takes_the_same_tensors(some, names, source, tmp_path):
 def test_names_may_be_thinned_out_but_not_be_patterns_too(source, tmp_path):
     assert list(safeload.load(source, ["ids", "h.0.attn.w"], drop="h.*")) == ["ids"]
     for function in (safeload.load, safeload.stats, lambda *a, **o: safeload.convert(a[0], tmp_path / "x.npz", **o)):
-        with pytest.raises(ValueError, match="names= are exact names and only= are patterns"):
+        with pytest.raises(ValueError, match="names= takes exact names and only= takes patterns"):
             function(source, names=["ids"], only="*")
         with pytest.raises(safeload.TensorNotFoundError, match=r"only='h\.7\.\*' matches none of 5 names"):
             function(source, only="h.7.*")
@@ -300,7 +300,7 @@ def test_a_head_is_chosen_apart_from_its_embedding(tied, tmp_path):
 
 
 def test_a_typo_of_keep_is_an_error(source, tmp_path):
-    with pytest.raises(safeload.TensorNotFoundError, match=r"keep='h\.0\.atn\*' matches none of 5 names; close to it"):
+    with pytest.raises(safeload.TensorNotFoundError, match=r"keep='h\.0\.atn\*' matches none of 5 names; similar"):
         safeload.convert(source, tmp_path / "x.safetensors", quantize="q8_0", keep=["h.*", "h.0.atn*"])
     for keep in ([3], b"h.*"):
         with pytest.raises(TypeError, match="keep must be"):
