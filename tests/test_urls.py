@@ -24,6 +24,7 @@ from builders.paths import ROOT
 
 import safeload
 import safeload.numpy
+from safeload.checkpoint import folder_of, index_of, recipe_of
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
 from safeload.formats.opening import open_paths
 from safeload.stores import retries
@@ -236,7 +237,7 @@ def test_credentials_are_in_no_text_of_a_checkpoint(model, caplog):
             ]
             shown += [repr(opened.get_slice(name)), str(opened.notes), str(opened.path), repr(opened.stream())]
             # What tools for tracebacks show of local variables, and debuggers of attributes.
-            inner = [opened.recipe(), opened.index_location, opened.folder, *opened.weight_files]
+            inner = [recipe_of(opened), index_of(opened), folder_of(opened), *opened.weight_files]
             shown += [repr(open_paths(secret, None, None, "refuse", storage_options=options)), *map(repr, inner)]
             shown += [repr(value) for file in opened.weight_files for value in vars(file.store).values()]
             opened.load([name])

@@ -14,7 +14,7 @@ from typing import Any
 from ..base import dtypes
 from ..base.layout import table
 from ..base.text import plural, printable, size
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, codes_of
 from ..formats.registry import BY_NAME
 from ..stores.url import is_url
 from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, positive
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         files, nbytes, format = list(opened.files), opened.nbytes, opened.format
         dtype_rows = [dtypes.BY_CODE.get(info.dtype) for info in opened.tensors.values()]
         floating = all(row is not None and row.floating for row in dtype_rows)
-        floating = floating and not opened.codes()
+        floating = floating and not codes_of(opened)
     jobs = _jobs(options, files, format, floating=floating)
     _warm(files)
     results = [(job, _race(sides, options.rounds)) for job, sides in jobs.items()]

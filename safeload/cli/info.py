@@ -17,7 +17,7 @@ from ..base.layout import quantity, shorten, table, wrap
 from ..base.selecting import select
 from ..base.table import TensorInfo
 from ..base.text import clip, plural, printable, size
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, codes_of, tensors_of
 from ..errors import SafeloadError
 from ..packed.gptq import zeros_disagree
 from ..packed.quantization import quantization_of
@@ -323,7 +323,7 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
         if _zeros_disagree(opened):
             yield "zero points: not stored as the configuration says, but understood"
-    codes = opened.codes()
+    codes = codes_of(opened)
     if codes:
         count = plural(len(codes), "tensor")
         yield f"codes without their values{config}: {count} of a quantization that is not dequantized"
@@ -338,7 +338,7 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
 
 def _zeros_disagree(opened: Checkpoint) -> bool:
     """Whether zero points are those of another format of GPTQ: of one weight, since a writer stores all alike."""
-    found = (file.table.packed(index) for _, file, index in opened.entries())
+    found = (file.table.packed(index) for _, file, index in tensors_of(opened))
     packed = [one for one in found if one is not None and one.packing.zeros is not None]
     return bool(packed) and zeros_disagree(min(packed, key=lambda one: one.nbytes))
 

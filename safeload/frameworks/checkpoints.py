@@ -10,7 +10,7 @@ from ..base import dtypes
 from ..base.messages import error_about
 from ..base.selecting import Patterns
 from ..base.table import Table
-from ..checkpoint import Checkpoint, chosen
+from ..checkpoint import Checkpoint, chosen, tensors_of
 from ..engine.read.load import parse_target
 from ..engine.run.progress import Progress
 from ..errors import UnsupportedError
@@ -102,7 +102,7 @@ def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
     packed = any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files)
     for group in selected.groups:
         if packed and group.dtype is None:
-            yield from ((name, file.table, index) for name, file, index in checkpoint.entries(group.names))
+            yield from ((name, file.table, index) for name, file, index in tensors_of(checkpoint, group.names))
 
 
 def load_arrays(selected: Selected, *, threads: int | None, progress: Progress) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import as_array
 from ..base.text import show
+from ..checkpoint import tensors_of
 from ..engine.codes import code_ranges
 from ..engine.codes.pieces import Meter
 from ..engine.read.lazy import materialize
@@ -313,7 +314,7 @@ def load_selected(selected: Selected, sharding: Any, *, threads: int | None, pro
         See `load`.
     """
     checkpoint = selected.checkpoint
-    groups = [(checkpoint.entries(group.names), group.dtype) for group in selected.groups]
+    groups = [(tensors_of(checkpoint, group.names), group.dtype) for group in selected.groups]
     options = Options(
         lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads, merge=selected.merge
     )

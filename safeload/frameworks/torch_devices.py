@@ -13,6 +13,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..checkpoint import tensors_of
 from ..engine.ahead.staging import BUFFERS, buffer_size, staged
 from ..engine.codes.pieces import Meter
 from ..engine.read.plan import Entry, entries_of, in_file_order
@@ -237,7 +238,7 @@ def load_selected(selected: Selected, device: Any, *, threads: int | None, progr
         See `load` and `Merge.values`.
     """
     checkpoint, merge, names, groups = selected
-    by_group = (entries_of(checkpoint.entries(group.names), group.dtype) for group in groups)
+    by_group = (entries_of(tensors_of(checkpoint, group.names), group.dtype) for group in groups)
     by_name = {entry.name: entry for entries in by_group for entry in entries}
     entries = [by_name[name] for name in names]
     if device.type == "meta":

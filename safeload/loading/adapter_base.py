@@ -11,7 +11,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array
 from ..base.messages import error_about
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, codes_of, tensors_of
 from ..engine.codes.code_ranges import rows_apart
 from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError
@@ -62,11 +62,11 @@ class CheckpointBase:
         return iter(self._checkpoint)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        ((_, file, index),) = self._checkpoint.entries([name])
+        ((_, file, index),) = tensors_of(self._checkpoint, [name])
         return _shape_of(file, index)
 
     def target(self, name: str) -> AdapterTarget:
-        ((_, file, index),) = self._checkpoint.entries([name])
+        ((_, file, index),) = tensors_of(self._checkpoint, [name])
         return of_file(self._checkpoint, name, file, index)
 
 
@@ -88,7 +88,7 @@ def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> 
     Raises:
         UnsupportedError: the tensor is not floating, or holds codes of a scheme without dequantization.
     """
-    codes_without_scale.refuse(checkpoint.codes(), [name], "adapters=", checkpoint.path)
+    codes_without_scale.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
     packed, row = file.table.packed(index), file.table.row(index)
     shape = _shape_of(file, index)
     quantized = packed is not None or file.table.is_quantized(index)

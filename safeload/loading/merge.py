@@ -16,7 +16,7 @@ from ..base.messages import error_about
 from ..base.selecting import Patterns
 from ..base.table import similar
 from ..base.text import show
-from ..checkpoint import Checkpoint, chosen
+from ..checkpoint import Checkpoint, chosen, with_aliases
 from ..engine.read.delivery import check_given, refuse_own_files
 from ..engine.read.load import check_backend, check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
@@ -563,7 +563,7 @@ def fit(
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
-    base = checkpoint.with_aliases(absent) if absent else checkpoint
+    base = with_aliases(checkpoint, absent) if absent else checkpoint
     return base, Merge(CheckpointBase(base), adapters, problems=problems, heads=heads)
 
 

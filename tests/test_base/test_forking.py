@@ -252,8 +252,9 @@ def test_a_child_forked_during_a_cached_property_can_compute_it(name, path):
 import os, signal, sys, threading, warnings
 import safeload
 from safeload.engine.read import tensors
+from safeload.checkpoint import tensors_of
 warnings.simplefilter("ignore")
-name, entries = sys.argv[2], safeload.open(sys.argv[1]).entries()
+name, entries = sys.argv[2], tensors_of(safeload.open(sys.argv[1]))
 begun, ended, main = threading.Event(), threading.Event(), threading.get_ident()
 cached = vars(tensors.Tensors)[name]
 attribute = "function" if hasattr(cached, "function") else "func"

@@ -9,6 +9,7 @@ from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER, each_kind
 
 import safeload
+from safeload.checkpoint import tensors_of
 from safeload.engine.ahead.chunks import chunks_of
 from safeload.engine.ahead.staging import staged
 from safeload.engine.read.load import parse_target
@@ -26,7 +27,7 @@ def buffers(size, count=3):
 
 
 def entries(checkpoint, dtype):
-    found = entries_of(checkpoint.entries(), parse_target(dtype))
+    found = entries_of(tensors_of(checkpoint), parse_target(dtype))
     return [entry for entry in found if entry.target is not None]
 
 

@@ -13,6 +13,7 @@ from builders.random import rng
 
 import safeload
 import safeload.numpy
+from safeload.checkpoint import tensors_of
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax = pytest.importorskip("jax")
@@ -236,7 +237,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path):
         os.truncate(path, path.stat().st_size - 100)
         options = jax_loading.Options(lambda name, dtype: None, backend="pread")
         with pytest.raises(safeload.FormatError, match=r"x.safetensors"):
-            jax_loading.load([(checkpoint.entries(), None)], options, None)
+            jax_loading.load([(tensors_of(checkpoint), None)], options, None)
 
 
 def test_a_checkpoint_opens_as_safeload_opens_it():

@@ -16,6 +16,7 @@ import pytest
 from builders.quantized import FIXTURES, FOLDER
 
 import safeload
+from safeload.checkpoint import tensors_of
 from safeload.engine.ahead import staging
 from safeload.engine.read.load import parse_target
 from safeload.engine.read.plan import entries_of
@@ -99,7 +100,7 @@ def small_ring(monkeypatch):
 
 
 def entries(checkpoint, dtype=None, names=None):
-    return entries_of(checkpoint.entries(names), parse_target(dtype))
+    return entries_of(tensors_of(checkpoint, names), parse_target(dtype))
 
 
 def load(path, dtype=None, copies=None, **options):
@@ -355,6 +356,7 @@ text = json.dumps(header).encode()
 with open({str(path)!r}, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
     file.truncate(8 + len(text) + at)
+from safeload.checkpoint import tensors_of
 from safeload.engine.ahead import staging
 from safeload.engine.read.plan import entries_of
 from safeload.frameworks import torch_devices
@@ -363,7 +365,7 @@ def peak():  # ru_maxrss begins with the memory of the process that started this
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))
 with safeload.open({str(path)!r}) as checkpoint:
-    found = entries_of(checkpoint.entries(), None)
+    found = entries_of(tensors_of(checkpoint), None)
     torch_devices.load(found[3:4], meta)
     before = peak()
     made = torch_devices.load(found, meta)

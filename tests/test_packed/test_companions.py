@@ -11,6 +11,7 @@ from builders.quantized import FIXTURES, IN_GGUF, each_kind
 
 import safeload
 from safeload import QuantizedTensor, UnsupportedError
+from safeload.checkpoint import codes_of
 from safeload.cli import main
 from safeload.numpy import save_file
 from safeload.packed.companions import IGNORED
@@ -197,7 +198,7 @@ def test_the_configuration_decides_for_one_of_many_modules(tmp_path):
 def test_fixtures_have_no_unread_companions():
     for fixture in FIXTURES.values():
         with safeload.open(fixture.path) as opened:
-            assert not any(codes.reason for codes in opened.codes().values()), fixture.name
+            assert not any(codes.reason for codes in codes_of(opened).values()), fixture.name
 
 
 def test_a_module_may_have_a_telling_name(tmp_path):

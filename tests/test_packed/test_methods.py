@@ -11,6 +11,7 @@ from builders.quantized import FIXTURES, IN_GGUF, each_kind
 import safeload
 import safeload.numpy
 from safeload import FormatError, QuantizedTensor, UnsupportedError
+from safeload.checkpoint import codes_of
 from safeload.cli import main
 from safeload.packed.methods import METHODS
 from safeload.packed.quantization import quantization_of
@@ -57,7 +58,7 @@ def test_a_key_that_no_writer_has_is_refused(fixture, value, tmp_path):
     if fixture.name.startswith("mlx") and (value is True or isinstance(value, dict)):
         pytest.skip("this is an entry of a module")
     with safeload.open(path) as opened:
-        codes = opened.codes().values()
+        codes = codes_of(opened).values()
     assert any("inverse_weight_scaling" in (one.reason or "") for one in codes)
     with pytest.raises(UnsupportedError, match="inverse_weight_scaling"):
         safeload.load(path, dtype="float32")
@@ -280,7 +281,7 @@ def test_settings_of_single_modules_concern_them_alone(name, key, module, settin
     path = tmp_path / "x"
     assert changed(FIXTURES[name], path, change)
     with safeload.open(path) as opened:
-        refused = [name for name, one in opened.codes().items() if one.reason is not None]
+        refused = [name for name, one in codes_of(opened).items() if one.reason is not None]
         assert len(refused) == 1
         others = [name for name, info in opened.tensors.items() if len(info.parts) > 1]
         assert others

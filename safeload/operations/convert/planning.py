@@ -15,6 +15,7 @@ from ..._version import __version__
 from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
+from ...checkpoint import folder_of
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.metadata import as_texts
 from ..folders import journal, unfinished
@@ -252,7 +253,7 @@ def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> Pl
     dtype = None if request.target is None else request.target.code
     restored = prepared.decider.restored
     folder = next(
-        (checkpoint.folder for checkpoint in prepared.catalog.checkpoints if checkpoint.config is config), None
+        (folder_of(checkpoint) for checkpoint in prepared.catalog.checkpoints if checkpoint.config is config), None
     )
     if folder is None or folder.files.remote or in_place:
         return PlannedConfig(content=config, dtype=dtype, restored=restored)

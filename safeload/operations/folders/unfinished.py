@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.text import printable, show
-from ...checkpoint import Checkpoint
+from ...checkpoint import Checkpoint, recipe_of
 from ...errors import FormatError
 from ...stores import url as urls
 from ...stores.files import Location
@@ -109,8 +109,8 @@ def call_id(src: Any) -> list[Any]:
 
 
 def _given(one: Any) -> Any:
-    if hasattr(one, "recipe"):  # an open checkpoint
-        recipe = one.recipe()
+    if hasattr(one, "weight_files"):  # an open checkpoint
+        recipe = recipe_of(one)
         shown = [recipe.files.shown(path).rstrip("/") for path in recipe.paths]
         return shown[0] if (len(shown), recipe.root, recipe.stored) == (1, None, False) else [shown, recipe.root]
     if isinstance(one, Location):

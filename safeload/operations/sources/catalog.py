@@ -23,7 +23,7 @@ from ...base.scheme import INT8
 from ...base.selecting import Patterns, choose, select
 from ...base.table import missing
 from ...base.text import check_name, show
-from ...checkpoint import Checkpoint
+from ...checkpoint import Checkpoint, codes_of, folder_of, index_of, tensors_of, with_aliases
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_packed
 from ...engine.read.load import Backend
@@ -88,8 +88,8 @@ class Catalog:
         self.files = [path for opened in checkpoints for path in opened.files]
         self.weight_files = [file for opened in checkpoints for file in opened.weight_files]
         self.ignored = {name: part for opened in checkpoints for name, part in opened.ignored.items()}
-        self.index = None if single is None else single.index_location
-        self.folder = None if single is None else single.folder
+        self.index = None if single is None else index_of(single)
+        self.folder = None if single is None else folder_of(single)
         self.mapped = mapped
         self._origins = tuple(origins)
         self.checkpoints = checkpoints
@@ -139,7 +139,7 @@ class Catalog:
         for origin in self._origins:
             own = {alias: name for alias, name in aliases.items() if name in origin}
             if isinstance(origin, Checkpoint):
-                origins.append(origin.with_aliases(own) if own else origin)
+                origins.append(with_aliases(origin, own) if own else origin)
             else:
                 origins.append({**origin, **{alias: origin[name] for alias, name in own.items()}})
         return Catalog(origins, self.mapped)
@@ -192,7 +192,7 @@ class Catalog:
         if self.in_memory or len(self.checkpoints) != 1 or self.ignored:
             return None
         with paused(len(self)):
-            tensors = self.checkpoints[0].entries()
+            tensors = tensors_of(self.checkpoints[0])
             return tensors if tensors.plain else None
 
     def place(self, name: str) -> TensorPlace:
@@ -409,8 +409,8 @@ class Catalog:
     def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
         """Return `codes` under a quantization, for origins without a configuration of their own."""
         if len(self.checkpoints) == 1 and not self.in_memory:
-            return self.checkpoints[0].codes()
-        found = {name: codes for opened in self.checkpoints for name, codes in opened.codes().items()}
+            return codes_of(self.checkpoints[0])
+        found = {name: codes for opened in self.checkpoints for name, codes in codes_of(opened).items()}
         stored = {}
         for name, (origin, file, _) in self._places.items():
             row, shape = (None, ()) if file is not None else stored_as(origin[name])
@@ -445,7 +445,7 @@ def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, T
     places: dict[str, TensorPlace] = {}
     for origin in origins:
         if isinstance(origin, Checkpoint):
-            found = {name: TensorPlace(origin, file, index) for name, file, index in origin.entries()}
+            found = {name: TensorPlace(origin, file, index) for name, file, index in tensors_of(origin)}
         else:
             found = dict.fromkeys(origin, TensorPlace(origin))
         twice = next((name for name in found if name in places), None) if places else None

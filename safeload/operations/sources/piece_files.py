@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...base import dtypes
 from ...base.paths import absolute
 from ...base.text import plural, show
-from ...checkpoint import Checkpoint
+from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
@@ -150,7 +150,7 @@ class Sources:
         check_paths(catalog, argument)
         self._catalog = catalog
         self._owners = {file: checkpoint for checkpoint in catalog.checkpoints for file in checkpoint.weight_files}
-        self._recipes = {id(checkpoint): checkpoint.recipe() for checkpoint in catalog.checkpoints}
+        self._recipes = {id(checkpoint): recipe_of(checkpoint) for checkpoint in catalog.checkpoints}
         self._unlisted: dict[str, list[str]] = {}
         for checkpoint in catalog.checkpoints:
             if checkpoint.index is not None:
@@ -221,7 +221,7 @@ class Sources:
 
 def _unlisted(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Return tensor names by path that a file holds and the index does not list, or lists for another file."""
-    listed = {(file, k) for _, file, k in checkpoint.entries()}
+    listed = {(file, k) for _, file, k in tensors_of(checkpoint)}
     unlisted: dict[str, list[str]] = {}
     for file in checkpoint.weight_files:
         names = [name for k, name in enumerate(file.table.names) if (file, k) not in listed]
@@ -232,7 +232,7 @@ def _unlisted(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
 def _config_of(checkpoint: Checkpoint) -> FileVersion | dict[str, Any] | None:
     """Return the configuration of a checkpoint: its file, or the content if the file is remote or unknown."""
-    folder = checkpoint.folder
+    folder = folder_of(checkpoint)
     if checkpoint.config is None or folder is None or folder.files.remote:
         return checkpoint.config
     return FileVersion.of((folder / CONFIG).path)
