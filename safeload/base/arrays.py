@@ -22,12 +22,12 @@ MAX_ARRAY = (1 << 63) - 1
 _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
 
 
-# safeload's modules that save a library's arrays, by the top-level package of the array's class.
+# safeload's modules for a library's arrays, by the top-level package of the array's class.
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 
 
 class ArraySpec(NamedTuple):
-    """The layout of a file's tensor, and the array that it is loaded into."""
+    """The layout of a tensor in its file, and of the loaded array."""
 
     dtype: np.dtype[Any]  # of the array
     shape: tuple[int, ...]  # of the array
@@ -117,7 +117,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
-    """Refuse an argument that is neither a dict nor dict-like.
+    """Refuse an argument unless it is a dict or dict-like.
 
     Args:
         what: the subject of the message.
@@ -131,7 +131,7 @@ def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
 
 
 def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> ArraySpec:
-    """Return the array that shows a tensor of logical ``shape`` without conversion."""
+    """Return the array over a tensor of logical ``shape``, without conversion."""
     if row.bits < 8:
         shape = dtypes.array_shape(row, shape, end - begin)
     return ArraySpec(dtypes.array_dtype(row.number), shape, begin, end, row.number, row.number)

@@ -23,7 +23,7 @@ class Dtype(NamedTuple):
     name: str  # the spelling of numpy, ml_dtypes, torch and ggml: "bfloat16", "q4_0"
     kind: int  # kind of the elements, such as ``lib.SL_KIND_FLOAT``
     bits: int  # size of an element, 0 for block types; elements below 8 bits share bytes, the first in the low bits
-    block: int  # smallest number of elements that fills whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most dtypes
+    block: int  # smallest number of elements in whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most dtypes
     block_bytes: int  # size of a block
     swap: int  # bytes of the numbers in a byte swap: 4 for "C64", which is two numbers; 1 if there is nothing to swap
     ggml: int  # number in enum ggml_type, or -1
@@ -127,7 +127,7 @@ def element_dtype(number: int) -> np.dtype[Any]:
     row = TABLE[number]
     with suppress(TypeError):
         return np.dtype(row.name)
-    import ml_dtypes  # only for dtypes that numpy lacks
+    import ml_dtypes  # only if numpy lacks the dtype
 
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
     return dtype
@@ -155,7 +155,7 @@ def parse(dtype: Any, among: Sequence[Dtype] = TABLE) -> Dtype:
     Args:
         dtype: a type or dtype of numpy, ml_dtypes, torch or JAX; a name ("float32", "bf16", "torch.float16") in any
             case; or a safetensors code ("F32").
-        among: the rows that the caller supports, for the message.
+        among: the rows to list in the message.
 
     Raises:
         TypeError: an unknown dtype; the message suggests the nearest name.
@@ -221,7 +221,7 @@ def shown(dtype: np.dtype[Any]) -> str:
 
 
 def not_stored(dtype: str, name: str) -> SafeloadError:
-    """Return the error for a tensor with a dtype that safetensors does not have."""
+    """Return the error for a tensor if safetensors does not have its dtype."""
     supported = ", ".join(row.name for row in TABLE if not row.packed)
     text = f": dtype {show(dtype)} cannot be saved; supported dtypes are {supported}"
     return error_about(SafeloadError, text, tensor=name)

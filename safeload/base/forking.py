@@ -1,4 +1,4 @@
-"""Keep a forked child from waiting forever for a lock that was held by another thread of its parent.
+"""Keep a forked child from waiting forever for a lock held by another thread of its parent.
 
 A child has only the thread that forked. If another thread is importing a module at that moment, the module's lock stays
 locked in the child. Therefore a fork waits until other threads have finished the imports that safeload does on first
@@ -13,7 +13,7 @@ import time
 from _thread import LockType, allocate_lock, get_ident
 from typing import Any
 
-# Packages that safeload imports on first use, besides the standard library.
+# Packages imported on first use, besides the standard library.
 PACKAGES = frozenset(
     {"fsspec", "huggingface_hub", "idna", "jax", "ml_dtypes", "numpy", "safeload", "torch", "tqdm", "urllib3"}
 )
@@ -45,7 +45,7 @@ def _initializing(name: str) -> bool:
 
 
 def _imported_elsewhere() -> list[str]:
-    """Return the modules that other threads are importing."""
+    """Return the modules being imported by other threads."""
     mine, names = get_ident(), []
     for name, reference in list(_LOCKS.items()):
         owner = getattr(reference(), "owner", None)
@@ -81,7 +81,7 @@ def _wait() -> None:
 
 
 def _forget() -> None:
-    """In the child, drop imports begun by the parent's threads after the wait, so that they can start again."""
+    """In the child, drop imports begun by the parent's threads after the wait, so that the imports can start again."""
     for name in _imported_elsewhere():
         _LOCKS.pop(name, None)
         if _initializing(name):

@@ -41,7 +41,7 @@ class _Pause:
                 gc.enable()
 
     def forget(self) -> None:
-        """Restore the collector in a forked child, which does not have the threads that were in a block."""
+        """Restore the collector in a forked child, which lacks the threads in a block."""
         self._lock = threading.RLock()
         self._blocks = 0
         if self._restore:

@@ -1,4 +1,4 @@
-"""Tables built in Python, for formats that are parsed in Python and for packed tensors."""
+"""Tables built in Python, for packed tensors and formats without a parser in C."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class ListedTable(Table):
 
 
 def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
-    """Return the sorted indices of the connected group for each range that overlaps another range."""
+    """Return, for each overlapping range, the sorted indices of its connected group."""
     if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
         return {}
     ranges = list(zip(begins, ends, strict=True))

@@ -1,4 +1,4 @@
-"""``logging.getLogger("safeload")``: warnings for users, and details for programs that enable them.
+"""``logging.getLogger("safeload")``: warnings for users, and details for programs if enabled.
 
 Importing `logging` takes milliseconds, so `debug` never does: a program that wants the details has imported it already.
 """

@@ -13,7 +13,7 @@ from .url import divided, is_url, shown
 
 # A scheme has at least two letters, unlike a Windows drive. `pathlib` turns "https://host" into "https:/host".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
-# Schemes that work without `storage_options`, and all schemes that are also recognized with a single slash.
+# Schemes that work without `storage_options`, and all schemes recognized even with a single slash.
 _PLAIN = {"hf", "http", "https", "s3", "gs", "az"}
 _SCHEMES = {*_PLAIN, "file", "ftp", "gcs", "abfs", "abfss"}
 
@@ -61,7 +61,7 @@ def _of_url(path: str) -> tuple[str, str] | None:
 
 
 def destination(path: str) -> tuple[str, str] | None:
-    """Like `describe`, for a path that cannot be written."""
+    """Like `describe`, if a path cannot be written."""
     match = _matched(path)
     if match is None:
         advice = "this function writes local files: safeload.convert(..., URL) writes folders in stores"

@@ -47,7 +47,7 @@ def tier_name(tier: int) -> str:
 
 
 def available_tiers() -> list[int]:
-    """Return the instruction sets that this processor and this build support, best first."""
+    """Return the instruction sets supported by this processor and this build, best first."""
     return [tier for tier in reversed(range(lib.SL_TIER_COUNT)) if lib.sl_tier_available(tier)]
 
 
@@ -94,7 +94,7 @@ def _ctype(kind: Any) -> Any:
 
 
 def _bind(name: str) -> Any:
-    """Bind a function of the C core with ctypes, using the types that cffi has parsed from sl_api.h."""
+    """Bind a function of the C core with ctypes, using cffi's types from sl_api.h."""
     kind = ffi.typeof(getattr(lib, name))
     return ctypes.PYFUNCTYPE(*map(_ctype, (kind.result, *kind.args)))(pointer(ffi.addressof(lib, name)))
 
@@ -132,7 +132,7 @@ def check(
     """Raise the exception for a status; return if it is ``SL_OK``.
 
     Args:
-        error: the ``sl_error`` that the call has filled.
+        error: the ``sl_error`` filled by the call.
         path: the file of the call.
         subject: a prefix for the core's message; by default the tensor.
         tensor: the tensor of the call.

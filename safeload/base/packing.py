@@ -20,7 +20,7 @@ WORDS = int(lib.SL_LAYOUT_WORDS)
 PLANES = int(lib.SL_LAYOUT_PLANES)
 BLOCKS = int(lib.SL_LAYOUT_BLOCKS)
 MASKED = int(lib.SL_LAYOUT_MASKED)
-# A block type that exists only in packed tensors.
+# A block type only for packed tensors.
 I2_S = int(lib.SL_I2_S)
 
 # Roles of the stored tensors.
@@ -55,7 +55,7 @@ MLX = "mlx"
 # The metadata key in a safetensors file for the quantization of ``config.json`` of its packed tensors.
 CONFIG_KEY = "safeload.quantization"
 
-# Rules that derive a block's scale from the stored scale, each with a single rounding to float32.
+# Rules to derive a block's scale from the stored scale, each with a single rounding to float32.
 STORED = "stored"  # the stored scale
 INVERSE = "inverse"  # 1 / scale
 QUOTIENT = "quotient"  # the stored scale, by which codes are divided
@@ -88,7 +88,7 @@ class Zeros(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The storage of a tensor's codes, and the values that they stand for: (number - zero) * scale + bias."""
+    """The storage of a tensor's codes, and their values: (number - zero) * scale + bias."""
 
     family: str  # name in `safeload.packed.families`
     label: str  # `QuantizedTensor.scheme`, such as "fp8 128x128" or "int4 g32"

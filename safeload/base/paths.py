@@ -14,7 +14,7 @@ PathLike = str | os.PathLike[str]
 _LONGEST_PATH = 65_536
 # PATH_MAX of Linux. Bytes are rarely a path; by mistake they can be the content of a file.
 _LONGEST_BYTES = 4096
-# Errors of paths that do not exist: a signed URL is too long, and "owner/name" may have a file "owner".
+# Errors if a path does not exist: a signed URL is too long, and "owner/name" may have a file "owner".
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 # Windows' ERROR_INVALID_NAME and ERROR_BAD_PATHNAME for a URL: EINVAL in Python, ENOENT in the C core.
 _INVALID = (123, 161)

@@ -1,4 +1,4 @@
-"""The quantization schemes: a row for each scheme that can be written, and a dtype for each that can be read.
+"""The quantization schemes: a row for each writable scheme, and a dtype for each readable scheme.
 
 csrc/kernels/dtype.c describes the block layouts.
 """
@@ -38,10 +38,10 @@ class Scheme(NamedTuple):
         return None if self.fallback is None else SCHEMES[self.fallback].of_rows(length)
 
     def target(self, rounding: str | None) -> int:
-        """Return the number of the dtype that a job quantizes to.
+        """Return the number of a job's target dtype.
 
         Raises:
-            ValueError: an unknown rounding, or a rounding that this scheme does not support.
+            ValueError: an unknown rounding, or a rounding without support in this scheme.
         """
         if rounding is not None and rounding not in ROUNDINGS:
             raise ValueError(f"unknown rounding {show(rounding)}, expected one of {', '.join(ROUNDINGS)}")
@@ -73,7 +73,7 @@ SCHEMES = {
         _blocks("q6_k", fallback="q8_0", ggml=lib.SL_Q6_K),
     )
 }
-# The dtypes of all schemes' stored data, including schemes that can only be read.
+# The dtypes of all schemes' stored data, including read-only schemes.
 _ROWS = {INT8: BY_CODE["I8"], **BLOCK_TYPES}
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
@@ -97,7 +97,7 @@ def parse(scheme: object) -> str:
         scheme: the name in any case.
 
     Raises:
-        ValueError: an unknown scheme, or a scheme that can only be read.
+        ValueError: an unknown scheme, or a read-only scheme.
     """
     name = scheme.lower() if isinstance(scheme, str) else ""
     if name in SCHEMES:

@@ -79,7 +79,7 @@ def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None
 
 
 def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
-    """Return the names that a `Selection` of these patterns includes.
+    """Return the names selected by a `Selection` of these patterns.
 
     Raises:
         TensorNotFoundError, TypeError: see `Selection`.
@@ -143,7 +143,7 @@ def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
 
 
 def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
-    """Return the new name of each tensor; a name that no expression matches stays as it is.
+    """Return the new name of each tensor; a name stays as it is if no expression matches.
 
     Args:
         names: distinct names.
@@ -151,7 +151,7 @@ def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
             pair.
 
     Raises:
-        ValueError: an invalid expression or replacement, a name that becomes empty, or two tensors with the same new
+        ValueError: an invalid expression or replacement, an empty new name, or two tensors with the same new
             name; the message has both old names.
         TypeError: anything other than pairs.
     """

@@ -47,7 +47,7 @@ class TensorInfo(NamedTuple):
         nbytes: size of its elements in the file; for a packed tensor, of all its parts.
         file: path of the file.
         offset: byte in the file at which its data begins.
-        parts: names of the stored tensors that it consists of; its own name unless it is packed.
+        parts: names of its stored tensors; only its own name unless it is packed.
 
     Example:
         >>> import safeload
@@ -171,7 +171,7 @@ class Table:
 
     def sorted_names(self) -> list[str]:
         """Return the names in ascending order of their UTF-8 bytes, which is also the order of their code points."""
-        # The caller gets a new list either way, so a file that is only listed does not keep a second list in memory.
+        # The caller gets a new list either way, so listing a file should not keep a second list in memory.
         names = self._make_names() if self._names is None else list(self._names)
         if not self._columns.names_ascend:
             names.sort()

@@ -20,7 +20,7 @@ _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 <
 
 
 def printable(text: str) -> str:
-    """Escape characters that a terminal would interpret, in text from a file."""
+    """Escape text from a file if a terminal would interpret its characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 

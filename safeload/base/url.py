@@ -28,11 +28,11 @@ _WEB = {"http": 80, "https": 443}
 _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 # May include the interface of a link-local address, with or without an escaped "%".
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%(?:25)?([A-Za-z0-9._~-]{1,32}))?\]")
-# Characters that some readers drop and others treat as delimiters.
+# Characters dropped by some readers, and treated as delimiters by others.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _IN_PATH, _IN_QUERY = "/%:@!$&'()*+,;=~", "/?%:@!$&'()*+,;=~"
-# Endings of a name that fsspec's filesystems cut off.
+# fsspec's filesystems cut these endings off a name.
 _S3, _GS = re.compile(r"\?versionId="), re.compile(r"#[0-9]+$|\?generation=")
 _VERSIONED = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS} | dict.fromkeys(
     ("az", "abfs", "abfss"), re.compile(r"(?i)\?versionid=")
@@ -369,7 +369,7 @@ def _web_path(path: str) -> str:
 
 
 def _escaped(text: str, safe: str) -> str:
-    """Escape characters that a path or a query must not contain; existing escapes stay as they are."""
+    """Escape forbidden characters of a path or a query; existing escapes stay as they are."""
     return _quoted(_LONE_PERCENT.sub("%25", text), safe)
 
 

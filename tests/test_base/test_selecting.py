@@ -104,7 +104,7 @@ def test_an_empty_name_may_be_replaced():
         ([(r"\.\d+\.", ".")], "tensors 'h.0.attn.w' and 'h.1.attn.w' the same name 'h.attn.w'"),
         ([("norm", "")], "leaves tensor 'norm' without a name"),
         ([("(", "x")], r"'\(' is not a valid regular expression"),
-        ([("norm", r"\9")], r"rename: '\\\\9' is not valid"),
+        ([("norm", r"\9")], r"'\\\\9' is not a valid"),
         ([("norm", r"\g<no>")], "is not a valid"),
     ],
 )
