@@ -14,9 +14,8 @@ from .base.packing import Part as StoredPart
 from .base.selecting import Patterns, choose, distinct
 from .base.table import TensorInfo, hidden, missing
 from .base.text import plural, show
-from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, load_tensors
+from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, Views, load_tensors
 from .engine.read.tensors import FileTensor, Tensors
-from .engine.read.views import Views
 from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError

@@ -17,7 +17,7 @@ from ..base.selecting import Patterns
 from ..base.table import similar
 from ..base.text import show
 from ..checkpoint import Checkpoint, chosen, with_aliases
-from ..engine.read.delivery import check_given, refuse_own_files
+from ..engine.read.delivery import check_fits, refuse_own_files
 from ..engine.read.load import check_backend, check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
 from ..engine.run.progress import Progress, reporter
@@ -610,7 +610,7 @@ def load_merged(
         check_out_names(out, all_names, "load")
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
-            check_given(name, dtypes.array_dtype(row.number), shapes[name], out)
+            check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
             merged[name] = out[name]
         plain_out = {name: array for name, array in out.items() if name not in rows}
     plain = [name for name in all_names if name not in rows]

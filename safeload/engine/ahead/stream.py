@@ -16,7 +16,7 @@ from ...stores.stop import Stopped
 from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..codes.pieces import Meter
 from ..read.buffer_pool import Recycler
-from ..read.delivery import check_given, deliver, stored_in_parts
+from ..read.delivery import check_fits, deliver, stored_in_parts
 from ..read.load import check_out_names, parse_target
 from ..read.plan import Entry, entries_of, in_file_order
 from ..read.tensors import FileTensor, Tensors
@@ -197,7 +197,7 @@ class _Unit:
                 self._given[entry.name] = self._reader.out(entry.name)
             except StopIteration as error:  # of a `next` there: it would end the stream as if it were complete
                 raise RuntimeError(f"out: the function raised StopIteration for tensor {show(entry.name)}") from error
-            check_given(entry.name, entry.dtype, entry.shape, self._given)
+            check_fits(entry.name, entry.dtype, entry.shape, self._given)
         except Exception as error:
             self._failed.append(error)
 
@@ -289,4 +289,4 @@ def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
     """Refuses arrays of ``out`` that are missing, do not fit, or are of no tensor that is read."""
     check_out_names(out, (entry.name for entry in entries), "stream")
     for entry in entries:
-        check_given(entry.name, entry.dtype, entry.shape, out)
+        check_fits(entry.name, entry.dtype, entry.shape, out)

@@ -1,1 +1,1 @@
-"""Codes and scales of quantized tensors, and the jobs that restore their values."""
+"""Codes and scales of quantized tensors, and the jobs to restore their values."""

@@ -1,4 +1,4 @@
-"""The numbers that codes of fewer than 8 bits stand for."""
+"""Tables of the values of codes with fewer than 8 bits."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from ...base.arrays import Array
 
 
 def _e2m1() -> list[float]:
-    """Values of E2M1, of the OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3."""
+    """Return the values of E2M1; source: OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3."""
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     return positive + [-value for value in positive]
 
 
 def _e2m3() -> list[float]:
-    """Values of E2M3, of the same specification, section 5.3.2."""
+    """Return the values of E2M3; source: the specification of E2M1, section 5.3.2."""
     positive = [m / 8 for m in range(8)] + [2.0**e * (1 + m / 8) for e in range(3) for m in range(8)]
     return positive + [-value for value in positive]
 
 
 def _e3m2() -> list[float]:
-    """Values of E3M2, of the same section."""
+    """Return the values of E3M2; source: the section of E2M3."""
     positive = [m / 16 for m in range(4)] + [2.0**e * (1 + m / 4) for e in range(-2, 5) for m in range(4)]
     return positive + [-value for value in positive]
 
 
 def _mxint4() -> list[float]:
-    """Values of auto-round's MXINT4: a sign and a magnitude of quarters."""
+    """Return the values of auto-round's MXINT4: a sign and a magnitude in quarters."""
     positive = [k / 4 for k in range(8)]
     return positive + [-value for value in positive]
 
 
 @cache
 def table_of(numbers: str, bits: int) -> Array:
-    """The numbers of all codes: floats, quarters, "unsigned" codes, or with an "offset" of half of their range.
+    """Return the values of all codes: floats, quarters, or integers.
 
-    "signed" codes are two's complements.
-
-    "ternary" codes are -1, 0 and 1.
+    Integers are "unsigned", "signed" (two's complement), have an "offset" of half of their range, or are "ternary"
+    (-1, 0 and 1).
     """
     tables: Mapping[str, Callable[[], list[float]]] = {
         "e2m1": _e2m1,

@@ -1,4 +1,4 @@
-"""Ranges of the first axis of packed tensors, in memory and in files."""
+"""Slice packed tensors along the first axis, in memory and in files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..run.slice import check_index
 from . import masked, restore, zero_points
 from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
 
-# Parts that all indices of the first axis share, or that are divided otherwise.
+# Parts that are shared by the first axis, or divided separately.
 _OF_ALL = frozenset(
     (
         packing.GROUPS, packing.FACTORS, packing.SHAPE, packing.TABLE, packing.STATE, packing.NESTED,
@@ -28,15 +28,7 @@ _OF_ALL = frozenset(
 
 
 def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:
-    """A range of the first axis of a packed tensor in memory.
-
-    Args:
-        packed: what its codes mean.
-        parts: its parts by role.
-        rows: start and stop.
-
-    Returns:
-        The packing of the range, and its parts, which are views where they can be.
+    """Slice a packed tensor in memory along the first axis, and return its packing and parts, as views if possible.
 
     Raises:
         ValueError: the range is not whole blocks, or its values are not stored together.
@@ -45,70 +37,84 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
         return _rows_of_flat(packed, parts, rows)
     count = rows.stop - rows.start
     grid = packed.grid
-    several = len(packed.shape) > 2
+    stacked = len(packed.shape) > 2
     shared = _rows_in_word(packed.zeros)
     apart = rows_apart(packed) and len(packed.shape) == 2 and shared > 0
-    several_globals = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
-    if not several and (not apart or several_globals):
+    global_per_rows = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
+    if not stacked and (not apart or global_per_rows):
         raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
-    block = row_unit(packed)
-    unit = 1 if several else block * shared
+    unit = 1 if stacked else row_unit(packed) * shared
     if packing.ZERO in parts and packed.zeros is not None and by_columns(packed):
         unit = 32 // math.gcd(packed.zeros.bits, 32)  # whole words
     scales = 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
     _check_unit(packed, rows, unit)
     if packing.NESTED in parts:
         _check_unit(packed, rows, packed.nested_block // math.gcd(packed.nested_block, scales))
-    taken = dict(parts)
-    if packing.SHAPE in taken:
-        taken[packing.SHAPE] = _with_length(taken[packing.SHAPE], packed.shape, count)
-    if packing.STATE in taken:
-        taken[packing.STATE] = _with_state(taken[packing.STATE], (count, *packed.shape[1:]))
-    if packing.NESTED in taken:
-        taken[packing.NESTED] = _nested_of(packed, parts, rows.start * scales, rows.stop * scales)
-    if several:
-        each = packed.matrices // max(1, packed.shape[0])  # in an index of the first axis
+    own = dict(parts)
+    if packing.SHAPE in own:
+        own[packing.SHAPE] = _with_length(own[packing.SHAPE], packed.shape, count)
+    if packing.STATE in own:
+        own[packing.STATE] = _with_state(own[packing.STATE], (count, *packed.shape[1:]))
+    if packing.NESTED in own:
+        own[packing.NESTED] = _nested_of(packed, parts, rows.start * scales, rows.stop * scales)
+    if stacked:
+        matrices = packed.matrices // max(1, packed.shape[0])  # per index of the first axis
         for role, array in parts.items():
             if role == packing.CODES or _is_apart(packed, role, array):
-                taken[role] = _along(array, rows, packed.shape[0])
-        return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * each), taken
+                own[role] = _along(array, rows, packed.shape[0])
+        return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * matrices), own
     if by_columns(packed):
-        for role in (packing.CODES, packing.SCALE, packing.ZERO):
-            if role in parts:
-                taken[role] = _columns_of(parts[role], rows, packed.columns)
-        assert grid is not None
-        grid = grid._replace(columns=count)
-        zeros = packed.zeros
-        if zeros is not None:  # all of the tensor say what the codes of a few mean
-            zeros = _settled(packed, zeros, parts[packing.ZERO])
-        changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
-        return changed._replace(shape=(count, packed.rows)), taken
+        return _rows_by_columns(packed, parts, rows, own)
+    return _rows_of_matrix(packed, parts, rows, own)
+
+
+def _rows_by_columns(
+    packed: Packing, parts: Mapping[str, Array], rows: slice, own: dict[str, Array]
+) -> tuple[Packing, dict[str, Array]]:
+    """`rows_of` for a matrix with codes in columns; ``own`` is extended."""
+    count = rows.stop - rows.start
+    for role in (packing.CODES, packing.SCALE, packing.ZERO):
+        if role in parts:
+            own[role] = _columns_of(parts[role], rows, packed.columns)
+    assert packed.grid is not None
+    grid, zeros = packed.grid._replace(columns=count), packed.zeros
+    if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
+        zeros = _settled(packed, zeros, parts[packing.ZERO])
+    changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
+    return changed._replace(shape=(count, packed.rows)), own
+
+
+def _rows_of_matrix(
+    packed: Packing, parts: Mapping[str, Array], rows: slice, own: dict[str, Array]
+) -> tuple[Packing, dict[str, Array]]:
+    """`rows_of` for a matrix with codes in rows; ``own`` is extended."""
+    count, grid, block = rows.stop - rows.start, packed.grid, row_unit(packed)
     if packed.layout == packing.MASKED:
-        taken.update(masked.rows_of(packed, parts, rows))
+        own.update(masked.rows_of(packed, parts, rows))
     else:
-        taken[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
+        own[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
     if grid is not None and grid.rows > 1:
         whole_blocks = slice(rows.start // block, -(-rows.stop // block))
         for role in (packing.SCALE, packing.ZERO, packing.BIAS):
             if role in parts:
-                own = shared if role == packing.ZERO else 1
-                words = slice(whole_blocks.start // own, -(-whole_blocks.stop // own))
-                taken[role] = _along(parts[role], words, -(-grid.rows // own))
+                shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
+                words = slice(whole_blocks.start // shared, -(-whole_blocks.stop // shared))
+                own[role] = _along(parts[role], words, -(-grid.rows // shared))
         grid = grid._replace(rows=whole_blocks.stop - whole_blocks.start)
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
-    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), taken
+    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), own
 
 
 def _rows_in_word(zeros: Zeros | None) -> int:
-    """Rows of the grid that share a word of zero points; 0 where words share a zero point."""
+    """Return the number of grid rows in a word of zero points; 0 if zero points straddle words."""
     if zeros is None or zeros.layout != packing.COLUMNS:
         return 1
     return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
 
 
 def _rows_of_flat(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:
-    """`rows_of` where blocks are those of the flat tensor."""
+    """`rows_of` for a flat tensor with blocks across rows."""
     grid, inner = packed.grid, math.prod(packed.shape[1:])
     assert grid is not None
     block = grid.column_block
@@ -121,20 +127,20 @@ def _rows_of_flat(packed: Packing, parts: Mapping[str, Array], rows: slice) -> t
     begin, end = begin // 2, codes.nbytes if end == packed.columns > begin else end // 2
     if begin % codes.itemsize or end % codes.itemsize:
         codes = jobs.native_order(codes).view(np.uint8)
-    taken = {
+    own = {
         **parts,
         packing.CODES: codes[begin // codes.itemsize : end // codes.itemsize],
         packing.SCALE: parts[packing.SCALE].reshape(-1)[first:last],
         packing.STATE: _with_state(parts[packing.STATE], shape),
     }
     if packing.NESTED in parts:
-        taken[packing.NESTED] = _nested_of(packed, parts, first, last)
+        own[packing.NESTED] = _nested_of(packed, parts, first, last)
     grid = grid._replace(columns=last - first)
-    return packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid), taken
+    return packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid), own
 
 
 def _nested_of(packed: Packing, parts: Mapping[str, Array], first: int, last: int) -> Array:
-    """The scales of some scales."""
+    """Return the second-level scales of scales [first, last)."""
     block = packed.nested_block
     nested: Array = parts[packing.NESTED].reshape(-1)[first // block : -(-last // block)]
     return nested
@@ -149,7 +155,7 @@ def _check_unit(packed: Packing, rows: slice, unit: int) -> None:
 
 
 def _with_length(stored: Array, shape: tuple[int, ...], length: int) -> Array:
-    """The stored shape, with another length of the first axis."""
+    """Return a stored shape with another length of the first axis."""
     changed: Array = stored.copy()
     if len(stored) == len(shape):
         changed[0] = length
@@ -157,7 +163,7 @@ def _with_length(stored: Array, shape: tuple[int, ...], length: int) -> Array:
 
 
 def _with_state(stored: Array, shape: tuple[int, ...]) -> Array:
-    """The JSON of bitsandbytes, with another shape."""
+    """Return the JSON of bitsandbytes with another shape."""
     import json  # as in stores/json_file
 
     state = json.loads(stored.tobytes())
@@ -165,17 +171,17 @@ def _with_state(stored: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _is_apart(packed: Packing, role: str, array: Array) -> bool:
-    """Whether each index of the first axis has elements of a part of its own."""
+    """Return True if a part has separate elements for each index of the first axis."""
     shared = packed.grid is not None and packed.grid.shared
     return not (role in _OF_ALL or shared or array.size == 1)
 
 
 def _along(array: Array, rows: slice, length: int) -> Array:
-    """A range of the first axis of a part, which has this length, or is divided into as many."""
+    """Return a range of the first axis of a part, which is divided into ``length`` rows if necessary."""
     if array.shape[:1] != (length,):
         array = array.reshape(length, array.size // max(1, length))
-    taken: Array = array[rows]
-    return taken
+    view: Array = array[rows]
+    return view
 
 
 def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
@@ -185,14 +191,14 @@ def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
 
 
 def _columns_of(array: Array, columns: slice, length: int) -> Array:
-    """A range of the last axis of a part, which has this length, or holds as many codes in words."""
+    """Return a range of the last axis of a part with ``length`` columns, or words for this many codes."""
     width, length = array.shape[-1], max(1, length)
-    taken: Array = array[:, columns.start * width // length : -(-columns.stop * width // length)]
-    return taken
+    view: Array = array[:, columns.start * width // length : -(-columns.stop * width // length)]
+    return view
 
 
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
-    """Elements of a packed tensor of a file, dequantized: only the rows that an index selects along the first axis.
+    """Return elements of a packed tensor of a file, dequantizing only the selected rows of the first axis.
 
     Raises:
         IndexError: not a basic index of the tensor.
@@ -203,9 +209,9 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
     rows = selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]
-    each = part.rows * part.columns_of(packed.packing)
+    elements = part.rows * part.columns_of(packed.packing)
     before = values_before(packed.packing, part)
-    flat = private_array((part.matrices * each,), dtype)
+    flat = private_array((part.matrices * elements,), dtype)
     if flat.size:
         batch = jobs.Batch()
         memory = batch.into(flat) - row.nbytes(before)
@@ -222,20 +228,20 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
 
 
 def part_of(rows: Array, index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> Array:
-    """What an index selects, as an array of its own.
+    """Return the selected elements as a separate array.
 
     Args:
-        rows: a range of the first axis that holds it.
+        rows: the selected range of the first axis.
         index: a basic index of the whole tensor.
         shape: of the whole tensor.
-        first: where the range begins.
+        first: first index of the range.
     """
     view: Array = rows[_inside(index, shape, first)]
     return view if view.size == rows.size and view.flags.c_contiguous else view.copy()
 
 
 def _inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple[Any, ...]:
-    """An index in the rows from the first that was read; it has an ellipsis, so that the result is always an array."""
+    """Translate an index to rows from ``first`` on; an ellipsis makes the result an array even for a single element."""
     if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)
     item = index[0]
@@ -243,35 +249,35 @@ def _inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple
         return index
     if not isinstance(item, slice):
         return operator.index(item) % shape[0] - first, *index[1:]
-    chosen = range(*item.indices(shape[0]))
-    if not chosen:
+    positions = range(*item.indices(shape[0]))
+    if not positions:
         return slice(0, 0), *index[1:]
-    stop = chosen[-1] - first + (1 if chosen.step > 0 else -1)
-    return slice(chosen[0] - first, None if stop < 0 else stop, chosen.step), *index[1:]
+    stop = positions[-1] - first + (1 if positions.step > 0 else -1)
+    return slice(positions[0] - first, None if stop < 0 else stop, positions.step), *index[1:]
 
 
 def selected(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-    """First and last selected index of the first axis, as start and stop."""
+    """Return the selected range of the first axis as start and stop."""
     item = index[0] if index else Ellipsis
     if item is Ellipsis or item is None or not shape:
         return 0, shape[0] if shape else 1
     if isinstance(item, slice):
-        chosen = range(*item.indices(shape[0]))
-        return (min(chosen), max(chosen) + 1) if len(chosen) else (0, 0)
+        positions = range(*item.indices(shape[0]))
+        return (min(positions), max(positions) + 1) if len(positions) else (0, 0)
     position = operator.index(item) % shape[0]
     return position, position + 1
 
 
 def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
-    """The smallest range that can be dequantized alone and holds these indices of the first axis."""
+    """Return the smallest range with these rows that can be dequantized alone."""
     start, stop = rows
     if packed.flat:
         block, inner = (1 if packed.grid is None else packed.grid.column_block), math.prod(packed.shape[1:])
         begin = start * inner // block * block
         return Range(0, 1, 0, 1, begin, min(packed.columns, -(-stop * inner // block) * block) - begin)
     if len(packed.shape) > 2:
-        each = packed.matrices // max(1, packed.shape[0])
-        return Range(start * each, (stop - start) * each, 0, packed.rows)
+        matrices = packed.matrices // max(1, packed.shape[0])
+        return Range(start * matrices, (stop - start) * matrices, 0, packed.rows)
     if len(packed.shape) == 2 and rows_apart(packed):
         block = row_unit(packed)
         begin = start // block * block

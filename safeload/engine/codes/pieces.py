@@ -1,4 +1,4 @@
-"""Reads bytes of tensors in pieces: on several threads, in bounded memory, never through a mapping."""
+"""Read bytes of tensors in pieces: on several threads, in bounded memory, without mappings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..run.threads import thread_count
 from ..run.weight_file import WeightFile
 from .source import Source
 
-# Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
+# Bytes that each thread reads at a time: enough to amortize a read, and little compared with the memory of any machine.
 PIECE = 4 << 20
 
 Item = TypeVar("Item")
@@ -29,38 +29,30 @@ Result = TypeVar("Result")
 def in_order(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int | None, nbytes: int
 ) -> Iterator[Result]:
-    """Results of a function that releases the GIL, called on several threads, in the order of its arguments.
+    """Return the results of a function that releases the GIL, in the order of its arguments.
 
-    Only a few calls run ahead of the consumer, and none outlives this generator: what they read from a network is
-    broken off.
+    A few calls run ahead of the consumer. Closing the iterator stops all calls and aborts their requests.
 
     Args:
-        function: called in any thread.
-        items: its arguments.
-        threads: None: chosen automatically from ``nbytes``.
-        nbytes: bytes that all calls together read.
+        threads: the requested number, or None to choose by ``nbytes``.
+        nbytes: bytes that all calls read in total.
     """
     return thread_group.in_order(function, items, thread_count(nbytes, threads))
 
 
 class Meter:
-    """Counts bytes for a progress report; any thread may add to it.
-
-    Args:
-        progress: a callable that gets (bytes_done, bytes_total), True for a bar, or None.
-        total: bytes in all.
-    """
+    """Count bytes for a progress report. Any thread may use it."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        # The bar ends when all bytes are done, or with the meter if that never happens.
+        # The bar ends with the last byte, or with the meter.
         self._bar = None if callable(progress) or not progress else bar("safeload", leave=True)
         self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
         self._total = total
         self._done = 0
-        self._lock = RLock()  # a report may close what this belongs to
+        self._lock = RLock()  # a report may close the owner of this meter
 
     def add(self, nbytes: int) -> None:
-        """Adds to the number of bytes done."""
+        """Add to the number of bytes done."""
         with self._lock:
             if self._report is not None:
                 self._done += nbytes
@@ -69,7 +61,7 @@ class Meter:
                     self._end()
 
     def close(self) -> None:
-        """Ends the bar, whether or not all bytes are done."""
+        """End the bar, even if bytes are missing."""
         with self._lock:
             self._end()
 
@@ -80,7 +72,7 @@ class Meter:
 
 
 def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
-    """The bytes [begin, end) of a file, in pieces; each is overwritten by the next.
+    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before.
 
     Raises:
         FormatError: the file ends too early.
@@ -95,7 +87,7 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
 
 
 def source_pieces(source: Source) -> Iterator[memoryview]:
-    """The bytes of a tensor, in pieces; each is overwritten by the next.
+    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before.
 
     Raises:
         FormatError, OSError: see `file_pieces`.
@@ -107,7 +99,7 @@ def source_pieces(source: Source) -> Iterator[memoryview]:
 
 
 def memory_of(source: Source) -> Array:
-    """The bytes of a source that is in memory."""
+    """Return the bytes of a source in memory."""
     array: Array = np.asarray(source.owner)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 

@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: a tensor in int8, in blocks of ggml or as a published checkpoint packs it, as stored."""
+"""`QuantizedTensor`: a tensor in int8, in ggml blocks or packed by a published checkpoint, as stored."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from . import packed_rows, restore
 
 _F32 = dtypes.BY_CODE["F32"]
 
-# Keys of `QuantizedTensor.parts` that have no names in a file.
+# Keys of `QuantizedTensor.parts` without a name in a file.
 _UNNAMED = {CODES: "data"}
 
 
 class QuantizedTensor:
-    """A tensor in int8 with scales, in blocks of ggml, or packed as published checkpoints store it.
+    """A tensor in int8 with scales, in ggml blocks, or packed by a published checkpoint.
 
-    Two tensors are equal if their schemes, shapes, axes and all bytes are. The constructor copies nothing: data and
-    scale are the arrays that it was given. Packed tensors ("fp8 128x128", "int4 g32", "nvfp4") come from
-    `safeload.open`: ``data`` holds their codes, ``parts`` all of their stored tensors.
+    Two tensors are equal if their schemes, shapes, axes and all bytes are equal. The constructor keeps ``data`` and
+    ``scale`` without copying the arrays. Packed tensors ("fp8 128x128", "int4 g32", "nvfp4") come from `safeload.open`:
+    ``data`` holds their codes, ``parts`` all of their stored tensors.
 
     ``numpy.asarray`` dequantizes to float32; ``tensor[2:5]`` is a range of the first axis.
 
     Args:
         scheme: "int8" or the lower-case name of a ggml type: "q4_0", "q8_0", "q6_k", ...
         shape: logical shape, outermost axis first.
-        data: int8 of the tensor's shape; or uint8 whose last axis counts bytes of blocks: [..., K / 32 * 18] for q4_0.
+        data: int8 of the tensor's shape; or uint8 bytes of blocks along the last axis: [..., K / 32 * 18] for q4_0.
         scale: float32 factors that dequantize int8: of shape [] or, with ``axis``, [shape[axis]]; None for blocks.
-        axis: axis of per-axis scales, one for each index along it; None for one scale of the whole tensor.
+        axis: axis of per-axis scales; None for a single scale.
 
     Attributes:
         nbytes: bytes of data and scale, or of all parts.
         ndim: number of axes.
         size: number of elements.
-        parts: arrays by the names that they have in the file, or "data" and "scale"; must not be modified.
+        parts: arrays by their names in the file, or "data" and "scale"; must not be modified.
 
     Raises:
         ValueError: an unknown scheme, or arrays that do not fit the shape.
-        TypeError: data or scale is not a numpy array.
+        TypeError: data or scale is not a NumPy array.
 
-    The blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+    The block formats are defined in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
     Example:
         >>> import numpy as np
@@ -80,27 +80,22 @@ class QuantizedTensor:
         self._packing: Packing | None = None
         self._names: Mapping[str, str] = {}
         self._roles: Mapping[str, Array] = {}
-        wanted = storage_of(scheme, self.shape, axis)
-        _check(f"{scheme} data", data, wanted[0])
-        if wanted[1] is None:
+        data_storage, scale_storage = storage_of(scheme, self.shape, axis)
+        _check(f"{scheme} data", data, data_storage)
+        if scale_storage is None:
             if scale is not None:
                 raise ValueError(f"{scheme} has its scales in its blocks: scale must be None")
         else:
-            _check(f"{scheme} scale", scale, wanted[1])
+            _check(f"{scheme} scale", scale, scale_storage)
 
     @classmethod
     def of_parts(cls, packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:
-        """A packed tensor. Internal.
+        """Make a packed tensor of arrays by role, without copying. Internal.
 
         :meta private:
 
         Args:
-            packing: what its codes mean.
-            names: names of its parts by role, and its own under `NAME`.
-            arrays: the parts by role.
-
-        Returns:
-            The tensor, made of the arrays themselves.
+            names: names of the parts by role, and of the tensor under `NAME`.
         """
         tensor = cls.__new__(cls)
         tensor.scheme, tensor.shape, tensor.data = packing.label, packing.shape, arrays[CODES]
@@ -110,7 +105,7 @@ class QuantizedTensor:
 
     @property
     def packing(self) -> Packing | None:
-        """What the codes of a packed tensor mean; None for int8 and blocks. Internal.
+        """Layout and meaning of the codes of a packed tensor; None for int8 and blocks. Internal.
 
         :meta private:
         """
@@ -155,28 +150,28 @@ class QuantizedTensor:
         return sum(array.nbytes for array in self.parts.values())
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None, threads: int | None = None) -> Array:
-        """The values: int8 times its scale; for blocks the same values as ggml's reference implementation.
+        """Return the values: int8 times scale, or the exact values of ggml's reference implementation for blocks.
 
-        Packed tensors get the values of the library that wrote them, computed in float32.
+        Packed tensors are dequantized in float32, like the library that wrote them.
 
         Args:
             dtype: a floating dtype that float32 converts to.
             out: C-contiguous array of that dtype and of the tensor's shape to fill; it may overlap the tensor's own
-                memory. None for a new one.
-            threads: None: chosen automatically.
+                memory. None for a new array.
+            threads: number of threads; None to choose automatically.
 
         Returns:
             An array of ``shape``; ``out`` if given.
 
         Raises:
-            UnsupportedError: there is no kernel for this scheme, or no conversion to this dtype.
+            UnsupportedError: this scheme cannot be dequantized, or not to this dtype.
             FormatError: a scale of a packed tensor is not finite.
             ValueError: ``out`` does not fit.
         """
         target = dtypes.parse(dtype)
         row = row_of(self.scheme) if self._packing is None and self.scheme != INT8 else _F32
         if not target.floating or target.packed or not row.converts_to(target):
-            raise UnsupportedError(f"there is no kernel that dequantizes {self.scheme} to {target.name}")
+            raise UnsupportedError(f"cannot dequantize {self.scheme} to {target.name}")
         check_threads(threads)
         result = target_array(self.shape, dtypes.element_dtype(target.number), out)
         if result.size == 0:
@@ -185,13 +180,13 @@ class QuantizedTensor:
             np.copyto(result, self.dequantize(dtype, threads=threads))
             return result
         batch = jobs.Batch()
-        found = self.restoring()
-        if found is None:
+        restoring = self.restoring()
+        if restoring is None:
             data = np.ascontiguousarray(self.data)
             place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
             batch.add(Job(*place, lib.SL_OP_CONVERT))
         else:
-            packed, owner = found
+            packed, owner = restoring
             name = self._names.get(CODES, "")
             for job in restore.restore_jobs(packed, batch.into(result), target.number, name, owner=owner):
                 batch.add(job)
@@ -199,7 +194,7 @@ class QuantizedTensor:
         return result
 
     def restoring(self) -> tuple[Packed, Any] | None:
-        """Its codes as a source of jobs, and what keeps their memory alive; None for blocks. Internal.
+        """Return the codes as a source of jobs, and the owner of their memory; None for blocks. Internal.
 
         :meta private:
         """
@@ -212,15 +207,15 @@ class QuantizedTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError("a quantized tensor becomes an array only by dequantizing it, which makes a copy")
+            raise ValueError("a quantized tensor cannot become an array without a copy: dequantizing makes one")
         values = self.dequantize()
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __getitem__(self, rows: slice) -> QuantizedTensor:
-        """A range of the first axis, which must be rows of whole blocks.
+        """Return a range of the first axis, which must be rows of whole blocks.
 
         Raises:
-            TypeError: anything but a slice.
+            TypeError: the index is not a slice.
             ValueError: a slice with a step, or rows that are not whole blocks.
         """
         if not isinstance(rows, slice):
@@ -228,18 +223,18 @@ class QuantizedTensor:
         start, stop, step = rows.indices(self.shape[0] if self.shape else 0)
         if step != 1 or not self.shape:
             raise ValueError("a quantized tensor has slices of step 1 along its first axis only")
-        taken = slice(start, max(start, stop))
+        rows = slice(start, max(start, stop))
         if self._packing is None:
             if self.scheme != INT8 and len(self.shape) == 1:
                 raise ValueError(
                     f"{self.scheme} of one axis has its blocks along it: dequantize it and slice the values"
                 )
-            return self._rows(taken)
-        packing, arrays = packed_rows.rows_of(self._packing, self._roles, taken)
+            return self._rows(rows)
+        packing, arrays = packed_rows.rows_of(self._packing, self._roles, rows)
         return QuantizedTensor.of_parts(packing, self._names, arrays)
 
     def _rows(self, rows: slice) -> QuantizedTensor:
-        """A range of the first axis; the whole tensor if it is 1-D and in blocks."""
+        """Return a range of the first axis; the whole tensor if it is 1-D and in blocks."""
         data, scale = self.data[rows], self.scale
         if self.scheme != INT8 and len(self.shape) == 1:
             return self
@@ -268,7 +263,7 @@ class QuantizedTensor:
 
 
 def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
-    """Elements of a quantized tensor: only the rows that an index selects along the first axis are dequantized.
+    """Return elements of a quantized tensor, dequantizing only the selected rows of the first axis.
 
     Raises:
         IndexError: not a basic index of the tensor.
@@ -296,7 +291,7 @@ def _bytes(array: Array) -> Array:
 def storage_of(
     scheme: str, shape: tuple[int, ...], axis: int | None
 ) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], tuple[np.dtype[Any], tuple[int, ...]] | None]:
-    """Dtype and shape of a quantized tensor's data and of its scale (None for blocks).
+    """Return dtype and shape of a quantized tensor's data, and of its scale (None for blocks).
 
     Raises:
         ValueError: an unknown scheme, an axis out of range, or rows that do not fill whole blocks.
@@ -310,21 +305,21 @@ def storage_of(
     if axis is not None:
         raise ValueError(f"{scheme} has a scale for each block: axis is for {INT8}")
     if not shape or shape[-1] % row.block:
-        found = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "is that of a scalar"
-        raise ValueError(f"{scheme} stores blocks of {row.block} elements, but shape {list(shape)} {found}")
+        reason = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "is that of a scalar"
+        raise ValueError(f"{scheme} stores blocks of {row.block} elements, but shape {list(shape)} {reason}")
     return (np.dtype(np.uint8), (*shape[:-1], row.nbytes(shape[-1]))), None
 
 
 def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None) -> Channels:
-    """The channels of a tensor of this shape: one, or one for each index along an axis."""
+    """Return the channels of a tensor of this shape: a channel for each index along the axis, or a single channel."""
     if axis is None:
         return Channels(1, 1, factors)
     return Channels(max(1, shape[axis]), max(1, math.prod(shape[axis + 1 :])), factors)
 
 
-def _check(what: str, array: Any, wanted: tuple[np.dtype[Any], tuple[int, ...]]) -> None:
-    refuse_masked(array, what)
+def _check(label: str, array: Any, storage: tuple[np.dtype[Any], tuple[int, ...]]) -> None:
+    refuse_masked(array, label)
     if not isinstance(array, np.ndarray):
-        raise TypeError(f"{what} must be a numpy array, not {type(array).__name__}")
-    if (array.dtype, array.shape) != wanted:
-        raise ValueError(f"{what} is {array.dtype} {list(array.shape)}, but it must be {wanted[0]} {list(wanted[1])}")
+        raise TypeError(f"{label} must be a NumPy array, got {type(array).__name__}")
+    if (array.dtype, array.shape) != storage:
+        raise ValueError(f"{label} must be {storage[0]} {list(storage[1])}, got {array.dtype} {list(array.shape)}")

@@ -1,6 +1,6 @@
-"""Dequantizes packed tensors: reads and checks their scales, and describes their codes to the C core.
+"""Dequantize packed tensors: read and check their scales, and describe their codes to the C core.
 
-The arithmetic is that of the libraries that write these checkpoints, in float32: each step is rounded once.
+The float32 arithmetic follows the libraries that write the checkpoints: each step is rounded once.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from .code_tables import table_of
 
 _F32 = dtypes.BY_CODE["F32"]
 
-# The code of ternary planes that no writer stores.
+# The unused code of ternary planes.
 _NOT_TERNARY = 3
 
 
 class CodeReader:
-    """The codes of a range, prepared when the job runs: its scales are read, checked and combined only then.
+    """The codes of a range. Its scales are read, checked and combined when the job runs.
 
     Args:
-        packed: what the codes mean, and where the parts are.
-        part: the range.
         name: of the tensor, for errors.
-        stored: where the parts are stored, for errors; None for where they are read.
+        stored: the stored parts, for errors, if ``packed`` has parts in memory.
     """
 
     def __init__(self, packed: Packed, part: Range, name: str, stored: Mapping[str, Part] | None = None) -> None:
@@ -48,7 +46,6 @@ class CodeReader:
 
     @property
     def cost(self) -> int:
-        """About the bytes that `prepare` allocates."""
         grid = self._packed.grid
         places = (mask_bytes(self._packed) + 8) * self._part.rows if self._packed.layout == packing.MASKED else 0
         kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS, packing.NESTED))
@@ -57,13 +54,12 @@ class CodeReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes of the range."""
         packed, part = self._packed, self._part
         if packed.layout == packing.MASKED:
             codes = self._parts[packing.CODES]
             return codes.end - codes.begin
         rows = part.matrices * stored_rows(packed, part.rows)
-        if by_columns(packed):  # from the first word of the columns to their last
+        if by_columns(packed):  # from the first word of the columns to the last
             return max(0, rows - 1) * packed.row_bytes + min(rows, 1) * bytes_before(packed, part.columns_of(packed))
         return rows * self._row_bytes
 
@@ -73,18 +69,16 @@ class CodeReader:
         return bytes_before(packed, self._part.columns_of(packed)) if packed.flat else packed.row_bytes
 
     def _grid_columns(self, grid: Grid) -> int:
-        """Columns of the grid of the range."""
+        """Return the number of columns of the range's grid."""
         packed = self._packed
         divided = packed.flat or by_columns(packed)
         return -(-self._part.columns_of(packed) // grid.column_block) if divided else grid.columns
 
     def stored(self) -> dict[str, tuple[Any, int, int]]:
-        """By role the file and the bytes of the parts that `prepare` reads."""
         parts = {role: part for role, part in self._parts.items() if role != packing.CODES}
         return {role: (part.file, part.begin, part.end) for role, part in parts.items()}
 
     def moved(self, addresses: Mapping[str, int]) -> CodeReader:
-        """The same range, where parts of these roles are in memory."""
         parts = dict(self._parts)
         for role, address in addresses.items():
             part = parts[role]
@@ -92,10 +86,10 @@ class CodeReader:
         return CodeReader(Packed(self._packed, parts), self._part, self._name, self._stored)
 
     def prepare(self) -> dict[str, Any]:
-        """The fields of an ``sl_packed``.
+        """Return the fields of an ``sl_packed``.
 
         Raises:
-            FormatError: a scale is not finite, or a group does not exist; a file ends too early.
+            FormatError: a scale is not finite, a group does not exist, or a file ends too early.
             OSError: a file cannot be read.
         """
         packed, part = self._packed, self._part
@@ -186,7 +180,7 @@ class CodeReader:
             fields["groups"] = self._groups(grid)
 
     def _elements(self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
-        """Elements of a part as float32 [matrices, rows, columns]: whole rows of the grid are read at once."""
+        """Return elements of a part as float32 [matrices, rows, columns]; whole rows of the grid are read at once."""
         first, count = matrices
         rows, columns = at
         height, width = rows.stop - rows.start, columns.stop - columns.start
@@ -194,13 +188,13 @@ class CodeReader:
         begin = (first * grid.rows + rows.start) * grid.columns
         if width == grid.columns or count * height == 1:
             return read(begin + columns.start, count * height * width).reshape(count, height, width)
-        found = np.empty((count, height, width), np.float32)
+        elements = np.empty((count, height, width), np.float32)
         for k in range(count * height):
-            found.reshape(-1, width)[k] = read(begin + k * grid.columns + columns.start, width)
-        return found
+            elements.reshape(-1, width)[k] = read(begin + k * grid.columns + columns.start, width)
+        return elements
 
     def _floats(self, role: str, begin: int, count: int) -> Array:
-        """Elements of a part as float32."""
+        """Return elements of a part as float32."""
         part = self._parts[role]
         row, size = part.row, math.prod(part.shape)
         if role == packing.SCALE and self._packed.scale_dtype is not None:
@@ -210,7 +204,7 @@ class CodeReader:
         return array if row is _F32 else astype(array, np.float32, threads=1)
 
     def _scales(self, begin: int, count: int) -> Array:
-        """The scales of elements [begin, begin + count) of the grid."""
+        """Return the scales of elements [begin, begin + count) of the grid."""
         packed = self._packed
         rule = packed.scale_rule
         if rule == packing.NESTED_RULE:
@@ -218,25 +212,25 @@ class CodeReader:
         scales = self._floats(packing.SCALE, begin, count)
         if rule in (packing.STORED, packing.QUOTIENT):
             return scales
-        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
+        with np.errstate(all="ignore"):  # `_finite` refuses bad results
             if rule == packing.INVERSE:
                 return np.reciprocal(scales)
             size = math.prod(self._parts[packing.GLOBAL].shape)
             shared = self._finite(packing.GLOBAL, self._floats(packing.GLOBAL, 0, size))
             if rule == packing.MLX_GLOBAL:
                 shared = shared / np.float32(2688)
-            if size > 1:  # one for each expert, or for equal parts of its rows
+            if size > 1:  # a scale per expert, or per equal part of its rows
                 assert packed.grid is not None
                 rows, columns = packed.grid.rows, packed.grid.columns
-                each = rows * packed.matrices // size * columns
-                shared = shared[np.arange(begin, begin + count) // each]
+                elements = rows * packed.matrices // size * columns
+                shared = shared[np.arange(begin, begin + count) // elements]
             combine = np.divide if rule == packing.DIVIDED else np.multiply
-            # In place: pages of a second array would cost more than the arithmetic. float32 may be the caller's own.
+            # In place, because new pages cost more than the arithmetic; but float32 scales may belong to the caller.
             combined: Array = combine(scales, shared, out=None if self._parts[packing.SCALE].row is _F32 else scales)
             return combined
 
     def _nested(self, begin: int, count: int) -> Array:
-        """The same where scales are codes of 8 bits, of which a block has a scale, and all have an offset."""
+        """Return double-quantized scales (bitsandbytes): 8-bit codes, a scale per block, and an offset."""
         packed, block = self._packed, self._packed.nested_block
         first, last = begin // block, -(-(begin + count) // block)
         table = self._finite(packing.NESTED_TABLE, self._floats(packing.NESTED_TABLE, 0, 256))
@@ -244,14 +238,14 @@ class CodeReader:
         codes = read_part(self._parts[packing.SCALE], begin, count).view(np.uint8)
         blocks = np.zeros((last - first, block), np.float32)
         scales: Array = blocks.reshape(-1)[begin - first * block :][:count]
-        np.take(table, codes, out=scales, mode="clip")  # codes are in range; without "clip" numpy makes a copy
-        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
+        np.take(table, codes, out=scales, mode="clip")  # codes are in range; without "clip" NumPy makes a copy
+        with np.errstate(all="ignore"):  # `_finite` refuses bad results
             blocks *= shared[:, None]
             scales += np.float32(packed.nested_offset)
         return scales
 
     def _finite(self, role: str, values: Array, begin: tuple[int, int, int] | None = None) -> Array:
-        """Refuses values that would make weights NaN or infinite. ``begin``: where a range of the grid begins."""
+        """Refuse values that would make weights NaN or infinite. ``begin`` is the first element of a grid range."""
         good = np.isfinite(values)
         if role == packing.SCALE and self._packed.scale_rule == packing.QUOTIENT:
             good &= values != 0
@@ -269,7 +263,7 @@ class CodeReader:
     def _add_packed_zeros(
         self, fields: dict[str, Any], grid: Grid, zeros: Zeros, matrices: tuple[int, int], at: tuple[slice, slice]
     ) -> None:
-        """Zero points as a grid; a single one is subtracted from the table."""
+        """Add zero points as a grid; a single zero point is subtracted from the table instead."""
         part, table = self._parts[packing.ZERO], fields["table"]
 
         def read(begin: int, size: int) -> Array:
@@ -280,12 +274,12 @@ class CodeReader:
         if only is not None:
             fields["table"] = table - zero_points.numbers_of(zeros, np.array(only, np.uint32), table)
             return
-        fields["zeros"] = np.ascontiguousarray(zero_points.read_numbers(zeros, grid, read, matrices, at, table))
+        fields["zeros"] = np.ascontiguousarray(zero_points.read_numbers(zeros, grid, read, matrices, at, table=table))
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
         down = by_columns(self._packed)
-        if (groups == -1).all() and not down:  # allotted by the writer, and not used
+        if (groups == -1).all() and not down:  # allocated by the writer, and not used
             return None
         block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
         bad = np.flatnonzero((groups < 0) | (groups >= count))
@@ -302,54 +296,52 @@ class CodeReader:
 def restore_jobs(
     packed: Packed, memory: int, target: int, name: str, *, owner: Any = None, ranges: Iterable[Range] | None = None
 ) -> Iterator[Job]:
-    """Jobs that dequantize a tensor into memory.
+    """Yield the jobs that dequantize a tensor into memory.
 
     Args:
-        packed: what its codes mean, and where they and its other parts are.
         memory: address of the values.
-        target: number of their dtype.
-        name: of the tensor.
+        target: dtype number of the values.
         owner: keeps the memory of the parts alive; None for a file.
-        ranges: what to dequantize; None for all.
+        ranges: to dequantize; None for the whole tensor.
 
     Raises:
-        FormatError, OSError: rows of values in a mask cannot be found; only parts of them are looked for.
+        FormatError, OSError: the row offsets of a sparse range cannot be read.
     """
-    means, codes = packed.packing, packed.parts[packing.CODES]
+    spec, codes = packed.packing, packed.parts[packing.CODES]
     row = dtypes.of_number(target)
-    for part in ranges_of(means) if ranges is None else ranges:
-        begin = (part.first * stored_rows(means, means.rows) + stored_rows(means, part.row)) * means.row_bytes
-        begin += bytes_before(means, part.column)
+    for part in ranges_of(spec) if ranges is None else ranges:
+        begin = (part.first * stored_rows(spec, spec.rows) + stored_rows(spec, part.row)) * spec.row_bytes
+        begin += bytes_before(spec, part.column)
         parts = packed.parts
-        if means.layout == packing.MASKED:
+        if spec.layout == packing.MASKED:
             parts = masked.parts_of(packed, part, name, read_part)
             begin = parts[packing.CODES].begin - codes.begin
         yield Job(
             codes.file,
             codes.begin + begin,
-            memory + row.nbytes(values_before(means, part)),
-            part.matrices * part.rows * part.columns_of(means) * 4,
+            memory + row.nbytes(values_before(spec, part)),
+            part.matrices * part.rows * part.columns_of(spec) * 4,
             _F32.number,
             target,
             lib.SL_OP_RESTORE,
-            origin=Origin(name, means.shape, owner),
-            packed=CodeReader(Packed(means, parts), part, name),
+            origin=Origin(name, spec.shape, owner),
+            packed=CodeReader(Packed(spec, parts), part, name),
         )
 
 
 def restore_job(packed: Packed, op: int, memory: int, name: str, *, owner: Any = None) -> Job:
-    """A job for an operation on all values of a tensor, which must be `in_order`."""
+    """Return a job for an operation on all values of a tensor, which must be `in_order`."""
     (job,) = restore_jobs(packed, memory, _F32.number, name, owner=owner, ranges=(whole(packed.packing),))
     return job._replace(op=op)
 
 
 def in_order(packed: Packing) -> bool:
-    """Whether codes are stored in the order of the values."""
+    """Return True if codes are stored in the order of the values."""
     return not packed.transpose and packed.layout != packing.COLUMNS
 
 
 def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:
-    """A packed tensor whose parts are arrays, and what keeps their memory alive."""
+    """Return a packed tensor with parts in memory, and the owner of the memory."""
     stored = {role: np.ascontiguousarray(jobs.native_order(array)) for role, array in arrays.items()}
     parts = {}
     for role, array in stored.items():
@@ -360,11 +352,10 @@ def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any
 
 
 def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
-    """Bytes of a part in the byte order of files: of a file in private memory, of an array in place.
+    """Return bytes of a part in the byte order of files: a copy from a file, or a view of an array.
 
     Args:
-        part: the part.
-        begin: the first byte.
+        begin: first byte in the part.
         size: number of bytes; None for all.
     """
     first = part.begin + begin
@@ -377,7 +368,7 @@ def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
 
 
 def read_array(part: Part) -> Array:
-    """A part of a file as an array of its own dtype, in private memory; meant for small ones."""
+    """Return a part of a file as an array of its own dtype, in private memory; meant for small parts."""
     number = part.row.number
     shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
     spec = ArraySpec(dtypes.array_dtype(number), shape, part.begin, part.end, number, number)

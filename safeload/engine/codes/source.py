@@ -1,4 +1,4 @@
-"""Tensors in arrays or in files as sources of jobs."""
+"""Sources of jobs: tensors in arrays or in files."""
 
 from __future__ import annotations
 
@@ -25,52 +25,43 @@ _F32 = dtypes.BY_CODE["F32"]
 class Source(NamedTuple):
     """Location of a tensor's values, in C order and little-endian: in memory or in a file.
 
-    It holds no descriptor: a list of sources may have more files than a process may have descriptors.
-
-    Attributes:
-        name: for messages; "" for a single array.
-        shape: logical shape.
-        row: row of the dtype table.
-        offset: in the file, or the address in memory.
-        file: None for memory.
-        owner: keeps memory or file alive.
-        packed: codes that the values are restored from: ``row`` is then F32, and ``offset`` means nothing.
+    It holds no descriptor, because a list of sources may have more files than a process may have descriptors.
     """
 
-    name: str
-    shape: tuple[int, ...]
+    name: str  # for messages; "" for a single array
+    shape: tuple[int, ...]  # logical shape
     row: dtypes.Dtype
-    offset: int
-    file: WeightFile | None
-    owner: Any  # keeps memory alive
-    packed: Packed | None = None
+    offset: int  # in the file, or the address in memory
+    file: WeightFile | None  # None for memory
+    owner: Any  # keeps memory or file alive
+    packed: Packed | None = None  # codes to restore: `row` is then F32, and `offset` has no meaning
 
     @property
     def size(self) -> int:
-        """Size of the tensor in bytes."""
+        """Bytes of the tensor."""
         return self.row.nbytes(math.prod(self.shape))
 
     def job(self, memory: int, target: int, *, grid: JobGrid | None = None) -> Job:
-        """The job that copies it to an address, converted to the dtype numbered ``target``."""
+        """Return the job that copies the tensor to an address, converted to dtype number ``target``."""
         op = moving(self.row.number, target, grid)
         return self._job(op, memory, target)._replace(grid=grid)
 
     def jobs(self, memory: int, target: int) -> Iterator[Job]:
-        """The jobs that copy it to an address, converted to the dtype numbered ``target``; several for packed codes."""
+        """Yield the jobs that copy the tensor to an address; packed codes may need more than a single job."""
         if self.packed is None:
             yield self.job(memory, target)
         else:
             yield from restore.restore_jobs(self.packed, memory, target, self.name, owner=self.owner)
 
     def work(self, op: int, memory: int, *, channels: Channels | None = None) -> Job:
-        """A job for an operation on its values that takes no target dtype; see `in_order` for packed codes."""
+        """Return a job for an operation without target dtype; packed codes must be `in_order`."""
         if self.packed is not None:
             return restore.restore_job(self.packed, op, memory, self.name, owner=self.owner)._replace(channels=channels)
         return self._job(op, memory, self.row.number)._replace(channels=channels)
 
     @property
     def in_order(self) -> bool:
-        """Whether its bytes or codes are in the order of its values, so that jobs can work on them."""
+        """True if bytes or codes are in the order of the values, so that any job can use the source."""
         return self.packed is None or restore.in_order(self.packed.packing)
 
     def _job(self, op: int, memory: int, target: int) -> Job:
@@ -79,7 +70,7 @@ class Source(NamedTuple):
 
 
 def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
-    """A tensor's bytes in place in its file; None unless they are in C order and little-endian."""
+    """Return a tensor in its file as a source; None unless it is in C order and little-endian."""
     layout = file.layout(index)
     if layout.strides is not None or layout.big_endian:
         return None
@@ -87,12 +78,12 @@ def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | Non
 
 
 def of_packed(name: str, packed: Packed, owner: Any) -> Source:
-    """A packed tensor as a source of its values; ``owner`` keeps the memory of its parts alive."""
+    """Return a packed tensor as a source of its values; ``owner`` keeps the memory of the parts alive."""
     return Source(name, packed.packing.shape, _F32, 0, packed.parts[CODES].file, owner, packed)
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:
-    """An array of real numbers as a source: unchanged if the core reads its dtype, else as float32.
+    """Return an array of real numbers as a source: unchanged if the core reads its dtype, else as float32.
 
     Raises:
         TypeError: the array does not hold real numbers.
@@ -107,20 +98,20 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
 
 
 def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) -> Source:
-    """An array as a source; copied if it is not C-contiguous or not in the machine's byte order."""
+    """Return an array as a source, copied if it is not C-contiguous or not in the machine's byte order."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not array.flags.c_contiguous:
         array = astype(array, array.dtype, threads=threads)
-    little = jobs.native_order(array)  # the core takes the byte order of files
+    little = jobs.native_order(array)  # the core expects the byte order of files
     return Source(name, array.shape, row, address(little), None, little)
 
 
 def of_array(name: str, value: Any) -> Source:
-    """An array of any dtype of weight files as a source.
+    """Return an array of any dtype of weight files as a source.
 
     Raises:
-        TypeError: the array has another dtype.
+        TypeError: weight files do not have the dtype.
     """
     array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
@@ -130,5 +121,5 @@ def of_array(name: str, value: Any) -> Source:
 
 
 def address(array: Array) -> int:
-    """Address of a contiguous array's first element, 0 for an empty array."""
+    """Return the address of a contiguous array's first element; 0 for an empty array."""
     return address_of(array) if array.size else 0

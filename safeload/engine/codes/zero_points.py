@@ -1,4 +1,4 @@
-"""Zero points that are packed as the codes are: from stored words to the numbers that they stand for."""
+"""Unpack zero points that are packed like codes, and look up their values."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import numpy as np
 from ...base.arrays import Array
 from ...base.packing import COLUMNS, WORDS, Grid, Zeros
 
-# Nibble of a word that holds each of its eight codes, in the order of AWQ's kernels.
+# Nibbles of the eight codes of a word, in the order of AWQ's kernels.
 _PERMUTED = (0, 4, 1, 5, 2, 6, 3, 7)
 
-# Reads bytes of the stored zero points: the first, and their number.
+# Reads bytes of the stored zero points: first byte, and number of bytes.
 Read = Callable[[int, int], Array]
 
 
 def read_codes(zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
-    """The codes of some elements of the grid, as uint32 [matrices, rows, columns].
+    """Return codes of the grid as uint32 [matrices, rows, columns].
 
     Args:
-        zeros: how they are stored.
-        grid: of the scales.
-        read: reads stored bytes.
-        matrices: the first matrix, and their number.
+        matrices: first matrix, and number of matrices.
         at: rows and columns of the grid.
     """
     rows, columns = at
@@ -35,12 +32,12 @@ def read_codes(zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], 
 
 
 def words_for(zeros: Zeros, count: int) -> int:
-    """32-bit words that hold this many codes."""
+    """Return the number of 32-bit words for this many codes."""
     return -(-count // zeros.word_codes) if zeros.word_codes else -(-count * zeros.bits // 32)
 
 
 def _along(zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], rows: slice) -> Array:
-    """The words of rows of the grid, where codes run along them."""
+    """Return the words of rows of the grid, if codes run along the rows."""
     first, count = matrices
     width = words_for(zeros, grid.columns)
     whole = count > 1
@@ -51,7 +48,7 @@ def _along(zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], rows
 
 
 def _down(zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], rows: slice) -> tuple[int, Array]:
-    """The first word that rows of the grid need, and those words with columns first, where codes run down the rows."""
+    """Return the first word and the words, columns first, of rows of the grid, if codes run down the rows."""
     first, count = matrices
     stored = words_for(zeros, grid.rows)
     low, high = 0, stored
@@ -66,19 +63,19 @@ def _word_of(zeros: Zeros, index: int) -> int:
     return index // zeros.word_codes if zeros.word_codes else index * zeros.bits // 32
 
 
-def _unpacked(words: Array, zeros: Zeros, wanted: slice, low: int = 0) -> Array:
-    """Codes of a range of the last axis, of which ``words`` has the words from ``low`` on."""
+def _unpacked(words: Array, zeros: Zeros, span: slice, low: int = 0) -> Array:
+    """Return the codes in a span of the last axis; ``words`` begins with word ``low``."""
     bits = zeros.bits
     per_word = zeros.word_codes or (0 if 32 % bits else 32 // bits)
     mask = np.uint32((1 << bits) - 1)
     if per_word:
         order = np.array(_PERMUTED if zeros.layout == WORDS or zeros.permuted else range(per_word), np.uint32)
-        begin = wanted.start // per_word
-        some = words[..., begin - low : -(-wanted.stop // per_word) - low]
-        codes = (some[..., None] >> order * np.uint32(bits) & mask).reshape(*some.shape[:-1], some.shape[-1] * per_word)
-        chosen: Array = codes[..., wanted.start - begin * per_word : wanted.stop - begin * per_word]
-        return chosen
-    index = np.arange(wanted.start, wanted.stop)
+        begin = span.start // per_word
+        own = words[..., begin - low : -(-span.stop // per_word) - low]
+        codes = (own[..., None] >> order * np.uint32(bits) & mask).reshape(*own.shape[:-1], own.shape[-1] * per_word)
+        unpacked: Array = codes[..., span.start - begin * per_word : span.stop - begin * per_word]
+        return unpacked
+    index = np.arange(span.start, span.stop)
     word, shift = index * bits // 32, index * bits % 32
     codes = words[..., word - low] >> shift.astype(np.uint32)
     straddling = np.flatnonzero(shift + bits > 32)
@@ -90,7 +87,7 @@ def _unpacked(words: Array, zeros: Zeros, wanted: slice, low: int = 0) -> Array:
 
 
 def only_code(zeros: Zeros, grid: Grid, read: Read, matrices: int) -> int | None:
-    """The code of all elements of a grid along whose rows codes run, as in symmetric weights; None if they differ."""
+    """Return the only code of a grid with codes along its rows, as in symmetric weights; None if codes differ."""
     if not matrices * grid.rows * grid.columns or zeros.layout == COLUMNS:
         return None
     words = _along(zeros, grid, read, (0, matrices), slice(0, grid.rows)).reshape(-1, words_for(zeros, grid.columns))
@@ -98,12 +95,12 @@ def only_code(zeros: Zeros, grid: Grid, read: Read, matrices: int) -> int | None
         if (words != words[0, 0]).any():
             return None
         words = words[:1, :1]
-        wanted = slice(0, 32 // zeros.bits)
+        span = slice(0, 32 // zeros.bits)
     else:
-        wanted = slice(0, grid.columns)
+        span = slice(0, grid.columns)
     first = None
-    for row in words:  # one at a time: all of them would take eight times their memory
-        codes = _unpacked(row, zeros, wanted)
+    for row in words:  # row by row: all codes would take eight times the memory of the words
+        codes = _unpacked(row, zeros, span)
         first = codes[0] if first is None else first
         if (codes != first).any():
             return None
@@ -111,49 +108,46 @@ def only_code(zeros: Zeros, grid: Grid, read: Read, matrices: int) -> int | None
 
 
 def added_by(zeros: Zeros, only: int | None) -> int | None:
-    """What the only code of a tensor says is added to all: 0 or 1; None if it is not that of symmetric weights."""
+    """Return the number that writers add to codes, 0 or 1, given the only code; None if weights are not symmetric."""
     middle = 1 << zeros.bits - 1
     return middle - only if only in (middle - 1, middle) else None
 
 
 def settled(zeros: Zeros, only: int | None) -> Zeros:
-    """The description of zero points with what their only code says of them; see `Zeros.symmetric`."""
+    """Return zero points with ``added`` resolved by their only code; see `Zeros.symmetric`."""
     added = added_by(zeros, only) if zeros.symmetric else None
     return zeros._replace(symmetric=False, added=zeros.added if added is None else added)
 
 
 def read_numbers(
-    zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], at: tuple[slice, slice], table: Array
+    zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], at: tuple[slice, slice], *, table: Array
 ) -> Array:
-    """The numbers that some elements of the grid stand for, as float32 [matrices, rows, columns].
+    """Return values of the grid as float32 [matrices, rows, columns].
 
     Args:
-        zeros: how they are stored.
-        grid: of the scales.
-        read: reads stored bytes.
-        matrices: the first matrix, and their number.
+        matrices: first matrix, and number of matrices.
         at: rows and columns of the grid.
-        table: the number of each code.
+        table: the value of each code.
     """
     numbers = numbers_of(zeros, np.arange(1 << zeros.bits, dtype=np.uint32), table)
     per_word = 32 // zeros.bits
     if zeros.layout == COLUMNS or 8 % zeros.bits or zeros.word_codes not in (0, per_word):
         return np.take(numbers, read_codes(zeros, grid, read, matrices, at), mode="clip")
-    # Whole bytes: unpacking codes one by one would take as long as to restore the weights.
+    # Look up whole bytes: unpacking single codes would take as long as restoring the weights.
     rows, columns = at
     begin, per_byte = columns.start // per_word, 8 // zeros.bits
     words = _along(zeros, grid, read, matrices, rows)[..., begin : -(-columns.stop // per_word)]
     of_byte = np.arange(256)[:, None] >> np.arange(per_byte) * zeros.bits & (1 << zeros.bits) - 1
     lanes = np.dtype((np.void, 4 * per_byte))
-    found = np.take(numbers[of_byte].view(lanes)[:, 0], np.ascontiguousarray(words).view(np.uint8)).view(np.float32)
-    if zeros.layout == WORDS:  # as _PERMUTED says
-        found = found.reshape(-1, 2, 4).swapaxes(1, 2).reshape(found.shape)
+    values = np.take(numbers[of_byte].view(lanes)[:, 0], np.ascontiguousarray(words).view(np.uint8)).view(np.float32)
+    if zeros.layout == WORDS:  # see _PERMUTED
+        values = values.reshape(-1, 2, 4).swapaxes(1, 2).reshape(values.shape)
     skipped = columns.start - begin * per_word
-    chosen: Array = found[..., skipped : skipped + columns.stop - columns.start]
-    return chosen
+    own: Array = values[..., skipped : skipped + columns.stop - columns.start]
+    return own
 
 
 def numbers_of(zeros: Zeros, codes: Array, table: Array) -> Array:
-    """The numbers that codes stand for. What is added to them wraps within their bits."""
+    """Return the values of codes. The addition of ``added`` wraps within the bits of a code."""
     numbers: Array = table[codes + np.uint32(zeros.added) & np.uint32((1 << zeros.bits) - 1)]
     return numbers

@@ -1,9 +1,9 @@
-"""Delivers tensors of open files as arrays: views of mapped files, and one batch of jobs that reads all the others."""
+"""Deliver tensors of open files as arrays: views of mapped files, and a batch that reads all other tensors."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from .tensors import Tensors
 if TYPE_CHECKING:
     from .buffer_pool import Recycler
 
-# What a tensor becomes.
+# The value of a loaded tensor.
 Value = Array | QuantizedTensor
 
 
@@ -43,51 +43,30 @@ def deliver(
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Return arrays (or quantized tensors) by name, in any order, and False if the system refused the way asked for.
+    """Return arrays (or quantized tensors) by name, in any order, and False if a view or direct read was refused.
 
-    A file whose mapping is refused, or reading past the page cache, is read through it instead.
+    Refused files are read through the page cache.
 
     Args:
-        tensors: each name once.
-        target: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
-        view: whether to return views of mapped files where possible.
-        direct: whether to read past the page cache where possible.
-        mappings: mappings to use; new ones are added. None for new mappings.
-        out: arrays to fill, by name; all of them are checked before the first byte is written.
-        memory: of new arrays that are read, see `Reads`.
-        threads: for reading.
-        progress: for reading; if everything is mapped, which takes no time, only the end is reported.
-
-    Raises:
-        ValueError, TypeError: an array of ``out`` does not fit.
-        UnsupportedError: an unsupported conversion.
-        FormatError: a file ends too early, with path and offset.
-        OSError: a file cannot be read.
+        tensors: with distinct names.
+        target: dtype for floating and quantized tensors; None to convert nothing.
+        view: True to return views of mapped files if possible.
+        direct: True to read past the page cache if possible.
+        mappings: mappings to use and to extend; None for new mappings.
+        out: arrays to fill, by name; all are checked before the first byte is written.
+        memory: for new arrays, see `Reads`.
+        progress: if all tensors are views, only the end is reported.
     """
     if len(tensors) == 1 and target is None and out is None and progress is None:
-        array = _one(tensors, view, mappings, threads)
+        array = _single(tensors, view, mappings, threads)
         if array is not None:
             return {tensors.names[0]: array}, True
     tensors, packed = tensors.without_packed()
     plans = [decide(own, target, view) for own in tensors.by_file()]
     if out is not None:
-        for plan in plans:
-            _check_out(plan, out)
-        _check_out_packed(packed, target, out)
-        parts = (part.file for tensor in packed.values() for part in tensor.parts.values())
-        refuse_own_files(out, [*(plan.file for plan in plans), *parts])
-    delivered: dict[str, Any] = {}
-    allowed, reading, to_read = True, False, []
-    for plan in plans:
-        if VIEW in plan.ways:
-            buffer = _mapping(plan.file, mappings)
-            if buffer is not None:
-                delivered = _joined(delivered, _views(plan, buffer))
-            else:
-                allowed = False
-                plan = decide(plan.tensors, target, False)
-        if plan.ways.count(VIEW) < len(plan.ways):
-            to_read.append(plan)
+        _check_out(plans, packed, target, out)
+    delivered, to_read, allowed = _map(plans, target, mappings)
+    reading = False
     if to_read or packed:
         reads = Reads(out, memory, direct=direct)
         for plan in to_read:
@@ -114,8 +93,27 @@ def deliver(
     return delivered, allowed
 
 
+def _map(
+    plans: Iterable[ReadPlan], target: dtypes.Dtype | None, mappings: dict[WeightFile, Any] | None
+) -> tuple[dict[str, Any], list[ReadPlan], bool]:
+    """Return the views of all plans by name, the plans with tensors to read, and False if a mapping was refused."""
+    views: dict[str, Any] = {}
+    to_read, allowed = [], True
+    for plan in plans:
+        if VIEW in plan.ways:
+            buffer = _mapping(plan.file, mappings)
+            if buffer is not None:
+                views = _joined(views, _views(plan, buffer))
+            else:
+                allowed = False
+                plan = decide(plan.tensors, target, False)
+        if plan.ways.count(VIEW) < len(plan.ways):
+            to_read.append(plan)
+    return views, to_read, allowed
+
+
 def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
-    """A packed tensor as it is stored: views of mapped files, or arrays that ``reads`` fills."""
+    """Return a packed tensor unchanged: views of mapped files, or arrays that ``reads`` fills."""
     arrays = {}
     for role, part in packed.parts.items():
         dtype = dtypes.array_dtype(part.row.number)
@@ -131,15 +129,15 @@ def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile
 
 
 def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The union of two dicts. It reuses one of them, to save a copy of all entries: neither may be used afterwards."""
+    """Return the union of two dicts, reusing either dict to save a copy: neither may be used afterwards."""
     if not arrays:
         return more
     arrays.update(more)
     return arrays
 
 
-def _one(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
-    """A single contiguous tensor, without the cost of columns; None if it needs the full plan."""
+def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
+    """Return a single contiguous tensor without the cost of columns; None if it needs a plan."""
     _, file, index = tensors[0]
     if file.table.shaped or file.table.quantized:
         return None
@@ -148,7 +146,7 @@ def _one(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, t
         return None
     size = spec.end - spec.begin
     if not view:
-        # This takes one thread; `thread_count` is called to refuse an invalid SAFELOAD_NUM_THREADS here too.
+        # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
         return jobs.read_small(file, spec) if size < HUGE_FROM and thread_count(size, threads) else None
     if foreign_order(False) and spec.dtype.itemsize > 1:
         return None
@@ -157,7 +155,7 @@ def _one(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, t
 
 
 def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
-    """The file's mapping; None if its store has none, or the system refuses it."""
+    """Return the mapping of a file; None if its store has none, or the system refuses it."""
     buffer = None if mappings is None else mappings.get(file)
     if buffer is None:
         buffer = mapping_of(file.store)
@@ -167,7 +165,7 @@ def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
 
 
 def _views(plan: ReadPlan, buffer: Any) -> dict[str, Array]:
-    """The tensors that are views of the mapped file, by name."""
+    """Return the views of a mapped file by name."""
     which = plan.of_way(VIEW)
     if plan.file.table.shaped:
         specs = [(plan.names[k], plan.spec(k)) for k in which]
@@ -182,7 +180,7 @@ def _views(plan: ReadPlan, buffer: Any) -> dict[str, Array]:
 
 
 def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
-    """Replaces the raw data of quantized tensors that are not converted by `QuantizedTensor` objects."""
+    """Wrap the raw data of quantized tensors in `QuantizedTensor` if they are not converted."""
     table = plan.file.table
     for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
         row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scale(index)
@@ -195,25 +193,26 @@ def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
             delivered[name] = QuantizedTensor(INT8, plan.shapes[k], delivered[name], factors, scale.axis)
 
 
-def _check_out(plan: ReadPlan, out: Mapping[str, Array]) -> None:
-    """Refuses arrays of ``out`` that are missing or do not fit."""
-    for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
-        check_given(name, plan.dtype(k), shape, out)
-
-
-def _check_out_packed(packed: Mapping[str, Packed], target: dtypes.Dtype | None, out: Mapping[str, Array]) -> None:
-    """The same for packed tensors, which are several arrays unless they are dequantized."""
+def _check_out(
+    plans: Sequence[ReadPlan], packed: Mapping[str, Packed], target: dtypes.Dtype | None, out: Mapping[str, Array]
+) -> None:
+    """Refuse arrays of ``out`` that are missing, do not fit, or map a file to be read."""
+    for plan in plans:
+        for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
+            check_fits(name, plan.dtype(k), shape, out)
     for name, tensor in packed.items():
         if target is None:
             raise stored_in_parts(name, tensor)
-        check_given(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
+        check_fits(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
+    parts = (part.file for tensor in packed.values() for part in tensor.parts.values())
+    refuse_own_files(out, [*(plan.file for plan in plans), *parts])
 
 
 def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> None:
-    """Refuse arrays that map a file to be read: filling one would change tensors that are still to be read.
+    """Refuse arrays that map a file to be read: filling such an array would change tensors before they are read.
 
     Raises:
-        ValueError: which array, and which file.
+        ValueError: names the array and the file.
     """
     mapped = {name: path for name, array in out.items() if (path := _mapped_path(array)) is not None}
     if not mapped:
@@ -222,11 +221,13 @@ def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> N
     for name, path in mapped.items():
         place = _identity(path)
         if place is not None and place in places:
-            raise ValueError(f"out: {show(name)} maps {show(places[place])}, which is read; pass an array in memory")
+            raise ValueError(
+                f"out: {show(name)} maps {show(places[place])}, which is being read; pass an array in memory"
+            )
 
 
 def _mapped_path(array: Any) -> str | None:
-    """The file that an array of `numpy.memmap` writes to; None for other arrays."""
+    """Return the file that a `numpy.memmap` array writes to; None for arrays in memory."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
             return None if array.mode == "c" or array.filename is None else os.fspath(array.filename)
@@ -235,7 +236,7 @@ def _mapped_path(array: Any) -> str | None:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """What tells a file from others; None if it does not exist."""
+    """Return device and inode of a file; None if it does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -244,15 +245,15 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def stored_in_parts(name: str, packed: Packed) -> ValueError:
-    """The error for an array to fill with a packed tensor that is not dequantized."""
+    """Return the error for an array of ``out`` if its packed tensor is not dequantized."""
     return ValueError(f"out: tensor {show(name)} is stored as {packed.packing.label}: pass dtype= to dequantize it")
 
 
-def check_given(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
-    """Refuses an array of ``out`` that is missing or does not fit.
+def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
+    """Check that ``out`` has an array for a tensor, and that the array fits.
 
     Raises:
-        ValueError, TypeError: which it is, and why.
+        ValueError, TypeError: names the tensor and the reason.
     """
     array = out.get(name)
     if array is None:

@@ -1,9 +1,9 @@
-"""Loads tensors of open files as a dict of arrays: views where the bytes allow it, read and converted otherwise."""
+"""Load tensors of open files as a dict of arrays: views if possible, read and converted otherwise."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, eq
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
@@ -19,22 +19,22 @@ from ..run.memory import HUGE_FROM
 from ..run.progress import Progress
 from ..run.threads import check_threads
 from ..run.weight_file import WeightFile
-from .delivery import deliver
+from .delivery import Value, deliver
 from .in_memory import views_of
-from .tensors import Tensors
+from .tensors import FileTensor, Tensors
 
 Backend = Literal["mmap", "pread", "direct"]
 _BACKENDS: tuple[str, ...] = get_args(Backend)
 
 _F64 = dtypes.BY_CODE["F64"]
-# The dtypes that loading converts to, in the order of messages.
+# Target dtypes of loading, in the order of messages.
 _TARGETS = tuple(row for row in reversed(dtypes.TABLE) if _F64.converts_to(row))
 
-# Tensors of `safe_open` below this size, and slices, are read, with any backend: a view would save less than the
-# mapping costs, and one call of the system is less than a batch of jobs.
+# `safe_open` reads smaller tensors and slices with any backend: a view would save less than the mapping costs, and a
+# system call costs less than a batch of jobs.
 VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
 
-# What `parse_target` takes as a dtype.
+# Dtypes for `parse_target`.
 DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
 
 
@@ -74,18 +74,18 @@ class LoadStats(NamedTuple):
 
 
 def check_backend(backend: object) -> None:
-    """Refuses backends other than those of `Backend`."""
+    """Check a backend."""
     if backend not in _BACKENDS:
-        expected = ", ".join(f'"{one}"' for one in _BACKENDS)
+        expected = ", ".join(f'"{name}"' for name in _BACKENDS)
         raise SafeloadError(f"backend {show(backend)} is invalid (expected one of: {expected})")
 
 
 def parse_target(dtype: Any) -> dtypes.Dtype | None:
-    """The dtype that floating tensors are converted to while loading; None to convert nothing.
+    """Return the target dtype of a load; None to convert nothing.
 
     Raises:
         TypeError: an unknown dtype.
-        UnsupportedError: a dtype that loading cannot convert to.
+        UnsupportedError: loading cannot convert to the dtype.
     """
     if dtype is None:
         return None
@@ -96,7 +96,7 @@ def parse_target(dtype: Any) -> dtypes.Dtype | None:
 
 
 def targets() -> list[str]:
-    """Names of the dtypes that `parse_target` takes."""
+    """Return the dtype names that `parse_target` accepts."""
     return [row.name for row in _TARGETS]
 
 
@@ -113,16 +113,15 @@ def load_tensors(
     """Load tensors as arrays (or quantized tensors) by name, in their order.
 
     Args:
-        tensors: each name once.
-        backend: "mmap" for views into one mapping per file, "pread" for private memory, "direct" for private memory
-            that is read past the page cache. Tensors that cannot be views (converted, not aligned in the file, or the
-            system refuses the mapping) are read. Tensors that share bytes share memory with every backend, unless they
-            are converted.
-        dtype: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
-        out: arrays to fill, by name; all of them are checked before the first byte is written.
-        threads: for reading.
-        progress: for reading; if everything is mapped, which takes no time, only the end is reported.
-        mappings: mappings to use; new ones are added. None for new mappings.
+        tensors: with distinct names.
+        backend: "mmap" for views into a mapping per file, "pread" for private memory, "direct" for private memory that
+            is read past the page cache. Tensors that cannot be views (converted, not aligned in the file, or the system
+            refuses the mapping) are read. Tensors that share bytes share memory with every backend, unless they are
+            converted.
+        dtype: for floating and quantized tensors; None to convert nothing.
+        out: arrays to fill, by name; all are checked before the first byte is written.
+        progress: if all tensors are views, only the end is reported.
+        mappings: mappings to use and to extend; None for new mappings.
 
     Raises:
         ValueError, TypeError: invalid arguments, including an array of ``out`` that does not fit.
@@ -148,7 +147,7 @@ def load_tensors(
         threads=threads,
         progress=progress,
     )
-    if not all(map(eq, arrays, names)):  # delivered views first, then tensors that were read, file by file
+    if not all(map(eq, arrays, names)):  # views come first, then the tensors that were read, file by file
         arrays = {name: arrays[name] for name in names}
     nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
     if tensors.remote:
@@ -159,11 +158,7 @@ def load_tensors(
 
 
 def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
-    """All tensors of a file, by name in the order of their bytes; not converted.
-
-    Args:
-        file: of which no tensor is a `QuantizedTensor`.
-        backend: see `load_tensors`.
+    """Return all tensors of a file without quantized tensors, by name in the order of their bytes.
 
     Raises:
         UnsupportedError, FormatError, OSError: see `load_tensors`.
@@ -177,19 +172,52 @@ def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
     return arrays
 
 
-def check_out_names(out: Mapping[str, Array], names: Iterable[str], what: str) -> None:
-    """Refuses arrays to fill for anything but the tensors named.
+def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: str) -> None:
+    """Check that ``out`` has arrays only for these tensors.
 
     Args:
-        out: arrays by name.
-        names: of the tensors.
-        what: what reads them, for the message.
+        operation: for the message, such as "load".
 
     Raises:
         TypeError: ``out`` is not a mapping.
-        ValueError: it has another name.
+        ValueError: ``out`` has an array for another name.
     """
     check_mapping(out, "out")
     unknown = sorted(set(out) - set(names), key=str)
     if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {what}")
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {operation}")
+
+
+class Views:
+    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[WeightFile, Any] = {}
+        self._arrays: dict[str, Value] = {}
+        self._groups: dict[str, dict[str, Value]] = {}  # tensors that share bytes, by the name of the first
+
+    def find(self, name: str) -> Value | None:
+        """Return the array of an earlier access, or None."""
+        return self._arrays.get(name)
+
+    def make(self, name: str, aliases: Sequence[FileTensor]) -> Value:
+        """Create the array of a tensor.
+
+        Args:
+            aliases: the tensor, and all tensors that share bytes with it.
+
+        Raises:
+            FormatError, OSError: a file cannot be read.
+        """
+        loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
+        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
+            loaded = self._groups.setdefault(aliases[0][0], loaded)
+            self._arrays.update(loaded)
+        array: Value = self._arrays.setdefault(name, loaded[name])
+        return array
+
+    def clear(self) -> None:
+        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
+        self._arrays.clear()
+        self._groups.clear()
+        self._mappings.clear()
