@@ -10,8 +10,7 @@ from builders.quantized import FIXTURES, FOLDER, each_kind
 
 import safeload
 from safeload.checkpoint import tensors_of
-from safeload.engine.ahead.chunks import chunks_of
-from safeload.engine.ahead.staging import staged
+from safeload.engine.ahead.staging import chunks_of, staged
 from safeload.engine.read.load import parse_target
 from safeload.engine.read.plan import entries_of
 from safeload.engine.run.memory import ALIGNMENT, aligned_bytes

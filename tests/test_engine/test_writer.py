@@ -351,7 +351,9 @@ def test_on_windows_a_mapped_target_is_a_permission_error_that_says_so(number, w
         windows.setattr(os, "name", "nt")
         windows.setattr(os, "replace", refuse)
         windows.setattr(time, "sleep", pauses.append)
-        with pytest.raises(PermissionError, match="no file that is mapped or open: delete arrays") as caught:
+        with pytest.raises(
+            PermissionError, match="does not replace a file that is mapped or open: delete the arrays"
+        ) as caught:
             save_file(SMALL, target)
     assert caught.value.filename == target
     assert 0.1 < sum(pauses) < 1

@@ -159,7 +159,7 @@ def test_a_file_that_another_program_shares_with_nobody(locked):
     with pytest.raises(PermissionError) as caught:
         safeload.open(locked)
     assert caught.value.filename == str(locked)
-    with pytest.raises(PermissionError, match="no file that is mapped or open") as caught:
+    with pytest.raises(PermissionError, match="does not replace a file that is mapped or open") as caught:
         save_file(NEW, locked)
     assert caught.value.filename == str(locked)
     assert os.listdir(locked.parent) == [locked.name]

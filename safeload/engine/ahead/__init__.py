@@ -1,1 +1,1 @@
-"""Reading ahead of the consumer: streams, staging buffers and ranges of many small tensors."""
+"""Read ahead of the consumer: streams, staging buffers, and byte ranges of many small tensors."""

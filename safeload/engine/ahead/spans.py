@@ -1,6 +1,6 @@
-"""Ranges of files as columns: reads very many small tensors, in their order, without an object for each.
+"""Byte ranges of files as columns, to read many small tensors without an object for each.
 
-Ranges that are neighbours in a file and stay neighbours become one. Jobs are described to the core in columns too.
+Neighbouring ranges are read as a single range, and jobs are described to the core in columns too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,103 +24,92 @@ from ..run.memory import address_of, aligned_bytes
 from ..run.weight_file import WeightFile, is_remote
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
 
-# Bytes of an element by the number of its dtype; 0 for elements that share bytes, and for blocks.
+# Bytes of an element by dtype number; 0 for elements that share bytes, and for blocks.
 _BYTES = np.zeros(256, np.int64)
 for _row in dtypes.TABLE:
     _BYTES[_row.number] = 0 if _row.packed else _row.block_bytes
 
 
+class SpanColumns(NamedTuple):
+    """Byte ranges with the dtypes of their elements."""
+
+    file: Array  # int64, index of the file
+    begins: Array  # int64, first byte in the file, or address in memory
+    sizes: Array  # int64, bytes in the file
+    sources: Array  # uint8, dtype number in the file
+    targets: Array  # uint8, dtype number of the result
+
+
 class Spans:
-    """Ranges of files, each with elements of one dtype that become elements of another.
+    """Byte ranges of files or memory, read in order and converted to target dtypes.
 
     Args:
-        files: the files; None for memory.
-        file: int64, index of the file of each range.
-        begins: int64, its first byte there; an address in memory.
-        sizes: int64, its bytes there.
-        sources: uint8, number of the dtype of its elements there.
-        targets: uint8, number of the dtype that they become.
-
-    Attributes:
-        targets: uint8, number of the dtype that they become.
+        files: None for memory.
     """
 
-    def __init__(
-        self,
-        files: Sequence[WeightFile | None],
-        file: Array,
-        begins: Array,
-        sizes: Array,
-        sources: Array,
-        targets: Array,
-    ) -> None:
+    def __init__(self, files: Sequence[WeightFile | None], columns: SpanColumns) -> None:
         self.files = files
-        self.columns = file, begins, sizes, sources, targets
-        self.targets = targets
+        self.columns = columns
+        self.targets = columns.targets
 
     @cached_property
     def lengths(self) -> Array:
-        """Bytes that each range becomes, int64."""
+        """Bytes of each result, int64."""
         _, _, sizes, sources, targets = self.columns
         lengths: Array = sizes // np.maximum(_BYTES[sources], 1) * _BYTES[targets]
         return lengths
 
     @classmethod
     def of(cls, tensors: Tensors, targets: Array | None = None) -> Spans:
-        """The bytes of plain tensors; ``targets`` are numbers of dtypes, None to convert nothing."""
+        """Return the spans of plain tensors; ``targets`` are dtype numbers, None to convert nothing."""
         file, begins, sizes, numbers = tensors.ranges
-        return cls(tensors.files, file, begins, sizes, numbers, numbers if targets is None else targets)
+        return cls(tensors.files, SpanColumns(file, begins, sizes, numbers, numbers if targets is None else targets))
 
     def __len__(self) -> int:
-        return len(self.columns[2])
+        return len(self.columns.sizes)
 
     def pick(self, rows: Array | slice) -> Spans:
-        """Some of them, in another order."""
-        return Spans(self.files, *[column[rows] for column in self.columns])
+        """Return the spans at these positions, in this order."""
+        return Spans(self.files, SpanColumns._make([column[rows] for column in self.columns]))
 
     def follows(self) -> Array:
-        """bool, for each but the first: whether it begins where the one before it ends, and has the same dtypes."""
+        """Return a bool for each span except the first: True if it continues the span before, with equal dtypes."""
         file, begins, sizes, sources, targets = self.columns
         alike: Array = (begins[1:] == begins[:-1] + sizes[:-1]) & (file[1:] == file[:-1])
         alike &= (sources[1:] == sources[:-1]) & (targets[1:] == targets[:-1])
         return alike
 
     def merged(self, first: Array) -> Spans:
-        """The same bytes in fewer ranges.
-
-        Args:
-            first: indices of those that begin a new range; all others follow.
-        """
-        file, begins, sizes, sources, targets = self.columns
-        ends = np.add.reduceat(sizes, first)
-        return Spans(self.files, file[first], begins[first], ends, sources[first], targets[first])
+        """Merge spans that follow each other; ``first`` are the positions of spans that begin a new range."""
+        sizes = np.add.reduceat(self.columns.sizes, first)
+        return Spans(self.files, SpanColumns._make([column[first] for column in self.columns])._replace(sizes=sizes))
 
     def joined(self) -> Spans:
-        """The same bytes in as few ranges as possible, without empty ones."""
-        sizes = self.columns[2]
-        some = self if sizes.all() else self.pick(sizes > 0)
-        return some.merged(np.flatnonzero(np.concatenate([[True], ~some.follows()]))) if len(some) else some
+        """Return as few spans as possible with these bytes, without empty spans."""
+        sizes = self.columns.sizes
+        spans = self if sizes.all() else self.pick(sizes > 0)
+        return spans.merged(np.flatnonzero(np.concatenate([[True], ~spans.follows()]))) if len(spans) else spans
 
-    def divided(self, most: int) -> Spans:
-        """The same bytes in ranges of at most ``most`` bytes of the result each, at whole elements."""
-        if not len(self) or int(self.lengths.max()) <= most:
-            return self
-        step = most // np.maximum(_BYTES[self.columns[4]], 1)
-        items = np.maximum(_BYTES[self.columns[3]], 1)
+    def divided(self, limit: int) -> Spans:
+        """Divide spans at whole elements so that no result has more than ``limit`` bytes."""
+        step = limit // np.maximum(_BYTES[self.columns.targets], 1)
+        items = np.maximum(_BYTES[self.columns.sources], 1)
         step_bytes = step * items
-        parts = -(-self.columns[2] // step_bytes)
+        parts = -(-self.columns.sizes // step_bytes)
+        if not len(self) or int(parts.max()) <= 1:
+            return self
         rows = np.repeat(np.arange(len(self)), parts)
         number = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
-        file, begins, sizes, sources, targets = (column[rows] for column in self.columns)
+        columns = SpanColumns._make([column[rows] for column in self.columns])
         before = number * step_bytes[rows]
-        return Spans(self.files, file, begins + before, np.minimum(sizes - before, step_bytes[rows]), sources, targets)
+        sizes = np.minimum(columns.sizes - before, step_bytes[rows])
+        return Spans(self.files, columns._replace(begins=columns.begins + before, sizes=sizes))
 
     def fill(self, buffer: Array, threads: int | None, check: Check = nothing) -> int:
-        """Reads all of them into a buffer, one after the other. Returns the number of bytes.
+        """Read all spans into a buffer, in order, and return the number of bytes.
 
         Args:
             buffer: uint8, contiguous, large enough.
-            threads: None: chosen automatically.
             check: called after each time slice.
 
         Raises:
@@ -149,15 +139,10 @@ class Spans:
         return int(ends[-1])
 
     def read(self, threads: int | None) -> Generator[tuple[int, int]]:
-        """What they become, one after the other, as ranges of memory, each of which the next may overwrite.
-
-        The bytes are read ahead unless they are few.
-
-        Args:
-            threads: for reading and converting; None: chosen automatically.
+        """Read all spans in order, ahead of the consumer unless there are few bytes.
 
         Yields:
-            Address and size.
+            Address and size of a range of memory, which the next step may overwrite.
 
         Raises:
             FormatError, OSError: a file cannot be read.
@@ -172,22 +157,22 @@ class Spans:
         buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
         workers = REMOTE_WORKERS if any(map(is_remote, self.files)) else 1
         limit = (len(buffers) - 1) * buffers[0].size
-        ahead: Prefetch[tuple[int, int]] = Prefetch(self._tasks(buffers, threads), limit, workers=workers)
-        with closing(ahead) as filled:
-            yield from filled
+        results: Prefetch[tuple[int, int]] = Prefetch(self._tasks(buffers, threads), limit, workers=workers)
+        with closing(results) as ranges:
+            yield from ranges
 
     def _tasks(self, buffers: Sequence[Array], threads: int | None) -> Iterator[Task]:
         size = buffers[0].size
-        some = self.joined().divided(size // BUFFERS)
-        ends = np.cumsum(some.lengths)
+        spans = self.joined().divided(size // BUFFERS)
+        ends = np.cumsum(spans.lengths)
         numbers = cycle(range(len(buffers)))
         begin = done = 0
-        while begin < len(some):
+        while begin < len(spans):
             end = int(np.searchsorted(ends, done + size, side="right"))
             buffer = buffers[next(numbers)]
-            yield Task(size, partial(_fill, some.pick(slice(begin, end)), buffer, threads))
+            yield Task(size, partial(_fill, spans.pick(slice(begin, end)), buffer, threads))
             begin, done = end, int(ends[end - 1])
 
 
-def _fill(some: Spans, buffer: Array, threads: int | None, check: Check) -> tuple[int, int]:
-    return address_of(buffer), some.fill(buffer, threads, check)
+def _fill(spans: Spans, buffer: Array, threads: int | None, check: Check) -> tuple[int, int]:
+    return address_of(buffer), spans.fill(buffer, threads, check)

@@ -1,4 +1,4 @@
-"""Fills a ring of staging buffers with tensors, for what copies them on, such as to the memory of a device."""
+"""Fill a ring of staging buffers with chunks of tensors, for example to copy tensors to a device."""
 
 from __future__ import annotations
 
@@ -9,59 +9,146 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from ...base import dtypes
-from ...base.arrays import Array
+from ...base.arrays import Array, foreign_order
+from ...base.packing import Packed, Packing, by_columns, row_unit
 from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
+from ..codes.code_ranges import Range, flat_ranges, rows_apart, rows_range, values_before
+from ..codes.restore import restore_jobs
 from ..read.delivery import deliver
 from ..read.plan import Entry
 from ..read.tensors import Tensors
+from ..run.job import Job, moving
 from ..run.jobs import Batch
 from ..run.memory import ALIGNMENT, address_of, aligned_bytes, private_array
-from .chunks import Chunk, chunks_of
 
-# Bytes of a buffer, and the number of buffers: more makes nothing faster. A buffer has work for all threads; to copy it
-# to a device takes 0.6 ms over PCIe 4 x16, which hides what starting a copy costs. To pin memory takes 0.5 s per GB.
+# Bytes of a buffer, and number of buffers. A buffer has work for all threads, and takes long enough to copy to a device
+# to hide the start of a copy. More buffers are no faster, and pinning memory is slow.
 BUFFER, BUFFERS = 16 << 20, 4
 SMALLEST_BUFFER = 64 << 10
-# A chunk takes at most this part of a buffer: what does not fit at its end is less than that.
+# A chunk takes at most this part of a buffer, which limits the unused end of a buffer.
 _PER_BUFFER = 4
-# Up to this size all tensors of a writer are read when it asks for them: reading them ahead, on a thread, takes longer.
+# Writers read up to this many bytes on request: reading ahead on a thread would take longer.
 IN_TURN = 4 << 20
 
 
-class Piece(NamedTuple):
-    """Bytes of a tensor's array in a staging buffer.
+# ---- chunks ----
 
-    Attributes:
-        name: of the tensor.
-        begin: the first byte in the array.
-        nbytes: their number.
-        at: where they are in the buffer, a multiple of 64.
-    """
 
-    name: str
-    begin: int
+class Chunk(NamedTuple):
+    """Consecutive bytes of a tensor's array, made by separate jobs: a large tensor needs the memory of a chunk."""
+
+    entry: Entry  # the tensor
+    begin: int  # first byte in the array
     nbytes: int
-    at: int
+    source: tuple[int, int] | Range  # first byte and size in the file, or a range of codes
+
+    def jobs(self, memory: int) -> Iterable[Job]:
+        """Return the jobs that make the chunk at an address."""
+        entry = self.entry
+        assert entry.target is not None
+        if isinstance(self.source, Range):
+            assert entry.packed is not None
+            # A range is written to its place in the whole array.
+            return restore_jobs(entry.packed, memory - self.begin, entry.target, entry.name, ranges=(self.source,))
+        begin, size = self.source
+        op = moving(entry.source, entry.target)
+        return (Job(entry.file, begin, memory, size, entry.source, entry.target, op),)
+
+
+def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
+    """Divide a tensor that is not empty into chunks of at most ``limit`` bytes; None if it is indivisible."""
+    if entry.target is None or entry.strided or (foreign_order(False) and entry.dtype.itemsize > 1):
+        return None
+    if entry.packed is not None:
+        return _packed_chunks(entry, entry.packed, limit)
+    row = dtypes.BY_NUMBER[entry.source]
+    if entry.source == entry.target:
+        block_bytes = array_bytes = entry.dtype.itemsize
+    else:
+        block_bytes, array_bytes = row.block_bytes, row.block * entry.dtype.itemsize
+    return _plain_chunks(entry, block_bytes, array_bytes, limit // array_bytes) if limit >= array_bytes else None
+
+
+def _plain_chunks(entry: Entry, block_bytes: int, array_bytes: int, step: int) -> Iterator[Chunk]:
+    """Yield chunks of ``step`` blocks with ``block_bytes`` each in the file and ``array_bytes`` in the array."""
+    count = (entry.end - entry.begin) // block_bytes
+    for first in range(0, count, step):
+        blocks = min(step, count - first)
+        source = entry.begin + first * block_bytes, blocks * block_bytes
+        yield Chunk(entry, first * array_bytes, blocks * array_bytes, source)
+
+
+def _flat_chunks(entry: Entry, packing: Packing, limit: int) -> Iterator[Chunk] | None:
+    """Divide flat codes into chunks of at most ``limit`` values."""
+    element = entry.dtype.itemsize
+    ranges = list(flat_ranges(packing, limit))
+    if ranges[0].columns_of(packing) > limit:
+        return None
+    return (Chunk(entry, span.column * element, span.columns_of(packing) * element, span) for span in ranges)
+
+
+def _packed_chunks(entry: Entry, packed: Packed, limit: int) -> Iterator[Chunk] | None:
+    """Divide packed codes into chunks of whole matrices or, if rows can be dequantized separately, of rows."""
+    packing = packed.packing
+    element = entry.dtype.itemsize
+    matrix = packing.rows * packing.columns * element
+    if not matrix:
+        return None
+    if packing.flat:
+        return _flat_chunks(entry, packing, limit // entry.dtype.itemsize)
+    if matrix <= limit:
+        step = limit // matrix
+        ranges = (
+            Range(first, min(step, packing.matrices - first), 0, packing.rows)
+            for first in range(0, packing.matrices, step)
+        )
+    else:
+        rows, across = packing.rows, packing.columns
+        if by_columns(packing):
+            rows, across = across, rows
+        block = row_unit(packing)
+        step = limit // (across * element) // block * block
+        if not step or not rows_apart(packing):
+            return None
+        ranges = (
+            rows_range(packing, first, at, min(at + step, rows))
+            for first in range(packing.matrices)
+            for at in range(0, rows, step)
+        )
+    return (
+        Chunk(
+            entry,
+            values_before(packing, span) * element,
+            span.matrices * span.rows * span.columns_of(packing) * element,
+            span,
+        )
+        for span in ranges
+    )
+
+
+# ---- buffers ----
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor's array in a staging buffer."""
+
+    name: str  # of the tensor
+    begin: int  # first byte in the array
+    nbytes: int
+    at: int  # first byte in the buffer, a multiple of 64
 
 
 class Filled(NamedTuple):
-    """A staging buffer that has been filled, or a tensor that cannot be divided.
+    """A filled staging buffer, or an indivisible tensor."""
 
-    Attributes:
-        buffer: its number; None for a tensor on its own.
-        pieces: what is in it.
-        name: of the tensor on its own, "" for a buffer.
-        array: that tensor, else None.
-    """
-
-    buffer: int | None
-    pieces: Sequence[Piece]
-    name: str = ""
-    array: Any = None
+    buffer: int | None  # number of the buffer; None for an indivisible tensor
+    pieces: Sequence[Piece]  # of the buffer
+    name: str = ""  # of the indivisible tensor
+    array: Any = None  # the indivisible tensor
 
 
 def buffer_size(total: int) -> int:
-    """Bytes of each of `BUFFERS` buffers for tensors of ``total`` bytes."""
+    """Return the size of each of `BUFFERS` buffers for tensors of ``total`` bytes."""
     return max(SMALLEST_BUFFER, min(BUFFER, -(-total // BUFFERS)))
 
 
@@ -71,17 +158,16 @@ def staged(
     wait: Callable[[int], object],
     threads: int | None,
 ) -> Prefetch[Filled]:
-    """Fills buffers one after the other, round and round, in the order of the tensors, while the caller uses others.
+    """Fill buffers in turn, in the order of the tensors, while the caller uses earlier buffers.
 
     Args:
-        entries: the tensors, none of which stays in parts; empty ones are left out.
-        buffers: bytes, aligned to 64, all of one size; at least two.
-        wait: called with the number of a buffer before it is filled again, in another thread: it returns when nothing
-            is copied from it any longer.
-        threads: None: chosen automatically.
+        entries: tensors with a target dtype; empty tensors are skipped.
+        buffers: at least two arrays of bytes, aligned to 64, of equal size.
+        wait: called in another thread with the number of a buffer before it is filled again; it must return when the
+            buffer is free.
 
     Returns:
-        Iterator of what is filled. A buffer belongs to the caller until the next step.
+        An iterator of filled buffers. Each belongs to the caller until the next step.
     """
     size = buffers[0].size
     listed = list(entries)
@@ -97,55 +183,56 @@ def _tasks(
 ) -> Iterator[Task]:
     size = buffers[0].size
     numbers = cycle(range(len(buffers)))
-    batch: list[tuple[Chunk, int]] = []
+    chunks: list[tuple[Chunk, int]] = []
     end = 0
 
     def fill() -> Task:
-        nonlocal batch, end
+        nonlocal chunks, end
         number = next(numbers)
-        task = Task(size, partial(_fill, number, buffers[number], batch, wait, threads))
-        batch, end = [], 0
-        return task
+        work = partial(_fill, number, buffers[number], chunks, wait=wait, threads=threads)
+        chunks, end = [], 0
+        return Task(size, work)
 
     for entry in entries:
         if not entry.nbytes:
             continue
-        chunks = chunks_of(entry, size // _PER_BUFFER)
-        if chunks is None:
-            if batch:  # the order of the tensors is that of the results
+        parts = chunks_of(entry, size // _PER_BUFFER)
+        if parts is None:
+            if chunks:  # results come in the order of the tensors
                 yield fill()
             yield Task(entry.nbytes, partial(_make, entry, threads))
             continue
-        for chunk in chunks:
+        for chunk in parts:
             at = -(-end // ALIGNMENT) * ALIGNMENT
             if at + chunk.nbytes > size:
                 yield fill()
                 at = 0
-            batch.append((chunk, at))
+            chunks.append((chunk, at))
             end = at + chunk.nbytes
-    if batch:
+    if chunks:
         yield fill()
 
 
 def _fill(
     number: int,
     buffer: Array,
-    batch: Sequence[tuple[Chunk, int]],
+    chunks: Sequence[tuple[Chunk, int]],
+    check: Check,
+    *,
     wait: Callable[[int], object],
     threads: int | None,
-    check: Check,
 ) -> Filled:
     wait(number)
     base = address_of(buffer)
-    work = Batch(job for chunk, at in batch for job in chunk.jobs(base + at))
-    work.run(threads=threads, progress=lambda done, total: check())
-    return Filled(number, _joined(batch))
+    batch = Batch(job for chunk, at in chunks for job in chunk.jobs(base + at))
+    batch.run(threads=threads, progress=lambda done, total: check())
+    return Filled(number, _joined(chunks))
 
 
-def _joined(batch: Iterable[tuple[Chunk, int]]) -> list[Piece]:
-    """The chunks in a buffer as pieces; neighbours of one tensor make one piece."""
+def _joined(chunks: Iterable[tuple[Chunk, int]]) -> list[Piece]:
+    """Return the chunks in a buffer as pieces, joining neighbours of a tensor."""
     pieces: list[Piece] = []
-    for chunk, at in batch:
+    for chunk, at in chunks:
         name, begin, size = chunk.entry.name, chunk.begin, 0
         if pieces:
             last = pieces[-1]
@@ -156,7 +243,7 @@ def _joined(batch: Iterable[tuple[Chunk, int]]) -> list[Piece]:
 
 
 def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
-    """A tensor that cannot be divided, C-contiguous."""
+    """Read an indivisible tensor into a C-contiguous array."""
     assert entry.target is not None
     out = {entry.name: private_array(entry.shape, entry.dtype)}
     deliver(
@@ -170,15 +257,14 @@ def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
 
 
 def nothing(*_: object) -> None:
-    """Where there is nothing to wait for or to check."""
+    """Do nothing, if there is nothing to wait for or to check."""
 
 
 class StagedBytes:
-    """The bytes of tensors for what writes them; they are read ahead unless they are few.
+    """The bytes of tensors for writers, read ahead unless there are few.
 
     Args:
-        entries: the tensors, in the order in which they are asked for.
-        threads: None: chosen automatically.
+        entries: the tensors in the order of the requests.
     """
 
     def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
@@ -194,10 +280,10 @@ class StagedBytes:
         self._array: Any = None
 
     def of_next(self, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """The bytes of the next tensor, in order.
+        """Yield the bytes of the next tensor, in order.
 
         Yields:
-            Address and size of a range, and whether all yielded so far must be used before the next step.
+            Address and size of a range, and True if all ranges so far must be used before the next step.
         """
         while nbytes:
             if not self._waiting:
@@ -216,5 +302,5 @@ class StagedBytes:
             self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
 
     def close(self) -> None:
-        """Stops reading, and waits until it has stopped."""
+        """Stop reading, and wait for the threads."""
         self._filled.close()

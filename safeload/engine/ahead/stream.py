@@ -1,4 +1,4 @@
-"""Streams tensors of open files: one after the other, while the next ones are read, in bounded memory."""
+"""Stream tensors of open files in bounded memory: the next tensors are read while the caller uses a tensor."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ from ..run.progress import Progress
 from ..run.threads import check_threads
 from ..run.weight_file import WeightFile
 
-# Arrays to fill: by name, or a function that gives the one for a name.
+# Arrays to fill: by name, or a function from a name to an array.
 Out = Mapping[str, Array] | Callable[[str], Array] | None
 
-# Which tensor comes next.
+# Order of the tensors.
 Order = Literal["file", "given", "ready"]
 
-# Bytes of tensors that are read together: enough for all threads to have work, and little compared with any limit.
+# Bytes of tensors to read together: enough work for all threads, and little compared with usual limits.
 _UNIT = 16 << 20
-# A unit takes at most this part of the limit, so that others are read while its tensors are taken.
+# A unit takes at most this part of the limit, so that the next units are read while its tensors are taken.
 _SHARE = 4
 
 
-# Names and arrays of tensors, and the error of the tensor after them, if any: in a list, from which it is popped. A
-# variable that still had it would be in a frame of its traceback, and the arrays there would live until a collection.
-_Found: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
+# Names and arrays of tensors, and the error of the next tensor, if any. The error is popped from a list, because a
+# variable in a frame of its traceback would keep arrays alive until a garbage collection.
+_Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
 class TensorStream(Iterator[tuple[str, Any]]):
-    """Names and arrays of tensors, in turn, while the next ones are read; made by `Checkpoint.stream`.
+    """Names and arrays of tensors, in turn, while the next tensors are read; made by `Checkpoint.stream`.
 
-    `close` stops reading, and so do an error, the end of the program and the last reference to the stream. Threads may
-    share it: each tensor goes to one of them. It belongs to the process that made it: after a fork, the child's copy
-    raises RuntimeError.
+    Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
+    a stream: each tensor goes to a single thread. After a fork, the child's copy of a stream raises RuntimeError.
 
     Example:
         >>> import safeload
@@ -63,27 +62,27 @@ class TensorStream(Iterator[tuple[str, Any]]):
         tasks = (Task(unit.nbytes, unit.run, unit.start if reader.out is not None else None) for unit in units)
         workers = REMOTE_WORKERS if any(entry.file.remote for entry in entries) else 1
         room = limit - limit // _SHARE - share
-        self._ahead: Prefetch[_Found] = Prefetch(tasks, room, workers=workers, ordered=reader.ordered)
+        self._results: Prefetch[_Loaded] = Prefetch(tasks, room, workers=workers, ordered=reader.ordered)
         self._ready: deque[tuple[str, Any]] = deque()
         self._failed: list[Exception] = []
         self._left = {entry.name: reader.nbytes(entry) for entry in entries}
         self._count = len(entries)
-        self._lock = RLock()  # what a progress report does may come back to this object
+        self._lock = RLock()  # a progress report may call this object again
         self._meter = Meter(progress, sum(self._left.values()))
 
     def __next__(self) -> tuple[str, Any]:
-        self._ahead.check_process()  # before the lock, which another thread may have had when this process was forked
+        self._results.check_process()  # before the lock, which another thread may have held during a fork
         with self._lock:
             try:
                 while not self._ready:
                     if self._failed:
                         raise self._failed.pop()
-                    self._ready, self._failed = next(self._ahead)
-                    self._memory.used = self._ahead.pending
+                    self._ready, self._failed = next(self._results)
+                    self._memory.used = self._results.pending
                 name, value = self._ready.popleft()
                 try:
                     self._meter.add(self._left.pop(name))
-                except StopIteration as error:  # it would end the stream as if it were complete
+                except StopIteration as error:  # it would end the stream
                     raise RuntimeError("progress: the function raised StopIteration") from error
             except BaseException:
                 self.close()
@@ -97,15 +96,15 @@ class TensorStream(Iterator[tuple[str, Any]]):
         return f"<TensorStream: {len(self._left)} of {plural(self._count, 'tensor')} left>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a TensorStream is neither copied nor pickled; a checkpoint is, and makes new ones")
+        raise TypeError("cannot copy or pickle a TensorStream; copy or pickle the checkpoint, and call stream() again")
 
     def close(self) -> None:
-        """Stops reading and waits until it has stopped. Arrays that were taken stay valid."""
-        self._ahead.close()
+        """Stop reading and wait for the threads. Arrays that were taken stay valid."""
+        self._results.close()
         self._memory.close()
-        if self._ahead.forked:
+        if self._results.forked:
             return
-        with self._lock:  # of a thread that takes a tensor, whose wait is over now
+        with self._lock:  # a thread that was waiting for a tensor has released it now
             self._ready.clear()
             self._failed = []
             self._left.clear()
@@ -113,50 +112,42 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
 
 class _Reader(NamedTuple):
-    """How tensors are read.
+    """Options for reading tensors."""
 
-    Attributes:
-        target: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
-        out: gives the arrays to fill; None for new ones.
-        threads: None: chosen automatically.
-        failed: filled with the numbers of units that have failed, after which nothing is read.
-        ordered: whether the order of the tensors is that of the results.
-    """
-
-    target: dtypes.Dtype | None
-    out: Callable[[str], Any] | None
+    target: dtypes.Dtype | None  # for floating and packed tensors; None to convert nothing
+    out: Callable[[str], Any] | None  # returns the arrays to fill; None for new arrays
     threads: int | None
-    failed: list[int]
-    ordered: bool = True
+    failed: list[int]  # numbers of failed units; later units are not read
+    ordered: bool = True  # False to return tensors as they become ready
 
     def makes(self, entry: Entry) -> bool:
-        """Whether it reads a tensor into one array of its own.
+        """Return True if a tensor becomes a single array with its own memory.
 
-        Not so packed codes that stay as they are stored, which are several arrays, nor repeated elements, which have no
-        bytes of their own: an array of them all might be larger than any memory.
+        Unrestored packed codes become more than a single array. Repeated elements share bytes, because an array of all
+        elements might be larger than any memory.
         """
         return entry.target is not None and not (entry.repeated and self.out is None)
 
     def nbytes(self, entry: Entry) -> int:
-        """Bytes of what it reads a tensor into."""
+        """Return the bytes of the arrays of a tensor."""
         return entry.end - entry.begin if entry.repeated and self.out is None else entry.nbytes
 
     def cost(self, entry: Entry) -> int:
-        """Bytes of memory that reading a tensor takes: also of the range of the file that a strided one lies in."""
+        """Return the memory for reading a tensor, including the byte range of a strided tensor."""
         return self.nbytes(entry) + (entry.end - entry.begin if entry.strided and self.makes(entry) else 0)
 
     def read(
-        self, entries: Sequence[Entry], given: Mapping[str, Array], memory: Recycler, check: Check
+        self, entries: Sequence[Entry], out: Mapping[str, Array], memory: Recycler, check: Check
     ) -> dict[str, Any]:
-        """Reads tensors into the arrays given or new ones."""
+        """Read tensors into arrays of ``out`` or new arrays."""
         if not entries:
             return {}
-        made = self.makes(entries[0])
+        single = self.makes(entries[0])
         arrays, _ = deliver(
             Tensors.of(entry.tensor for entry in entries),
             target=self.target,
-            out=given if made and self.out is not None else None,
-            memory=memory if made else None,
+            out=out if single and self.out is not None else None,
+            memory=memory if single else None,
             threads=self.threads,
             progress=lambda done, total: check(),
         )
@@ -164,14 +155,7 @@ class _Reader(NamedTuple):
 
 
 class _Unit:
-    """Tensors that are read together.
-
-    Args:
-        number: of the unit.
-        entries: the tensors.
-        reader: how they are read.
-        memory: for new arrays.
-    """
+    """Tensors to read together."""
 
     def __init__(self, number: int, entries: Sequence[Entry], reader: _Reader, memory: Recycler) -> None:
         self._number = number
@@ -179,11 +163,11 @@ class _Unit:
         self.nbytes = sum(map(reader.cost, entries))
         self._entries = entries
         self._reader = reader
-        self._given: dict[str, Array] = {}
+        self._out: dict[str, Array] = {}
         self._failed: list[Exception] = []
 
     def start(self) -> None:
-        """Asks the caller for the arrays to fill, up to an error."""
+        """Get the caller's arrays to fill, up to an error."""
         for k, entry in enumerate(self._entries):
             self._ask(entry)
             if self._failed:
@@ -194,51 +178,51 @@ class _Unit:
         assert self._reader.out is not None
         try:
             try:
-                self._given[entry.name] = self._reader.out(entry.name)
-            except StopIteration as error:  # of a `next` there: it would end the stream as if it were complete
+                self._out[entry.name] = self._reader.out(entry.name)
+            except StopIteration as error:  # of a `next` in the function: it would end the stream
                 raise RuntimeError(f"out: the function raised StopIteration for tensor {show(entry.name)}") from error
-            check_fits(entry.name, entry.dtype, entry.shape, self._given)
+            check_fits(entry.name, entry.dtype, entry.shape, self._out)
         except Exception as error:
             self._failed.append(error)
 
-    def run(self, check: Check) -> _Found:
-        """The tensors with their arrays, up to the first that cannot be read, and its error."""
+    def run(self, check: Check) -> _Loaded:
+        """Read the tensors up to the first error."""
         if any(number < self._number for number in self._reader.failed):
             raise Stopped
-        found, failed = self._read(self._entries, check)
+        loaded, failed = self._read(self._entries, check)
         failed = failed or self._failed
         if failed:
             self._reader.failed.append(self._number)
-        return found, failed
+        return loaded, failed
 
-    def _read(self, entries: Sequence[Entry], check: Check) -> _Found:
+    def _read(self, entries: Sequence[Entry], check: Check) -> _Loaded:
         try:
-            arrays = self._reader.read(entries, self._given, self._memory, check)
-        except RemoteError as error:  # it was tried often enough, and names the tensor
+            arrays = self._reader.read(entries, self._out, self._memory, check)
+        except RemoteError as error:  # names the tensor, and was retried
             at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
-            found, failed = self._read(entries[:at], check) if at else (deque(), [])
-            return found, failed or [error]
+            loaded, failed = self._read(entries[:at], check) if at else (deque(), [])
+            return loaded, failed or [error]
         except Exception as error:
             if len(entries) < 2:
                 return deque(), [error]
         else:
             return deque((entry.name, arrays[entry.name]) for entry in entries), []
-        half = len(entries) // 2  # once more, in halves, to find out which cannot be read
-        found, failed = self._read(entries[:half], check)
+        half = len(entries) // 2  # again in halves, to find the tensor that cannot be read
+        loaded, failed = self._read(entries[:half], check)
         if not failed:
-            more, failed = self._read(entries[half:], check)
-            found += more
-        return found, failed
+            rest, failed = self._read(entries[half:], check)
+            loaded += rest
+        return loaded, failed
 
 
 def _units(entries: Sequence[Entry], reader: _Reader, share: int) -> Iterator[list[Entry]]:
-    """Divides tensors into those that are read together."""
+    """Divide tensors into units."""
     unit: list[Entry] = []
     size = 0
     for entry in entries:
-        cost, made = reader.cost(entry), reader.makes(entry)
-        alone = entry.repeated and not made  # or `deliver` would let tensors of one storage share memory
-        if unit and (alone or size + cost > share or made != reader.makes(unit[0])):
+        cost, single = reader.cost(entry), reader.makes(entry)
+        alone = entry.repeated and not single  # or `deliver` would let tensors of a storage share memory
+        if unit and (alone or size + cost > share or single != reader.makes(unit[0])):
             yield unit
             unit, size = [], 0
         unit.append(entry)
@@ -258,19 +242,18 @@ def stream(
     threads: int | None,
     progress: Progress,
 ) -> TensorStream:
-    """Reads tensors one after the other; `Checkpoint.stream` describes it.
+    """Read tensors in turn; see `Checkpoint.stream`.
 
     Args:
         files: all files, in order.
-        dtype: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
-        ahead: most bytes that are read and not taken.
-        order: "given" for that of ``tensors``; else that of the bytes.
-        out: arrays to fill; None for new ones.
-        threads: None: chosen automatically.
-        progress: reports in the consumer's thread.
+        dtype: for floating and packed tensors; None to convert nothing.
+        ahead: most bytes to read before they are taken.
+        order: "given" for the order of ``tensors``, else the order of the bytes.
+        out: arrays to fill; None for new arrays.
+        progress: called in the consumer's thread.
     """
     if order not in get_args(Order):
-        raise ValueError(f'order must be "file", "given" or "ready", not {show(order)}')
+        raise ValueError(f'order must be "file", "given" or "ready", got {show(order)}')
     target, limit = parse_target(dtype), parse_size(ahead, "ahead")
     check_threads(threads)
     entries = entries_of(tensors, target)
@@ -286,7 +269,7 @@ def stream(
 
 
 def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
-    """Refuses arrays of ``out`` that are missing, do not fit, or are of no tensor that is read."""
+    """Check that ``out`` has an array that fits for each tensor, and for no further tensor."""
     check_out_names(out, (entry.name for entry in entries), "stream")
     for entry in entries:
         check_fits(entry.name, entry.dtype, entry.shape, out)

@@ -14,7 +14,7 @@ from ...base.arrays import Array
 from ...base.gc_pause import paused
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, select
-from ...engine.ahead.spans import Spans
+from ...engine.ahead.spans import SpanColumns, Spans
 from ...engine.ahead.stream import TensorStream
 from ...engine.codes.pieces import Meter
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -302,11 +302,11 @@ def _as_source(name: str, array: Array) -> Source:
 def _spans(sources: Sequence[Source]) -> Spans:
     files = {file: k for k, file in enumerate(dict.fromkeys(source.file for source in sources))}
     numbers = np.array([source.row.number for source in sources], np.uint8)
-    return Spans(
-        [*files],
+    columns = SpanColumns(
         np.array([files[source.file] for source in sources]),
         np.array([source.offset for source in sources]),
         np.array([source.size for source in sources]),
         numbers,
         numbers,
     )
+    return Spans([*files], columns)

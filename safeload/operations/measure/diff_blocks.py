@@ -212,8 +212,8 @@ def _targets(rows: Sequence[dtypes.Dtype]) -> list[dtypes.Dtype]:
 
 
 def _converted(spans: Spans, target: dtypes.Dtype) -> Spans:
-    file, begins, sizes, sources, _ = spans.columns
-    spans = Spans(spans.files, file, begins, sizes, sources, np.full_like(sources, target.number))
+    targets = np.full_like(spans.targets, target.number)
+    spans = Spans(spans.files, spans.columns._replace(targets=targets))
     return spans.divided(NUMBERS * target.block_bytes)
 
 
