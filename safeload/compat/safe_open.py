@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..base.arrays import Array
 from ..base.paths import PathLike
 from ..base.text import clip, plural, printable
-from ..engine.read.load import VIEWED_FROM, check_backend, load_tensors, parse_target
-from ..engine.read.readahead_window import Window
+from ..engine.read.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
 from ..engine.read.tensors import Tensors
-from ..engine.run.jobs import read_small
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
@@ -105,7 +103,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     def _array(self, name: str, file: WeightFile, index: int) -> Array:
         entry = file.table.entry(index)
         if entry[3] - entry[2] < VIEWED_FROM[self._backend]:
-            return self._window.tensor(file, index, entry) if file.table.plain else read_small(file, file.layout(index))
+            return self._window.tensor(file, index, entry)
         # The first call returns a view of the common mapping, each later one that of a new mapping: views of the same
         # bytes of one mapping would share memory.
         caller = object()

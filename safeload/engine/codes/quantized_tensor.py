@@ -207,7 +207,7 @@ class QuantizedTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError("a quantized tensor cannot become an array without a copy: dequantizing makes one")
+            raise ValueError("a quantized tensor cannot be an array without a copy: dequantizing makes a copy")
         values = self.dequantize()
         return values if dtype is None else values.astype(dtype, copy=False)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, array_over, foreign_order, not_an_array, refuse_masked
+from ...base.arrays import Array, array_over, not_an_array, refuse_masked
 from ...base.packing import Packed
 from ...base.scheme import INT8
 from ...base.text import show
@@ -21,7 +21,7 @@ from ..run.progress import Progress, reporter
 from ..run.threads import thread_count
 from ..run.weight_file import WeightFile, is_remote
 from .batch import Reads, over, read_scale
-from .plan import EMPTY, VIEW, ReadPlan, decide
+from .plan import EMPTY, VIEW, ReadPlan, decide, viewable
 from .tensors import Tensors
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile
     arrays = {}
     for role, part in packed.parts.items():
         dtype = dtypes.array_dtype(part.row.number)
-        aligned = part.begin % dtype.alignment == 0 and not (foreign_order(False) and dtype.itemsize > 1)
-        buffer = _mapping(part.file, mappings) if mappings is not None and aligned and part.begin < part.end else None
+        mapped = mappings is not None and part.begin < part.end and viewable(dtype, part.begin)
+        buffer = _mapping(part.file, mappings) if mapped else None
         if buffer is None:
             arrays[role] = reads.stored(part)
         else:
@@ -142,15 +142,13 @@ def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None
     if file.table.shaped or file.table.quantized:
         return None
     spec = file.layout(index)
-    if spec.begin == spec.end or spec.begin % spec.dtype.alignment:
+    if spec.begin == spec.end:
         return None
     size = spec.end - spec.begin
     if not view:
         # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
         return jobs.read_small(file, spec) if size < HUGE_FROM and thread_count(size, threads) else None
-    if foreign_order(False) and spec.dtype.itemsize > 1:
-        return None
-    buffer = _mapping(file, mappings)
+    buffer = _mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
     return None if buffer is None else array_over(buffer, spec.dtype, spec.shape, spec.begin)
 
 

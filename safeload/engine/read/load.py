@@ -10,12 +10,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, check_mapping
+from ...base.arrays import Array, array_over, check_mapping, empty_array
+from ...base.native import ffi, lib, pointer, short
 from ...base.selecting import Patterns
+from ...base.table import Entry
 from ...base.text import show
 from ...errors import SafeloadError, UnsupportedError
-from ...stores.local import mapping_of
-from ..run.memory import HUGE_FROM
+from ...stores.local import LocalStore, mapping_of
+from ..run.jobs import read_small
+from ..run.memory import ALIGNMENT, HUGE_FROM
 from ..run.progress import Progress
 from ..run.threads import check_threads
 from ..run.weight_file import WeightFile
@@ -221,3 +224,72 @@ class Views:
         self._arrays.clear()
         self._groups.clear()
         self._mappings.clear()
+
+
+# ---- single small tensors ----
+
+
+# Bytes of a window, and of the largest tensor to copy from it. A system call takes as long as copying 8 KiB.
+_WINDOW, _COPIED = 64 << 10, 16 << 10
+
+# First byte of a window in the file, one past the last, and its memory.
+_Content = tuple[int, int, Any]
+
+
+class Window:
+    """Small tensors of a file. Any thread may use it.
+
+    If a tensor begins at the end of the last tensor, or near the end of the file, a window of the file is read, and
+    tensors are copied from the window, unless the table is not `Table.plain`. It does not keep the file open.
+    """
+
+    def __init__(self) -> None:
+        self._content: _Content = 0, 0, None  # replaced as a whole, so that other threads never see a mixture
+        self._next = -1  # end of the last tensor
+
+    def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
+        """Return a tensor in its own memory; the file must not change between calls.
+
+        Raises:
+            FormatError: the file ends too early.
+            OSError: the file cannot be read.
+        """
+        if not file.table.plain:
+            return read_small(file, file.layout(index))
+        number, shape, begin, end = entry
+        content = self._content
+        follows, self._next = begin == self._next, end
+        if not (content[0] <= begin and end <= content[1]):
+            rest = file.size - begin
+            if end - begin > _COPIED or not (follows or end - begin < rest <= _WINDOW):
+                return _read_plain(file, index, entry)
+            window = _read(file, begin)
+            if window is None:
+                return _read_plain(file, index, entry)
+            content = self._content = window
+        return np.array(array_over(content[2], dtypes.array_dtype(number), shape, begin - content[0]))
+
+
+def _read(file: WeightFile, begin: int) -> _Content | None:
+    """Read the window that begins with a tensor; None if it cannot be read."""
+    store = file.store
+    if not isinstance(store, LocalStore):
+        return None
+    begin -= begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
+    memory = np.empty(min(_WINDOW, file.size - begin), np.uint8)
+    address = pointer(ffi.from_buffer(memory))
+    if short.sl_file_read(store.descriptor, begin, address, memory.size, None) != lib.SL_OK:
+        return None
+    return begin, begin + memory.size, memory
+
+
+def _read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
+    """Like `read_small`, for a tensor of a `Table.plain` table, given its entry."""
+    number, shape, begin, end = entry
+    array = empty_array(shape, dtypes.array_dtype(number))
+    store = file.store
+    if isinstance(store, LocalStore):
+        address = pointer(ffi.from_buffer(array))
+        if short.sl_file_read(store.descriptor, begin, address, end - begin, None) == lib.SL_OK:
+            return array
+    return read_small(file, file.layout(index))

@@ -82,6 +82,11 @@ class ReadPlan(NamedTuple):
         return [k for k, own in enumerate(self.ways) if own == way] if count else ()
 
 
+def viewable(dtype: np.dtype[Any], begin: int) -> bool:
+    """Return True if little-endian bytes at this position of a file can be shown as an array."""
+    return begin % dtype.alignment == 0 and not (foreign_order(False) and dtype.itemsize > 1)
+
+
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
     """Decide how each tensor of one file becomes an array.
 

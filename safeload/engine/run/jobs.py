@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ...base import dtypes
 from ...base.arrays import Array, ArraySpec, byteswapped, empty_array, swappable
-from ...base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
-from ...base.table import Entry
+from ...base.native import TIER, Error, check, ffi, lib, private_buffer, short
 from ...base.text import subject
 from ...errors import RangeError
-from ...stores.local import Claim, LocalStore, direct_of, none_free
+from ...stores.local import Claim, direct_of, none_free
 from ...stores.stop import current
 from .job import Channels, Job, JobGrid, Origin
 from .memory import address_of
@@ -406,18 +404,6 @@ def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None
         job = Job(file, layout.begin, address_of(array), size, origin=origin)
         Batch([job]).run()  # fails again, with an error message
     return native_order(array)
-
-
-def read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
-    """Like `read_small`, for a tensor of a `Table.plain` table, given its entry."""
-    number, shape, begin, end = entry
-    array = empty_array(shape, dtypes.array_dtype(number))
-    store = file.store
-    if isinstance(store, LocalStore):
-        address = pointer(ffi.from_buffer(array))
-        if short.sl_file_read(store.descriptor, begin, address, end - begin, None) == lib.SL_OK:
-            return array
-    return read_small(file, file.layout(index))
 
 
 def native_order(array: Array) -> Array:
