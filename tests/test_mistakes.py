@@ -336,7 +336,7 @@ def test_a_file_of_joblib(protocol, estimator, here):
     (here / "model.joblib").write_bytes(pickle.dumps(model, protocol))
     for option in ("refuse", "inert"):
         text = message(lambda option=option: safeload.open("model.joblib", unknown_globals=option))
-        assert_says(text, "a file of joblib with a scikit-learn model (LogisticRegression)", "not: unknown_globals")
+        assert_says(text, "a joblib file with a scikit-learn model (LogisticRegression)", "not: unknown_globals")
 
 
 def test_a_pickle_without_arrays_is_not_sent_on(estimator, here):

@@ -70,32 +70,32 @@ bent("empty shape with a huge axis", "has more bytes than memory can have", 0, (
 bent("empty shape of huge axes", "has more bytes than memory can have", 0, (2**31, 0, 2**31), (1, 1, 1))
 bent("offset of 2^62", "uses ", 2**62, (1,), (1,))
 bent("offset of 2^64", "the offset: 18446744073709551616 is more than", 2**64, (1,), (1,))
-bent("negative offset", "the offset must not be negative, found -1", -1, (2,), (1,))
-bent("negative stride", "the strides must not be negative, found -1", 5, (6,), (-1,))
-bent("negative axis", "the shape must not be negative, found -6", 0, (-6,), (1,))
+bent("negative offset", "the offset must not be negative, got -1", -1, (2,), (1,))
+bent("negative stride", "the strides must not be negative, got -1", 5, (6,), (-1,))
+bent("negative axis", "the shape must not be negative, got -6", 0, (-6,), (1,))
 bent("axis of 2^100", "the shape: 1267650600228229401496703205376 is more than", 0, (2**100,), (0,))
 bent("stride of an axis of one", "are more than memory can have", 0, (1, 2), (2**62, 1))
 bent("more strides than axes", "1 axes and 2 strides", 0, (6,), (1, 1))
 bent("65 axes", "65 axes and 65 strides", 0, (1,) * 65, (1,) * 65)
-bent("a boolean axis", "the shape must be integers, found True", 0, (True, 6), (1, 1))
-bent("a float axis", "the shape must be integers, found 6.0", 0, (6.0,), (1,))
-bent("a shape of text", "the shape must be a tuple of integers, found '6'", 0, "6", (1,))
-bent("strides of None", "the strides must be a tuple of integers, found None", 0, (6,), None)
-bent("an offset of text", "the offset must be integers, found '0'", "0", (6,), (1,))
+bent("a boolean axis", "the shape must be integers, got True", 0, (True, 6), (1, 1))
+bent("a float axis", "the shape must be integers, got 6.0", 0, (6.0,), (1,))
+bent("a shape of text", "the shape must be a tuple of integers, got '6'", 0, "6", (1,))
+bent("strides of None", "the strides must be a tuple of integers, got None", 0, (6,), None)
+bent("an offset of text", "the offset must be integers, got '0'", "0", (6,), (1,))
 bent(
     "repeating to a terabyte",
-    "repeats 24 bytes to 4398046511104, the most is 4294967296",
+    "repeats 24 bytes to 4398046511104, the limit is 4294967296",
     0,
     (2**40,),
     (0,),
     error=LimitError,
 )
-bent("too few arguments", "_rebuild_tensor_v2 takes 6 to 7 arguments, found 4", 0, (6,), (1,), more=())
-bent("no storage", "first argument must be a storage, found 5", 0, (6,), (1,), storage=5)
+bent("too few arguments", "_rebuild_tensor_v2 takes 6 to 7 arguments, got 4", 0, (6,), (1,), more=())
+bent("no storage", "first argument must be a storage, got 5", 0, (6,), (1,), storage=5)
 bent(
     *(
         "a dtype that is none",
-        "_rebuild_tensor_v3 takes a dtype, found 'torch.FloatStorage'",
+        "_rebuild_tensor_v3 takes a dtype, got 'torch.FloatStorage'",
         0,
         (6,),
         (1,),
@@ -172,23 +172,23 @@ class Id(Storage):
 
 FLOAT = Ref("torch", "FloatStorage")
 for name, value, message in (
-    ("text", "0", "a persistent id must be a tuple of 'storage' and 4 or 5 more, found '0'"),
-    ("empty", (), "found ()"),
-    ("short", ("storage", FLOAT, "0", "cpu"), "found ('storage', 'torch.FloatStorage', '0', 'cpu')"),
-    ("long", ("storage", FLOAT, "0", "cpu", 6, None, None), "found ('storage', "),
-    ("another kind", ("tensor", FLOAT, "0", "cpu", 6), "found ('tensor', "),
-    ("no class", ("storage", 5, "0", "cpu", 6), "a storage's class must be one of torch's, found 5"),
-    ("a dtype as class", ("storage", Ref("torch", "float32"), "0", "cpu", 6), "found 'torch.float32'"),
-    ("a function as class", ("storage", REBUILD, "0", "cpu", 6), "found 'torch._utils._rebuild_tensor_v2'"),
-    ("key of None", ("storage", FLOAT, None, "cpu", 6), "a storage's key must be a string, found None"),
-    ("key of a list", ("storage", FLOAT, [], "cpu", 6), "a storage's key must be a string, found list"),
+    ("text", "0", "a persistent id must be a tuple of 'storage' and 4 or 5 more values, got '0'"),
+    ("empty", (), "got ()"),
+    ("short", ("storage", FLOAT, "0", "cpu"), "got ('storage', 'torch.FloatStorage', '0', 'cpu')"),
+    ("long", ("storage", FLOAT, "0", "cpu", 6, None, None), "got ('storage', "),
+    ("another kind", ("tensor", FLOAT, "0", "cpu", 6), "got ('tensor', "),
+    ("no class", ("storage", 5, "0", "cpu", 6), "a storage's class must be a storage class of torch, got 5"),
+    ("a dtype as class", ("storage", Ref("torch", "float32"), "0", "cpu", 6), "got 'torch.float32'"),
+    ("a function as class", ("storage", REBUILD, "0", "cpu", 6), "got 'torch._utils._rebuild_tensor_v2'"),
+    ("key of None", ("storage", FLOAT, None, "cpu", 6), "a storage's key must be a string, got None"),
+    ("key of a list", ("storage", FLOAT, [], "cpu", 6), "a storage's key must be a string, got list"),
     ("count of text", ("storage", FLOAT, "0", "cpu", "6"), "storage '0': the number of elements is '6'"),
     ("negative count", ("storage", FLOAT, "0", "cpu", -6), "the number of elements is -6"),
     ("count of 2^63", ("storage", FLOAT, "0", "cpu", 2**63), "the number of elements is 9223372036854775808"),
     ("count of True", ("storage", FLOAT, "0", "cpu", True), "the number of elements is True"),
-    ("part of text", ("storage", FLOAT, "0", "cpu", 6, "x"), "a part must be (key, first, elements), found 'x'"),
-    ("part beyond", ("storage", FLOAT, "0", "cpu", 6, ("1", 4, 3)), "storage '0': elements [4, 7) of 6"),
-    ("part before", ("storage", FLOAT, "0", "cpu", 6, ("1", -1, 3)), "storage '0': elements [-1, 2) of 6"),
+    ("part of text", ("storage", FLOAT, "0", "cpu", 6, "x"), "a part must be (key, first, elements), got 'x'"),
+    ("part beyond", ("storage", FLOAT, "0", "cpu", 6, ("1", 4, 3)), "storage '0': a part has elements [4, 7) of 6"),
+    ("part before", ("storage", FLOAT, "0", "cpu", 6, ("1", -1, 3)), "storage '0': a part has elements [-1, 2) of 6"),
 ):
     bad = {"bad": tensor(Id(value), (6,))}
     fault(f"zip: persistent id, {name}", message, zip_file(bad))
@@ -197,16 +197,16 @@ two_types = {
     "a": tensor(Storage("0", SIX)),
     "b": tensor(Id(("storage", Ref("torch", "IntStorage"), "0", "cpu", 6)), (6,)),
 }
-fault("a storage of two types", "storage '0' is 6 elements of torch.IntStorage, but before it was", zip_file(two_types))
+fault("a storage of two types", "storage '0' has 6 elements of torch.IntStorage, but had 6", zip_file(two_types))
 two_sizes = {"a": tensor(Storage("0", SIX)), "b": tensor(Id(("storage", FLOAT, "0", "cpu", 5)), (5,))}
 fault(
     "a storage of two sizes",
-    "storage '0' is 5 elements of torch.FloatStorage, but before it was 6",
+    "storage '0' has 5 elements of torch.FloatStorage, but had 6",
     zip_file(two_sizes),
 )
 fault(
     "a module that is saved",
-    "must be a storage, found 5",
+    "must be a storage, got 5",
     zip_file({"a": tensor(Id(("module", 5, "x.py", "source")), (6,))}),
 )
 
@@ -292,16 +292,16 @@ fault(
     packaged(**{"net__net.pkl": b"text"}),
     UnsupportedError,
 )
-fault("package: a pickle that breaks off", "beyond the end", packaged(**{"net__net.pkl": PACKAGE["net/net.pkl"][:-9]}))
+fault("package: a pickle that breaks off", "past the end", packaged(**{"net__net.pkl": PACKAGE["net/net.pkl"][:-9]}))
 fault("package: a byteorder of neither kind", "byteorder is b'midway'"[:12], packaged(byteorder=b"midway"))
 for name, value, message in (
-    ("nothing", (), "what reduces itself must be named by"),
-    ("a number alone", (5,), "what reduces itself must be named by"),
-    ("too much", (5, SCRIPT, ("0",), 1), "what reduces itself must be named by"),
-    ("arguments in a list", (5, SCRIPT, ["0"]), "what reduces itself must be named by"),
-    ("a function that is none", (5, 6, ("0",)), "what reduces itself must be named by"),
-    ("a function on the list", (5, OD, ()), "what reduces itself must be named by"),
-    ("a number of text", ("5", SCRIPT, ("0",)), "the number of what reduces itself is '5'"),
+    ("nothing", (), "expected a number, a function and its arguments"),
+    ("a number alone", (5,), "expected a number, a function and its arguments"),
+    ("too much", (5, SCRIPT, ("0",), 1), "expected a number, a function and its arguments"),
+    ("arguments in a list", (5, SCRIPT, ["0"]), "expected a number, a function and its arguments"),
+    ("a function that is none", (5, 6, ("0",)), "expected a number, a function and its arguments"),
+    ("a function on the list", (5, OD, ()), "expected a number, a function and its arguments"),
+    ("a number of text", ("5", SCRIPT, ("0",)), "the number must be an integer, got '5'"),
     ("a script that is not there", (5, SCRIPT, ("0",)), "the package has no entry for script '0'"),
     ("a script out of its folder", (5, SCRIPT, ("../../net",)), "the package has no entry for script '../../net'"),
 ):
@@ -490,7 +490,9 @@ fault("a damaged pickle", "is damaged", packed[:hole] + b"\xff" * 8 + packed[hol
 LEGACY = legacy_file(VALUE)
 STORAGE_0 = LEGACY.index(struct.pack("<q", 6) + SIX.tobytes())
 fault(
-    "legacy: another protocol", "protocol 1002, but only 1001 is known", LEGACY.replace(b"M\xe9\x03.", b"M\xea\x03.", 1)
+    "legacy: another protocol",
+    "protocol is 1002, but only 1001 is supported",
+    LEGACY.replace(b"M\xe9\x03.", b"M\xea\x03.", 1),
 )
 fault(
     "legacy: another magic",
@@ -512,8 +514,8 @@ for name, keys, message in (
     ("unknown key", ["0", "9"], "key '9' in the list of storages is not used in the pickle"),
     ("key of a number", [0, "1"], "key 0 in the list of storages is not used in the pickle"),
     ("key of a list", [[], "1"], "key list in the list of storages is not used in the pickle"),
-    ("keys in a tuple", ("0", "1"), "the storages' keys must be a list, found tuple"),
-    ("a storage in the keys", [Storage("0", SIX)], "a persistent id where there are no storages"),
+    ("keys in a tuple", ("0", "1"), "the storage keys must be a list, got tuple"),
+    ("a storage in the keys", [Storage("0", SIX)], "a persistent id in a pickle without storages"),
 ):
     good_keys = pickle.dumps(["0", "1"], 2)
     fault(f"legacy: {name}", message, LEGACY.replace(good_keys, dump(keys, legacy=True), 1))

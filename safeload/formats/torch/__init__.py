@@ -1,1 +1,1 @@
-"""Formats of torch: zip archives, legacy files of torch before 1.6, packages."""
+"""Formats of torch: zip archives, legacy files from before torch 1.6, packages."""

@@ -1,7 +1,7 @@
-"""Names the tensors in nested containers, and returns the rest of the containers as metadata.
+"""Name the tensors in nested containers, and return the rest of the containers as metadata.
 
-A value is a graph: containers may be shared or contain themselves. It is walked once, bottom up and without recursion.
-Its expanded size, with shared containers repeated, is counted before anything is expanded.
+A value is a graph: containers can be shared or contain themselves. We walk it once, bottom up and without recursion.
+Before we expand anything, we count its expanded size, with shared containers repeated.
 """
 
 from __future__ import annotations
@@ -9,33 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...base.messages import error_about
 from ...base.text import show
 from ...errors import LimitError, TensorNotFoundError, UnsupportedError
 from ..unpickle.machine import Foreign, Global, Inert
-from ..unpickle.numpy_globals import NumpyArray, NumpyDtype
+from ..unpickle.numpy_arrays import NumpyArray, NumpyDtype
 from .globals import PickledTensor, Storage
 
-# Deepest nesting. Real files have about 10 levels, three for each module of a pickled network; repr and json fail at
-# about 1,000.
+# Deepest nesting. Real files have about 10 levels, three per module of a pickled network; repr and json fail at about
+# 1,000.
 MAX_NESTING = 200
-# Most values other than tensors, after expansion: n nested lists, each of which holds the next one two times, expand to
-# 2^n values. Long text counts as one value for each 100 characters: JSON repeats it each time.
+# Most values, tensors aside, after expansion: n nested lists that each hold the next list twice expand to 2^n values.
+# Long text counts as one value per 100 characters, because JSON repeats it each time.
 MAX_VALUES = 10_000_000
 _LONG = 100
-# Most names of tensors; a tensor in a shared container counts once for each name. 10 times the most in a real model.
+# Most tensor names; a tensor in a shared container counts once per name. The largest real model has a tenth.
 MAX_TENSORS = 5_000_000
 # Characters of all names: the size limit of a safetensors header.
 MAX_NAME_TEXT = 100_000_000
-# The same two limits in proportion to the bytes of the pickle: a container that many others refer to gives its tensors
-# a name in each of them. Real pickles take more than 30 bytes for a tensor, and its name is shorter than its entry.
+# Limits of tensors and characters in proportion to the bytes of the pickle: tensors of a shared container get a name in
+# each container that holds it. Real pickles take more than 30 bytes per tensor, and a name is shorter than its entry.
 BYTES_A_TENSOR = 8
 MAX_NAME_TEXT_A_BYTE = 20
-# Tensors and characters that any pickle may have, whatever its size.
+# Tensors and characters that a pickle of any size can have.
 _TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
 
-# Most items of a container of scalars that is not remembered, but scanned again in each container that holds it.
+# Containers of up to this many scalars are scanned again in each container that holds them, instead of remembered.
 _FLAT = 4
-# Most characters of a name from the file that metadata and messages show.
+# Characters of a file's name to show in metadata and messages.
 _SHOWN = 200
 
 # Steps of a name for the state that BUILD gave an inert object, and for its arguments.
@@ -48,7 +49,7 @@ _NOTHING = object()
 
 TENSORS = frozenset((PickledTensor, NumpyArray))
 
-# A step (key or index) and the value that it leads to.
+# A step (key or index) and the value behind it.
 Link = tuple[Any, Any]
 
 
@@ -56,13 +57,13 @@ class _Node:
     """Facts about a container.
 
     Attributes:
-        value: the container; referenced so that its id is not reused.
+        value: the container; the reference keeps its id from being reused.
         links: steps to tensors, and to containers with tensors below.
-        tensors: number of names below it.
+        tensors: number of names below the container.
         text: characters of these names.
         values: number of values that the rest expands to.
-        depth: levels below it.
-        plain: the rest, as scalars, list, tuple, dict, set; `_NOTHING` if it holds nothing but tensors.
+        depth: levels below the container.
+        plain: the rest as scalars, list, tuple, dict and set; `_NOTHING` if the container holds only tensors.
     """
 
     __slots__ = ("depth", "links", "plain", "tensors", "text", "value", "values")
@@ -83,7 +84,7 @@ class Tree:
         size: bytes of the pickle.
 
     Raises:
-        LimitError: the containers are nested too deeply, or expand to too much.
+        LimitError: the containers are nested too deeply, or expand to too many values.
         UnsupportedError: a tensor is in a set, where it has no name.
     """
 
@@ -92,7 +93,7 @@ class Tree:
         self._path = path
         self._nodes: dict[int, _Node] = {}
         self._texts: dict[int, str] = {}
-        self._text_made = 0
+        self._text_size = 0
         self._leaves: dict[int, Any] = {}
         self._limits = (
             (MAX_NESTING, "levels of containers"),
@@ -127,7 +128,7 @@ class Tree:
                 nodes[id(node.value)] = node
 
     def _finish(self, node: _Node, links: list[Link]) -> None:
-        """Completes the node of a container after those of the containers below it."""
+        """Complete the node of a container after the nodes of the containers below."""
         node.values = 1 + _length(node.value) + _text_size(node.value) // _LONG
         kept: list[Link] = []
         for link in links:
@@ -148,30 +149,33 @@ class Tree:
                     kept.append(link)
                 node.values += below.values
                 node.depth = max(node.depth, below.depth + 1)
-        for found, (most, what) in zip((node.depth, node.values, node.tensors, node.text), self._limits, strict=True):
-            if found > most:
-                raise LimitError(f"{self._path}: the pickle has more than {most:,} {what}")
+        for count, (limit, unit) in zip((node.depth, node.values, node.tensors, node.text), self._limits, strict=True):
+            if count > limit:
+                raise self._too_many(limit, unit)
         if kept:
             node.links = kept
         node.plain = self._plain(node, links)
 
+    def _too_many(self, limit: int, unit: str) -> LimitError:
+        return error_about(LimitError, f"the pickle has more than {limit:,} {unit}", path=self._path)
+
     def _text(self, step: Any) -> str:
-        """A step as part of a name: the text is made once, however many containers have the step."""
+        """Return a step as part of a name; its text is made once, even if many containers have the step."""
         if type(step) is str:
             return step
         text = self._texts.get(id(step))
         if text is None:
             text = str(self._leaf(step))
-            if type(step) is not int:  # integers may be indexes made here, whose ids are reused
+            if type(step) is not int:  # an integer can be an index made here, and its id is reused
                 self._texts[id(step)] = text
-                self._text_made += len(text)
-                most, what = self._limits[-1]
-                if self._text_made > most:  # for example keys that hold one long value in many tuples
-                    raise LimitError(f"{self._path}: the pickle has more than {most:,} {what}")
+                self._text_size += len(text)
+                limit, unit = self._limits[-1]
+                if self._text_size > limit:  # for example keys that hold one long value in many tuples
+                    raise self._too_many(limit, unit)
         return text
 
     def _leaf(self, value: Any) -> Any:
-        """The metadata for a value that is neither a container nor a tensor; also made once."""
+        """Return the metadata for a value that is neither a container nor a tensor; it is also made once."""
         if type(value) in _SCALARS:
             return value
         leaf = self._leaves.get(id(value), _NOTHING)
@@ -180,11 +184,11 @@ class Tree:
         return leaf
 
     def _plain(self, node: _Node, links: list[Link]) -> Any:
-        """A container without its tensors; the container itself if it holds none."""
+        """Return a container without its tensors, or the container itself if it holds none."""
         value = node.value
         if type(value) in (set, frozenset):
             if node.tensors:
-                raise UnsupportedError(f"{self._path}: a tensor in a set has no name")
+                raise error_about(UnsupportedError, "a tensor in a set has no name", path=self._path)
             return value if type(value) is set and not links else {self._leaf(item) for item in value}
         if type(value) in (list, tuple):
             if not links:
@@ -222,10 +226,10 @@ class Tree:
         return item if _is_flat(item) else CYCLE
 
     def metadata(self, root: Any = None) -> dict[Any, Any]:
-        """Everything below a value except tensors, nested as in the pickle; the indexes of a sequence become keys.
+        """Return everything below a value except tensors, nested as in the pickle; indexes of a sequence become keys.
 
         Args:
-            root: the result of `select`, which leaves out what surrounds it; None for the whole pickle.
+            root: a result of `select`; None for the whole pickle.
         """
         value = self._root if root is None else root
         if not _is_container(value):
@@ -240,10 +244,10 @@ class Tree:
         return {"value": plain}
 
     def select(self, root: str) -> Any:
-        """The container or tensor with a dotted name.
+        """Return the container or tensor with a dotted name.
 
         Raises:
-            TensorNotFoundError: there is none; the message lists the containers with tensors.
+            TensorNotFoundError: it does not exist; the message lists the containers with tensors.
         """
         waiting = [(self._root, root)]
         while waiting:
@@ -256,37 +260,35 @@ class Tree:
                     return child
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
-        there = self._list_containers()
-        raise TensorNotFoundError(
-            f"{self._path} has no container {show(root)}; "
-            f"those with tensors are {', '.join(there) if there else 'none'}"
-        )
+        containers = ", ".join(self._list_containers()) or "none"
+        text = f"there is no container {show(root)}; containers with tensors: {containers}"
+        raise error_about(TensorNotFoundError, text, path=self._path)
 
-    def _list_containers(self, most: int = 20) -> list[str]:
-        """Containers that hold tensors, outermost first."""
+    def _list_containers(self, limit: int = 20) -> list[str]:
+        """Return the containers that hold tensors, outermost first."""
         if not _is_container(self._root):
             return []
-        found: list[str] = []
+        containers: list[str] = []
         level = [("", self._nodes[id(self._root)])]
-        while level and len(found) <= most:
+        while level and len(containers) <= limit:
             below = []
             for prefix, node in level:
                 for step, child in node.links:
-                    if len(found) > most:
+                    if len(containers) > limit:
                         break
                     if _is_container(child):
                         inner = self._nodes[id(child)]
                         name = prefix + self._text(step)[:_SHOWN]
-                        found.append(f"{show(name)[1:-1]} ({inner.tensors} tensor{'s' * (inner.tensors > 1)})")
+                        containers.append(f"{show(name)[1:-1]} ({inner.tensors} tensor{'s' * (inner.tensors > 1)})")
                         below.append((f"{name}.", inner))
             level = below
-        return [*found[:most], *(["..."] if len(found) > most else [])]
+        return [*containers[:limit], *(["..."] if len(containers) > limit else [])]
 
     def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
-        """Each name and its tensor, in the order of the pickle.
+        """Iterate over names and tensors in the order of the pickle.
 
         Args:
-            root: the value of `select` that names are relative to; None for the root of the pickle.
+            root: a result of `select`, to which names are relative; None for the root of the pickle.
         """
         start = self._root if root is None else root
         if type(start) in TENSORS:
@@ -319,7 +321,7 @@ def _length(value: Any) -> int:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether a container is small and holds only scalars, so that it needs no node."""
+    """Return True if a container is small and holds only scalars, so that it needs no node."""
     kind = type(value)
     if kind is Inert or len(value) > _FLAT or _text_size(value) > _LONG:
         return False
@@ -329,14 +331,14 @@ def _is_flat(value: Any) -> bool:
 
 
 def _text_size(value: Any) -> int:
-    """Length of the strings and bytes in a container."""
+    """Return the length of the strings and bytes in a container."""
     kind = type(value)
     items = value.items.values() if kind is Inert else value.values() if kind is dict else value
     return sum([len(item) for item in items if type(item) is str or type(item) is bytes])
 
 
 def _links(value: Any) -> list[Link]:
-    """Steps from a container to the values in it that are not scalars."""
+    """Return the steps from a container to its values, without scalars."""
     kind = type(value)
     if kind is dict:
         return [(key, item) for key, item in value.items() if type(item) not in _SCALARS]
@@ -351,7 +353,6 @@ def _links(value: Any) -> list[Link]:
 
 
 def _describe(value: Any) -> Any:
-    """See `Tree._leaf`."""
     kind = type(value)
     if kind in _SCALARS:
         return value

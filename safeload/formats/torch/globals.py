@@ -1,8 +1,7 @@
-"""The table of globals that a checkpoint may name, and the inert values built from them.
+"""The allowlist of globals in a checkpoint, and the inert values built from them.
 
-It holds what `torch.save` writes for tensors and pickle for numpy arrays (numpy_globals.py), nothing else. The
-functions build descriptions from any arguments that a pickle gives; tensors.py checks those of the tensors that are
-requested.
+It holds the globals that `torch.save` writes for tensors and pickle writes for NumPy arrays (numpy_arrays.py), nothing
+else. The functions build descriptions from any arguments of a pickle; tensors.py checks the tensors that are requested.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from ..unpickle.keys import put
 from ..unpickle.machine import Fault, Foreign, Global, Inert, describe
-from ..unpickle.numpy_globals import ROWS
+from ..unpickle.numpy_arrays import ROWS
 
 
 class Storage:
@@ -22,7 +21,7 @@ class Storage:
         type: row of its class or dtype.
         key: its name in the file.
         count: number of elements.
-        part: (first element, number of elements) within the storage of this key; None for all of it.
+        part: (first element, number of elements) of the storage of this key; None for the whole storage.
     """
 
     __slots__ = ("count", "key", "part", "type")
@@ -35,26 +34,26 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the storage of this key."""
+        """Bytes of the whole storage of this key."""
         return self.count * self.type.itemsize
 
 
 class PickledTensor:
-    """A tensor as described by the pickle, unchecked.
+    """A tensor as the pickle describes it, unchecked.
 
     Attributes:
-        storage: that holds its elements.
-        offset: its first element.
+        storage: holds the elements.
+        offset: first element in the storage.
         shape: elements per axis.
         strides: elements between neighbours along each axis.
         dtype: row of its dtype; None for the dtype of the storage.
-        pending: operations still to be applied to the elements, such as {"conj": True}.
+        pending: operations to apply to the elements, such as {"conj": True}.
     """
 
     __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
 
     def __init__(
-        self, storage: Storage, offset: Any, shape: Any, strides: Any, dtype: Global | None, pending: Any
+        self, storage: Storage, offset: Any, shape: Any, strides: Any, *, dtype: Global | None, pending: Any
     ) -> None:
         self.storage = storage
         self.offset = offset
@@ -64,30 +63,30 @@ class PickledTensor:
         self.pending = pending
 
 
-def _arity(args: tuple[Any, ...], least: int, most: int, what: str) -> None:
-    if not least <= len(args) <= most:
-        wanted = str(least) if least == most else f"{least} to {most}"
-        raise Fault(f"{what} takes {wanted} arguments, found {len(args)}")
+def _arity(args: tuple[Any, ...], low: int, high: int, function: str) -> None:
+    if not low <= len(args) <= high:
+        expected = str(low) if low == high else f"{low} to {high}"
+        raise Fault(f"{function} takes {expected} arguments, got {len(args)}")
 
 
 def _ordered_dict(args: tuple[Any, ...]) -> Any:
-    """An empty dict, or one made from a list of pairs (Python 2)."""
-    made: dict[Any, Any] = {}
+    """Make an empty dict, or a dict of a list of pairs (Python 2)."""
+    items: dict[Any, Any] = {}
     if not args:
-        return made
+        return items
     _arity(args, 0, 1, "OrderedDict")
     pairs = args[0]
     if type(pairs) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in pairs):
         raise Fault("OrderedDict takes a list of pairs")
     if pairs:
-        put(made, [x for pair in pairs for x in pair], {})
-    return made
+        put(items, [x for pair in pairs for x in pair], {})
+    return items
 
 
 def _size(args: tuple[Any, ...]) -> Any:
     _arity(args, 1, 1, "torch.Size")
     if type(args[0]) not in (list, tuple):
-        raise Fault(f"torch.Size takes a tuple, found {describe(args[0])}")
+        raise Fault(f"torch.Size takes a tuple, got {describe(args[0])}")
     return tuple(args[0])
 
 
@@ -103,8 +102,8 @@ def _tensor(args: tuple[Any, ...], dtype: Global | None, pending: Any) -> Any:
     if type(storage) is Inert:
         return Inert(storage.name, (storage,))
     if type(storage) is not Storage:
-        raise Fault(f"a tensor's first argument must be a storage, found {describe(storage)}")
-    return PickledTensor(storage, offset, shape, strides, dtype, pending)
+        raise Fault(f"a tensor's first argument must be a storage, got {describe(storage)}")
+    return PickledTensor(storage, offset, shape, strides, dtype=dtype, pending=pending)
 
 
 def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
@@ -113,8 +112,8 @@ def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
 
 
 def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
-    if len(args) == 6 and type(args[0]) is Storage:  # what torch writes, without steps on the way
-        return PickledTensor(args[0], args[1], args[2], args[3], None, None)
+    if len(args) == 6 and type(args[0]) is Storage:  # as torch writes it: the fast path
+        return PickledTensor(args[0], args[1], args[2], args[3], dtype=None, pending=None)
     _arity(args, 6, 7, "_rebuild_tensor_v2")
     return _tensor(args, None, args[6] if len(args) > 6 else None)
 
@@ -123,20 +122,20 @@ def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
     _arity(args, 7, 8, "_rebuild_tensor_v3")
     dtype = args[6]
     if type(dtype) is not Global or dtype.kind != DTYPE:
-        raise Fault(f"_rebuild_tensor_v3 takes a dtype, found {describe(dtype)}")
+        raise Fault(f"_rebuild_tensor_v3 takes a dtype, got {describe(dtype)}")
     return _tensor(args, dtype, args[7] if len(args) > 7 else None)
 
 
 def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
     _arity(args, 3, 4, "_rebuild_parameter")
     if type(args[0]) not in (PickledTensor, Inert):
-        raise Fault(f"a parameter's first argument must be a tensor, found {describe(args[0])}")
+        raise Fault(f"a parameter's first argument must be a tensor, got {describe(args[0])}")
     return args[0]
 
 
 STORAGE, DTYPE, TENSOR, CONTAINER, VALUE = "storage", "dtype", "tensor", "container", "value"
 
-# Name of the dtype in torch; code in the table of dtypes, None if no array can represent it; bytes of an element;
+# Name of the dtype in torch; code in the table of dtypes, or None if no array can represent it; bytes of an element;
 # storage class. Sources: torch/storage.py (_dtype_to_storage_type_map), torch/csrc/api/include/torch/types.h.
 _DTYPES = (
     ("float64", "F64", 8, "DoubleStorage"),
@@ -179,43 +178,43 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[tuple[Any, ...]], Any]], ...] = (
     ("torch.device", VALUE, _device),
 )
 
-# Untyped storages: bytes, whatever the elements are.
+# Untyped storages: bytes of any elements.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.storage._UntypedStorage", "torch.UntypedStorage")
 
 ALLOWED: dict[str, Global] = {
     row.name: row
     for row in (
         *(Global(name, kind, build, copies=kind != TENSOR) for name, kind, build in _FUNCTIONS),
-        *(Global(f"torch.{name}", DTYPE, None, code, size) for name, code, size, _ in _DTYPES),
-        *(Global(f"torch.{storage}", STORAGE, None, code, size) for _, code, size, storage in _DTYPES if storage),
-        *(Global(name, STORAGE, None, "U8", 1) for name in _UNTYPED),
+        *(Global(f"torch.{name}", DTYPE, code=code, itemsize=size) for name, code, size, _ in _DTYPES),
+        *(Global(f"torch.{cls}", STORAGE, code=code, itemsize=size) for _, code, size, cls in _DTYPES if cls),
+        *(Global(name, STORAGE, code="U8", itemsize=1) for name in _UNTYPED),
         *ROWS,
     )
 }
 
 
 def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
-    """The storage that a persistent id describes, or the class in a ``("module", class, ...)`` of old files.
+    """Return the storage that a persistent id describes, or the class in a ``("module", class, ...)`` of old files.
 
     Args:
         value: ("storage", class, key, location, elements), in legacy files with a sixth item: None or
             (key, first element, elements) of a part.
-        storages: storages found so far, by key; a second one of the same key must agree with the first.
+        storages: storages so far, by key; ids with the same key must agree.
     """
     if type(value) is tuple and len(value) == 4 and value[0] == "module":
         return value[1]
     if type(value) is not tuple or len(value) not in (5, 6) or value[0] != "storage":
-        raise Fault(f"a persistent id must be a tuple of 'storage' and 4 or 5 more, found {_show_id(value)}")
+        raise Fault(f"a persistent id must be a tuple of 'storage' and 4 or 5 more values, got {_show_id(value)}")
     _, type_, key, _, count = value[:5]
     part = value[5] if len(value) == 6 else None
     if type(type_) in (Foreign, Inert):
         return Inert(type_.name, (key,))
     if type(type_) is not Global or type_.kind != STORAGE:
-        raise Fault(f"a storage's class must be one of torch's, found {describe(type_)}")
+        raise Fault(f"a storage's class must be a storage class of torch, got {describe(type_)}")
     if type(key) is int and abs(key) < 1 << 63:  # torch.package
         key = str(key)
     if type(key) is not str:
-        raise Fault(f"a storage's key must be a string, found {describe(key)}")
+        raise Fault(f"a storage's key must be a string, got {describe(key)}")
     if type(count) is not int or not 0 <= count < 1 << 63:
         raise Fault(f"storage {describe(key)}: the number of elements is {describe(count)}")
     first = storages.get(key)
@@ -223,16 +222,16 @@ def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
         first = storages[key] = Storage(type_, key, count)
     elif first.type is not type_ or first.count != count:
         raise Fault(
-            f"storage {describe(key)} is {count} elements of {type_.name}, but before it was {first.count} of "
-            f"{first.type.name}"
+            f"storage {describe(key)} has {count} elements of {type_.name}, but had {first.count} of "
+            f"{first.type.name} before"
         )
     if part is None:
         return first
     if type(part) is not tuple or len(part) != 3 or any(type(x) is not int for x in part[1:]):
-        raise Fault(f"storage {describe(key)}: a part must be (key, first, elements), found {_show_id(part)}")
+        raise Fault(f"storage {describe(key)}: a part must be (key, first, elements), got {_show_id(part)}")
     _, begin, size = part
     if begin < 0 or size < 0 or begin + size > count:
-        raise Fault(f"storage {describe(key)}: elements [{begin}, {begin + size}) of {count}")
+        raise Fault(f"storage {describe(key)}: a part has elements [{begin}, {begin + size}) of {count}")
     return Storage(type_, key, count, (begin, size))
 
 

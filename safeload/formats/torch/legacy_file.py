@@ -1,18 +1,19 @@
 """The format of torch.save before torch 1.6, still available as an option: not a zip archive.
 
 1. Five consecutive pickles: a magic number, the protocol 1001, facts about the machine, the object, and the list of
-   the storages' keys.
-2. For each key in that list: the number of elements (int64), then their bytes, little-endian on every machine
+   storage keys.
+2. For each key of that list: the number of elements (int64), then their bytes, little-endian on every machine
    (torch/csrc/utils/storage.cpp). Nothing is aligned.
-3. A storage's persistent id has six fields; the sixth describes a part of another storage, or is None.
+3. The persistent id of a storage has six fields. The sixth describes a part of another storage, or is None.
 
-Strings may be those of Python 2. Bytes after the last storage are ignored, as in torch.
+Strings can come from Python 2. Bytes after the last storage are ignored, as in torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError
@@ -21,21 +22,21 @@ from ..unpickle import run as unpickler
 from ..unpickle.machine import Fault, describe
 from ..unpickle.run import TruncatedError, Unpickled, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
-from .tensors import Made, content_of, make_table
+from .tensors import PickleTables, content_of, make_tables
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
-# Bytes of the file that are read at first for a pickle; eight times as many in each further attempt if it is longer.
+# Bytes to read first for a pickle; each further attempt reads eight times as many.
 _WINDOW = 1 << 16
 
 
 def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None, inert: bool) -> Unpickled:
-    """The pickle at an offset of the file; `Unpickled.end` is relative to the offset."""
+    """Run the pickle at an offset of the file; `Unpickled.end` is relative to the offset."""
 
     def persistent(value: Any) -> Any:
         if storages is None:
-            raise Fault("a persistent id where there are no storages")
+            raise Fault("a persistent id in a pickle without storages")
         return read_persistent_id(value, storages)
 
     size = _WINDOW
@@ -48,37 +49,38 @@ def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None
             if complete:
                 raise
         if size >= unpickler.MAX_PICKLE:
-            raise LimitError(f"{file.path}: the pickle at byte {offset} has more than {unpickler.MAX_PICKLE} bytes")
+            text = f"the pickle at byte {offset} has more than {unpickler.MAX_PICKLE} bytes"
+            raise error_about(LimitError, text, path=file.path)
         size *= 8
 
 
-def read(candidate: Candidate, wanted: OpenRequest) -> Content:
-    """An open file with its table; see `read_table`."""
-    return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.file, wanted))
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of an open file; see `read_tables`."""
+    return content_of(candidate.file, request, lambda request: read_tables(candidate.file, request))
 
 
-def read_table(file: WeightFile, wanted: OpenRequest) -> Made:
-    """The tensors of a file.
+def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
+    """Return the tensors of a file.
 
     Raises:
         FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
         OSError: the file cannot be read.
     """
-    magic = pickle_at(file, 0, None, wanted.inert)
+    magic = pickle_at(file, 0, None, request.inert)
     if magic.value != MAGIC or type(magic.value) is not int:
         raise FormatError(f"the file begins with {describe(magic.value)}, not with torch's magic number", file.path, 0)
     at = magic.end
     protocol = pickle_at(file, at, None, inert=False)
     if protocol.value != PROTOCOL:
-        raise FormatError(f"protocol {describe(protocol.value)}, but only {PROTOCOL} is known", file.path, at)
+        raise FormatError(f"protocol is {describe(protocol.value)}, but only {PROTOCOL} is supported", file.path, at)
     at += protocol.end
-    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, which are not needed
+    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, which nobody needs
     storages: dict[str, Storage] = {}
-    found = pickle_at(file, at, storages, wanted.inert)
-    at += found.end
+    pickled = pickle_at(file, at, storages, request.inert)
+    at += pickled.end
     keys = pickle_at(file, at, None, inert=False)
     if type(keys.value) is not list:
-        raise FormatError(f"the storages' keys must be a list, found {describe(keys.value)}", file.path, at)
+        raise FormatError(f"the storage keys must be a list, got {describe(keys.value)}", file.path, at)
     begins = _walk(file, at + keys.end, keys.value, storages)
 
     def locate(storage: Storage) -> int:
@@ -87,17 +89,17 @@ def read_table(file: WeightFile, wanted: OpenRequest) -> Made:
             raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
         return begin
 
-    return make_table(found, wanted, file.path, locate)
+    return make_tables(pickled, request, file.path, locate)
 
 
 def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storage]) -> dict[str, int]:
-    """Checks the storages in file order; returns the offset of the first byte of each by key."""
+    """Check the storages in file order; return the offset of the first byte of each by key."""
     begins: dict[str, int] = {}
     for key in keys:
         storage = storages.get(key) if type(key) is str else None
         if storage is None or key in begins:
-            what = "is a duplicate" if type(key) is str and key in begins else "is not used in the pickle"
-            raise FormatError(f"key {describe(key)} in the list of storages {what}", file.path, at)
+            fault = "is a duplicate" if type(key) is str and key in begins else "is not used in the pickle"
+            raise FormatError(f"key {describe(key)} in the list of storages {fault}", file.path, at)
         head = file.read_at(at, 8)
         count = int.from_bytes(head, "little", signed=True)
         if len(head) < 8 or count * storage.type.itemsize > file.size - at - 8:

@@ -1,12 +1,12 @@
 """The format of torch.save since torch 1.6: a zip archive of one pickle and its storages.
 
-1. ``<prefix>/data.pkl`` is the pickle, ``<prefix>/data/<key>`` the storage of each key, as in memory;
-   ``<prefix>/byteorder`` says "little" or "big" and may be missing (little). The prefix is free text.
+1. ``<prefix>/data.pkl`` is the pickle, ``<prefix>/data/<key>`` the storage of each key, as in memory.
+   ``<prefix>/byteorder`` is "little" or "big", and little if it is missing. The prefix is free text.
 2. Archives of torch.package have another layout: see package.py.
-3. Local headers hold no sizes (a data descriptor follows the data): they are taken from the central directory. The data
-   begins at the local header + 30 + the *local* name's length + the *local* extra field's length, padding in which
-   aligns it.
-4. torch never compresses storages; a compressed storage comes from another writer and cannot be mapped.
+3. Local headers hold no sizes, because a data descriptor follows the data: sizes come from the central directory. The
+   data begins at the local header + 30 + the length of the *local* name + the length of the *local* extra field, whose
+   padding aligns the data.
+4. torch never compresses storages. A compressed storage comes from another writer and cannot be mapped.
 """
 
 from __future__ import annotations
@@ -14,43 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, OpenRequest
 from ..unpickle import run as unpickler
 from ..unpickle.run import Unpickled, unpickle
-from ..zip import Archive
+from ..zip import STORED, Archive
 from . import package as torch_package
 from .globals import ALLOWED, Storage, read_persistent_id
-from .storages import locate_entry
-from .tensors import Made, content_of, make_table
+from .tensors import PickleTables, content_of, make_tables
 
 
-def _find_pickle(archive: Archive, path: str) -> str:
-    """The name of the pickle: ``data.pkl`` at depth one, else the only ``.pkl`` entry."""
-    names = archive.entries
-    found = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
-    found = found or [name for name in names if name.endswith(".pkl")]
-    if len(found) == 1:
-        return found[0]
-    shown = ", ".join(show(name) for name in (found or list(names))[:10])
-    if found:
-        raise FormatError(f"the zip archive has {len(found)} pickles that could be the checkpoint: {shown}", path)
-    raise UnsupportedError(f"{path}: a zip archive without a pickle, so not a torch checkpoint; it holds {shown}")
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of an archive; see `read_tables`."""
+    return content_of(candidate.file, request, lambda request: read_tables(candidate.archive, candidate.file, request))
 
 
-def _is_script(archive: Archive, prefix: str) -> bool:
-    return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
-
-
-def read(candidate: Candidate, wanted: OpenRequest) -> Content:
-    """An open file with its table; see `read_table`."""
-    return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.archive, candidate.file, wanted))
-
-
-def read_table(archive: Archive, file: WeightFile, wanted: OpenRequest) -> Made:
-    """The tensors of an archive.
+def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> PickleTables:
+    """Return the tensors of an archive.
 
     Raises:
         FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
@@ -58,57 +41,103 @@ def read_table(archive: Archive, file: WeightFile, wanted: OpenRequest) -> Made:
     """
     top = torch_package.top_of(archive)
     if top is not None:
-        return _read_package(archive, file, wanted, top)
+        return _read_package(archive, file, request, top)
     name = _find_pickle(archive, file.path)
     prefix = name[: name.rindex("/") + 1] if "/" in name else ""
     storages: dict[str, Storage] = {}
     if archive.entries[name].size > unpickler.MAX_PICKLE:
-        raise LimitError(f"{file.path}: the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes")
+        text = f"the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes"
+        raise error_about(LimitError, text, path=file.path)
     data, base = archive.read(name)
 
     def persistent(value: Any) -> Any:
         return read_persistent_id(value, storages)
 
+    def entry_of(storage: Storage) -> str:
+        return f"{prefix}data/{storage.key}"
+
     try:
-        found = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=wanted.inert)
+        pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=request.inert)
     except ForbiddenError as error:
         if not _is_script(archive, prefix):
             raise
-        raise UnsupportedError(
-            f"{file.path}: this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
-        ) from None
-    return _make_table(archive, file, wanted, found, lambda storage: f"{prefix}data/{storage.key}", prefix)
+        text = f"this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
+        raise error_about(UnsupportedError, text, path=file.path) from None
+    return _make_tables(archive, file, pickled, request, prefix=prefix, entry_of=entry_of)
 
 
-def _read_package(archive: Archive, file: WeightFile, wanted: OpenRequest, top: str) -> Made:
+def _find_pickle(archive: Archive, path: str) -> str:
+    """Return the name of the pickle: ``data.pkl`` at depth one, else the only ``.pkl`` entry."""
+    names = archive.entries
+    pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+    pickles = pickles or [name for name in names if name.endswith(".pkl")]
+    if len(pickles) == 1:
+        return pickles[0]
+    shown = ", ".join(show(name) for name in (pickles or list(names))[:10])
+    if pickles:
+        raise FormatError(f"the zip archive has {len(pickles)} pickles that could be the checkpoint: {shown}", path)
+    text = f"this is a zip archive without a pickle, so not a torch checkpoint; it holds {shown}"
+    raise error_about(UnsupportedError, text, path=path)
+
+
+def _is_script(archive: Archive, prefix: str) -> bool:
+    return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
+
+
+def _read_package(archive: Archive, file: WeightFile, request: OpenRequest, top: str) -> PickleTables:
     def entry_of(storage: Storage) -> str:
         return torch_package.entry_of(archive, storage, top)
 
-    found, root = torch_package.Package(archive, file, top).read(wanted.root, wanted.inert)
-    return _make_table(archive, file, wanted._replace(root=root), found, entry_of, top)
+    pickled, root = torch_package.Package(archive, file, top).read(request.root, request.inert)
+    return _make_tables(archive, file, pickled, request._replace(root=root), prefix=top, entry_of=entry_of)
 
 
-def _make_table(
+def _make_tables(
     archive: Archive,
     file: WeightFile,
-    wanted: OpenRequest,
-    found: Unpickled,
-    entry_of: Callable[[Storage], str],
+    pickled: Unpickled,
+    request: OpenRequest,
+    *,
     prefix: str,
-) -> Made:
+    entry_of: Callable[[Storage], str],
+) -> PickleTables:
     begins: dict[Storage, int] = {}
 
     def locate(storage: Storage) -> int:
         begin = begins.get(storage)
         if begin is None:
-            begin = begins[storage] = locate_entry(archive, storage, entry_of(storage), file.path)
+            begin = begins[storage] = _locate(archive, storage, entry_of(storage), file.path)
         return begin
 
     archive.prefetch(archive.entries)
-    order = _is_big_endian(archive, prefix, file.path)
-    made = make_table(found, wanted, file.path, locate, big_endian=order)
+    big_endian = _is_big_endian(archive, prefix, file.path)
+    tables = make_tables(pickled, request, file.path, locate, big_endian=big_endian)
     archive.check_overlap()
-    return made
+    return tables
+
+
+def _locate(archive: Archive, storage: Storage, name: str, path: str) -> int:
+    """Return the offset of the first byte of a storage in the entry ``name``.
+
+    Raises:
+        FormatError: the entry does not exist or has a different size.
+        UnsupportedError: the entry is compressed or encrypted.
+    """
+    info = archive.entries.get(name)
+    if info is None:
+        raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
+    begin = archive.locate(name)
+    size = info.size
+    if info.method != STORED or info.packed != size:
+        archive.check_stored(name)
+    if size != storage.nbytes:
+        raise FormatError(
+            f"storage {show(storage.key)} has {size} bytes, but {storage.count} elements of {storage.type.name} have "
+            f"{storage.nbytes}",
+            path,
+            begin,
+        )
+    return begin
 
 
 def _is_big_endian(archive: Archive, prefix: str, path: str) -> bool:

@@ -1,1 +1,1 @@
-"""Reads pickles safely: a pickle machine that builds inert values, and the globals that numpy puts into pickles."""
+"""Read pickles safely: a pickle machine that builds inert values, and the globals of pickled NumPy arrays."""

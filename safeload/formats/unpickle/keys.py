@@ -1,11 +1,12 @@
-"""Keys of dicts and elements of sets in a pickle: which values are allowed, and how much time they may take.
+"""Keys of dicts and elements of sets in a pickle: the allowed values, and a limit for the time they take.
 
-CPython's dicts and sets are tables with open addressing. Hashes of text and bytes depend on a random seed; those of
-numbers, and of tuples and frozensets of them, do not, so that a file can choose keys that collide: equal hashes, or
-hashes that share the bits that select a slot. A dict of n such keys takes n**2 steps. This module bounds the sum of
-these steps: once a table has more than a few entries and a key's hash is predictable, a copy of the table without keys
-or values is maintained, each step in it is counted, and more than `MAX_STEPS` a key are refused. Integers in order
-(0, 1, 2, ...) never collide and cost nothing here.
+CPython's dicts and sets are tables with open addressing. Hashes of text and bytes depend on a random seed. Hashes of
+numbers, and of tuples and frozensets of numbers, do not, so a file can choose colliding keys: their hashes are equal,
+or share the bits that select a slot. A dict of n such keys takes n**2 steps.
+
+This module limits the sum of these steps. Once a table has more than a few entries and a key has a predictable hash, we
+maintain a copy of the table without keys and values, count each step in it, and refuse more than `MAX_STEPS` per key.
+Integers in order (0, 1, 2, ...) never collide and cost nothing here.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 from ...errors import LimitError
 from .machine import Fault, Inert, describe
 
-# Most values in one dict key or set element; hashing a tuple visits each. Real keys are strings and integers.
+# Most values in a dict key or set element, because hashing a tuple visits each. Real keys are strings and integers.
 MAX_KEY_VALUES = 100
-# Tables of at most this size are not watched: the square of their size is still small.
+# Tables up to this size are not watched, because the square of their size is small.
 MAX_UNWATCHED = 64
-# Most steps in a table per entry. Random hashes need 2; the worst regular ones measured (multiples of powers of two,
-# fractions, addresses; 300,000 keys each) need 57.
+# Most steps in a table per entry. Random hashes need 2, the worst regular hashes 57 (multiples of powers of two,
+# fractions and addresses, 300,000 keys each).
 MAX_STEPS = 100
 
 _64_BITS = (1 << 64) - 1
@@ -51,11 +52,11 @@ class KeyTable:
             self.add(key)
 
     def add(self, key: Any, *, known: bool = False) -> None:
-        """Counts the steps of inserting a key; a ``known`` key takes steps but no slot."""
+        """Count the steps of inserting a key; a ``known`` key takes steps but no slot."""
         hashed = hash(key) & _64_BITS
         slot = self._find(hashed)
         if self._steps > MAX_STEPS * (len(self._hashes) + MAX_UNWATCHED):
-            raise Fault(f"keys whose hashes collide, after {len(self._hashes)} in one container", LimitError)
+            raise Fault(f"keys with colliding hashes, after {len(self._hashes)} in one container", LimitError)
         if known:
             return
         self._used[slot] = 1
@@ -68,7 +69,7 @@ class KeyTable:
             self._grow(count * 3)
 
     def _find(self, hashed: int) -> int:
-        """Finds the free slot for a hash, and counts the steps."""
+        """Find the free slot for a hash, and count the steps."""
         used, mask = self._used, len(self._used) - 1
         slot, rest, steps = hashed & mask, hashed, 1
         while used[slot]:
@@ -92,12 +93,12 @@ class KeyTable:
         for hashed in self._hashes:
             used[self._find(hashed)] = 1
             if self._steps - before > MAX_STEPS * (len(self._hashes) + MAX_UNWATCHED):
-                raise Fault(f"keys whose hashes collide, {len(self._hashes)} in one container", LimitError)
+                raise Fault(f"keys with colliding hashes, {len(self._hashes)} in one container", LimitError)
         self._steps = before
 
 
 def check_key(value: Any) -> bool:
-    """Whether the hash of a dict key or set element is predictable; raises `Fault` if the value cannot be a key."""
+    """Return True if the hash of a key or set element is predictable; raise `Fault` if the value cannot be a key."""
     kind = type(value)
     if kind is str or kind is bytes or kind is bool or value is None:
         return False
@@ -131,7 +132,7 @@ def _check_nested(value: Any) -> None:
 
 
 def _watch(items: Any, key: Any, watched: Watched) -> None:
-    """Checks a key before it is put into a dict or set."""
+    """Check a key before it is put into a dict or set."""
     in_order = type(key) is int and 0 <= key < len(items) + 8
     predictable = not in_order and check_key(key)
     table = watched.get(id(items))
@@ -143,7 +144,7 @@ def _watch(items: Any, key: Any, watched: Watched) -> None:
 
 
 def put(into: Any, pairs: list[Any], watched: Watched) -> None:
-    """Sets items (key, value, key, value, ...) of a dict or of an `Inert`."""
+    """Set items (key, value, key, value, ...) of a dict or of an `Inert`."""
     items = into.items if type(into) is Inert else into
     if type(items) is not dict:
         raise Fault(f"items set in {describe(into)}, which is not a dict")
@@ -162,7 +163,7 @@ def put(into: Any, pairs: list[Any], watched: Watched) -> None:
 
 
 def add(into: set[Any], values: Iterable[Any], watched: Watched) -> None:
-    """Adds elements to a set."""
+    """Add elements to a set."""
     for value in values:
         _watch(into, value, watched)
         into.add(value)

@@ -1,4 +1,4 @@
-"""State and values of the pickle machine, which run.py describes."""
+"""State and values of the pickle machine that run.py describes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 from ...base.text import show
 from ...errors import FormatError, LimitError
 
-# Longest integer in bytes: the limit of LONG1 of protocol 2. Real ones have 8 bytes, states of random generators 16.
-# Printing an integer takes quadratic time.
+# Longest integer in bytes, as for LONG1 of protocol 2, because printing an integer takes quadratic time. Real integers
+# have 8 bytes, states of random generators 16.
 MAX_INT_BYTES = 255
-# Longest line of a name or a number. Real names have about 100 characters.
+# Longest line with a name or a number. Real names have about 100 characters.
 MAX_LINE = 10_000
-# Bytes that may be copied for each byte of the pickle read so far: a few bytes can request, again and again, a value
-# that is built by copying others (joined text, a list made into a tuple, combined arguments). Real pickles copy fewer
-# bytes than they have.
+# Most bytes to copy per byte of the pickle read so far: a few bytes can request, again and again, a value that is built
+# from copies (joined text, a list made into a tuple, combined arguments). Real pickles copy fewer bytes than they have.
 MAX_COPIED = 50
-# Memo numbers at most this far beyond the count of entries are in order.
+# Memo numbers count as in order up to this distance from the number of entries.
 NEAR = 8
-# Bytes that any pickle may copy, whatever its size.
+# Bytes that a pickle of any size can copy.
 _COPIED_FREE = 1 << 16
 
 
@@ -28,11 +27,11 @@ class Global:
 
     Attributes:
         name: "module.name".
-        kind: what it is, for readers of listings.
+        kind: for readers of listings.
         build: makes a value from a tuple of arguments; None for a global that cannot be called.
-        code: for a storage or dtype, the code in the table of dtypes; None if no array can represent it.
-        itemsize: for a storage or dtype, the bytes of an element.
-        copies: whether the value that it builds holds copies of its arguments.
+        code: of a storage or dtype in the table of dtypes; None if no array can represent it.
+        itemsize: bytes of an element, for a storage or dtype.
+        copies: True if the built value holds copies of the arguments.
     """
 
     __slots__ = ("build", "code", "copies", "itemsize", "kind", "name")
@@ -42,9 +41,9 @@ class Global:
         name: str,
         kind: str,
         build: Callable[[tuple[Any, ...]], Any] | None = None,
+        *,
         code: str | None = None,
         itemsize: int = 0,
-        *,
         copies: bool = False,
     ) -> None:
         self.name = name
@@ -56,17 +55,17 @@ class Global:
 
 
 class Built:
-    """Base class of values whose state BUILD sets."""
+    """Base class of values with a state that BUILD sets."""
 
     __slots__ = ()
 
     def build(self, state: Any) -> None:
-        """Sets the state, or raises `Fault`."""
+        """Set the state, or raise `Fault`."""
         raise NotImplementedError
 
 
 class Foreign:
-    """A global that is not in the table: only its name."""
+    """The name of a global outside the table."""
 
     __slots__ = ("name",)
 
@@ -75,13 +74,13 @@ class Foreign:
 
 
 class Inert:
-    """A placeholder for the result of calling a `Foreign`: a record of what the pickle said.
+    """A placeholder for the result of calling a `Foreign`: a record of the call.
 
     Attributes:
         name: of the global.
         args: arguments of the call.
-        items: items that the pickle sets in it or appends to it.
-        state: state that BUILD sets; None without one.
+        items: that the pickle sets or appends.
+        state: that BUILD sets, else None.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -112,15 +111,15 @@ class Machine:
         data: the bytes.
         at: position of the next byte to read.
         stack: values since the last mark.
-        marks: the stacks below it.
+        marks: the stacks below that mark.
         memo: values by number, for numbers in order.
-        far: values by the text of their number, for other numbers.
+        far: values by the text of their number, for all other numbers.
         table: the harmless globals by name.
         persistent: returns the value for a persistent id.
-        harmless: globals named by the pickle that are in the table.
-        foreign: globals named by the pickle that are not in the table.
-        places: position of bytes objects in the data, by their id, which may have been reused since.
-        watched: tables of dicts and sets whose keys could be chosen to collide.
+        harmless: globals of the pickle in the table.
+        foreign: globals of the pickle outside the table.
+        places: position of bytes objects in the data, by id; an id can have been reused since.
+        watched: tables of dicts and sets with keys that could collide by intent.
     """
 
     __slots__ = (
@@ -144,18 +143,16 @@ class Machine:
         self.far: dict[str, Any] = {}
 
     def charge(self, size: int) -> None:
-        """Counts bytes about to be copied from values that the pickle may refer to again."""
+        """Count bytes before copying them from values that the pickle can refer to again."""
         self._copied += size
         if self._copied > MAX_COPIED * self.at + _COPIED_FREE:
-            raise Fault(
-                f"values copied from others take more than {MAX_COPIED} times the pickle's own bytes", LimitError
-            )
+            raise Fault(f"copied values take more than {MAX_COPIED} times the pickle's own bytes", LimitError)
 
     def remember(self, number: int, value: Any) -> None:
-        """Sets a memo entry.
+        """Set a memo entry.
 
-        Numbers in order are used as keys. Others could be chosen to collide in the dict: the key is their text, whose
-        hash is randomised.
+        Numbers in order become keys. Other numbers could collide in the dict by intent, so they become text, because
+        hashes of text are randomised.
         """
         if number <= len(self.memo) + NEAR:
             self.memo[number] = value
@@ -172,19 +169,19 @@ class Machine:
         return value
 
     def take(self, size: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         at = self.at
         self.at = at + size
         if self.at > len(self.data):
             raise IndexError
         return self.data[at : self.at]
 
-    def line(self, most: int = MAX_LINE) -> bytes:
-        """The bytes up to a newline, which is skipped."""
-        end = self.data.find(b"\n", self.at, self.at + most + 1)
+    def line(self, limit: int = MAX_LINE) -> bytes:
+        """Return the bytes up to a newline, and skip the newline."""
+        end = self.data.find(b"\n", self.at, self.at + limit + 1)
         if end < 0:
-            if len(self.data) - self.at > most:
-                raise Fault(f"a line of more than {most} bytes", LimitError)
+            if len(self.data) - self.at > limit:
+                raise Fault(f"a line of more than {limit} bytes", LimitError)
             self.at = len(self.data) + 1
             raise IndexError
         line = self.data[self.at : end]
@@ -192,27 +189,27 @@ class Machine:
         return line
 
     def pop_mark(self) -> list[Any]:
-        """The values since the last mark."""
+        """Return the values since the last mark."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
 
     def global_named(self, name: str) -> Global | Foreign:
-        """The value for a global, which is recorded as named."""
+        """Return the value for a global and record the global."""
         known = self.table.get(name)
         if known is not None:
             self.harmless[name] = known
             return known
-        made = self.foreign.get(name)
-        if made is None:
-            self.charge(len(name))  # module and name, which the pickle may combine in many ways
-            made = self.foreign[name] = Foreign(name)
-        return made
+        foreign = self.foreign.get(name)
+        if foreign is None:
+            self.charge(len(name))  # the pickle can combine modules and names in many ways
+            foreign = self.foreign[name] = Foreign(name)
+        return foreign
 
     def call(self, function: Any, args: Any) -> Any:
-        """The result of a call: the value that the row builds, or a record of the call."""
+        """Return the result of a call: the value that the row builds, or a record of the call."""
         if type(args) is not tuple:
-            raise Fault(f"arguments must be a tuple, found {describe(args)}")
+            raise Fault(f"arguments must be a tuple, got {describe(args)}")
         if type(function) is Global and function.build is not None:
             if function.copies and args:
                 self.charge(_copied_size(args))
@@ -223,7 +220,7 @@ class Machine:
 
 
 def _copied_size(args: tuple[Any, ...]) -> int:
-    """Upper bound of the bytes that copies of arguments take: 100 for an item, which may become a dict entry."""
+    """Return an upper bound for the bytes of copied arguments: 100 per item, which can become a dict entry."""
     size = 0
     for arg in args:
         if type(arg) is str or type(arg) is bytes:
@@ -234,7 +231,7 @@ def _copied_size(args: tuple[Any, ...]) -> int:
 
 
 def describe(value: Any) -> str:
-    """A value as messages show it: short and harmless."""
+    """Return a short and harmless text of a value for messages."""
     if type(value) in (Global, Foreign, Inert):
         return show(value.name)
     if type(value) in (str, bytes):

@@ -1,8 +1,7 @@
 """The less frequent opcodes of the pickle machine, one function each.
 
-run.py has the frequent ones, and turns exceptions into errors.
-IndexError means that the stack is empty or the bytes end (`Machine.at` is then past the end), KeyError that a memo
-entry does not exist, ValueError that text cannot be decoded.
+run.py has the frequent opcodes, and turns exceptions into errors: IndexError if the stack is empty or the bytes end
+(`Machine.at` is then past the end), KeyError if a memo entry does not exist, ValueError if text cannot be decoded.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def _long1(m: Machine) -> None:
 def _long4(m: Machine) -> None:
     size = _I32(m.take(4))[0]
     if not 0 <= size <= MAX_INT_BYTES:
-        raise Fault(f"an integer of {size} bytes, the most is {MAX_INT_BYTES}", LimitError)
+        raise Fault(f"an integer of {size} bytes, the limit is {MAX_INT_BYTES}", LimitError)
     m.stack.append(int.from_bytes(m.take(size), "little", signed=True))
 
 
@@ -170,7 +169,7 @@ def _float(m: Machine) -> None:
 
 
 def _size(m: Machine, unpack: Callable[..., tuple[int]], width: int) -> int:
-    """Reads a length, which must not exceed the bytes left."""
+    """Read a length, which must not exceed the bytes left."""
     size = unpack(m.take(width))[0]
     if size > len(m.data) - m.at:
         m.at = len(m.data) + 1
@@ -220,7 +219,7 @@ def _bytearray8(m: Machine) -> None:
 
 
 def _python2(text: bytes) -> str | bytes:
-    """A str of Python 2: text if it is UTF-8, else bytes."""
+    """Convert a str of Python 2: text if it is UTF-8, else bytes."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -310,9 +309,9 @@ def _empty_dict(m: Machine) -> None:
 
 @_op(b"d")
 def _dict(m: Machine) -> None:
-    made: dict[Any, Any] = {}
-    put(made, m.pop_mark(), m.watched)
-    m.stack.append(made)
+    items: dict[Any, Any] = {}
+    put(items, m.pop_mark(), m.watched)
+    m.stack.append(items)
 
 
 @_op(b"s")
@@ -351,9 +350,9 @@ _NO_ELEMENTS: frozenset[Any] = frozenset()
 
 @_op(b"\x91")
 def _frozenset(m: Machine) -> None:
-    made: set[Any] = set()
-    add(made, m.pop_mark(), {})
-    m.stack.append(frozenset(made) if made else _NO_ELEMENTS)
+    elements: set[Any] = set()
+    add(elements, m.pop_mark(), {})
+    m.stack.append(frozenset(elements) if elements else _NO_ELEMENTS)
 
 
 # ---- globals, and opcodes that call in other machines ----
@@ -361,9 +360,9 @@ def _frozenset(m: Machine) -> None:
 
 def _named(m: Machine, module: Any, name: Any) -> None:
     if type(module) is not str or type(name) is not str:
-        raise Fault(f"a global is named by two strings, found {describe(module)} and {describe(name)}")
+        raise Fault(f"a global must be named by two strings, got {describe(module)} and {describe(name)}")
     if len(module) + len(name) > 1000:
-        raise Fault(f"a global's name of {len(module) + len(name)} characters, the most is 1000", LimitError)
+        raise Fault(f"a global's name of {len(module) + len(name)} characters, the limit is 1000", LimitError)
     m.stack.append(m.global_named(f"{module}.{name}"))
 
 
@@ -380,7 +379,7 @@ def _stack_global(m: Machine) -> None:
 
 
 def _extension(m: Machine, code: int) -> None:
-    """Pushes a global by the number that a program gave it (copyreg.add_extension)."""
+    """Push a global by its number in copyreg.add_extension."""
     m.stack.append(m.global_named(f"extension code {code} of copyreg"))
 
 

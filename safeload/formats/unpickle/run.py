@@ -3,16 +3,16 @@
 Opcodes of protocols 0 to 5 (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes each) work on a
 stack as in CPython, with these differences:
 
-1. A global is looked up in the caller's table. A function of this package builds the value of a row; any other name
+1. Globals are looked up in the caller's table. A function of this package builds the value of a row. Any other name
    becomes a `Foreign`, and a call of it an `Inert`.
-2. A persistent id is passed to the caller.
-3. Dict keys and set elements are scalars or small tuples of them, and keys are unique: keys that are chosen to collide
-   (keys.py) or to take long to hash are refused, and no entry hides another.
-4. Every length is checked against the bytes left before anything is allocated, and bytes copied from values that the
-   pickle can refer to again are counted (`Machine.charge`).
+2. Persistent ids are passed to the caller.
+3. Dict keys and set elements are scalars or small tuples of scalars. Keys are unique, so that no entry hides another.
+   Keys that collide by intent (keys.py) or take long to hash are refused.
+4. Every length is checked against the bytes left before anything is allocated. Bytes copied from values that the pickle
+   can refer to again are counted (`Machine.charge`).
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, the values of rows and
-persistent ids, `Global`, `Foreign` and `Inert`. The opcodes of tensors are in `_run`, the others in opcodes.py.
+persistent ids, `Global`, `Foreign` and `Inert`. `_run` has the opcodes of tensors, opcodes.py has the rest.
 """
 
 from __future__ import annotations
@@ -24,52 +24,42 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...base.gc_pause import paused
+from ...base.messages import error_about
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .machine import NEAR, Fault, Global, Machine, PickleEnd, describe
 from .opcodes import OPCODES, U32
 
-# 50 times the opcodes of the largest known real file (400,000). Each allocates at most 216 bytes (an empty set) beyond
-# the bytes that it copies from the file; the worst case is a list of sets that becomes metadata, about 340 bytes
-# for each byte of the pickle.
+# 50 times the opcodes of the largest known real file (400,000). An opcode allocates at most 216 bytes (an empty set)
+# beyond the bytes that it copies from the file. The worst case is a list of sets that becomes metadata: about 340 bytes
+# per byte of the pickle.
 MAX_OPCODES = 20_000_000
-# Bytes of a pickle, which is read into memory. The largest real ones have about 10 MB, as tensors are stored elsewhere.
+# Bytes of a pickle, which is read into memory. The largest real pickles have about 10 MB: tensors are stored elsewhere.
 MAX_PICKLE = 1 << 30
-# Bytes of the arguments of the opcodes that are cases of `_run`.
+# Bytes of arguments, for opcodes with a case in `_run`.
 _ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x71: 1, 0x72: 4}
-_ASKS = "the pickle asks"
+_CLAUSE = "the pickle references"
 # Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
-# Most names in one message.
+# Maximum number of names in a message.
 MAX_SHOWN = 100
 
 
 class TruncatedError(FormatError):
-    """The bytes end before the pickle does."""
+    """The bytes end before the pickle ends."""
 
 
 class Unpickled(NamedTuple):
-    """The result of running a pickle.
-
-    Attributes:
-        value: its object.
-        end: position after its STOP.
-        size: its size in bytes.
-        harmless: names of the globals it uses that are in the table.
-        foreign: names of the globals it uses that are not in the table.
-        data: bytes that hold it.
-        places: see `Machine`.
-        base: offset of ``data`` in the file; None if the file does not contain it uncompressed.
-    """
+    """The result of running a pickle."""
 
     value: Any
-    end: int
-    size: int
-    harmless: list[str]
-    foreign: list[str]
-    data: bytes = b""
-    places: Mapping[int, int] = MappingProxyType({})
-    base: int | None = None
+    end: int  # position after its STOP
+    size: int  # in bytes
+    harmless: list[str]  # names of its globals in the table
+    foreign: list[str]  # names of its globals outside the table
+    data: bytes = b""  # the bytes that hold it
+    places: Mapping[int, int] = MappingProxyType({})  # see `Machine`
+    base: int | None = None  # offset of `data` in the file; None if the file stores it compressed
 
 
 def unpickle(
@@ -82,36 +72,36 @@ def unpickle(
     inert: bool = False,
     complete: bool = True,
 ) -> Unpickled:
-    """Runs a pickle.
+    """Run a pickle.
 
     Args:
-        data: bytes that begin with it.
+        data: bytes that begin with the pickle.
         table: the harmless globals by name.
-        persistent: takes a persistent id and returns its value or raises `Fault`.
+        persistent: returns the value for a persistent id, or raises `Fault`.
         path: of the file, for messages.
-        base: offset of ``data`` in the file; None if the file does not contain it uncompressed.
-        inert: whether unknown globals are accepted, as placeholders.
-        complete: whether ``data`` reaches the end of the file; otherwise `TruncatedError` asks for more bytes.
+        base: offset of ``data`` in the file; None if the file stores it compressed.
+        inert: True to accept unknown globals as placeholders.
+        complete: False if the file has more bytes, so that the caller can read on after a `TruncatedError`.
 
     Raises:
         ForbiddenError: unknown globals; the message lists all of them.
-        FormatError: a malformed pickle; the error has the byte position.
-        LimitError: a limit is exceeded.
-        UnsupportedError: an opcode for data outside the pickle.
+        FormatError: the pickle is malformed; has the byte position.
+        LimitError: the pickle exceeds a limit.
+        UnsupportedError: the pickle refers to data outside of itself.
     """
     machine = Machine(data, table, persistent)
     try:
-        with paused(len(data)):  # an object or so for each byte
+        with paused(len(data)):  # a pickle can make an object per byte
             value = _run(machine, path, base)
     except TruncatedError:
         if not complete:
             raise
-        check_foreign(sorted(machine.foreign), path, inert, _ASKS, ", and breaks off then")
+        check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, ", and is cut off")
         raise
     except (FormatError, LimitError, UnsupportedError) as error:
-        check_foreign(sorted(machine.foreign), path, inert, _ASKS, f", and is malformed beyond that: {error}")
+        check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, f", and is malformed after that: {error}")
         raise
-    check_foreign(sorted(machine.foreign), path, inert, _ASKS)
+    check_foreign(sorted(machine.foreign), path, inert, _CLAUSE)
     return Unpickled(
         value,
         machine.at,
@@ -124,29 +114,31 @@ def unpickle(
     )
 
 
-def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more: str = "") -> None:
-    """Refuses globals outside the table, unless they may be ``inert``.
+def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fault: str = "") -> None:
+    """Refuse globals outside the table, unless ``inert``.
+
+    Args:
+        clause: the beginning of the message, before the number of globals.
+        fault: a further fault of the pickle.
 
     Raises:
-        ForbiddenError: there are such globals; the message lists them.
+        ForbiddenError: the message lists the globals.
     """
     if inert or not names:
         return
     shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:MAX_SHOWN])
     if len(names) > MAX_SHOWN:
         shown += f" and {len(names) - MAX_SHOWN} more"
-    advice = "" if more else ADVICE
-    raise ForbiddenError(
-        f"{path}: {asks} for {'a global' if len(names) == 1 else f'{len(names)} globals'} off the list of "
-        f"harmless ones: {shown}{more}. Nothing was imported or called{advice}"
-    )
+    globals_ = "a global that is" if len(names) == 1 else f"{len(names)} globals that are"
+    advice = "" if fault else ADVICE
+    text = f"{clause} {globals_} not on the allowlist: {shown}{fault}. Nothing was imported or called{advice}"
+    raise error_about(ForbiddenError, text, path=path)
 
 
 def _run(machine: Machine, path: str, base: int | None) -> Any:
     """Run the opcodes, return the value on the stack, and turn exceptions into errors with a position.
 
-    Tensors consist of the opcodes that are cases here, which work on local variables; the others are functions in
-    opcodes.py.
+    Opcodes of tensors are cases here, which work on local variables; the rest are functions in opcodes.py.
     """
     data, size = machine.data, len(machine.data)
     stack, marks, memo = machine.stack, machine.marks, machine.memo
@@ -194,7 +186,7 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
                     text = data[at + 5 : end]
                     stack.append(text.decode() if text.isascii() else str(text, "utf-8", "surrogatepass"))
                     at = end
-                case 0x52 | 0x81:  # REDUCE; NEWOBJ, which constructs an object without calling its class
+                case 0x52 | 0x81:  # REDUCE; NEWOBJ, which makes an object without calling its class
                     value = stack.pop()
                     machine.at = at + 1
                     stack[-1] = call(stack[-1], value)
@@ -226,7 +218,7 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
                     machine.stack = stack
                     OPCODES[code](machine)
                     stack, at = machine.stack, machine.at
-        raise LimitError(f"{path}: a pickle of more than {MAX_OPCODES} opcodes")
+        raise error_about(LimitError, f"the pickle has more than {MAX_OPCODES} opcodes", path=path)
     except PickleEnd:
         if marks or len(stack) != 1:
             raise FormatError("the pickle stops with values left on its stack", path, place(at)) from None
@@ -240,9 +232,9 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
         if at < size:
             message = f"pickle opcode {_opcode(data, at)}: "
             if max(machine.at, at + 1 + _ARGUMENT.get(data[at], 0)) > size:
-                message += "its argument goes beyond the end"
+                message += "its argument extends past the end"
                 raise TruncatedError(message, path, place(at)) from None
-            raise FormatError(message + "nothing on the stack for it", path, place(at)) from None
+            raise FormatError(message + "the stack is empty", path, place(at)) from None
     except KeyError as error:
         message = f"pickle opcode {_opcode(data, at)}: memo entry {describe(error.args[0])} was never set"
         raise FormatError(message, path, place(at)) from None

@@ -206,14 +206,14 @@ def load(data):
 @pytest.mark.parametrize("keys", COLLIDING)
 def test_keys_made_to_collide_are_refused(keys, into):
     assert len(set(map(hash, COLLIDING[keys][-3000:]))) == 1
-    with pytest.raises(LimitError, match="keys whose hashes collide"):
+    with pytest.raises(LimitError, match="keys with colliding hashes"):
         load(PACKED[into](COLLIDING[keys]))
 
 
 def test_keys_that_meet_in_the_table_without_equal_hashes_are_refused():
     keys = run_of_slots()
     assert len(set(map(hash, keys))) == len(keys) == 10_900
-    with pytest.raises(LimitError, match="keys whose hashes collide"):
+    with pytest.raises(LimitError, match="keys with colliding hashes"):
         load(PACKED["dict"](keys))
 
 
