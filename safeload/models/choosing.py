@@ -1,4 +1,4 @@
-"""Chooses the schema of a model: by its config, by the format of its file, by the names of its tensors."""
+"""Choose the schema of a model by its config, the format of its file and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -11,46 +11,41 @@ from typing import Any, NamedTuple
 from .reading import built_in
 from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
-# Class name of a model: its family, then its head. "LlamaForSequenceClassification" is of the family "Llama".
+# Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
-# Most characters of a class name: matching takes quadratic time.
+# Most characters of a class name, because matching takes quadratic time.
 _CLASS_LENGTH = 200
-# Keys of the language model's config in that of a multi-modal model; other keys are tried after these.
+# Keys of the language model in the config of a multi-modal model, which are tried before other keys.
 LANGUAGE = ("text_config", "llm_config", "language_config")
-# A nested object with one of these keys is the config of a model.
+# A nested object with any of these keys is the config of a model.
 _WIDTHS = ("hidden_size", "dim", "encoder_args")
-# Most levels of nested objects of a config that are searched for it.
+# Most levels of a config to search for nested configs.
 _NESTED = 3
-# Most nested configs, and most prefixes of an embedding, that are tried: no real model has more.
+# Most nested configs and most prefixes of an embedding to try. No real model has more.
 _CONFIGS, _MODELS = 16, 16
-# A prefix that the schema lacks is accepted if at least one in this many names is in the schema after it.
+# A prefix outside the schema is accepted if it puts at least 1 in this many names into the schema.
 _PLACED_OF = 4
 
 
 class Choice(NamedTuple):
-    """The schema that was chosen for a model.
-
-    Attributes:
-        schema: the schema.
-        complete: whether the schema describes the whole model, including its head: its architecture is listed.
-    """
+    """The schema of a model."""
 
     schema: Schema
-    complete: bool
+    complete: bool  # the schema lists the architecture, so it describes the whole model including its head
 
 
 def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """Chooses by the config's architectures, else by its model_type, else by its keys; without a config, by the format.
+    """Choose by the config's architectures, else by its model_type, else by its keys; without a config, by the format.
 
-    An architecture that no schema lists belongs to the family that its name begins with, and has a head of its own or
-    none: "LlamaForSequenceClassification", "LlamaModel". A format's schema is chosen if the model has at least half of
-    its tensors.
+    An architecture that no schema lists belongs to the family at the start of its name, and has another head or none:
+    "LlamaForSequenceClassification", "LlamaModel". The schema of a format needs at least half of its tensors in the
+    model.
     """
     if config is None:
         for schema in built_in().values():
             if format in schema.formats:
-                own = [entry.name for entry in schema.entries if not entry.optional]
-                if 2 * sum(name in names for name in own) >= len(own):
+                required = [entry.name for entry in schema.entries if not entry.optional]
+                if 2 * sum(name in names for name in required) >= len(required):
                     return Choice(schema, True)
         return None
     architectures = config.get("architectures")
@@ -67,7 +62,7 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
             if schema.keys and all(key in config for key in schema.keys):
                 return Choice(schema, not any(map(_is_model, config.values())))
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
-        return None  # several models in one, see `choose_inner`
+        return None  # a model of models, see `choose_inner`
     families = {_family(architecture) for architecture in listed} - {None}
     for schema in built_in().values():
         if any(_family(architecture) in families for architecture in schema.architectures):
@@ -76,41 +71,33 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
 
 
 def _is_model(value: Any) -> bool:
-    """Whether a value of a config is the config of a model inside it, such as a vision encoder."""
+    """Return True if a value of a config is the config of an inner model, such as a vision encoder."""
     return isinstance(value, Mapping) and any(key in value for key in _WIDTHS)
 
 
 def _family(architecture: Any) -> str | None:
     if not isinstance(architecture, str) or len(architecture) > _CLASS_LENGTH:
         return None
-    found = _CLASS.fullmatch(architecture)
-    return None if found is None else found[1]
+    match = _CLASS.fullmatch(architecture)
+    return None if match is None else match[1]
 
 
 class Inner(NamedTuple):
-    """The language model inside a multi-modal one.
+    """The language model inside a multi-modal model."""
 
-    Attributes:
-        choice: its schema, with the prefix of its tensors.
-        config: its config.
-        key: key of its config in that of the whole model, such as "text_config".
-        prefix: prefix of the names of its tensors.
-        whole: whether it is in fact the whole model, under other names.
-    """
-
-    choice: Choice
+    choice: Choice  # its schema, with the prefix of its tensors
     config: Mapping[str, Any]
-    key: str
-    prefix: str
-    whole: bool = False
+    key: str  # key of its config in the config of the whole model, such as "text_config"
+    prefix: str  # prefix of the names of its tensors
+    whole: bool = False  # it is the whole model, under other names
 
 
 def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """Chooses the schema of the language model inside a model, by its config in the config of the whole.
+    """Choose the schema of the language model inside a model by its nested config.
 
     Args:
-        config: config of the whole model.
-        names: names of its tensors, from which the prefix of the language model is derived.
+        config: the config of the whole model.
+        names: the names of its tensors, which determine the prefix of the language model.
     """
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         choice = choose(inner, None, names)
@@ -122,9 +109,10 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> In
 
 
 def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """Finds an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0...".
+    """Find an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0...".
 
-    Returns None if the names have none, or if too few names match the schema with any prefix.
+    Returns:
+        None if the names have no prefix, or if too few names match the schema.
     """
     schema, prefix = choice.schema, _inner_prefix(choice.schema, names)
     if config is None or prefix is None or prefix in schema.prefixes:
@@ -136,15 +124,15 @@ def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Colle
 
 
 def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    found = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
-    for key, value in sorted(found, key=lambda item: item[0] not in LANGUAGE):
+    nested = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
+    for key, value in sorted(nested, key=lambda item: item[0] not in LANGUAGE):
         yield key, value
         if depth > 1:
             yield from _inner_configs(value, depth - 1)
 
 
 def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:
-    """The prefix of the name of the embedding."""
+    """Return the prefix of the embedding's name, or None."""
     for entry in schema.entries:
         if entry.role == "embedding" and entry.name.startswith(PREFIX):
             bare = entry.name.removeprefix(PREFIX)
@@ -155,7 +143,7 @@ def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:
 
 
 def _with_prefix(schema: Schema, prefix: str) -> Schema:
-    """The schema with ``prefix`` as its only one; names without, as of the head, may have it or its first parts."""
+    """Return the schema with a single prefix; names without a prefix, such as the head, can have it or its start."""
     parts = prefix.split(".")[:-1]
     before = [".".join(parts[:k]) + "." for k in range(1, len(parts) + 1)]
 

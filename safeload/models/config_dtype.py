@@ -1,4 +1,4 @@
-"""The dtype of a model's weights in its ``config.json``."""
+"""The weight dtype in a ``config.json``."""
 
 from __future__ import annotations
 
@@ -7,38 +7,31 @@ from typing import Any
 
 from ..base import dtypes
 
-# Its keys: before transformers 4.56, and since.
+# Keys before transformers 4.56, and since.
 _KEYS = ("torch_dtype", "dtype")
-# The configuration whose dtype counts where the outermost has none: that of the language model.
+# The nested configuration to prefer if the outermost has no dtype: the language model's.
 _FIRST = "text_config"
 
 
 def dtype_in(config: Mapping[str, Any] | None) -> dtypes.Dtype | None:
-    """The floating dtype, of 16 bits or more, that the weights have once they are dequantized.
+    """Return the floating dtype of the dequantized weights, at least 16 bits wide, or None.
 
-    That of the outermost configuration counts, else that of ``text_config``, else the one that all other nested
-    configurations agree on.
-
-    Args:
-        config: parsed ``config.json``; None without one.
-
-    Returns:
-        The dtype; None where the config does not name one.
+    The outermost configuration decides, else ``text_config``, else all other nested configurations if they agree.
     """
     if config is None:
         return None
-    own = _own(config)
-    if own is not None:
-        return own
+    row = _own(config)
+    if row is not None:
+        return row
     nested = {key: dtype_in(part) for key, part in _nested(config)}
     if nested.get(_FIRST) is not None:
         return nested[_FIRST]
-    found = {row for row in nested.values() if row is not None}
-    return found.pop() if len(found) == 1 else None
+    rows = {row for row in nested.values() if row is not None}
+    return rows.pop() if len(rows) == 1 else None
 
 
 def with_dtype(config: Mapping[str, Any], dtype: dtypes.Dtype) -> dict[str, Any]:
-    """A config that names another dtype, also in its nested configurations."""
+    """Return a config with another dtype, nested configurations included."""
     result = _changed(config, dtype.name)
     if not any(isinstance(result.get(key), str) for key in _KEYS):
         result[_KEYS[0]] = dtype.name

@@ -1,15 +1,15 @@
 """Integer expressions over the keys of a config, for sizes and conditions.
 
 - names, digits, ``+ - * // %`` and parentheses;
-- ``== != < <= > >= and or not`` give 1 or 0;
+- ``== != < <= > >= and or not``, with the result 1 or 0;
 - ``len(key, 2)``: the number of items of a list or an object, 2 if the key is missing;
-- ``item(key, 1)``: item 1 of a list; a single number stands for each item;
-- ``contains(key, 3)``: 1 if a list has the number;
-- ``starts(key, gated)``: 1 if a string begins with the word;
-- ``times(key, 64)``: the product with a number that may have a fraction, rounded towards 0.
+- ``item(key, 1)``: item 1 of a list; a single number stands for every item;
+- ``contains(key, 3)``: 1 if a list contains the number;
+- ``starts(key, gated)``: 1 if a string starts with the word;
+- ``times(key, 64)``: the product with a number that can have a fraction, rounded towards 0.
 
-The grammar is a subset of Python's. ``ast`` parses, and only the nodes of this list are evaluated: a schema may come
-from an untrusted source.
+The grammar is a subset of Python's. ``ast`` parses an expression, and only these constructs are evaluated, because a
+schema can come from an untrusted source.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 
 from ..base.text import show
 
-# Most characters and nested parentheses of an expression: beyond any real shape, below any recursion limit.
+# Most characters and nested parentheses of an expression: beyond real shapes, below recursion limits.
 MAX_LENGTH = 1000
 MAX_DEPTH = 50
-# Values must fit in a signed 64-bit integer, as shapes do.
+# Values must fit into a signed 64-bit integer, like shapes.
 LIMIT = 1 << 63
-# Longest list that is searched; each layer searches it again.
+# Longest list to search: every layer searches it again.
 _ITEMS = 10_000
 
-# Anything but names, decimal integers and operators: "0x10" and "1_000" too, which Python accepts.
+# Anything except names, decimal integers and operators. Python would accept "0x10" and "1_000".
 _FOREIGN = re.compile(r"\b[0-9]+[A-Za-z_]|[^A-Za-z0-9_.\s+\-*/%()=!<>,]", re.ASCII)
 _COMPARISONS: dict[type[ast.AST], Callable[[int, int], bool]] = {
     ast.Eq: operator.eq,
@@ -56,7 +56,7 @@ Values = Callable[[str], Any]
 
 
 class ExpressionError(ValueError):
-    """An expression that is malformed or has no value; the message quotes it and says why."""
+    """An expression is malformed or has no value; the message quotes it and says why."""
 
 
 def evaluate(text: str, lookup: Lookup, values: Values | None = None) -> int:
@@ -65,8 +65,8 @@ def evaluate(text: str, lookup: Lookup, values: Values | None = None) -> int:
     Args:
         text: such as ``num_key_value_heads * head_dim``.
         lookup: returns the integer of a name, or raises.
-        values: returns a function's argument: a list, an object, a string, a number, or None for a missing key.
-            None stands for ``lookup``.
+        values: returns the argument of a function: a list, an object, a string, a number, or None for a missing key.
+            The default is ``lookup``.
 
     Raises:
         ExpressionError: bad syntax, division by zero, a value beyond 64 bits, a key of the wrong kind for a function,
@@ -75,13 +75,11 @@ def evaluate(text: str, lookup: Lookup, values: Values | None = None) -> int:
     try:
         return _compiled(text).run(lookup, values or lookup)
     except RecursionError:
-        raise ExpressionError(
-            f"{text[:200]!r}: its names are defined by expressions that are nested too deep"
-        ) from None
+        raise ExpressionError(f"{text[:200]!r}: the expressions of its names are nested too deeply") from None
 
 
 def names_in(text: str) -> list[str]:
-    """The names in an expression, in order.
+    """Return the names in an expression, in order.
 
     Raises:
         ExpressionError: bad syntax.
@@ -105,7 +103,7 @@ def _compiled(text: str) -> _Compiled:
 
 
 class _Compiler:
-    """Turns the syntax tree of an expression into nested functions."""
+    """Compiles the syntax tree of an expression into nested functions."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -122,7 +120,7 @@ class _Compiler:
         if not text:
             raise self._error("it is empty")
         if len(text) > MAX_LENGTH:
-            raise self._error(f"{len(text)} characters, but at most {MAX_LENGTH} are supported")
+            raise self._error(f"has {len(text)} characters, expected at most {MAX_LENGTH}")
         if (foreign := _FOREIGN.search(text)) is not None:
             raise self._error(f"{foreign[0]!r} is neither a name, an integer, nor an operator")
         if max(accumulate({"(": 1, ")": -1}.get(character, 0) for character in text)) > MAX_DEPTH:
@@ -152,7 +150,7 @@ class _Compiler:
         return self._arithmetic(node)
 
     def _arithmetic(self, node: ast.expr) -> _Run:
-        """Compile operations from left to right: a chain of 500 nests 500 deep on the left."""
+        """Compile operations from left to right in a loop: a chain of 500 operations nests 500 deep on the left."""
         chain = []
         while isinstance(node, ast.BinOp):
             if type(node.op) not in _ARITHMETIC:
@@ -189,7 +187,7 @@ class _Compiler:
         raise self._unexpected(node)
 
     def _name(self, node: ast.expr) -> str:
-        """A key, which may have dots: "text.dim" is in a nested object."""
+        """Return a key, possibly with dots: "text.dim" is in a nested object."""
         name = self._word(node)
         self.names.append(name)
         return name
@@ -200,7 +198,9 @@ class _Compiler:
             parts.append(node.attr)
             node = node.value
         if not isinstance(node, ast.Name):
-            raise self._error("a function takes the name of a key" if not parts else "a name has only words and dots")
+            raise self._error(
+                "a function takes the name of a key" if not parts else "a name must consist of words and dots"
+            )
         return ".".join((node.id, *reversed(parts)))
 
     def _call(self, node: ast.Call) -> _Run:
@@ -233,7 +233,7 @@ class _Compiler:
 
 
 class _WrongKindError(Exception):
-    """The value of a key is not what a function takes; says what that is."""
+    """A key has a value of the wrong kind for a function; the message names the expected kind."""
 
 
 def _len(value: Any, otherwise: int) -> int:
@@ -264,7 +264,7 @@ def _times(value: Any, number: int) -> int:
     if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
         raise _WrongKindError("a number")
     if not -LIMIT < value < LIMIT:
-        return LIMIT  # refused as a value beyond 64 bits
+        return LIMIT  # which is refused as a value beyond 64 bits
     return int(value * number)
 
 
@@ -279,3 +279,107 @@ def _starts(value: Any, word: str) -> int:
 _STARTS = "starts"
 _FUNCTIONS = {"len": _len, "item": _item, "contains": _contains, "times": _times}
 _LISTED = ", ".join(sorted([*_FUNCTIONS, _STARTS]))
+
+
+# ---- configs ----
+
+# The name of the layer number in a condition.
+LAYER_NUMBER = "layer"
+
+
+class ConfigError(ValueError):
+    """A config lacks a key of a schema, or has a wrong value."""
+
+
+class Config:
+    """The values of a config as integers, with a schema's defaults for missing keys.
+
+    Args:
+        values: parsed config.json; None without one.
+        defaults: numbers and expressions by name.
+        file: the name of the config's file, for messages.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any] | None, defaults: Mapping[str, int | str], file: str = "config.json"
+    ) -> None:
+        self._values = values
+        self._defaults = defaults
+        self._file = file
+        self._open: list[str] = []  # defaults under evaluation
+        self._layer: int | None = None
+        self._depends = False  # the value depends on the layer
+        self._cache: dict[tuple[str, int | None], tuple[int, bool]] = {}  # value of a default, and if layers differ
+
+    def evaluate(self, text: str) -> int:
+        """Return the value of an expression over the config.
+
+        Raises:
+            ConfigError: a key is missing, or its value is not an integer.
+            ExpressionError: the expression has no value.
+        """
+        return evaluate(text, self, self.value)
+
+    def holds(self, text: str, layer: int) -> tuple[bool, bool]:
+        """Return if a condition holds in a layer, and if other layers can differ."""
+        self._layer, self._depends = layer, False
+        try:
+            return self.evaluate(text) != 0, self._depends
+        finally:
+            self._layer = None
+
+    def _default(self, name: str, text: str) -> int:
+        """Return the value of a default, evaluated once per layer."""
+        key = name, self._layer
+        if key not in self._cache:
+            self._open.append(name)
+            depends, self._depends = self._depends, False
+            self._cache[key] = self.evaluate(text), self._depends
+            self._depends |= depends
+            self._open.pop()
+        value, depends = self._cache[key]
+        self._depends |= depends
+        return value
+
+    def value(self, name: str) -> Any:
+        """Return the unconverted value of a key, or its default, or None."""
+        value = self._find(name)
+        default = self._defaults.get(name)
+        if value is not None or default is None:
+            return value
+        return self(name) if isinstance(default, str) else default
+
+    def _find(self, name: str) -> Any:
+        value: Any = self._values
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def __call__(self, name: str) -> int:
+        """Return the value of a key; "text.dim" is the key "dim" in the object "text".
+
+        Raises:
+            ConfigError: the key is missing, or its value is not an integer.
+        """
+        if name == LAYER_NUMBER:
+            if self._layer is None:
+                raise ConfigError(f"{name!r} is defined only in the condition of a tensor with a number in its name")
+            self._depends = True
+            return self._layer
+        value = self._find(name)
+        if value is None and name in self._defaults:
+            value = self._defaults[name]
+            if isinstance(value, str):
+                if name in self._open:
+                    raise ConfigError(
+                        f"the default of {show(name)} depends on itself: {' -> '.join([*self._open, name])}"
+                    )
+                value = self._default(name, value)
+        if value is None:
+            where = f"there is no {self._file}" if self._values is None else f"{self._file} lacks it"
+            raise ConfigError(f"{show(name)} is required, but {where}")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int):
+            raise ConfigError(f"{show(name)} in {self._file} is {show(value)}, expected an integer")
+        return int(value)

@@ -1,4 +1,4 @@
-"""Layouts that engines need: which tensors, and how they are stacked and transposed; in Python or as JSON."""
+"""Layouts of inference engines: the tensors, and how to stack and transpose each; in Python or as JSON."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class StackedTensor:
     """One tensor of a `Layout`.
 
     Attributes:
-        name: its name in the result.
-        source: name of the tensor in the source, with ``{}`` in place of the layer number if there is one for each
-            layer; then the result has shape [layers, ...].
-        transpose: whether each layer (a matrix) is transposed.
+        name: the name in the result.
+        source: the name in the source, with ``{}`` in place of the layer number if each layer has such a tensor; the
+            result then has shape [layers, ...].
+        transpose: True to transpose each layer, which must be a matrix.
 
     Raises:
         ValueError: ``{}`` occurs more than once, a name is empty, or an attribute has the wrong type.
@@ -43,9 +43,9 @@ class StackedTensor:
     transpose: bool = False
 
     def __post_init__(self) -> None:
-        for what, value in (("name", self.name), ("source", self.source)):
+        for field, value in (("name", self.name), ("source", self.source)):
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{what} must be a nonempty string, not {show(value)}")
+                raise ValueError(f"{field} must be a nonempty string, not {show(value)}")
         if not isinstance(self.transpose, bool):
             raise ValueError(f"{show(self.name)}: transpose must be true or false, not {show(self.transpose)}")
         if self.source.count(LAYER) > 1:
@@ -53,17 +53,17 @@ class StackedTensor:
 
     @property
     def stacked(self) -> bool:
-        """Whether it has a layer axis."""
+        """True if it has a layer axis."""
         return LAYER in self.source
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of the weights for an engine: its tensors, in the order of the result.
+    """The layout of the weights for an engine.
 
     Attributes:
-        name: name of the layout.
-        tensors: its tensors.
+        name: the name of the layout.
+        tensors: the tensors, in the order of the result.
 
     Raises:
         TypeError: an item of ``tensors`` is not a `StackedTensor`.
@@ -89,15 +89,15 @@ class Layout:
 
     @classmethod
     def from_json(cls, source: PathLike | Mapping[str, Any]) -> Layout:
-        """Reads a layout from a JSON file, or from its parsed content.
+        """Read a layout from a JSON file, or from its parsed content.
 
         ``{"name": "tiny", "tensors": [{"name": "ffn", "source": "layers.{}.mlp.weight", "transpose": true}, ...]}``
 
         Raises:
-            FormatError: the JSON is not such a layout.
+            FormatError: the JSON does not describe a layout.
             OSError: the file cannot be read.
         """
-        from ..stores.json_file import read_json  # imported here: it takes a millisecond
+        from ..stores.json_file import read_json  # imported here, because it takes a millisecond
 
         path = None if isinstance(source, Mapping) else os.fspath(source)
         content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")
@@ -122,7 +122,7 @@ class Layout:
             raise FormatError(str(error), path) from None
 
     def to_json(self) -> dict[str, Any]:
-        """The layout for ``json.dump``; `from_json` reads it."""
+        """Return the layout for ``json.dump``; `from_json` reads it."""
         return {
             "name": self.name,
             "tensors": [{"name": t.name, "source": t.source, "transpose": t.transpose} for t in self.tensors],
@@ -131,7 +131,7 @@ class Layout:
 
 @cache
 def built_in() -> dict[str, Layout]:
-    """The built-in layouts, by name."""
+    """Return the built-in layouts by name."""
     folder = os.path.join(os.path.dirname(__file__), "layouts")
     names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
     return {name.removesuffix(".json"): Layout.from_json(os.path.join(folder, name)) for name in names}

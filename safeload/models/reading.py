@@ -1,4 +1,4 @@
-"""Reads schemas from their JSON: the built-in ones, and those of a caller."""
+"""Read schemas from JSON: built-in ones and files of the caller."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .expressions import ExpressionError, names_in
 from .schema import ANY, PLACEHOLDER, PREFIX, ROLES, WEIGHT, Schema, SchemaEntry
 
 _FOLDER = Path(__file__).parent / "schemas"
-# Most schemas that extend one another.
+# Most schemas in a chain of extensions.
 _MAX_BASES = 8
 # Most numbers in a name: layer and expert.
 _MAX_NUMBERS = 2
-# A placeholder beside a digit or another placeholder: where one number ends would be open.
-_BESIDE = re.compile(r"[0-9}]\{|\}[0-9]", re.ASCII)
+# A placeholder beside a digit or another placeholder: the boundary between the numbers would be ambiguous.
+_AMBIGUOUS = re.compile(r"[0-9}]\{|\}[0-9]", re.ASCII)
 _LISTS = ("architectures", "model_types", "formats", "keys", "prefixes", "without")
 _OBJECTS = ("defaults", "counts", "tensors")
 _EXPRESSIONS = ("layers", "more_layers")
 _FIELDS = {"name", "about", "extends", "config", *_LISTS, *_OBJECTS, *_EXPRESSIONS}
-# What a schema does not take over from the one that it extends.
+# Fields that a schema does not inherit.
 _OWN = {"name", "about", "architectures", "model_types", "formats", "keys", "extends", "without"}
 _ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also", "architectures"}
 
@@ -36,11 +36,11 @@ _Content = Mapping[str, Any]
 
 
 def load(source: str | PathLike | _Content) -> Schema:
-    """Loads a schema: a built-in one by name, from a JSON file, or from its parsed content.
+    """Load a schema by the name of a built-in one, from a JSON file, or from its parsed content.
 
     Raises:
         ValueError: the name is unknown.
-        FormatError: the file does not hold a schema.
+        FormatError: the file is not a schema.
         OSError: the file cannot be read.
     """
     if isinstance(source, Mapping):
@@ -55,13 +55,13 @@ def load(source: str | PathLike | _Content) -> Schema:
 
 @cache
 def names() -> tuple[str, ...]:
-    """The names of the built-in schemas."""
+    """Return the names of the built-in schemas."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
 @cache
 def built_in() -> dict[str, Schema]:
-    """The built-in schemas, by name."""
+    """Return the built-in schemas by name."""
     return {name: _built_in(name) for name in names()}
 
 
@@ -87,56 +87,56 @@ def _list() -> str:
 
 
 def _nearest(text: str) -> str:
-    """The built-in schema whose name is nearest to a text, as a question."""
-    import difflib  # only here: it is rarely needed
+    """Suggest the built-in schema with the nearest name, as a question."""
+    import difflib  # imported here, because few calls need it
 
     plain = text.lower().replace("-", "_").replace(".", "_")
     close = difflib.get_close_matches(plain[:100], names(), n=1)
     return f", did you mean {show(close[0])}?" if close else ""
 
 
-# ---- a schema that extends another ----
+# ---- extensions ----
 
 
 def _extended(content: Any, path: str | None, chain: tuple[str, ...] = ()) -> _Content:
-    """The content of a schema with that of the schemas that it extends.
+    """Return the content of a schema, merged with the schemas that it extends.
 
     Raises:
-        FormatError: there is no such schema, or it extends itself; the message names the file and the key.
+        FormatError: a schema does not exist or extends itself.
     """
     _check_fields(content, path)
     base = content.get("extends")
     if base is None:
         if content.get("without"):
-            raise FormatError("schema: without needs extends", path)
+            raise FormatError("schema: without requires extends", path)
         return {**content, "tensors": dict(content.get("tensors", {}))}
-    found, file = _base(base, path)
+    base_content, file = _base(base, path)
     chain = (*chain, file)
     if file in chain[:-1] or len(chain) > _MAX_BASES:
-        bases = " -> ".join(show(os.path.basename(one)) for one in chain)
+        bases = " -> ".join(show(os.path.basename(link)) for link in chain)
         reason = "is a cycle" if file in chain[:-1] else f"is longer than {_MAX_BASES}"
         raise FormatError(f"schema: extends: {bases} {reason}", path)
-    above = _extended(found, file, chain)
-    tensors = dict(above["tensors"])
+    inherited = _extended(base_content, file, chain)
+    tensors = dict(inherited["tensors"])
     for pattern in content.get("without", ()):
-        gone = [name for name in tensors if name == pattern or fnmatchcase(name, pattern)]
-        if not gone:
+        excluded = [name for name in tensors if name == pattern or fnmatchcase(name, pattern)]
+        if not excluded:
             raise FormatError(f"schema: without: {show(pattern)} matches no tensor of schema {show(base)}", path)
-        for name in gone:
+        for name in excluded:
             del tensors[name]
     for name, entry in content.get("tensors", {}).items():
         tensors[name] = _merged(tensors[name], entry) if name in tensors else entry
-    merged = {key: value for key, value in above.items() if key not in _OWN} | dict(content) | {"tensors": tensors}
+    merged = {key: value for key, value in inherited.items() if key not in _OWN} | dict(content) | {"tensors": tensors}
     for key in ("defaults", "counts"):
-        merged[key] = {**above.get(key, {}), **content.get(key, {})}
+        merged[key] = {**inherited.get(key, {}), **content.get(key, {})}
     return merged
 
 
 def _base(base: Any, path: str | None) -> tuple[_Content, str]:
-    """The content of a built-in schema, or of a file beside the one that extends it; and its path.
+    """Return the content and path of a built-in schema, or of a file beside the extending file.
 
     Raises:
-        FormatError: there is none.
+        FormatError: neither exists.
     """
     if isinstance(base, str) and base in names():
         return _content(base), _path(base)
@@ -149,22 +149,22 @@ def _base(base: Any, path: str | None) -> tuple[_Content, str]:
     raise FormatError(f"schema: extends is {show(base)}, expected {where}, or one of {_list()}{near}", path)
 
 
-def _merged(above: Any, entry: Any) -> Any:
-    """The fields of a tensor over those of the schema that is extended."""
+def _merged(inherited: Any, entry: Any) -> Any:
+    """Merge the fields of a tensor with its inherited fields; null removes a field."""
     if not isinstance(entry, Mapping):
         return entry
-    gone = {key for key, value in entry.items() if value is None and key != "shape"}
-    return {key: value for key, value in {**above, **entry}.items() if key not in gone}
+    removed = {key for key, value in entry.items() if value is None and key != "shape"}
+    return {key: value for key, value in {**inherited, **entry}.items() if key not in removed}
 
 
 # ---- parsing ----
 
 
 def parse(content: _Content, path: str | None = None) -> Schema:
-    """Makes a schema from the parsed content of its JSON file.
+    """Make a schema from the parsed content of its JSON file.
 
     Raises:
-        FormatError: the content is not a schema; the message says what is wrong.
+        FormatError: the content is not a schema.
     """
     whole = _extended(content, path)
     tensors, layers, counts = whole["tensors"], whole.get("layers"), whole.get("counts", {})
@@ -179,7 +179,7 @@ def parse(content: _Content, path: str | None = None) -> Schema:
             _check_expression(text, "layers, counts or defaults", path)
     prefixes = tuple(whole.get("prefixes", ())) or ("",)
     if any("{" in prefix for prefix in prefixes):
-        raise FormatError("schema: prefixes must not have {}, which belongs in names", path)
+        raise FormatError("schema: prefixes must not contain {}, which belongs into names", path)
     slots = {*counts, *([""] if layers is not None else [])} - {"prefix"}
     return Schema(
         name=whole["name"],
@@ -199,11 +199,7 @@ def parse(content: _Content, path: str | None = None) -> Schema:
 
 
 def _check_fields(content: Any, path: str | None) -> None:
-    """Checks the types of the fields of a schema.
-
-    Raises:
-        FormatError: the message says what is wrong.
-    """
+    """Check the types of the fields of a schema."""
     if not isinstance(content, Mapping) or not isinstance(content.get("name"), str):
         raise FormatError('a schema must be {"name": string, "tensors": {...}, ...}', path)
     unknown = sorted(content.keys() - _FIELDS)
@@ -216,8 +212,8 @@ def _check_fields(content: Any, path: str | None) -> None:
             raise FormatError(f"schema: {field} must be a list of strings", path)
     for field in _OBJECTS:
         if not isinstance(content.get(field, {}), Mapping):
-            what = "nonempty object" if field == "tensors" else "object"
-            raise FormatError(f"schema: {field} must be {'a' if field == 'tensors' else 'an'} {what}", path)
+            expected = "a nonempty object" if field == "tensors" else "an object"
+            raise FormatError(f"schema: {field} must be {expected}", path)
     for field in ("about", "config"):
         if not isinstance(content.get(field, ""), str):
             raise FormatError(f"schema: {field} must be a string", path)
@@ -228,14 +224,10 @@ def _are_texts(value: Any) -> bool:
 
 
 def _entry(name: str, entry: Any, slots: set[str], path: str | None) -> SchemaEntry:
-    """Makes an entry from its JSON.
-
-    Raises:
-        FormatError: it is not an entry of a schema; the message says what is wrong.
-    """
+    """Make an entry from its JSON."""
     if not isinstance(entry, Mapping) or entry.keys() - _ENTRY_FIELDS or "shape" not in entry:
         fields = ", ".join(sorted(_ENTRY_FIELDS))
-        raise FormatError(f"schema: {show(name)} must be an object with shape, and no fields other than {fields}", path)
+        raise FormatError(f"schema: {show(name)} must be an object with shape, and no fields except {fields}", path)
     shape, role, also = entry["shape"], entry.get("role", WEIGHT), entry.get("also", ())
     if shape is not None and not isinstance(shape, (list, tuple)):
         raise FormatError(f"schema: the shape of {show(name)} must be a list of expressions or null", path)
@@ -271,28 +263,24 @@ def _entry(name: str, entry: Any, slots: set[str], path: str | None) -> SchemaEn
 
 
 def _check_name(text: str, name: str, slots: set[str], path: str | None) -> None:
-    """Checks the placeholders of a name, or of an alternative of it.
-
-    Raises:
-        FormatError: the message says what is wrong.
-    """
-    found = PLACEHOLDER.findall(text.replace(PREFIX, ""))
-    if found != PLACEHOLDER.findall(name.replace(PREFIX, "")) or len(found) > _MAX_NUMBERS:
+    """Check the placeholders of a name or an alternative name."""
+    placeholders = PLACEHOLDER.findall(text.replace(PREFIX, ""))
+    if placeholders != PLACEHOLDER.findall(name.replace(PREFIX, "")) or len(placeholders) > _MAX_NUMBERS:
         raise FormatError(
             f"schema: {show(name)} and its other names must have the same number of {{}}, at most {_MAX_NUMBERS}", path
         )
-    for slot in found:
+    for slot in placeholders:
         if slot not in slots:
-            what = "layers does not give their number" if slot == "" else f"counts has no {slot}"
-            raise FormatError(f"schema: {show(name)} has {{{slot}}}, but {what}", path)
-    if _BESIDE.search(text.replace(PREFIX, "")):
-        raise FormatError(f"schema: {show(name)} has a number beside another one", path)
+            missing = "layers is missing" if slot == "" else f"counts has no {slot}"
+            raise FormatError(f"schema: {show(name)} has {{{slot}}}, but {missing}", path)
+    if _AMBIGUOUS.search(text.replace(PREFIX, "")):
+        raise FormatError(f"schema: {show(name)} has two adjacent numbers", path)
 
 
-def _check_expression(text: Any, what: str, path: str | None) -> None:
+def _check_expression(text: Any, where: str, path: str | None) -> None:
     if not isinstance(text, str):
-        raise FormatError(f"schema: {what}: {show(text)} is not an expression", path)
+        raise FormatError(f"schema: {where}: expected an expression, got {show(text)}", path)
     try:
         names_in(text)
     except ExpressionError as error:
-        raise FormatError(f"schema: {what}: {error}", path) from None
+        raise FormatError(f"schema: {where}: {error}", path) from None

@@ -7,24 +7,24 @@ A schema is data, see ``safeload/models/schemas``::
      "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...}}
 
 - ``{}`` in a name is the layer number, from 0 up to ``layers``; ``{expert}`` is a number up to ``counts["expert"]``.
-  The first number of a name is that of its layer. ``{prefix}`` is one of ``prefixes``: the one that matches the most
+  The first number of a name must be its layer number. ``{prefix}`` is the item of ``prefixes`` with the most matching
   names.
-- A shape is a list of `safeload.models.expressions` over config keys, "?" for any size; null for any shape. A size that
-  ends in "?" is any size if the config lacks a key of it, or if it is negative.
-- ``defaults``: values of keys that the config omits or has as null: a number or an expression.
-- ``role`` is "embedding", "norm", "bias", "head" or "buffer"; a tensor without one is a weight.
-- ``optional``: the tensor may be absent. ``when``: an expression; the tensor exists if its value is not 0. In it
-  ``layer`` is the number of the layer.
-- ``architectures`` of a tensor: class names, or shell patterns of them: it exists in these only, and with ``optional``
-  it may be in others. The first of the schema's ``architectures`` is that of a config without any.
-- ``tied``: the tensor that this one is tied to if ``tied_when`` is not 0; then it may be absent.
+- A shape is a list of `safeload.models.expressions` over config keys, with "?" for any size; null means any shape. A
+  size with a final "?" can be any size if the config lacks a key of the expression, or if its value is negative.
+- ``defaults``: a number or an expression for each key that the config can omit or set to null.
+- ``role`` is "embedding", "norm", "bias", "head" or "buffer"; the default is a weight.
+- ``optional``: the tensor can be absent. ``when``: an expression, in which ``layer`` is the layer number; the tensor
+  exists if the value is not 0.
+- ``architectures`` of a tensor: class names or shell patterns; the tensor exists only in these architectures. With
+  ``optional``, it can exist in any architecture. The first of the schema's ``architectures`` is the default.
+- ``tied``: the tensor whose weights this tensor shares if ``tied_when`` is not 0; the tensor can then be absent.
 - ``also``: alternative names.
-- ``more_layers``: number of layers after the others, each of which may be absent with all its tensors.
-- ``extends``: another schema, with whose tensors, ``defaults``, ``counts`` and other fields this one begins, except for
-  ``about``, ``architectures``, ``model_types``, ``formats`` and ``keys``. Fields of a tensor replace those of the same
-  name, where null removes one; ``without`` is a list of names, or shell patterns of them, that are left out.
-- ``formats``: file formats that the schema applies to if there is no config. ``keys``: a config without
-  ``architectures`` and ``model_type`` that has all of these keys selects the schema. ``config``: the name of its file.
+- ``more_layers``: the number of additional layers at the end; each of these layers can be absent as a whole.
+- ``extends``: a schema to inherit tensors, ``defaults``, ``counts`` and other fields from, except ``about``,
+  ``architectures``, ``model_types``, ``formats`` and ``keys``. A field of a tensor replaces the inherited field, and
+  null removes it; ``without`` is a list of names or shell patterns of tensors to leave out.
+- ``formats``: file formats of the schema if there is no config. ``keys``: a config with all of these keys selects the
+  schema if it has neither ``architectures`` nor ``model_type``. ``config``: the file name of the config.
 """
 
 from __future__ import annotations
@@ -37,35 +37,34 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ..base.cached import cached_property
-from .config import Config, ConfigError
-from .expressions import names_in
+from .expressions import Config, ConfigError, names_in
 
 ROLES = ("embedding", "norm", "bias", "head", "buffer")
 WEIGHT = "weight"
 
-# More layers or experts than this are a mistake in a config, and so are more tensors: expanding them would exhaust
-# memory. Published models have at most 100,000 tensors.
+# A config with more layers, experts or tensors is a mistake, and expanding it would exhaust memory. Published models
+# have at most 100,000 tensors.
 MAX_LAYERS = 10_000
 MAX_TENSORS = 500_000
 
-# Most architectures of a config that are compared: models have one.
+# Most architectures of a config to compare; models usually have only one.
 MAX_LISTED = 100
 
-# A layer number: at most 4300 digits, the limit of ``int``.
+# A layer number. ``int`` accepts at most 4300 digits.
 NUMBER = "0|[1-9][0-9]{0,4299}"
 _DIGITS = 4300
 
-# Placeholders in names for one of the prefixes, for the layer number, and for any number.
+# Placeholders in names: a prefix, the layer number, and any number.
 PREFIX, LAYER = "{prefix}", "{}"
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}", re.ASCII)
-# Any size, and the end of one that may be.
+# Any size; also the suffix of an expression that can be any size.
 ANY = "?"
 _NUMBERS = re.compile(r"([0-9]+)", re.ASCII)
 _SLOTS = re.compile(r"(\{[a-z_]*\}|[0-9]+)", re.ASCII)
 
 
 class SchemaEntry(NamedTuple):
-    """One tensor of a schema, or one of each layer; the module docstring describes the fields."""
+    """A tensor of a schema, or a tensor of each layer; the module docstring describes the fields."""
 
     name: str
     shape: tuple[str, ...] | None
@@ -79,41 +78,24 @@ class SchemaEntry(NamedTuple):
 
 
 class ExpectedTensor(NamedTuple):
-    """One tensor that a model with a given config is expected to have.
-
-    Attributes:
-        name: its name.
-        shape: its shape; None for any shape, or in it for any size.
-        stack: its name up to its layer number; "" outside of layers.
-        layer: its layer number, None outside of layers.
-        required: whether it must be present.
-        entry: the entry of the schema.
-        tied: name of the tensor that this one is tied to, None for none.
-    """
+    """An expected tensor of a model with a known config."""
 
     name: str
-    shape: tuple[int | None, ...] | None
-    stack: str
-    layer: int | None
+    shape: tuple[int | None, ...] | None  # None for any shape; a size of None for any size
+    stack: str  # the name up to the layer number; "" outside of layers
+    layer: int | None  # None outside of layers
     required: bool
     entry: SchemaEntry
-    tied: str | None
+    tied: str | None  # the tensor that shares its weights
 
 
 class SchemaMatch(NamedTuple):
-    """The entry of a name.
-
-    Attributes:
-        entry: the entry.
-        prefix: the prefix of the name, None if its entry has none.
-        stack: the name up to its layer number; all of it outside of layers.
-        numbers: the numbers in it: first that of the layer.
-    """
+    """The entry of a name."""
 
     entry: SchemaEntry
-    prefix: str | None
-    stack: str
-    numbers: tuple[int, ...]
+    prefix: str | None  # None if the entry has no prefix
+    stack: str  # the name up to the layer number; the whole name outside of layers
+    numbers: tuple[int, ...]  # in the name, layer number first
 
     @property
     def layer(self) -> int | None:
@@ -123,7 +105,7 @@ class SchemaMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors of an architecture. Made by `safeload.models.reading`; the module docstring describes the fields."""
+    """The tensors of an architecture, from `safeload.models.reading`; the module docstring describes the fields."""
 
     name: str
     about: str
@@ -141,7 +123,7 @@ class Schema:
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[SchemaEntry, str | None, tuple[str, ...]]]]:
-        """Names without their numbers, to entry, prefix, and the numbers; "" for those of a placeholder."""
+        """Entry, prefix and expected numbers by name without numbers; a number of "" is a placeholder."""
         places: dict[str, list[tuple[SchemaEntry, str | None, tuple[str, ...]]]] = {}
         for entry in self.entries:
             for text in (entry.name, *entry.also):
@@ -152,7 +134,7 @@ class Schema:
         return places
 
     def find(self, name: str) -> SchemaMatch | None:
-        """The entry that matches a name; None if the architecture does not have the name."""
+        """Return the entry of a name, or None if the architecture has no such tensor."""
         parts = _NUMBERS.split(name)
         numbers = parts[1::2]
         for entry, prefix, slots in self._places.get("#".join(parts[::2]), ()):
@@ -163,14 +145,14 @@ class Schema:
         return None
 
     def role(self, name: str) -> str | None:
-        """The role of a tensor, "weight" by default; None for an unknown name."""
-        found = self.find(name)
-        return None if found is None else found.entry.role
+        """Return the role of a tensor, "weight" by default; None for an unknown name."""
+        match = self.find(name)
+        return None if match is None else match.entry.role
 
     def architecture(self, config: Mapping[str, Any] | None) -> str | None:
-        """The architecture of a model: the first of the config that the schema lists, None if it lists none of them.
+        """Return the first architecture of the config in the schema, or None.
 
-        The first of the schema for a config without architectures.
+        If the config has no architectures, return the first of the schema.
         """
         listed = None if config is None else config.get("architectures")
         if not isinstance(listed, list) or not listed:
@@ -180,7 +162,7 @@ class Schema:
         )
 
     def tied(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
-        """Return the required tensors that are absent because they are tied: name of the head to the embedding.
+        """Return the embeddings of required heads that are absent because they are tied, by head.
 
         Raises:
             ConfigError, ExpressionError: the condition cannot be evaluated.
@@ -189,7 +171,7 @@ class Schema:
         return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
 
     def pairs(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, tuple[str, bool]]:
-        """Return the tied tensors, stored or not: name of the head to the embedding and whether the head is optional.
+        """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional.
 
         Raises:
             ConfigError, ExpressionError: the condition cannot be evaluated.
@@ -210,30 +192,30 @@ class Schema:
         return result
 
     def expand(self, config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, ExpectedTensor]:
-        """All tensors of a model with this config, by name, in the order of the schema.
+        """Return all tensors of a model with this config by name, in the order of the schema.
 
         Args:
             config: parsed config.json; None for defaults only.
-            names: names of the tensors of the model; they select the prefix, alternative names and ``more_layers``.
+            names: the tensors of the model, which select the prefix, alternative names and ``more_layers``.
 
         Raises:
-            ConfigError: a required key is missing or not an integer, or there are more than `MAX_TENSORS`.
+            ConfigError: a required key is missing or not an integer, or the model exceeds `MAX_TENSORS`.
             ExpressionError: an expression cannot be evaluated.
         """
         known = names if isinstance(names, (Set, Mapping)) else set(names)
         return _Expansion(self, config, known).run()
 
     def prefix_of(self, names: Iterable[str]) -> str:
-        """The prefix that matches the most names, or the first."""
+        """Return the prefix with the most matching names, or the first prefix."""
         if len(self.prefixes) == 1:
             return self.prefixes[0]
-        found = Counter(one.prefix for one in map(self.find, names) if one is not None)
-        return max(self.prefixes, key=lambda prefix: found[prefix])
+        counts = Counter(match.prefix for match in map(self.find, names) if match is not None)
+        return max(self.prefixes, key=lambda prefix: counts[prefix])
 
 
 def _own_numbers(numbers: list[str], slots: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The numbers of a name that stand for placeholders; None if the others are not those of the schema."""
-    if len(numbers) != len(slots):  # a name may have the character that stands for numbers
+    """Return the numbers in place of placeholders; None if another number differs from the schema."""
+    if len(numbers) != len(slots):  # the name contains the character that replaces numbers
         return None
     own = []
     for number, slot in zip(numbers, slots, strict=True):
@@ -248,19 +230,19 @@ def _own_numbers(numbers: list[str], slots: tuple[str, ...]) -> tuple[int, ...] 
 
 
 def _bare(entry: SchemaEntry) -> str:
-    """The name of an entry without its prefix."""
+    """Return the name of an entry without its prefix."""
     return entry.name.removeprefix(PREFIX)
 
 
 def _in(entry: SchemaEntry, architecture: str | None) -> bool:
-    """Whether an architecture has an entry."""
+    """Return True if an architecture has an entry."""
     if not entry.architectures:
         return True
     return architecture is not None and any(fnmatchcase(architecture, text) for text in entry.architectures)
 
 
 class _Expansion:
-    """One expansion of a schema, see `Schema.expand`."""
+    """An expansion of a schema, see `Schema.expand`."""
 
     def __init__(self, schema: Schema, config: Mapping[str, Any] | None, known: Collection[str]) -> None:
         self._schema = schema
@@ -269,7 +251,7 @@ class _Expansion:
         self._architecture = schema.architecture(config)
         self._prefix = schema.prefix_of(known)
         self._counts: dict[str, int] = {}
-        self._held: dict[str, bool | dict[int, bool]] = {}
+        self._conditions: dict[str, bool | dict[int, bool]] = {}  # by expression, and by layer if layers differ
         self._total = 0
 
     def run(self) -> dict[str, ExpectedTensor]:
@@ -278,15 +260,15 @@ class _Expansion:
         for entry in self._schema.entries:
             optional = entry.optional
             if entry.architectures and not _in(entry, self._architecture):
-                # An architecture that the schema does not list may have the usual head.
+                # An architecture outside the schema can have the usual head.
                 usual = self._architecture is None and _in(entry, first)
                 if not optional and not usual:
                     continue
                 optional = True
             elif entry.architectures:
                 optional = False
-            for wanted in self._tensors(entry, optional=optional):
-                result[wanted.name] = wanted
+            for tensor in self._tensors(entry, optional=optional):
+                result[tensor.name] = tensor
         return self._without_absent(result)
 
     def _tensors(self, entry: SchemaEntry, *, optional: bool) -> Iterator[ExpectedTensor]:
@@ -296,7 +278,7 @@ class _Expansion:
         self._total += len(layers) * inner
         if self._total > MAX_TENSORS:
             counts = " and ".join(f"{self._text(slot)} is {self._counts[slot]}" for slot in slots) or "the schema"
-            raise ConfigError(f"{counts}: more than {MAX_TENSORS:,} tensors are not supported")
+            raise ConfigError(f"{counts}: a model can have at most {MAX_TENSORS:,} tensors")
         if not layers:
             return
         shape = None if entry.shape is None else tuple(map(self._size, entry.shape))
@@ -315,7 +297,7 @@ class _Expansion:
                 yield ExpectedTensor(name, shape, stack, layer, required, entry, tied)
 
     def _layers(self, entry: SchemaEntry, slots: list[str]) -> list[int | None]:
-        """The layers that have an entry; [None] if it is outside of them and exists."""
+        """Return the layers with an entry; [None] if the entry exists outside of layers."""
         layers = range(self._count(slots[0]) + (self._more() if slots[0] == "" else 0)) if slots else (None,)
         when = entry.when
         if when is None:
@@ -325,18 +307,14 @@ class _Expansion:
     def _holds(self, when: str, layer: int | None) -> bool:
         if layer is None:
             return self._keys.evaluate(when) != 0
-        held = self._held.get(when)
-        if isinstance(held, bool):
-            return held
-        if held is None or layer not in held:
-            here, depends = self._keys.holds(when, layer)
+        by_layer = self._conditions.setdefault(when, {})
+        if isinstance(by_layer, bool):
+            return by_layer
+        if layer not in by_layer:
+            by_layer[layer], depends = self._keys.holds(when, layer)
             if not depends:
-                self._held[when] = here
-                return here
-            held = {} if held is None else held
-            held[layer] = here
-            self._held[when] = held
-        return held[layer]
+                self._conditions[when] = by_layer[layer]
+        return by_layer[layer]
 
     def _text(self, slot: str) -> str:
         return (self._schema.layers or "") if slot == "" else self._schema.counts[slot]
@@ -345,8 +323,7 @@ class _Expansion:
         if slot not in self._counts:
             count = self._keys.evaluate(self._text(slot))
             if not 0 <= count <= MAX_LAYERS:
-                what = f"a model has 0 to {MAX_LAYERS} layers" if slot == "" else f"expected 0 to {MAX_LAYERS}"
-                raise ConfigError(f"{self._text(slot)} is {count}, but {what}")
+                raise ConfigError(f"{self._text(slot)} must be 0 to {MAX_LAYERS}, got {count}")
             self._counts[slot] = count
         return self._counts[slot]
 
@@ -354,7 +331,7 @@ class _Expansion:
         text = self._schema.more_layers
         count = 0 if text is None else self._keys.evaluate(text)
         if not 0 <= count <= MAX_LAYERS:
-            raise ConfigError(f"{text} is {count}, but a model has 0 to {MAX_LAYERS} layers")
+            raise ConfigError(f"{text} must be 0 to {MAX_LAYERS}, got {count}")
         return count
 
     def _size(self, text: str) -> int | None:
@@ -367,26 +344,28 @@ class _Expansion:
         if value < 0:
             if bare != text:
                 return None
-            raise ConfigError(f"{text} is {value}, but a size is at least 0")
+            raise ConfigError(f"the size {text} must be >= 0, got {value}")
         return value
 
     def _without_absent(self, result: dict[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
-        """Without those of ``more_layers`` of which the model has no tensor."""
+        """Remove the additional layers without any tensor in the model."""
         if self._schema.more_layers is None:
             return result
         usual = self._counts.get("", 0)
-        beyond = [one for one in result.values() if one.layer is not None and one.layer >= usual and _in_layers(one)]
-        absent = {one.layer for one in beyond} - {one.layer for one in beyond if one.name in self._known}
-        return {name: one for name, one in result.items() if not (one.layer in absent and _in_layers(one))}
+        tensors = filter(_in_layers, result.values())
+        additional = [tensor for tensor in tensors if tensor.layer is not None and tensor.layer >= usual]
+        present = {tensor.layer for tensor in additional if tensor.name in self._known}
+        absent = {tensor.layer for tensor in additional} - present
+        return {name: tensor for name, tensor in result.items() if not (tensor.layer in absent and _in_layers(tensor))}
 
 
-def _in_layers(wanted: ExpectedTensor) -> bool:
-    """Whether the layer number of a tensor is one of ``layers``."""
-    return _bare(wanted.entry).find(LAYER) == _bare(wanted.entry).find("{")
+def _in_layers(tensor: ExpectedTensor) -> bool:
+    """Return True if the layer number of a tensor counts ``layers``."""
+    return _bare(tensor.entry).find(LAYER) == _bare(tensor.entry).find("{")
 
 
 def _spell(parts: list[str], layer: int | None, number: int) -> str:
-    """A name from its parts: texts with the names of placeholders between them."""
+    """Return a name from its parts: texts alternating with placeholders."""
     if len(parts) == 1:
         return parts[0]
     if len(parts) == 3:

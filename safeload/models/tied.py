@@ -1,4 +1,4 @@
-"""Which heads of a model share the weights of its embedding, by its schema, its config or the usual names."""
+"""Find heads that share the weights of the embedding, by schema, config or conventional names."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .schema import MAX_LISTED, Schema
 KEY = "tie_word_embeddings"
 
 _HEAD = "lm_head.weight"
-# Head, the embedding that it is tied to if it is absent, and a tensor that only models with a head have. Conventions of
-# Hugging Face's causal models and of llama.cpp, for models without a schema.
+# Conventions of Hugging Face's causal models and of llama.cpp, for models without a schema: a head, the embedding of
+# an absent head, and a tensor in all models with a head.
 _CONVENTIONS = (
     (_HEAD, "model.embed_tokens.weight", "model.embed_tokens.weight"),
     ("output.weight", "token_embd.weight", "output_norm.weight"),
 )
-# Last names of embeddings in models without a schema. Encoder and decoder share one of the last of these.
+# Last parts of the names of embeddings in models without a schema. An encoder and a decoder share the last of these.
 _EMBEDDINGS = (
     *(".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".tok_embeddings.weight", ".embed_in.weight"),
     *(".embeddings.weight", ".embedding.weight", ".shared.weight"),
 )
-# Ends of the names of classes whose models have `_HEAD`.
+# Suffixes of the class names of models with `_HEAD`.
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the heads that no file stores because they are tied: head to embedding."""
+    """Return the embeddings of tied heads that no file stores, by head."""
     if schema is None:
         return {
             head: embedding
@@ -36,12 +36,12 @@ def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[
         }
     try:
         return schema.tied(names, config)
-    except ValueError:  # the config lacks a key that this needs
+    except ValueError:  # the config lacks a key
         return {}
 
 
 def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
-    """Return the heads of a Hugging Face model that are tied, stored or not: head to embedding."""
+    """Return the embeddings of the tied heads of a Hugging Face model, stored or not, by head."""
     if config is None:
         return absent_heads(None, names, None)
     choice = choose(config, None, names)
@@ -55,12 +55,12 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
 
 
 def is_unclear(config: Mapping[str, Any] | None, pairs: Mapping[str, str]) -> bool:
-    """Whether a config ties a head that `tied_heads` has not found."""
+    """Return True if a config ties a head that `tied_heads` has not found."""
     return config is not None and not pairs and _generates(config) and _tie_in(config) is True
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose model, also a language model inside a multi-modal one, has a head of its own."""
+    """Return a config without ties, for a model and the language model inside it."""
     nested = {key: {**value, KEY: False} for key in LANGUAGE if isinstance(value := config.get(key), Mapping)}
     return {**config, **nested, KEY: False}
 
@@ -68,11 +68,11 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 def _by_schema(choice: Choice, names: Collection[str], config: Mapping[str, Any]) -> dict[str, str]:
     try:
         pairs = choice.schema.pairs(names, config)
-    except ValueError:  # the config lacks a key that this needs
+    except ValueError:  # the config lacks a key
         return {}
     result = {}
     for head, (embedding, _) in pairs.items():
-        # The head stands beside the module that holds the embedding: language_model.model., language_model.lm_head.
+        # The head stands beside the module of the embedding: language_model.model., language_model.lm_head.
         prefix = next((text for text in choice.schema.prefixes if text and embedding.startswith(text)), "")
         nested = prefix.removesuffix("model.") + head if prefix.endswith(".model.") else head
         result[nested] = embedding
@@ -97,6 +97,6 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _tie_in(config: Mapping[str, Any]) -> bool | None:
-    """The outermost value of `KEY`; None without one."""
+    """Return the outermost value of `KEY`, or None."""
     inner = [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
     return next((value[KEY] for value in inner if isinstance(value.get(KEY), bool)), None)

@@ -37,8 +37,7 @@ from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.base import url as urls
 from safeload.formats import folder, npy, npz, registry
 from safeload.models import choosing, reading
-from safeload.models.config import Config, ConfigError
-from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
+from safeload.models.expressions import LIMIT, Config, ConfigError, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
 from safeload.packed.families import FAMILIES
 from safeload.stores.files import LOCAL

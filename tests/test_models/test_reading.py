@@ -8,7 +8,7 @@ from builders.paths import ROOT
 
 import safeload
 from safeload.models import reading
-from safeload.models.config import Config
+from safeload.models.expressions import Config
 
 BASE = {
     "name": "base",
@@ -133,10 +133,10 @@ def test_numbers_in_names():
         ({"extends": "base.json", "defaults": {"m": 1.5}}, "integers and expressions"),
         ({"extends": "base.json", "tensors": {"{prefix}h.{}.w": 5}}, r"'{prefix}h.{}.w' must be an object with shape"),
         ({"extends": "base.json", "tensors": {"new": {"role": "norm"}}}, "'new' must be an object with shape"),
-        ({"extends": "base.json", "layers": 3}, "3 is not an expression"),
+        ({"extends": "base.json", "layers": 3}, "expected an expression, got 3"),
         ({"extends": "bad.json"}, "unknown field 'tensor'"),
         ({"extends": "broken.json"}, "broken.json"),
-        ({"without": ["x"], "tensors": {"x": {"shape": []}}}, "without needs extends"),
+        ({"without": ["x"], "tensors": {"x": {"shape": []}}}, "without requires extends"),
     ],
 )
 def test_what_is_wrong_with_a_schema_that_extends_another(change, reason, tmp_path):
