@@ -240,11 +240,11 @@ HALF = {"w": np.ones((2, 2), np.float16)}
         (
             "pytorch_model.bin",
             {},
-            r"take \.bin for a torch file: use one of \.safetensors, .*\.moon, .*format=\"moon\"",
+            r"read \.bin as a torch file: use one of \.safetensors, .*\.moon, .*format=\"moon\"",
         ),
         ("MODEL.BIN", {}, "torch file"),
         ("x.bin", {"dtype": "float16", "only": "w"}, "torch file"),
-        ("x.bin", {"format": "gguf"}, "the suffix of another format than gguf: use .gguf"),
+        ("x.bin", {"format": "gguf"}, "the suffix of a format other than gguf: use .gguf"),
         ("x.bin", {"format": "safetensors"}, "use .safetensors"),
         ("x.pt", {"format": "moon"}, r"use \.moon or \.bin"),
         ("x.safetensors", {"format": "npz"}, "use .npz"),

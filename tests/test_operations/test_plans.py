@@ -254,9 +254,9 @@ def test_the_id_tells_options_sources_and_versions_apart(copied, tmp_path, monke
 
 
 def test_arguments_that_are_no_plan(copied, tmp_path):
-    with pytest.raises(ValueError, match=r"max_shard_size= makes a folder"):
+    with pytest.raises(ValueError, match=r"pass max_shard_size= for a folder"):
         safeload.plan_convert(copied, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"max_shard_size= makes a folder"):
+    with pytest.raises(ValueError, match=r"pass max_shard_size= for a folder"):
         safeload.convert(copied, tmp_path / "x.safetensors", executor=ThreadPoolExecutor(1))
     with pytest.raises(ValueError, match=r"needs the path of a checkpoint.* a dict are in this process only"):
         safeload.convert({"a": np.ones(3)}, tmp_path / "x", max_shard_size=1, executor=ThreadPoolExecutor(1))

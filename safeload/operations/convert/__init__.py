@@ -1,1 +1,1 @@
-"""Conversion: decide what becomes of each tensor, make it, write it."""
+"""Conversion: decide how each tensor is converted, make the tensor, write it."""

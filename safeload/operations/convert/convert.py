@@ -1,4 +1,4 @@
-"""Convert checkpoints to another format, dtype or layout, in memory that does not grow with the checkpoint."""
+"""Convert checkpoints to another format, dtype or layout, in bounded memory."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def convert(
     threads: int | None = None,
     progress: Progress = None,
 ) -> ConvertReport:
-    """Convert checkpoints to another format, dtype or layout, in memory that does not grow with the checkpoint.
+    """Convert checkpoints to another format, dtype or layout, in bounded memory.
 
-    For safetensors, tensors that are copied, cast or dequantized pass through a ring of 64 MiB, which is read ahead of
-    the writer. Quantized and stacked tensors, and all tensors in other formats, are made one at a time and take the
-    memory of the largest.
+    For safetensors, copied, cast and dequantized tensors pass through a ring of 64 MiB, which is read ahead of the
+    writer. Quantized and stacked tensors, and all tensors in other formats, are made in turn and take the memory of the
+    largest.
 
     Names stay as they are unless you pass ``rename``: safeload does not convert between model architectures, as
     llama.cpp's ``convert_hf_to_gguf.py`` does. First ``names``, or ``only`` and ``drop``, select tensors; then
@@ -73,9 +73,9 @@ def convert(
             single tensor); the error for an unknown suffix lists all formats. With ``max_shard_size`` it is a folder,
             which gets safetensors shards, an index, and the source's ``config.json`` with the new dtype, and without
             its quantization if the tensors are dequantized. A URL such as "s3://bucket/model/", or a path of
-            `safeload.remote`, is always a folder: shards are uploaded one by one, the index last.
+            `safeload.remote`, is always a folder: shards are uploaded in turn, the index last.
         dtype: dtype for floating tensors, and for quantized and packed tensors, which are dequantized. In ".gguf" files
-            tensors with one axis always become float32, because llama.cpp requires it for norms and biases.
+            tensors with a single axis always become float32, because llama.cpp requires it for norms and biases.
         quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision. Selects the tensors that `load_quantized`
             quantizes, including tied heads unless ``names`` is given; ``dtype`` applies to the rest. Q4_0 rounds by
             "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
@@ -84,7 +84,7 @@ def convert(
         only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of
             ``names``.
         drop: shell pattern, or list of patterns, of names to leave out.
-        keep: shell pattern, list of patterns, or function of the name: tensors that ``quantize`` leaves unquantized.
+        keep: shell pattern, list of patterns, or function of the name: tensors for ``quantize`` to leave unquantized.
         rename: pairs (regular expression, replacement), or a dict, for ``re.sub`` to apply to each name in order.
         metadata: text for the header, merged with the metadata of the source; the value None removes a key. For
             ".gguf", values can also be numbers and lists.
@@ -98,22 +98,22 @@ def convert(
             format lists all formats. A suffix of a different format is refused. ".bin", which other programs read as a
             torch file, requires ``format`` or ``layout``.
         extras: True to copy the tokenizer, the chat template and ``generation_config.json`` from a source folder to the
-            destination folder, so that other libraries can load the result. Not available from https, which cannot list
-            folders.
+            destination folder, so that other libraries can load the result. Not available from https, because it cannot
+            list folders.
         storage_options: for URLs, in ``src`` and ``dst``: options of the filesystem behind the URL, see `open`. Workers
             of an executor only get options without secrets, and should take keys from their environment.
         overwrite: False to raise FileExistsError if the destination exists. In a folder, the old shards and
             ``model.safetensors`` are removed once the new checkpoint is complete. A file called ``model.safetensors``
             replaces an index and its shards beside it, even if they are the source, as long as every tensor is
-            converted. If the source has no ``config.json``, the folder keeps its own, without a quantization that does
-            not apply to the new weights.
+            converted. If the source has no ``config.json``, the folder keeps its own, without the quantization of the
+            old weights.
         resume: True to record each complete shard of a folder, and to continue an earlier call with the same options.
             If such a call fails, it leaves the complete shards in place.
-        executor: runs a piece for each shard of a folder, in other processes or on other machines that see the same
+        executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
             files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The result has the same bytes as with a single process. Complete shards
             stay in place after an error, as with ``resume``.
-        threads: for reading and converting. None: chosen automatically, or one per piece with an executor.
+        threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
 
     Returns:
@@ -129,8 +129,8 @@ def convert(
         TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
         ValueError: invalid arguments, such as a ``rename`` that gives two tensors the same name, ``executor`` without
             ``max_shard_size`` or with tensors in memory, or ``resume`` with different options.
-        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written. No partial file is left; shards
-            that could not be removed from a store have no index.
+        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written. No partial file is left; if shards
+            in a store cannot be removed, they have no index.
 
     Example:
         >>> import safeload
@@ -182,7 +182,7 @@ def _at_once(
     with ExitStack() as stack:
         if folder is None:
             check_free(request.path, overwrite)
-            old = stack.enter_context(OldShards(request.path, overwrite))  # removes them after the sources are closed
+            old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
         else:
             replacement_of(folder).check_free(overwrite)
         catalog = stack.enter_context(open_sources(src, options.get("storage_options")))
@@ -197,9 +197,9 @@ def _at_once(
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
-    """Let the result replace sources that were opened here: Windows does not replace files that are in use.
+    """Let the result replace sources opened by this call, because Windows does not replace files that are in use.
 
-    Checkpoints that the caller opened stay open.
+    The caller's checkpoints stay open.
     """
     catalog.mapped = False
     passed = {id(source) for source in (src if isinstance(src, (list, tuple)) else [src])}

@@ -46,7 +46,7 @@ class Decider:
 
     Raises:
         TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
-        UnsupportedError: a tensor that holds codes would be converted as if it held numbers.
+        UnsupportedError: a tensor of codes would be converted as if it held numbers.
     """
 
     def __init__(self, catalog: Catalog, request: ConvertRequest, rules: Rules | None) -> None:
@@ -73,7 +73,7 @@ class Decider:
 
     @property
     def names(self) -> list[str]:
-        """Source names of the tensors to convert, and the tied heads that the result may get."""
+        """Source names of the tensors to convert, and of tied heads that can be added."""
         return [*self.descriptions, *self._heads]
 
     def config(self) -> dict[str, Any] | None:
@@ -98,7 +98,7 @@ class Decider:
         return Summary(before, nbytes, self._quantized, self._kept)
 
     def of_tensors(self) -> dict[str, Decision]:
-        """Decide about tensors that keep their names, tied heads included.
+        """Decide about tensors under their own names, and about tied heads.
 
         Activation scales are copied only if all tensors stay packed.
         """
@@ -168,7 +168,7 @@ def _description_of(stack: Stack) -> TensorDescription:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorRun:
-    """Neighbouring tensors of a piece that are converted alike; see `Decision`."""
+    """Neighbouring tensors of a piece with equal decisions; see `Decision`."""
 
     names: tuple[str, ...]  # in the result, or the layers to stack
     dtype: str | None = None
@@ -187,7 +187,7 @@ class TensorRun:
 
 
 def runs_of(decisions: Mapping[str, Decision]) -> tuple[TensorRun, ...]:
-    """Encode decisions, with a single run for neighbours that are decided alike."""
+    """Encode decisions, with a single run for neighbours with equal decisions."""
     runs = []
     for _, items in groupby(decisions.items(), key=_run_key):
         group = list(items)
@@ -207,7 +207,7 @@ def _run_key(item: tuple[str, Decision]) -> tuple[str | None, ...]:
 
 
 def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
-    """Decode the runs that `runs_of` made."""
+    """Decode the result of `runs_of`."""
     decisions: dict[str, Decision] = {}
     for run in runs:
         if run.stack is not None:
@@ -268,7 +268,7 @@ class PlannedConfig:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlannedSummary:
-    """The facts for the summary of a quantization that the pieces do not hold."""
+    """Facts for the summary of a quantization, in addition to the pieces."""
 
     before: int  # bytes in the source
     kept: dict[str, str]  # reasons for unquantized tensors outside all pieces

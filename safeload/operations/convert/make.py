@@ -41,7 +41,7 @@ from ..sources.description import TensorDescription
 from .decide import Decider, Decision
 from .request import ConvertRequest, extras_for, metadata_for
 
-# Names that mlx-lm gives to the stacked experts of a layer.
+# Names of the stacked experts of a layer in mlx-lm.
 _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
 _WIDEST_CODES = 4  # bytes of the integers that GPTQ and AWQ pack codes into
 
@@ -100,7 +100,7 @@ class Outputs(NamedTuple):
 
 
 def may_be_code(dtype: np.dtype[Any]) -> bool:
-    """Return True if elements of this dtype can be codes that a ``config.json`` describes."""
+    """Return True if elements of this dtype can be codes described by a ``config.json``."""
     integer = dtype.kind in "iu" and dtype.itemsize <= _WIDEST_CODES
     return integer or (dtype.itemsize == 1 and dtype.kind != "b")
 
@@ -137,7 +137,7 @@ def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, th
     if options.get("adapters") is not None and not converts and layout is None:
         for source in {source for decision in decisions.values() for source in decision.sources}:
             catalog.check_kept(source)
-    outputs = Maker(catalog, decisions, format, threads, decider.descriptions).outputs()
+    outputs = Maker(catalog, decisions, format, threads=threads, descriptions=decider.descriptions).outputs()
     rename = options.get("rename")
     names = {name: name for name in outputs} if rename is None else renamed(outputs, rename)
     for name, output in outputs.items() if rename is not None else ():
@@ -169,13 +169,13 @@ def _check_rename(name: str, new: str, output: Output) -> None:
 
 
 def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
-    """Warn of dequantized experts that keep the names of MLX, because no other library loads them."""
+    """Warn of dequantized experts under MLX names, because no other library loads these."""
     stacks = [new for name, new in names.items() if _MLX_EXPERTS.search(new) and _is_mlx(catalog, name)]
     if stacks:
         more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
         log.warning(
-            "%s: the experts of a layer are stacked as in MLX (%s%s): transformers and vLLM do not load them under "
-            "these names. Convert the checkpoint that the MLX one was made from, or split the stacks",
+            "%s: the experts of a layer are stacked as in MLX (%s%s), and transformers and vLLM do not load these "
+            "names. Convert the original checkpoint instead of the MLX one, or split the stacks",
             path,
             show(stacks[0]),
             more,
@@ -189,7 +189,7 @@ def _is_mlx(catalog: Catalog, name: str) -> bool:
     return packed is not None and packed.packing.family == MLX
 
 
-# ---- one tensor ----
+# ---- tensor by tensor ----
 
 
 class Maker:
@@ -198,7 +198,7 @@ class Maker:
     Args:
         decisions: by the tensor names to use in messages.
         format: of the result.
-        descriptions: descriptions of tensors, as far as the caller has them.
+        descriptions: tensor descriptions that are available already.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class Maker:
         catalog: Catalog,
         decisions: Mapping[str, Decision],
         format: str,
+        *,
         threads: int | None,
         descriptions: Mapping[str, TensorDescription] | None = None,
     ) -> None:
@@ -241,7 +242,7 @@ class Maker:
             return self._kept(source, tensor)
         row = tensor.row if decision.dtype is None else dtypes.BY_CODE[decision.dtype]
         if row.packed:
-            raise UnsupportedError(f"tensor {show(source)} is {row.code}, which numpy does not support: pass dtype=")
+            raise UnsupportedError(f"tensor {show(source)} is {row.code}, which NumPy does not support: pass dtype=")
         dtype, shape = dtypes.array_dtype(row.number), tensor.shape
         staged = self._staged(source, decision.dtype, row)
         return Lazy(dtype, shape, lambda: self._read(source, dtype, shape, row), staged)
@@ -257,7 +258,7 @@ class Maker:
         """Return the staged read for the safetensors writer, or None if the tensor must be built in memory."""
         if self._format != SAFETENSORS:
             return None
-        if code not in self._entries:  # described together: single lookups take longer than reading small tensors
+        if code not in self._entries:  # single lookups take longer than reading small tensors
             plain = [each for each in self._decisions.values() if each.scheme is None and each.stack is None]
             names = [each.sources[0] for each in plain if each.dtype == code and each.sources[0] in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
@@ -292,7 +293,7 @@ class Maker:
         return Lazy(dtypes.array_dtype(stack.row.number), stack.shape, make)
 
     def _quantized(self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any]) -> LazyQuantized:
-        """Return a tensor that is quantized when it is written."""
+        """Return a tensor to quantize when it is written."""
         axis = usual_axis(scheme, shape)
         (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
 
@@ -368,7 +369,7 @@ def _stored(part: Part, threads: int | None) -> Lazy:
 
 
 class _Scratch:
-    """Memory reused for one tensor after another."""
+    """Memory reused from tensor to tensor."""
 
     def __init__(self) -> None:
         self._memory: Array = np.empty(0, np.uint8)

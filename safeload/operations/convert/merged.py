@@ -70,17 +70,18 @@ class MergedCatalog(Catalog):
     Args:
         adapters: open adapters, in order.
         among: names of the tensors to consider; None for all, see `Merge`.
-        fits: for each adapter how it fits the tensors; None to determine this.
-        heads: the tied heads; None to determine them.
+        fits: how each adapter fits the tensors; None to determine the fits here.
+        heads: the tied heads; None to determine the heads here.
 
     Attributes:
-        aliases: the embedding of each head in `Heads.untied` that no source stores.
+        aliases: the embedding of each head in `Heads.untied` without a stored tensor.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         adapters: Sequence[Adapter],
+        *,
         among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
         heads: Heads | None = None,
@@ -239,7 +240,7 @@ def reopened(
         fits.append(Fit(adapter.parameters, transposed, {}, adapter.apart, adapter.mirrored, renamed=adapter.renamed))
         heads.update(adapter.untied)
     present = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
-    return MergedCatalog(catalog, opened(stack, weighted), among, fits, Heads(heads, present))
+    return MergedCatalog(catalog, opened(stack, weighted), among=among, fits=fits, heads=Heads(heads, present))
 
 
 def stored_names(adapters: Iterable[PlannedAdapter], names: Sequence[str]) -> list[str]:

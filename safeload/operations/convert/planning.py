@@ -50,7 +50,7 @@ def plan_convert(
     resume: bool = False,
     **options: Unpack[ConvertOptions],
 ) -> Plan:
-    """Plan a conversion to a folder of shards, for an engine that runs its pieces on several machines.
+    """Plan a conversion to a folder of shards, for an engine that runs the pieces on several machines.
 
     Planning reads only the headers of the sources and writes nothing. `run_piece` runs a piece of ``plan.pieces`` on
     any machine that has the same files under the same paths, or can reach the same URLs. `finalize` completes the
@@ -60,7 +60,7 @@ def plan_convert(
 
     Args:
         src: the path or URL of a checkpoint, a `Checkpoint` from `open`, or a list of these to merge.
-        dst: the folder. It must be on a file system that all machines share, or in a store that all of them can reach.
+        dst: the folder. It must be on a shared file system, or in a store that all machines can reach.
         overwrite: True to replace the content of the folder. The shards of an existing checkpoint stay unchanged until
             `finalize`: new shards are written to a subfolder, or in a store under different names.
         resume: True to continue an interrupted conversion: shards that are complete according to their records stay.
@@ -98,7 +98,7 @@ def planned(
     """Return the plan of a conversion, without storage options, and its destination; see `plan_convert`."""
     request = request_of(dst, options)
     if request.folder is None:
-        raise ValueError("a single file is written by one process: max_shard_size= makes a folder of shards")
+        raise ValueError("a single file is written by a single process: pass max_shard_size= for a folder of shards")
     sources: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
     call = _id_of([__version__, _options(request), unfinished.call_id(sources)])
     plan = _continued(request.folder, call) if overwrite and resume else None
@@ -111,7 +111,7 @@ def planned(
 
 
 def _continued(folder: Folder, call: str) -> Plan | None:
-    """Return the plan of an interrupted call that was replacing its own source, with all shards complete.
+    """Return the plan of an interrupted conversion of a folder onto itself, with all shards complete.
 
     Raises:
         ValueError: a shard is gone.
@@ -207,7 +207,7 @@ def _pieces(
     """Return a piece for each shard, without its plan and folder."""
     sources = Sources(prepared.catalog, "a conversion in pieces")
     shards = divide(prepared.tensors, request.limit)
-    weight_map(shards)  # refuses two tensors with one name
+    weight_map(shards)  # refuses two tensors with the same name
     decided = dict(zip(prepared.tensors, prepared.decisions.items(), strict=True))
     renames = tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ())
     metadata = as_texts(prepared.metadata) or None
@@ -269,7 +269,7 @@ def _id_of(value: Any) -> str:
 
 
 def _options(request: ConvertRequest) -> dict[str, Any]:
-    """Return the options that distinguish one plan from another, as plain data."""
+    """Return the options that distinguish plans, as plain data."""
     plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
     plain["adapters"] = _adapters_of(plain.get("adapters"))
     plain.pop("format", None)  # a folder has safetensors shards
@@ -311,7 +311,7 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
     """Return the pairs of ``rename`` as plain data.
 
     Raises:
-        ValueError: a replacement is a function, or an expression has flags, so that it is not plain text.
+        ValueError: a replacement is a function, or an expression has flags.
     """
     if rename is None:
         return None
@@ -319,7 +319,9 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
     for pattern, replacement in pairs_of(rename):
         if isinstance(pattern, re.Pattern):
             if pattern.flags & ~re.UNICODE:
-                raise ValueError(f"rename: a plan is text: write the flags of {show(pattern.pattern)} as (?i)...")
+                raise ValueError(
+                    f"rename: a plan is text: write the flags of {show(pattern.pattern)} inline, such as (?i)"
+                )
             pattern = pattern.pattern
         if not isinstance(replacement, str):
             raise ValueError("rename: a plan is text, and cannot hold a function")
@@ -377,7 +379,7 @@ def _check_resumable(
     *,
     begun: bool,
 ) -> None:
-    """Refuse to continue in a folder whose content is not from an interrupted call with the same options.
+    """Refuse to continue unless the folder's content comes from an interrupted call with the same options.
 
     Args:
         present: names in the folder.
@@ -426,7 +428,7 @@ def _check_unrecorded(folder: Folder, present: Set[str], files: Sequence[str]) -
 
 
 def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
-    """Refuse to apply a conversion that replaces its own source a second time, to its result.
+    """Refuse to apply a conversion of a folder onto itself twice.
 
     Args:
         in_place: the id of the conversion in the records of its result.
@@ -449,7 +451,7 @@ def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
 def _complete_shards(
     folder: Folder, present: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
 ) -> dict[str, _Place]:
-    """Return the places of the shards that a plan need not write again, by their usual names.
+    """Return the places of complete shards by their usual names.
 
     Args:
         present: names in the folder.

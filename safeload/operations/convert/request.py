@@ -24,7 +24,7 @@ from ..sources.catalog import Catalog, Given, has_names
 
 
 class ConvertOptions(TypedDict, total=False):
-    """Options of `safeload.plan_convert`: the options of `safeload.convert` that determine the result."""
+    """Options of `safeload.plan_convert`: the arguments of `safeload.convert` that determine the result."""
 
     dtype: Any
     quantize: Scheme | None
@@ -49,7 +49,7 @@ class ConvertRequest(NamedTuple):
     format: str  # format of the result
     folder: Folder | None  # the destination if it is a folder
     limit: int  # largest size of a shard in bytes
-    target: dtypes.Dtype | None  # dtype for floating tensors; None leaves them unchanged
+    target: dtypes.Dtype | None  # dtype for floating tensors; None leaves floats unchanged
     options: ConvertOptions  # iterables as lists
 
     @property
@@ -61,7 +61,7 @@ class ConvertRequest(NamedTuple):
 
 
 def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
-    """Check the options that can be checked without opening a source.
+    """Check all options, as far as possible without opening a source.
 
     Raises:
         TypeError, ValueError: invalid arguments.
@@ -117,7 +117,7 @@ def _format_of(place: Location, options: ConvertOptions) -> str:
     if format is not None:
         if suffix in WEIGHT_SUFFIXES and suffix not in WRITTEN[format]:
             usual = " or ".join(WRITTEN[format])
-            raise ValueError(f"{show(path)} has the suffix of another format than {format}: use {usual}")
+            raise ValueError(f"{show(path)} has the suffix of a format other than {format}: use {usual}")
         return format
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
@@ -126,7 +126,7 @@ def _format_of(place: Location, options: ConvertOptions) -> str:
             if options.get("layout") is not None:
                 return name
             raise ValueError(
-                f"{show(path)}: other programs take {suffix} for a torch file: use one of {known}, or pass "
+                f"{show(path)}: other programs read {suffix} as a torch file: use one of {known}, or pass "
                 f'format="{name}" if you mean {BY_NAME[name].title}'
             )
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
@@ -138,7 +138,7 @@ def open_sources(src: Given | Sequence[Given], storage_options: Mapping[str, Any
         return Catalog.of(src)
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
-        raise ValueError("there is nothing to convert: no source")
+        raise ValueError("src is an empty list: pass at least one source")
     unfinished.check_given(sources)
     catalog = Catalog.of(sources, storage_options)
     try:
@@ -159,7 +159,7 @@ def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]
     """Return the metadata of the result: the metadata of the sources, updated with ``metadata=``.
 
     Raises:
-        TypeError: ``metadata`` does not map text to values that the format can store.
+        TypeError: a key of ``metadata`` is not text, or the format cannot store a value.
         ValueError: the format has no metadata.
     """
     update, format = request.options.get("metadata"), request.format

@@ -154,7 +154,7 @@ def _write(
             catalog: Catalog = reopened(stack, stored, adapters, frozenset(names))
         else:
             catalog = stack.enter_context(opened(piece.sources, names, storage_options))
-        outputs = Maker(catalog, decisions, SAFETENSORS, threads).outputs()
+        outputs = Maker(catalog, decisions, SAFETENSORS, threads=threads).outputs()
         new = renamed(outputs, piece.rename)
         outputs = {new[name]: output for name, output in outputs.items()}
         total = sum(output.nbytes for output in outputs.values())
@@ -188,7 +188,7 @@ def finalize(
     Args:
         plan: a plan from `plan_convert`, or a dict with equal content.
         results: the results of `run_piece` for all pieces, in any order; duplicates are ignored.
-        storage_options: for URLs: options that the plan cannot carry, such as keys.
+        storage_options: for URLs: options outside the plan, such as keys.
 
     Returns:
         A report of the files written; ``seconds`` adds up the time of all pieces.
@@ -226,7 +226,7 @@ class _Shard(NamedTuple):
     """A shard, according to the result of its piece."""
 
     piece: str  # id of the piece
-    folder: Folder  # the folder that the piece writes to
+    folder: Folder  # destination of the piece
     size: int  # in bytes
     sha256: str
     seconds: float
@@ -311,7 +311,7 @@ def _shards_of(
     missing = [piece.file for piece in plan.pieces if piece.file not in by_file]
     if missing:
         count = f"{plural(len(missing), 'piece')} of {len(plan.pieces):,}"
-        raise ValueError(f"{count} without a result: {show(missing[0])}")
+        raise ValueError(f"{count} without a result: {show(missing[0])}: run them first")
     shards = {}
     for piece in plan.pieces:
         result = by_file[piece.file]
@@ -375,7 +375,7 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
 
 
 def _config_of(plan: ConversionPlan) -> dict[str, Any] | None:
-    """Return the ``config.json`` that a plan describes."""
+    """Return the ``config.json`` of the result."""
     planned = plan.config
     if planned is None:
         return None
@@ -385,7 +385,7 @@ def _config_of(plan: ConversionPlan) -> dict[str, Any] | None:
 
 
 def _summary(plan: ConversionPlan, total: int) -> Summary | None:
-    """Return the summary of a plan whose result has ``total`` bytes."""
+    """Return the summary of a plan, given the bytes of its result."""
     if plan.quantized is None:
         return None
     decisions = {name: decision for piece in plan.pieces for name, decision in decisions_of(piece.tensors).items()}

@@ -1,4 +1,4 @@
-"""Write a conversion to a file or a folder of shards, and report what was written."""
+"""Write a conversion to a file or a folder of shards."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class ConvertReport(NamedTuple):
-    """What `convert` wrote. ``str()`` is what ``safeload convert`` prints.
+    """The result of `convert`. ``str()`` gives the text that ``safeload convert`` prints.
 
     Attributes:
         destination: path of the file or the folder.
         format: format of the files.
-        files: paths of the files that hold the tensors.
+        files: paths of the files with tensors.
         tensors: number of tensors.
         nbytes: bytes of the files.
         seconds: duration of the conversion.
@@ -106,13 +106,13 @@ class Conversion(Protocol):
 
     @property
     def may_hold_codes(self) -> bool:
-        """True if tensors can be codes that a ``config.json`` describes."""
+        """True if tensors can be codes described by a ``config.json``."""
 
     def divided(self, limit: int) -> Mapping[str, Self]:
         """Return the shards of a folder by file name, each at most ``limit`` bytes."""
 
     def weight_map(self, shards: Mapping[str, Self]) -> Mapping[str, str]:
-        """Return the shard of each tensor, by the names that files store."""
+        """Return the shard of each tensor, by stored name."""
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
         """Return the writer of a shard; it calls ``written`` with the bytes of tensors since the last call."""
@@ -181,7 +181,7 @@ def _write_folder(
 
 
 class Copies(NamedTuple):
-    """A conversion that only copies and casts, in columns: its tensors need no object each."""
+    """A conversion that only copies and casts, in columns instead of an object per tensor."""
 
     names: Sequence[str]  # in the result
     shapes: Sequence[tuple[int, ...]]
@@ -247,7 +247,7 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
         tensors.names if rename is None else [*renamed(tensors.names, rename).values()],
         tensors.shapes,
         Spans.of(tensors, targets),
-        pack({}, texts)[1] if texts else None,  # without keys that describe quantized tensors
+        pack({}, texts)[1] if texts else None,  # without descriptions of quantized tensors
         config_with(catalog.config, target),
         extras_for(catalog, request),
         threads,
@@ -255,7 +255,7 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
 
 
 def _targets(numbers: Array, target: dtypes.Dtype | None) -> Array | None:
-    """Return the dtype numbers that tensors are converted to, or None if a conversion is not supported."""
+    """Return the dtype numbers of the results, or None if a conversion is not supported."""
     if target is None:
         return numbers
     targets = np.arange(256, dtype=np.uint8)
@@ -268,7 +268,7 @@ def _targets(numbers: Array, target: dtypes.Dtype | None) -> Array | None:
 
 
 class CopyWriter:
-    """The writer of one file of copies."""
+    """The writer of a file of copies."""
 
     def __init__(self, copies: Copies, written: Callable[[int], object]) -> None:
         self._header = Header(copies.names, copies.spans.targets.tobytes(), copies.shapes, copies.texts)
@@ -319,8 +319,8 @@ def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None
     beside = LocalFolder(folder or ".")
     if _quantized_config(beside) is not None:
         log.warning(
-            "%s describes a quantization that the weights in %s do not have: remove it, or other programs cannot load "
-            "them; a conversion from a folder to a folder, with max_shard_size=, does so",
+            "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
+            "the weights. A conversion from folder to folder, with max_shard_size=, removes it",
             beside.shown(CONFIG),
             SINGLE,
         )
