@@ -1,6 +1,6 @@
-"""The exceptions of safeload.
+"""safeload's exceptions.
 
-System errors remain ``OSError``; invalid arguments raise ``TypeError`` or ``ValueError``.
+System errors stay ``OSError``. Invalid arguments raise ``TypeError`` or ``ValueError``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class SafeloadError(Exception):
     """Base class of safeload's exceptions; also available as ``SafetensorError``.
 
     Attributes:
-        path: the file concerned; None for bytes in memory, or if no file is concerned.
+        path: the file with the error; None for bytes in memory, or if no file is involved.
         offset: byte of the error in the file; None if the error has no single position.
-        tensor: name of the tensor concerned; None if the error does not concern a single tensor.
+        tensor: name of the tensor with the error; None if no single tensor is involved.
 
     Example:
         >>> from pathlib import Path
@@ -46,7 +46,7 @@ SafetensorError = SafeloadError
 
 
 class FormatError(SafeloadError, ValueError):
-    """A file breaks its format. The message ends with path and offset.
+    """A file breaks its format. The message ends with the path and the byte offset.
 
     Example:
         >>> import os
@@ -72,11 +72,11 @@ class FormatError(SafeloadError, ValueError):
 
 
 class MissingShardError(FormatError):
-    """Some of the files that belong together are missing."""
+    """Files of a checkpoint are missing."""
 
 
 class UnsupportedError(SafeloadError):
-    """Valid input that safeload does not support; the message says what to do instead.
+    """The input is valid, but safeload does not support it. The message suggests an alternative.
 
     Example:
         >>> import safeload
@@ -87,18 +87,18 @@ class UnsupportedError(SafeloadError):
 
 
 class ForbiddenError(SafeloadError):
-    """A pickle asks for a global that is not on the list of harmless ones.
+    """A pickle references a global that is not on the allowlist.
 
     Example:
         >>> import safeload
         >>> safeload.open("lightning.ckpt")
         Traceback (most recent call last):
-        safeload.errors.ForbiddenError: lightning.ckpt: the pickle asks for ... my.module.Config. ...
+        safeload.errors.ForbiddenError: lightning.ckpt: the pickle references ... my.module.Config. ...
     """
 
 
 class LimitError(SafeloadError):
-    """One of safeload's named limits is exceeded.
+    """The input exceeds a limit of safeload.
 
     Example:
         >>> import pickle
@@ -115,7 +115,7 @@ class LimitError(SafeloadError):
 
 
 class RangeError(SafeloadError, ValueError):
-    """A value that the target cannot represent: NaN or infinity when quantizing, or a block scale beyond float16.
+    """The target cannot represent a value: NaN or infinity when quantizing, or a block scale beyond float16.
 
     Example:
         >>> import numpy as np
@@ -127,7 +127,7 @@ class RangeError(SafeloadError, ValueError):
 
 
 class TensorNotFoundError(SafeloadError, KeyError):
-    """No tensor has this name.
+    """No tensor has the requested name.
 
     Example:
         >>> import safeload
@@ -155,9 +155,9 @@ class MissingDeviceError(UnsupportedError, RuntimeError):
 
 
 class _MissingFileError(FileNotFoundError):
-    """``FileNotFoundError`` with the message of safetensors, which its tests assert, and advice behind it.
+    """``FileNotFoundError`` with the message of safetensors, which its tests assert, followed by advice.
 
-    Tracebacks show it by the name of its base class: it has no other methods.
+    Tracebacks show the name of the base class.
     """
 
     __module__ = "builtins"
@@ -174,37 +174,37 @@ _MissingFileError.__name__ = _MissingFileError.__qualname__ = FileNotFoundError.
 
 
 def missing_file(path: str | None, message: str) -> FileNotFoundError:
-    """The error for a path that leads nowhere."""
+    """Return the error for a path that does not exist."""
     error = _MissingFileError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     error.message = message
     return error
 
 
 def unsaved(error: OSError) -> OSError:
-    """Return a system error of saving as a SafetensorError too, the class that safetensors raises."""
+    """Return a system error of saving as a SafetensorError too, because safetensors raises that class."""
     kind = type(error)
-    if isinstance(error, SafeloadError) or kind.__module__ != "builtins":  # an error of a store has its own class
+    if isinstance(error, SafeloadError) or kind.__module__ != "builtins":  # errors of stores have their own classes
         return error
     return _unsaved(kind, _arguments(error), vars(error))
 
 
 def _arguments(error: OSError) -> tuple[Any, ...]:
-    """Return the arguments that make a system error again; ``args`` lacks the names of its files."""
+    """Return the arguments to rebuild a system error, because ``args`` lacks its file names."""
     if error.filename2 is not None or getattr(error, "winerror", None) is not None:
         return error.errno, error.strerror, error.filename, getattr(error, "winerror", None), error.filename2
     return error.args if error.filename is None else (error.errno, error.strerror, error.filename)
 
 
 def _unsaved(kind: type[OSError], arguments: tuple[Any, ...], fields: dict[str, Any]) -> OSError:
-    both = _SAVING.get(kind) or _SAVING.setdefault(kind, _saving_class(kind))
-    error = both(*arguments)
+    saving_class = _SAVING.get(kind) or _SAVING.setdefault(kind, _saving_class(kind))
+    error = saving_class(*arguments)
     error.__dict__.update(fields)
     error.__dict__["path"] = error.filename
     return error
 
 
 def _saving_class(kind: type[OSError]) -> type[OSError]:
-    """Return the class of `unsaved` for a system error; tracebacks show it by the system error's name."""
+    """Return the class of `unsaved` for a system error; tracebacks show the name of the system error."""
 
     def reduce(self: OSError) -> tuple[Any, ...]:
         return _unsaved, (kind, _arguments(self), vars(self))
@@ -212,19 +212,19 @@ def _saving_class(kind: type[OSError]) -> type[OSError]:
     return type(kind.__name__, (SafeloadError, kind), {"__module__": kind.__module__, "__reduce__": reduce})
 
 
-_SAVING: dict[type[OSError], type[OSError]] = {}  # the classes that have been needed, by that of the system error
+_SAVING: dict[type[OSError], type[OSError]] = {}  # classes so far, by class of the system error
 
 
 class RemoteError(OSError):
-    """A store on the network does not give the bytes that it has: it refuses, breaks off, stalls or answers nonsense.
+    """A remote store failed to return data: it refused the request, broke off, stalled or sent an invalid response.
 
-    What can pass was tried again first. The message ends with URL and bytes.
+    Transient errors are retried first. The message ends with the URL and the byte range.
 
     Attributes:
         path: the URL, without user, password and query.
-        begin: first byte of the range that was asked for; None if no range was.
-        end: one past the last byte of it.
-        tensor: name of the first tensor in the range; None if it belongs to none.
+        begin: first byte of the requested range; None if no range was requested.
+        end: one past the last byte of the range.
+        tensor: name of the first tensor in the range; None if the range holds no tensor.
 
     Example:
         >>> import safeload
@@ -262,16 +262,16 @@ class RemoteError(OSError):
 
 
 class RemoteTimeoutError(RemoteError, TimeoutError):
-    """A store on the network does not answer in time."""
+    """A remote store did not respond in time."""
 
 
 class RemotePermissionError(RemoteError, PermissionError):
-    """A store on the network refuses access: credentials are missing, wrong or expired."""
+    """A remote store refused access: credentials are missing, wrong or expired."""
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line. System errors appear without their number, but with the byte where they occurred."""
+    """Return an error as one line. System errors appear without their number, but with the byte of the failure."""
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-        what = str(error) if isinstance(error, _MissingFileError) else f"{error.strerror}: {error.filename}"
-        return "; ".join((what, *getattr(error, "__notes__", ())))
+        message = str(error) if isinstance(error, _MissingFileError) else f"{error.strerror}: {error.filename}"
+        return "; ".join((message, *getattr(error, "__notes__", ())))
     return str(error) or type(error).__name__

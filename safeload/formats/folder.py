@@ -42,7 +42,7 @@ class Shards(NamedTuple):
     metadata: Mapping[str, Any]  # of all files and the index, merged
     config: dict[str, Any] | None = None  # parsed ``config.json``
     index_file: tuple[str, tuple[Any, ...]] | None = None  # path and identity of the index
-    notes: Sequence[str] = ()  # the kind of folder, and the files that were skipped
+    notes: Sequence[str] = ()  # the kind of folder, and skipped files
 
 
 def open_path(path: str, request: OpenRequest) -> Shards:
@@ -141,7 +141,7 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 
 
 def open_index(path: str, request: OpenRequest) -> Shards:
-    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
+    """Open every shard of an ``index.json``. The index is authoritative: tensors outside of it are ignored.
 
     Raises:
         FormatError: the index is malformed, or a shard lacks a tensor of the index.
@@ -261,7 +261,7 @@ def sets_of(names: Sequence[str]) -> list[_NumberedFiles]:
 
 
 def open_folder(path: str, request: OpenRequest) -> Shards:
-    """Open the weights of a folder: the first of the following that exists.
+    """Open the weights of a folder: the first of the following, if it exists.
 
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
     ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
@@ -383,16 +383,16 @@ def read_config(path: str, files: Files) -> dict[str, Any] | None:
 
 # ---- messages and notes ----
 
-# Files that mark a diffusers pipeline and a PEFT adapter.
+# Marks of a diffusers pipeline and of a PEFT adapter.
 _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
-# Spelling of adapter types that PEFT stores in capitals.
+# Spelling of adapter types; PEFT stores capitals.
 _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 
-# Names of files that hold weights.
+# Names of weight files.
 _WEIGHT_FILE = re.compile(
     rf".*({'|'.join(map(re.escape, sorted({*WEIGHT_SUFFIXES, '.h5', '.msgpack'})))}|\.index(\.\w+)?\.json)", re.DOTALL
 )
-# Prefixes of files that trainers leave beside weights.
+# Prefixes of trainers' files beside weights.
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 # Most names in a message, and most characters of a name.
 _MAX_LISTED, _MAX_NAME = 20, 100
@@ -426,7 +426,7 @@ def _shown(text: str) -> str:
 
 
 def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
-    """Return the subfolders that contain weights."""
+    """Return the subfolders with weights."""
     folders = folders[: 32 if files.remote else 1000]
     have_weights = files.each(lambda name: _has_weights(files.join(path, name), files), folders)
     return [name for name, has_weights in zip(folders, have_weights, strict=True) if has_weights]
@@ -474,7 +474,7 @@ def _adapter(config: str, files: Files) -> str:
 
 
 def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: str, files: Files) -> list[str]:
-    """Return the kind of an open folder, and its weight files that are not ``used``."""
+    """Return the kind of an open folder, and its unused weight files."""
     notes = []
     if _ADAPTER in names:
         kind = _adapter(files.join(path, _ADAPTER), files)

@@ -84,7 +84,7 @@ def is_zip(head: bytes) -> bool:
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Return True if a pickle begins with the magic number of torch checkpoints that are not zip archives."""
+    """Return True if a pickle begins with the magic number of legacy torch checkpoints."""
     return is_binary_pickle(head) and b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." in head[:32]
 
 
@@ -135,7 +135,7 @@ def _by_pattern(head: bytes, path: str) -> Kind | None:
         return Kind("an ONNX model", "onnx.load(path).graph.initializer has its weights")
     if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
         return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
-    # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef that begins with field 1.
+    # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef, beginning with field 1.
     if re.match(rb"\x08\x01\x12[\x80-\xff]{0,4}[\x00-\x7f]\x0a", head):
         return Kind("a TensorFlow SavedModel", "tf.saved_model.load(folder).variables gives its weights")
     if re.search(r"\.data-\d{5}-of-\d{5}$", path):
@@ -181,7 +181,7 @@ def describe_text(head: bytes) -> Kind | None:
 
 
 def unfinished(file: WeightFile) -> FormatError | None:
-    """Return the error for a file that is all zeros from a byte in its header on, or None.
+    """Return the error for a file of zeros from a byte in its header on, or None.
 
     Downloaders that allocate a file first leave it like this if they are interrupted. The middle of a large file is not
     read.
@@ -204,5 +204,5 @@ def read_head(path: str) -> bytes:
     try:
         with closing(open_without_table(path)) as file:
             return file.read_at(0, HEAD_SIZE)
-    except (OSError, FormatError):  # the caller reports the error that led here
+    except (OSError, FormatError):  # the caller reports its own error
         return b" "

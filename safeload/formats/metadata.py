@@ -9,8 +9,8 @@ import numpy as np
 
 
 def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """Convert metadata to text: strings stay, other values become JSON. Values that JSON cannot hold are dropped."""
-    import json  # takes a millisecond that every import would pay
+    """Convert metadata to text: strings stay, other values become JSON. Other types are dropped."""
+    import json  # would add a millisecond to every import
 
     texts = {}
     for key, value in metadata.items():

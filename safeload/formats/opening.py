@@ -21,10 +21,10 @@ from .registry import FormatName, OpenRequest
 if TYPE_CHECKING:
     from . import folder
 
-# How to treat a pickle that names classes or functions outside the allowlist.
+# How to treat a pickle with classes or functions outside the allowlist.
 UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
 
-# Absolute path of each file, and its identity when it was opened or the first fields of that identity.
+# Absolute path of each file, and its identity when it was opened, whole or its first fields.
 Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
@@ -77,9 +77,9 @@ class OpenedPath(NamedTuple):
     metadata: Mapping[Any, Any]  # of all files and the index, merged
     config: dict[str, Any] | None = None  # parsed ``config.json`` of a folder
     index_file: tuple[str, tuple[Any, ...]] | None = None  # path and identity of the index
-    notes: Sequence[str] = ()  # the kind of folder, and the files that were skipped
-    recipe: Recipe | None = None  # how to open the path again, if that is known
-    complete: bool = False  # the files should be a whole checkpoint, so that a missing part is an error
+    notes: Sequence[str] = ()  # the kind of folder, and skipped files
+    recipe: Recipe | None = None  # how to open the path again, if known
+    complete: bool = False  # the files should be a whole checkpoint, and a missing part is an error
 
     def __repr__(self) -> str:
         return f"<OpenedPath {self.title}>"  # the path of an index can hold the secrets of its URL
@@ -124,13 +124,13 @@ def open_paths(
 
 
 def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]] | None) -> Seen:
-    """Return the paths and identities that `reopen` compares."""
+    """Return the paths and identities to compare in `reopen`."""
     seen = tuple((file.place, file.identity) for file in files)
     return seen if index_file is None else (*seen, index_file)
 
 
 def index_of(recipe: Recipe | None, index_file: tuple[str, tuple[Any, ...]] | None) -> Location | None:
-    """Return the location of the index that a checkpoint was opened by."""
+    """Return the location of the index of a checkpoint; None if it was opened without an index."""
     files = LOCAL if recipe is None else recipe.files
     return None if index_file is None else Location(files, index_file[0])
 
@@ -138,7 +138,7 @@ def index_of(recipe: Recipe | None, index_file: tuple[str, tuple[Any, ...]] | No
 def folder_of(
     recipe: Recipe | None, index_file: tuple[str, tuple[Any, ...]] | None, weight_files: Iterable[WeightFile]
 ) -> Location | None:
-    """Return the folder that a checkpoint was opened by, directly or through its index; None for files."""
+    """Return the folder of a checkpoint, opened directly or by its index; None for files."""
     index = index_of(recipe, index_file)
     if index is not None:
         return Location(index.files, index.files.split(index.path)[0])
@@ -204,7 +204,7 @@ def reopen_subset(
         seen: paths and identities of the files.
         config: the parsed ``config.json`` of the checkpoint.
         recipe: how the checkpoint was opened; its paths are ignored.
-        unlisted: by path, names of tensors that the file stores but the checkpoint does not list.
+        unlisted: names of stored tensors outside the checkpoint, by path.
 
     Raises:
         FormatError: a file has changed.
@@ -250,7 +250,7 @@ def _open_list(texts: Sequence[str], recipe: Recipe) -> OpenedPath:
 
 
 def _open_shards(path: str, recipe: Recipe) -> OpenedPath:
-    """Open a folder, an ``index.json`` or a file that may be neither."""
+    """Open a folder, an ``index.json`` or another file."""
     from . import folder  # json and pathlib would slow down every `import safeload`
 
     return _logged(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))

@@ -4,7 +4,7 @@ A row names a module of this package, which is imported on first use to keep ``i
 
 - ``read(candidate, request) -> Content``: the file with its table;
 - ``write(tensors, metadata, path, *, overwrite, durable)`` if the row has ``writes``: write arrays, `QuantizedTensor`
-  and their lazy forms atomically, and refuse tensors that the format cannot hold before anything is written;
+  and their lazy forms atomically, and refuse unsupported tensors before anything is written;
 - ``claims(candidate) -> bool`` if the row is ``ambiguous``: return whether a file has this format.
 
 Safetensors comes first: its files are opened by path, with one call of the C core and no earlier read.
@@ -35,7 +35,7 @@ class Format(NamedTuple):
     """A row: one format."""
 
     name: str  # value of `Checkpoint.format` and of ``format=``
-    title: str  # name in the list of supported formats; a title that several rows share is listed once
+    title: str  # name in the list of supported formats, which lists equal titles once
     kind: str  # completes "this is ...", as far as the first bytes tell
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can have this format
     module: str  # reads and writes the format; relative to this package
@@ -44,14 +44,14 @@ class Format(NamedTuple):
     writes: bool = False
     ambiguous: bool = False  # other rows match the same first bytes, so `claims` of the module decides
     metadata: bool = False  # written files can hold metadata
-    nested: bool = False  # has containers that ``root=`` selects
-    family: str | None = None  # a value of ``format=`` that stands for several rows
+    nested: bool = False  # has containers for ``root=`` to select
+    family: str | None = None  # a value of ``format=`` for several rows
     public: bool = False  # ``safeload.NAME`` is a module of functions for this format
-    peer: str | None = None  # the reader that ``safeload bench`` compares with, a key of its table
+    peer: str | None = None  # reader to compare with in ``safeload bench``, a key of its table
     ranges: bool = True  # False if reading the table takes most of the file
 
     def load(self) -> Any:
-        """Return the module that reads and writes the format."""
+        """Return the reader and writer of the format."""
         return _module(self.module)
 
 
@@ -89,7 +89,7 @@ SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "t
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    """Return the names of the formats that each value of ``format=`` stands for."""
+    """Return the names of the formats for each value of ``format=``."""
     choices: dict[str, tuple[str, ...]] = {}
     for row in ROWS:
         if row.family is not None:
@@ -103,10 +103,10 @@ FORMATS = _choices()
 # Usual suffixes of weight files.
 WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
 
-# The format that `convert` writes for a suffix.
+# The format to write for a suffix.
 SUFFIXES = {suffix: row.name for row in ROWS if row.writes for suffix in row.suffixes}
 
-# The values of ``format=`` of `convert`, and the suffixes that its files can have.
+# The values of ``format=`` of `convert`, and the suffixes of its files.
 WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
 WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row.writes}
 
@@ -122,7 +122,7 @@ class OpenRequest(NamedTuple):
     formats: tuple[str, ...] | None = None  # accepted formats; None for any
     root: str | None = None  # name of the nested container to read; None for all
     inert: bool = False  # accept unknown globals of a pickle as placeholders
-    files: Files = LOCAL  # the store that paths lead to
+    files: Files = LOCAL  # the store of the paths
 
 
 class Candidate:
@@ -138,7 +138,7 @@ class Candidate:
 
     @cached_property
     def archive(self) -> Archive:
-        """The directory of a zip archive, read once for all rows that need it."""
+        """The directory of a zip archive, read once for all rows."""
         from .zip import Archive
 
         with paused(self.file.size):  # each entry becomes an object
@@ -182,7 +182,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
     """Open a file without reading its tensors.
 
     Raises:
-        FormatError: the file breaks its format, or has a format that ``request`` does not accept.
+        FormatError: the file breaks its format, or ``request`` does not accept its format.
         UnsupportedError: the format is not supported.
         OSError: the file cannot be opened or read.
     """
@@ -206,7 +206,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
 
 
 def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
-    """Open a local safetensors file; None if its first bytes are those of another supported format."""
+    """Open a local safetensors file; None if it begins like another supported format."""
     try:
         file: WeightFile = _module(BY_NAME[SAFETENSORS].module).open_file(path)
     except FormatError:
@@ -281,7 +281,7 @@ def explain(path: str) -> FormatError | None:
             kind = None if foreign.is_safetensors(head) else _describe(head, path)
             if kind is None:
                 return foreign.unfinished(file)
-    except (OSError, FormatError):  # the caller reports the error that led here
+    except (OSError, FormatError):  # the caller reports its own error
         return None
     if not kind.advice and any(_matching(head)):
         kind = kind._replace(advice="safeload.open reads other formats too")

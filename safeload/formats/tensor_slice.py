@@ -21,13 +21,13 @@ from .registry import OpenRequest
 
 
 class TensorSlice:
-    """A tensor that has not been read. Basic NumPy indexing reads only the selected elements.
+    """A tensor of a file, not read yet. Basic NumPy indexing reads only the selected elements.
 
     Pickling stores the path of the file, as for a `Checkpoint`.
 
     Attributes:
-        shape: of the array that loading the whole tensor returns.
-        dtype: of that array.
+        shape: of the loaded tensor.
+        dtype: of the loaded tensor.
 
     Example:
         >>> import safeload
@@ -90,7 +90,7 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
     """Return a lazy tensor of a checkpoint.
 
     Args:
-        file: the file that holds the tensor.
+        file: holds the tensor.
         index: of the tensor in the file's table.
         request: how the file was opened.
         dtype: floating dtype of the result for floating and packed tensors. If None, packed tensors are dequantized to
@@ -112,7 +112,7 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
 
 
 class QuantizedSlice(TensorSlice):
-    """A lazy quantized tensor: indexing it dequantizes the rows that the first index selects.
+    """A lazy quantized tensor: indexing it dequantizes the rows of the first index.
 
     Args:
         packed: codes and scales; None for int8 and blocks.

@@ -4,7 +4,7 @@ All readers must see the same contents, so the archive is the whole file, names 
 the local header of each entry in use agrees with the directory.
 
 The standard library's zipfile decides how to read a directory, but makes an object of many fields for each entry. If a
-directory has nothing unusual, so that every reader agrees on it, its fields are read as columns instead.
+directory has nothing unusual, every reader agrees on it, and its fields are read as columns instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Columns: TypeAlias = np.ndarray[Any, Any]  # of `_FIELDS`
 _MAGIC = int.from_bytes(b"PK\x01\x02", "little")
 _LENGTHS = struct.Struct("<3H").unpack_from  # of name, extra field and comment
 _LENGTHS_AT = 28
-# Newest version of the format that zipfile accepts.
+# Newest version of the format in zipfile.
 _NEWEST = 63
 
 # The local header: flags, method, compressed and full size, lengths of name and extra field; then the name.
@@ -68,11 +68,11 @@ _LOCAL_FIELDS = np.dtype(
     }
 )
 _LOCAL_MAGIC = int.from_bytes(b"PK\x03\x04", "little")
-# A size that a ZIP64 field replaces.
+# Stands for a size in a ZIP64 field.
 _LARGE = 0xFFFFFFFF
 
 # The end record: numbers of two disks, entries on this disk and in total, size and offset of the directory, length of
-# the comment that follows. If a field is too small for its value, a ZIP64 record (of the size that all writers use) and
+# the comment that follows. If a field is too small for its value, a ZIP64 record (of the usual size) and
 # a locator with the offset of that record precede it.
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -110,7 +110,7 @@ class End(NamedTuple):
     entries: int  # number of entries in the directory
     size: int  # of the directory in bytes
     offset: int  # of the directory in the file
-    usual: bool = True  # one disk, and a ZIP64 record of the usual size, so that every reader agrees
+    usual: bool = True  # one disk, and a ZIP64 record of the usual size: every reader agrees
 
 
 class Directory(NamedTuple):
@@ -276,7 +276,7 @@ class Archive:
     """The entries of an archive by name.
 
     Raises:
-        FormatError: the file is not exactly one zip archive, has a duplicate name, or entries that overlap.
+        FormatError: the file is not exactly one zip archive, has a duplicate name, or has overlapping entries.
         LimitError: the directory has more than `MAX_DIRECTORY` bytes.
         OSError: the file cannot be read.
     """
@@ -284,7 +284,7 @@ class Archive:
     def __init__(self, file: WeightFile) -> None:
         self._file = file
         self._used: dict[str, int] = {}  # first byte of each located entry
-        self._sound: dict[str, int] = {}  # first byte of each entry with a local header that `prefetch` has checked
+        self._sound: dict[str, int] = {}  # first byte of each entry, its local header checked by `prefetch`
         self._window, self._window_at = b"", 0
         self._step = _NEAR if file.remote else _WINDOW
         entries, self._directory, end, self._fields = read_directory(file)
@@ -344,7 +344,7 @@ class Archive:
         if name_size != len(encoded) or head[_LOCAL_SIZE:] != encoded:
             local = self._file.read_at(at + _LOCAL_SIZE, name_size)
             raise self._fault(name, f"it is called {show(local)} in its local header", _LOCAL_SIZE)
-        # A size of 0 means that the size follows the data, the largest value that it is in a ZIP64 field.
+        # A size of 0 stands for a size behind the data, the largest value for a size in a ZIP64 field.
         if method != info.method:
             raise self._differ(name, "compression", method, info.method, 8)
         if packed not in (0, _LARGE, info.packed):
@@ -368,7 +368,7 @@ class Archive:
             self._check_heads(self._fields)
 
     def _check_heads(self, fields: Columns) -> None:
-        """Locate all entries that have nothing unusual; `locate` takes the rest."""
+        """Locate all usual entries; `locate` takes the rest."""
         names = list(self.entries)
         lengths = np.array(list(map(len, names)))
         order = np.argsort(fields["at"], kind="stable")
@@ -378,7 +378,7 @@ class Archive:
         while at < len(begins):
             start = int(begins[at])
             block = self._file.read_at(start, _BLOCK)
-            # Up to the last entry with a whole local header in the block; skip an entry that is too long for any block.
+            # Up to the last entry with a whole local header in the block; skip an entry if its header is too long.
             end = int(np.searchsorted(begins, start + len(block) - _LOCAL_SIZE, "right"))
             while end > at and begins[end - 1] + _LOCAL_SIZE + lengths[end - 1] > start + len(block):
                 end -= 1

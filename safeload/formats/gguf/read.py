@@ -19,7 +19,7 @@ from .values import DTYPES, NUMBERS
 _FIRST, _GROWTH = 128 << 10, 8
 _SIZE = struct.Struct("<Q")  # length of a string
 _ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, number of elements
-# Types in files of 2023 and 2024 that ggml has since removed.
+# Types in files of 2023 and 2024, since removed from ggml.
 _REMOVED = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
@@ -29,10 +29,10 @@ _REMOVED = {
 class Metadata(Mapping[str, Any]):
     """The metadata of a GGUF file, in file order. A value is unpacked on first access and then cached.
 
-    Integers are ``int`` and floats ``float``, of subclasses that remember the stored type. Bools are ``bool``, strings
-    ``str``. Arrays of numbers and bools are 1-D NumPy arrays of their type, arrays of strings are lists of ``str``, and
-    arrays of arrays are lists of arrays. Bytes that are not UTF-8 become lone surrogates, as in `os.fsdecode`. The
-    metadata stays valid after the file is closed.
+    Integers and floats are instances of ``int`` and ``float`` subclasses, which remember the stored type. Bools are
+    ``bool``, strings ``str``. Arrays of numbers and bools are 1-D NumPy arrays of their type. Arrays of strings are lists
+    of ``str``, and arrays of arrays are lists of arrays. Bytes outside UTF-8 become lone surrogates, as in
+    `os.fsdecode`. The metadata stays valid after the file is closed.
 
     Attributes:
         version: of the format, 2 or 3.
@@ -85,7 +85,7 @@ class Metadata(Mapping[str, Any]):
         return data
 
     def without(self, prefix: str) -> Metadata:
-        """Return the metadata without the keys that begin with ``prefix``."""
+        """Return the metadata without keys that begin with ``prefix``."""
         rest = Metadata.__new__(Metadata)
         rest.__dict__.update(self.__dict__)
         rest._entries = {key: entry for key, entry in self._entries.items() if not key.startswith(prefix)}
@@ -123,7 +123,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _unpack(type: int, data: bytes) -> Any:
-    """Decode a value from bytes that the C core has checked."""
+    """Decode a value; the C core has checked its bytes."""
     if type == lib.SL_GGUF_ARRAY:
         return _unpack_array(data, 0)[0]
     if type == lib.SL_GGUF_STRING:

@@ -39,7 +39,7 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
 
     Raises:
         FormatError: the parts do not belong together, or a part is missing.
-        UnsupportedError: the file has been renamed, so that the names of the other parts are unknown.
+        UnsupportedError: the file has been renamed, which leaves the names of the other parts unknown.
     """
     count, number = _value(file, _COUNT), _value(file, _NUMBER)
     if not 1 <= count <= MAX_PARTS or not 0 <= number < count:

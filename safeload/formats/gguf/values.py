@@ -1,7 +1,7 @@
-"""Numbers of GGUF metadata, which remember their stored type so that a copy of a file preserves it.
+"""Numbers of GGUF metadata. They remember their stored type, which a copy of a file preserves.
 
-GGUF has ten types of numbers, Python has two, and readers are strict: llama.cpp refuses a layer count that is not a
-u32. Numbers are therefore read as subclasses of `int` and `float`, one per type, that behave like the plain number.
+GGUF has ten types of numbers, Python has two, and readers are strict: llama.cpp refuses a layer count unless it
+is a u32. Numbers are therefore read as subclasses of `int` and `float`, one per type. They behave like plain numbers.
 """
 
 from __future__ import annotations

@@ -42,13 +42,13 @@ MAX_NAME = 127
 # The format's limit.
 MAX_KEY = (1 << 16) - 1
 
-# I2_S of https://github.com/microsoft/BitNet: its type, which ggml has used for another type, and the file type that
-# distinguishes it; bytes of the scale.
+# I2_S of https://github.com/microsoft/BitNet: its type, which ggml has used for another type, the file type to
+# distinguish both, and the bytes of the scale.
 _I2_S, _FILE_TYPE_I2_S, _TAIL = 36, 40, 32
 
 _U32, _U64, _ARRAY_HEAD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 
-# Types for a plain integer: the first that can hold it. gguf-py also prefers i32.
+# Types for a plain integer, in order of preference. gguf-py also prefers i32.
 _INTEGERS = (
     (lib.SL_GGUF_I32, -(1 << 31), (1 << 31) - 1),
     (lib.SL_GGUF_U32, 0, (1 << 32) - 1),
@@ -188,7 +188,7 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
         metadata: of the file.
 
     Raises:
-        UnsupportedError: the metadata does not announce I2_S, so that readers would misread the tensor.
+        UnsupportedError: the metadata does not announce I2_S, and readers would misread the tensor.
         SafeloadError: another tensor has the name of the scale, or no reader would find the scale.
     """
     packing = value.packing if isinstance(value, (LazyPacked, QuantizedTensor)) else None
@@ -233,7 +233,7 @@ def _with_scale(codes: Array | Lazy, scale: Array | Lazy) -> Lazy:
 
 
 def _text(text: str) -> bytes:
-    """Encode a string value; bytes that were not UTF-8 when they were read are written unchanged."""
+    """Encode a string value; bytes outside UTF-8 are written as they were read."""
     raw = encode(text, "the text", "surrogateescape")
     return _U64.pack(len(raw)) + raw
 
@@ -308,7 +308,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
-    """Encode type and number of elements, then the elements; ``nested`` encodes elements that are arrays."""
+    """Encode type and number of elements, then the elements; ``nested`` encodes inner arrays."""
     refuse_masked(value, "the value")
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind not in "OUST":
         number = _array_type(value.dtype)
@@ -331,7 +331,7 @@ def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterato
 
 
 def _pack_inner(value: Any) -> Iterator[bytes]:
-    """Encode an array that is an element of another array."""
+    """Encode an inner array."""
 
     def refuse(value: Any) -> Iterator[bytes]:
         raise TypeError("arrays of arrays of arrays are not supported")
@@ -347,7 +347,7 @@ def _array_type(dtype: np.dtype[Any]) -> int:
 
 
 def _number_type(values: Sequence[Any]) -> int:
-    """Return the type for numbers: the type that all declare, else the first that holds each exactly."""
+    """Return the type for numbers: their common declared type, else the first with exact values of all."""
     declared = {_declared_type(value) for value in values}
     if len(declared) == 1 and None not in declared:
         return int(declared.pop() or 0)
@@ -363,7 +363,7 @@ def _number_type(values: Sequence[Any]) -> int:
 
 
 def _declared_type(value: Any) -> int | None:
-    """Return the type that a value itself declares; None for plain ints and floats."""
+    """Return the declared type of a value; None for plain ints and floats."""
     if isinstance(value, (bool, np.bool_)):
         return int(lib.SL_GGUF_BOOL)
     if isinstance(value, (np.generic, np.ndarray)):

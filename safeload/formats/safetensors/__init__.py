@@ -1,1 +1,1 @@
-"""The safetensors format, and the quantized tensors that safeload stores in it."""
+"""The safetensors format, and safeload's quantized tensors in it."""

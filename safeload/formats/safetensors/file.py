@@ -56,7 +56,7 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
 
 
 class Resident(NamedTuple):
-    """A small file that has been read and closed."""
+    """A small file, already read and closed."""
 
     table: Table
     arrays: dict[str, Array]  # by name, in the order of their bytes
@@ -103,7 +103,7 @@ def _open_file(text: str, loaded: Any, brief: bool) -> WeightFile:
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of a file that the C core does not open itself.
+    """Read the table of a file that was opened without the C core's parser.
 
     Raises:
         FormatError: the file breaks the format.
@@ -157,10 +157,10 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
 
 # ---- write ----
 
-# Arrays of at most _TINY bytes are copied into buffers of about _TOGETHER bytes, so that few calls write them.
+# Arrays of at most _TINY bytes are copied into buffers of about _TOGETHER bytes, to write them in few calls.
 _TINY, _TOGETHER = 64 << 10, 1 << 20
 
-# Types that cannot be masked arrays.
+# Types without masked arrays.
 _PLAIN = (np.ndarray, Lazy)
 
 

@@ -49,7 +49,7 @@ def pack(
         if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):  # they describe another file
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         return tensors, metadata
-    import json  # takes a millisecond that every import would pay
+    import json  # would add a millisecond to every import
 
     packed: dict[str, Any] = {}
     described: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def _add_parts(
 
 
 def unpack(file: WeightFile) -> bool:
-    """Replace the table of an open file by the table that its metadata describes; return False if there is none.
+    """Replace the table of an open file by the table in its metadata; return False if there is none.
 
     Raises:
         FormatError: the description is malformed, or does not match the stored tensors.
@@ -196,7 +196,7 @@ def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], na
 def unpack_all(
     files: list[WeightFile], where: dict[str, tuple[WeightFile, int]] | None
 ) -> dict[str, tuple[WeightFile, int]] | None:
-    """List the quantized tensors that safetensors files describe, and no longer list their scales as tensors."""
+    """List the quantized tensors of safetensors files, and no longer list their scales as tensors."""
     changed = {file for file in files if KEY in (file.table.metadata() or {}) and unpack(file)}
     if where is None or not changed:
         return where

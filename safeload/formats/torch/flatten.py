@@ -19,7 +19,7 @@ from .globals import PickledTensor, Storage
 # Deepest nesting. Real files have about 10 levels, three per module of a pickled network; repr and json fail at about
 # 1,000.
 MAX_NESTING = 200
-# Most values, tensors aside, after expansion: n nested lists that each hold the next list twice expand to 2^n values.
+# Most values, tensors aside, after expansion: n nested lists, each with the next list twice, expand to 2^n values.
 # Long text counts as one value per 100 characters, because JSON repeats it each time.
 MAX_VALUES = 10_000_000
 _LONG = 100
@@ -31,7 +31,7 @@ MAX_NAME_TEXT = 100_000_000
 # each container that holds it. Real pickles take more than 30 bytes per tensor, and a name is shorter than its entry.
 BYTES_A_TENSOR = 8
 MAX_NAME_TEXT_A_BYTE = 20
-# Tensors and characters that a pickle of any size can have.
+# Tensors and characters for a pickle of any size.
 _TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
 
 # Containers of up to this many scalars are scanned again in each container that holds them, instead of remembered.
@@ -61,7 +61,7 @@ class _Node:
         links: steps to tensors, and to containers with tensors below.
         tensors: number of names below the container.
         text: characters of these names.
-        values: number of values that the rest expands to.
+        values: number of values of the rest, expanded.
         depth: levels below the container.
         plain: the rest as scalars, list, tuple, dict and set; `_NOTHING` if the container holds only tensors.
     """
@@ -175,7 +175,7 @@ class Tree:
         return text
 
     def _leaf(self, value: Any) -> Any:
-        """Return the metadata for a value that is neither a container nor a tensor; it is also made once."""
+        """Return the metadata for a leaf other than a tensor; it is also made once."""
         if type(value) in _SCALARS:
             return value
         leaf = self._leaves.get(id(value), _NOTHING)
@@ -265,7 +265,7 @@ class Tree:
         raise error_about(TensorNotFoundError, text, path=self._path)
 
     def _list_containers(self, limit: int = 20) -> list[str]:
-        """Return the containers that hold tensors, outermost first."""
+        """Return the containers with tensors, outermost first."""
         if not _is_container(self._root):
             return []
         containers: list[str] = []
@@ -321,7 +321,7 @@ def _length(value: Any) -> int:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return True if a container is small and holds only scalars, so that it needs no node."""
+    """Return True if a container is small and holds only scalars, and needs no node."""
     kind = type(value)
     if kind is Inert or len(value) > _FLAT or _text_size(value) > _LONG:
         return False

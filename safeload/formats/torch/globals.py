@@ -1,7 +1,7 @@
 """The allowlist of globals in a checkpoint, and the inert values built from them.
 
 It holds the globals that `torch.save` writes for tensors and pickle writes for NumPy arrays (numpy_arrays.py), nothing
-else. The functions build descriptions from any arguments of a pickle; tensors.py checks the tensors that are requested.
+else. The functions build descriptions from any arguments of a pickle; tensors.py checks requested tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..unpickle.numpy_arrays import ROWS
 
 
 class Storage:
-    """Bytes that tensors share.
+    """Bytes, shared by tensors.
 
     Attributes:
         type: row of its class or dtype.
@@ -194,7 +194,7 @@ ALLOWED: dict[str, Global] = {
 
 
 def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
-    """Return the storage that a persistent id describes, or the class in a ``("module", class, ...)`` of old files.
+    """Return the storage of a persistent id, or the class in a ``("module", class, ...)`` of old files.
 
     Args:
         value: ("storage", class, key, location, elements), in legacy files with a sixth item: None or

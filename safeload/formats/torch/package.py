@@ -1,4 +1,4 @@
-"""The format of torch.package: a zip archive of code, data and pickles that share one set of storages.
+"""The format of torch.package: a zip archive of code, data and pickles with common storages.
 
 1. ``<top>/.data/version`` and ``<top>/.data/extern_modules`` are in every package.
 2. ``save_pickle("package", "resource", value)`` makes ``<top>/package/resource``, with any suffix. Saved text, saved
@@ -122,7 +122,7 @@ class Package:
         return is_binary_pickle(head)
 
     def _unpickle(self, name: str, persistent: Callable[[Any], Any]) -> Unpickled | None:
-        """Run a pickle; return None for bytes that begin like a pickle but are none."""
+        """Run a pickle; return None if the bytes only begin like a pickle."""
         whole = self._top + name
         info = self._archive.entries[whole]
         stored = info.method == STORED

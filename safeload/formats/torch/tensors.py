@@ -36,7 +36,7 @@ class PickleTables(NamedTuple):
     """The tables of a pickle."""
 
     table: ListedTable  # of the file
-    beside: WeightFile | None  # a temporary file with arrays that cannot be read from the file directly
+    beside: WeightFile | None  # a temporary file for arrays, if the file cannot provide them directly
     names: list[str]  # tensors of both, in the order of the pickle
 
 

@@ -37,7 +37,7 @@ class KeyTable:
     """The occupied slots of a dict or set: Objects/dictobject.c, Objects/setobject.c.
 
     Args:
-        of: the dict or set; referenced so that its id is not reused.
+        of: the dict or set; the reference keeps its id from being reused.
     """
 
     __slots__ = ("_hashes", "_is_set", "_of", "_steps", "_used")

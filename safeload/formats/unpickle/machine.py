@@ -1,4 +1,4 @@
-"""State and values of the pickle machine that run.py describes."""
+"""State and values of the pickle machine; run.py describes it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...errors import FormatError, LimitError
 MAX_INT_BYTES = 255
 # Longest line with a name or a number. Real names have about 100 characters.
 MAX_LINE = 10_000
-# Most bytes to copy per byte of the pickle read so far: a few bytes can request, again and again, a value that is built
-# from copies (joined text, a list made into a tuple, combined arguments). Real pickles copy fewer bytes than they have.
+# Most bytes to copy per byte of the pickle read so far: a few bytes can request a copied value again and again (joined
+# text, a list made into a tuple, combined arguments). Real pickles copy fewer bytes than they have.
 MAX_COPIED = 50
 # Memo numbers count as in order up to this distance from the number of entries.
 NEAR = 8
-# Bytes that a pickle of any size can copy.
+# Bytes to copy for a pickle of any size.
 _COPIED_FREE = 1 << 16
 
 
@@ -28,7 +28,7 @@ class Global:
     Attributes:
         name: "module.name".
         kind: for readers of listings.
-        build: makes a value from a tuple of arguments; None for a global that cannot be called.
+        build: makes a value from a tuple of arguments; None if the global cannot be called.
         code: of a storage or dtype in the table of dtypes; None if no array can represent it.
         itemsize: bytes of an element, for a storage or dtype.
         copies: True if the built value holds copies of the arguments.
@@ -55,7 +55,7 @@ class Global:
 
 
 class Built:
-    """Base class of values with a state that BUILD sets."""
+    """Base class of values with a BUILD state."""
 
     __slots__ = ()
 
@@ -79,8 +79,8 @@ class Inert:
     Attributes:
         name: of the global.
         args: arguments of the call.
-        items: that the pickle sets or appends.
-        state: that BUILD sets, else None.
+        items: set or appended by the pickle.
+        state: set by BUILD, else None.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -111,7 +111,7 @@ class Machine:
         data: the bytes.
         at: position of the next byte to read.
         stack: values since the last mark.
-        marks: the stacks below that mark.
+        marks: the stacks below the last mark.
         memo: values by number, for numbers in order.
         far: values by the text of their number, for all other numbers.
         table: the harmless globals by name.
@@ -119,7 +119,7 @@ class Machine:
         harmless: globals of the pickle in the table.
         foreign: globals of the pickle outside the table.
         places: position of bytes objects in the data, by id; an id can have been reused since.
-        watched: tables of dicts and sets with keys that could collide by intent.
+        watched: tables of dicts and sets with keys of predictable hashes.
     """
 
     __slots__ = (
@@ -207,7 +207,7 @@ class Machine:
         return foreign
 
     def call(self, function: Any, args: Any) -> Any:
-        """Return the result of a call: the value that the row builds, or a record of the call."""
+        """Return the result of a call: the value of the row's function, or a record of the call."""
         if type(args) is not tuple:
             raise Fault(f"arguments must be a tuple, got {describe(args)}")
         if type(function) is Global and function.build is not None:

@@ -1,10 +1,10 @@
-"""Pickled NumPy arrays: the globals that build them, and the place of their elements.
+"""Pickled NumPy arrays: the globals in their pickles, and the places of their elements.
 
 numpy writes ``_reconstruct(ndarray, (0,), b"b")`` and a state of (1, shape, dtype, True for Fortran order, bytes). In
 protocol 5, it writes ``_frombuffer(bytes, dtype, shape, order)``. A scalar is ``scalar(dtype, bytes)``. Bytes are
 ``_codecs.encode(text, "latin1")`` below protocol 3. numpy 1 has ``numpy.core``, numpy 2 has ``numpy._core``.
 
-Bytes of a pickle that are neither text nor compressed are read from the file directly. All other arrays, and arrays
+Uncompressed bytes of a pickle, text aside, are read from the file directly. All other arrays, and arrays
 whose byte order differs from the rest of the file, are written to an unnamed temporary file when we open the pickle.
 """
 

@@ -1,4 +1,4 @@
-"""A pickle machine that builds inert values: it neither imports nor calls anything that a pickle names.
+"""A pickle machine that builds inert values: it neither imports nor calls the globals of a pickle.
 
 Opcodes of protocols 0 to 5 (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes each) work on a
 stack as in CPython, with these differences:
@@ -6,8 +6,8 @@ stack as in CPython, with these differences:
 1. Globals are looked up in the caller's table. A function of this package builds the value of a row. Any other name
    becomes a `Foreign`, and a call of it an `Inert`.
 2. Persistent ids are passed to the caller.
-3. Dict keys and set elements are scalars or small tuples of scalars. Keys are unique, so that no entry hides another.
-   Keys that collide by intent (keys.py) or take long to hash are refused.
+3. Dict keys and set elements are scalars or small tuples of scalars. Keys are unique: no entry hides another.
+   Colliding keys (keys.py) and keys with slow hashes are refused.
 4. Every length is checked against the bytes left before anything is allocated. Bytes copied from values that the pickle
    can refer to again are counted (`Machine.charge`).
 
@@ -31,8 +31,8 @@ from .machine import NEAR, Fault, Global, Machine, PickleEnd, describe
 from .opcodes import OPCODES, U32
 
 # 50 times the opcodes of the largest known real file (400,000). An opcode allocates at most 216 bytes (an empty set)
-# beyond the bytes that it copies from the file. The worst case is a list of sets that becomes metadata: about 340 bytes
-# per byte of the pickle.
+# beyond the bytes copied from the file. The worst case is a list of sets as metadata: about 340 bytes per byte of the
+# pickle.
 MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real pickles have about 10 MB: tensors are stored elsewhere.
 MAX_PICKLE = 1 << 30
@@ -57,7 +57,7 @@ class Unpickled(NamedTuple):
     size: int  # in bytes
     harmless: list[str]  # names of its globals in the table
     foreign: list[str]  # names of its globals outside the table
-    data: bytes = b""  # the bytes that hold it
+    data: bytes = b""  # the bytes around it
     places: Mapping[int, int] = MappingProxyType({})  # see `Machine`
     base: int | None = None  # offset of `data` in the file; None if the file stores it compressed
 
@@ -81,7 +81,7 @@ def unpickle(
         path: of the file, for messages.
         base: offset of ``data`` in the file; None if the file stores it compressed.
         inert: True to accept unknown globals as placeholders.
-        complete: False if the file has more bytes, so that the caller can read on after a `TruncatedError`.
+        complete: False if the file has more bytes to read after a `TruncatedError`.
 
     Raises:
         ForbiddenError: unknown globals; the message lists all of them.
