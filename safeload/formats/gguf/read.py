@@ -30,8 +30,8 @@ class Metadata(Mapping[str, Any]):
     """The metadata of a GGUF file, in file order. A value is unpacked on first access and then cached.
 
     Integers and floats are instances of ``int`` and ``float`` subclasses, which remember the stored type. Bools are
-    ``bool``, strings ``str``. Arrays of numbers and bools are 1-D NumPy arrays of their type, arrays of strings lists of
-    ``str``, arrays of arrays lists of arrays. Bytes outside UTF-8 become lone surrogates, as in `os.fsdecode`. The
+    ``bool``, strings ``str``. Arrays of numbers and bools are 1-D NumPy arrays of their type, arrays of strings lists
+    of ``str``, arrays of arrays lists of arrays. Bytes outside UTF-8 become lone surrogates, as in `os.fsdecode`. The
     metadata stays valid after the file is closed.
 
     Attributes:
