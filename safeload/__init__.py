@@ -17,10 +17,10 @@
 from importlib import import_module
 
 from ._version import __version__
-from .base import forking as _forking  # noqa: F401 - registers what a fork waits for
+from .base import forking as _forking  # noqa: F401 - registers hooks for forks
 
 # The public names by module, for which __init__.pyi has the types. A module is imported when one of its names is first
-# used: a program pays for what it uses, and `safeload --help` for nothing.
+# used, so that programs pay only for the names they use, and `safeload --help` for none.
 _MODULE_OF = {
     name: module
     for module, names in {

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
 
-# Formats of files that can have a config.json beside them.
+# Formats that can come with a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 _PACKED = (SAFETENSORS, GGUF)
 
@@ -132,7 +132,7 @@ class Checkpoint(Mapping[str, Any]):
         return self._views.make(name, self._aliases(name)) if array is None else array
 
     def _aliases(self, name: str) -> list[FileTensor]:
-        """Return the tensors that share bytes with a tensor, including itself: a single copy can serve all of them."""
+        """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
         file, index = self._locate(name)
         if not file.table.shaped:
             return [(name, file, index)]

@@ -1,4 +1,4 @@
-"""Writes GGUF files, as llama.cpp and related programs read them. `safeload.open` reads them.
+"""Write GGUF files for llama.cpp and related programs; `safeload.open` reads such files.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -24,33 +24,33 @@ def save_file(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes a GGUF file (version 3) in the order of ``tensors``, atomically and without a second copy of the data.
+    """Write a GGUF file (version 3) in the order of ``tensors``, atomically and without a second copy of the data.
 
-    Metadata from a GGUF file (``Checkpoint.metadata``, or a dict of its items) keeps its types. Other values are
-    written as these types:
+    Metadata from a GGUF file (``Checkpoint.metadata``, or a dict of its items) keeps its types. Other values get these
+    types:
 
-    - str: string; bool: bool;
+    - str: string; bool: bool
     - int: the first of i32, u32, i64, u64 that can represent it. llama.cpp expects u32 for most of its keys:
-      ``np.uint32(32)``;
-    - float: f32 if that is exact, else f64;
-    - numpy scalars: their own type;
-    - 1-D numpy arrays, lists and tuples: arrays of one of the above, the first type that can represent all elements;
-      lists of these: arrays of arrays. An empty list is an array of strings.
+      ``np.uint32(32)``
+    - float: f32 if that is exact, else f64
+    - NumPy scalars: their own type
+    - 1-D NumPy arrays, lists and tuples: arrays of the first type above that can represent all elements. Lists of lists
+      are arrays of arrays. An empty list is an array of strings.
 
     Args:
-        tensors: name (at most 127 bytes of UTF-8; llama.cpp reads at most 63) to an array of at most 4 dims and of
-            float32, float16, bfloat16, float64, int8, int16, int32 or int64, or to a `QuantizedTensor` in blocks, or
-            packed as GGUF files pack tensors.
+        tensors: arrays by name. Names have at most 127 bytes of UTF-8 (llama.cpp reads at most 63). Arrays have at most
+            4 dims and are float32, float16, bfloat16, float64, int8, int16, int32 or int64. A `QuantizedTensor` must be
+            in blocks, or packed in GGUF's layout.
         path: see `safeload.numpy.save_file`.
-        metadata: key to value. "general.alignment" (a power of two, by default 32) is the alignment of tensors.
-        overwrite: False to raise FileExistsError if the path exists.
-        durable: False to skip the fsync of file and folder; nothing else changes.
+        metadata: values by key. "general.alignment" (a power of two, 32 by default) sets the alignment of tensors.
+        overwrite: False raises FileExistsError if the path exists.
+        durable: False skips the fsync of file and folder.
 
     Raises:
-        UnsupportedError: a dtype or a scheme that GGUF does not have.
-        SafeloadError: a name, a shape or a number that GGUF does not have.
-        TypeError: a value that is not an array, or metadata of a type that GGUF does not have.
-        OSError: the file cannot be written; the old one is still there.
+        UnsupportedError: GGUF lacks a dtype or a scheme.
+        SafeloadError: GGUF cannot store a name, a shape or a number.
+        TypeError: a value is not an array, or GGUF lacks the type of a metadata value.
+        OSError: the file cannot be written, and the old file is still there.
 
     Example:
         >>> import numpy as np, safeload

@@ -1,6 +1,6 @@
 """Drop-in replacement for ``safetensors.flax``, and checkpoints of any format as JAX arrays.
 
-Names, argument positions and defaults are those of ``safetensors.flax``. Importing this module does not import JAX; its
+Names, argument positions and defaults match ``safetensors.flax``. Importing this module does not import JAX; its
 functions do.
 """
 
@@ -153,9 +153,9 @@ def load_checkpoint(
     Host memory stays bounded: besides arrays on a CPU, at most 256 MiB are in use, or as much as is read at once of a
     larger tensor.
 
-    With a sharding over several devices, each process reads the slices on its own devices, each of them once even if
-    several devices share it. For packed tensors it reads the rows around these slices. Tensors whose rows are not
-    stored separately (BitNet), and F4 and F6 tensors that are decoded, are read whole.
+    With a sharding over several devices, each process reads the slices on its own devices, and each slice only once
+    even if several devices share it. For packed tensors it reads the rows around these slices. If rows are not stored
+    separately (BitNet), or F4 or F6 elements are decoded, a tensor is read whole.
 
     Args:
         path: a weight file, a folder of weight files, an ``index.json``, a URL or a list of files; see `safeload.open`.
@@ -173,7 +173,7 @@ def load_checkpoint(
         root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
             read its tensors with "inert" placeholders for the unknown objects.
-        stored: True loads tensors as the files name them, with codes and scales of packed weights apart.
+        stored: True loads stored tensors as they are: codes and scales of packed weights separately.
         adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
             `safeload.load`.
         storage_options: options of the filesystem behind a URL, see `safeload.open`.

@@ -7,7 +7,7 @@ from .models.layout import Layout, built_in
 __all__ = ["MOONDREAM2"]
 
 #: Moondream 2 for engines in C, Zig and similar languages: 24 text and 27 vision layers. Matrices of the vision tower
-#: are transposed; tensors are in the order of the file that the engine's own converter writes.
+#: are transposed. Tensors are in the order of the file that the engine's own converter writes.
 MOONDREAM2: Layout = built_in()["moondream2"]
 
 

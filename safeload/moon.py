@@ -1,4 +1,4 @@
-"""MOON files: f16 tensors in a format that an inference engine can read in a simple loop.
+"""Read and write MOON files: f16 tensors in a format that an inference engine can read in a simple loop.
 
 Little-endian: u32 magic 0x4D4F4F4E, u32 version 2; then for each tensor u32 bytes of its name, u32 dims, u32 elements,
 the name in UTF-8, the dims as u64 (outermost first), the elements as f16.
@@ -17,18 +17,19 @@ __all__ = ["load_file", "save_file"]
 
 
 def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-    """Writes a MOON file (version 2) in the order of ``tensors``, atomically.
+    """Write a MOON file (version 2) in the order of ``tensors``, atomically.
 
     Args:
-        tensors: name (1 to 256 bytes of UTF-8) to float16 array of at most 4 dims and 2^32 - 1 elements.
+        tensors: float16 arrays by name. Names have 1 to 256 bytes of UTF-8, arrays at most 4 dims and 2^32 - 1
+            elements.
         path: see `safeload.numpy.save_file`.
-        overwrite: False to raise FileExistsError if the path exists.
-        durable: False to skip the fsync of file and folder; nothing else changes.
+        overwrite: False raises FileExistsError if the path exists.
+        durable: False skips the fsync of file and folder.
 
     Raises:
-        UnsupportedError: an array that is not float16; `safeload.astype` converts.
-        SafeloadError: a name, a shape or a size that the format does not have.
-        OSError: the file cannot be written; the old one is still there.
+        UnsupportedError: an array is not float16; convert it with `safeload.astype`.
+        SafeloadError: the format cannot store a name, a shape or a size.
+        OSError: the file cannot be written, and the old file is still there.
 
     Example:
         >>> import numpy as np
@@ -41,16 +42,16 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
 
 
 def load_file(path: PathLike) -> dict[str, Array]:
-    """Loads the tensors of a MOON file, as float16, in file order; `safeload.open` has more options.
+    """Load the float16 tensors of a MOON file, in file order; `safeload.open` has more options.
 
     Args:
         path: of the file.
 
     Returns:
-        Name to array: copy-on-write views of the mapped file, as `safeload.load` gives them.
+        Arrays by name: copy-on-write views of the mapped file, as from `safeload.load`.
 
     Raises:
-        FormatError: the file breaks its format, with the byte where it does.
+        FormatError: the file breaks its format; the message has the byte.
         OSError: the file does not exist, or cannot be read.
 
     Example:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
-# Names besides the functions below that other libraries import from safetensors.numpy.
+# Further names that other libraries import from safetensors.numpy.
 _LATER = {
     **SHARED,
     "_TYPES": ("compat.numpy_specs", "TYPES"),
@@ -36,20 +36,20 @@ _NAMESPACE = globals()
 
 
 def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Serializes tensors to the bytes of a safetensors file.
+    """Serialize arrays to the bytes of a safetensors file.
 
     Args:
-        tensor_dict: name to array of any layout: arrays that are not C-contiguous or not little-endian are converted
-            while they are written. A `QuantizedTensor` is written as its data (and, for int8, ``<name>_scale``) with a
-            metadata key that lets `safeload.open` rebuild it.
-        metadata: text to text for the header, written in ascending order of keys.
+        tensor_dict: arrays by name, of any layout: arrays that are not C-contiguous or not little-endian are converted
+            while they are written. A `QuantizedTensor` is written as its data (and, for int8, ``<name>_scale``), with a
+            metadata key from which `safeload.open` restores it.
+        metadata: str to str, for the header. Keys are sorted.
 
     Returns:
         The file's content.
 
     Raises:
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
-        SafetensorError: a dtype or a name that the format does not have.
+        SafetensorError: the format lacks a dtype or cannot store a name.
 
     Example:
         >>> import numpy as np
@@ -68,21 +68,21 @@ def save_file(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes a safetensors file, atomically: a crash at any moment leaves the old file or the new one.
+    """Write a safetensors file atomically: after a crash there is either the old file or the new one.
 
     Args:
-        tensor_dict: name to array of any layout or `QuantizedTensor`, see `save`; the data is not copied in memory.
-        filename: a new file gets mode 0666 less the umask, an existing one keeps its mode, a symbolic link is
-            followed, a device or pipe is written through.
-        metadata: text to text for the header, written in ascending order of keys.
-        overwrite: False to raise FileExistsError if the path exists.
-        durable: False to skip the fsync of file and folder; nothing else changes.
+        tensor_dict: arrays by name, see `save`. Their data is not copied in memory.
+        filename: a new file gets mode 0666 less the umask, an existing file keeps its mode. Symbolic links are
+            followed; devices and pipes are written to directly.
+        metadata: str to str, for the header. Keys are sorted.
+        overwrite: False raises FileExistsError if the path exists.
+        durable: False skips the fsync of file and folder.
 
     Raises:
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
-        SafetensorError: a dtype or a name that the format does not have.
-        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there. It is a
-            SafetensorError too.
+        SafetensorError: the format lacks a dtype or cannot store a name.
+        OSError: the file cannot be written (PermissionError, disk full, ...), and the old file is still there. Also a
+            SafetensorError.
 
     Example:
         >>> import numpy as np
@@ -95,14 +95,15 @@ def save_file(
 
 
 def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
-    """Loads the tensors of a safetensors file in memory.
+    """Load the tensors of a safetensors file in memory.
 
     Args:
-        data: any C-contiguous bytes-like object: bytes, bytearray, memoryview, mmap, uint8 array.
-        copy: False for views of ``data``, read-only if ``data`` is.
+        data: the file's content, in any C-contiguous bytes-like object: bytes, bytearray, memoryview, mmap, uint8
+            array.
+        copy: False returns views of ``data``, which are read-only if ``data`` is.
 
     Returns:
-        Name to array, in the order of the bytes. F4 and F6 tensors are raw uint8.
+        Arrays by name, in file order. F4 and F6 tensors are raw uint8.
 
     Raises:
         FormatError: the bytes break the format.
@@ -114,7 +115,7 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
         (128,)
     """
     arrays = safetensors.parse(data, copy=copy)
-    if "_TYPES" in _NAMESPACE:  # a program that asks for the dict may have changed it, and upstream's load follows it
+    if "_TYPES" in _NAMESPACE:  # a program has imported the dict and may have changed it, which upstream's load honors
         from .compat import numpy_specs
 
         return numpy_specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
@@ -131,35 +132,35 @@ def load_file(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Array]:
-    """Loads the tensors of a safetensors file.
+    """Load the tensors of a safetensors file.
 
     Args:
         filename: path of the file.
-        backend: "mmap" for copy-on-write views of one private mapping: loading takes microseconds, each page is read
-            when it is first touched, and writing into an array changes no file. "pread" to read everything now, on all
-            cores, into private memory that later changes to the file cannot affect. "direct" to do so past the page
-            cache, where system and disk allow it: see `safeload.load`.
-        dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32, float16,
-            bfloat16, float8_e4m3fn or float8_e5m2, as type of numpy, ml_dtypes, torch or JAX, name ("bf16") or code.
-            Integer, bool and complex tensors are not converted; F4 and F6 tensors are decoded.
-        names: exact names of the tensors to load; None for all.
-        out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor: a service can reload
-            weights without allocating memory. All are checked before the first byte is written; if reading fails they
-            may be partly filled.
-        threads: for reading; None: chosen automatically.
-        progress: for reading: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        backend: "mmap" returns copy-on-write views of one private mapping. Loading takes microseconds, each page is
+            read on first use, and writing to an array does not change the file. "pread" reads everything now, on all
+            cores, into private memory that later changes to the file cannot affect. "direct" also bypasses the page
+            cache, if system and disk support it; see `safeload.load`.
+        dtype: dtype to convert floating tensors to while they are read, in one pass: float64, float32, float16,
+            bfloat16, float8_e4m3fn or float8_e5m2, as a NumPy, ml_dtypes, torch or JAX type, a name ("bf16") or a code.
+            F4 and F6 tensors are decoded. Integer, bool and complex tensors keep their dtype.
+        names: exact names of the tensors to load; None loads all.
+        out: arrays to fill, by name, so that a service can reload weights without allocating memory. Each must be
+            C-contiguous and have its tensor's dtype and shape. All are checked before the first byte is written; if
+            reading fails, some may be partly filled.
+        threads: number of reading threads; None chooses it.
+        progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array, in the order of the bytes or of ``names``: writable, aligned, C-contiguous. BF16 and F8 tensors
-        have ml_dtypes dtypes; F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
+        Arrays by name, in file order or in the order of ``names``: writable, aligned, C-contiguous. BF16 and F8 tensors
+        have ml_dtypes dtypes. F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        FormatError: the file breaks the format, with the byte where it does.
-        TensorNotFoundError: an unknown name.
-        UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale, which only `safeload.load`
-            brings together.
-        ValueError: an array of ``out`` that does not fit.
+        FormatError: the file breaks the format; the message has the byte.
+        TensorNotFoundError: a name does not exist.
+        UnsupportedError: the conversion is not supported, or ``dtype`` is given for fp8 with a separate scale, which
+            needs `safeload.load`.
+        ValueError: an array in ``out`` does not fit.
 
     Example:
         >>> from safeload.numpy import load_file
@@ -169,13 +170,13 @@ def load_file(
     """
     check_backend(backend)
     if names is None and dtype is None and out is None and threads is None and progress is None:
-        found = safetensors.load_or_open(filename, backend)
-        if isinstance(found, safetensors.Resident):
-            return found.arrays
+        opened = safetensors.load_or_open(filename, backend)
+        if isinstance(opened, safetensors.Resident):
+            return opened.arrays
         try:
-            return load_all(found, backend)
+            return load_all(opened, backend)
         finally:
-            found.close()
+            opened.close()
     file = safetensors.open_file(filename, brief=True)
     try:
         tensors = Tensors.in_file(file, names)

@@ -1,6 +1,6 @@
-"""Paths in stores that the program has opened itself: filesystems of fsspec, stores of obstore.
+"""Paths in stores that your program has already opened: fsspec filesystems and obstore stores.
 
-URLs need none of this: ``safeload.open("s3://bucket/model.safetensors", storage_options={...})``.
+URLs do not need this module: ``safeload.open("s3://bucket/model.safetensors", storage_options={...})``.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ __all__ = ["Location", "of_fsspec", "of_obstore"]
 
 
 def of_fsspec(fs: Any, path: str) -> Location:
-    """A file or folder in a filesystem of fsspec, for `safeload.open` and every function that takes a path.
+    """Return a file or folder in an fsspec filesystem, for `safeload.open` and every function that takes a path.
 
-    The filesystem keeps its credentials, caches and settings, and is used by several threads at once.
+    The filesystem keeps its credentials, caches and settings. Several threads use it at once.
 
     Args:
         fs: the filesystem.
-        path: in it, with or without its protocol.
+        path: in the filesystem, with or without its protocol.
 
     Returns:
-        The path, which can be pickled: with what the filesystem's options have that names no one.
+        The path. It pickles with the filesystem's options, except for credentials.
 
     Raises:
         ImportError: fsspec is not installed.
-        TypeError: not a filesystem.
+        TypeError: ``fs`` is not a filesystem.
 
     Example:
         >>> import fsspec
@@ -45,21 +45,21 @@ def of_fsspec(fs: Any, path: str) -> Location:
 
 
 def of_obstore(store: Any, path: str) -> Location:
-    """A file or folder in a store of obstore, for `safeload.open` and every function that takes a path.
+    """Return a file or folder in an obstore store, for `safeload.open` and every function that takes a path.
 
-    Each range is read with the ETag that the file had when it was opened. obstore's limits apply to a range, which has
-    16 MiB at most: 30 seconds, and what its ``retry_config`` says.
+    Each range is requested with the ETag the file had when it was opened. A range has at most 16 MiB, and obstore's
+    limits apply to it: 30 seconds, and the store's ``retry_config``.
 
     Args:
-        store: such as ``obstore.store.S3Store``; any object with the methods ``get``, ``head``,
-            ``list_with_delimiter`` and ``put`` of obstore's.
-        path: in it, behind the prefix of the store if it has one.
+        store: such as ``obstore.store.S3Store``, or any object with obstore's methods ``get``, ``head``,
+            ``list_with_delimiter`` and ``put``.
+        path: in the store, after the store's prefix if it has one.
 
     Returns:
         The path. It cannot be pickled.
 
     Raises:
-        TypeError: not such a store.
+        TypeError: ``store`` is not such a store.
 
     Example:
         >>> import safeload.remote

@@ -179,7 +179,7 @@ def load_checkpoint(
         root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
             read its tensors with "inert" placeholders for the unknown objects.
-        stored: True loads tensors as the files name them, with codes and scales of packed weights apart.
+        stored: True loads stored tensors as they are: codes and scales of packed weights separately.
         adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
             `safeload.load`.
         storage_options: options of the filesystem behind a URL, see `safeload.open`.
@@ -335,7 +335,7 @@ def save_model(
         force_contiguous: True saves parameters in C order. False refuses parameters that are not contiguous.
 
     Raises:
-        RuntimeError: tensors share memory, and none of them covers all of it.
+        RuntimeError: tensors share memory, and none covers all of it.
         ValueError: the state holds anything but dense tensors, or a tensor is not contiguous.
         SafetensorError, NotImplementedError, OSError, ImportError: see `save_file`.
 

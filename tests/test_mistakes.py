@@ -465,8 +465,8 @@ def test_a_slice_of_what_slices_do_not_take(rows, here):
 
 
 FRAMEWORKS = {
-    "mlx": ["safeload gives numpy arrays", "mlx.core.array(array)"],
-    "tf": ["safeload gives numpy arrays", "tf.convert_to_tensor(array)"],
+    "mlx": ["load NumPy arrays", "mlx.core.array(array)"],
+    "tf": ["load NumPy arrays", "tf.convert_to_tensor(array)"],
     "nonsense": ['framework nonsense is invalid: use "numpy", "pt" or "jax"'],
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
 
-# Every framework module of safetensors imports these. Each row: name, then the module and the name that define it.
+# Names that every framework module of safetensors imports, with the module and the name of their definition.
 SHARED = {
     "TensorSpec": ("compat.serialize", "TensorSpec"),
     "deserialize": ("compat.serialize", "deserialize"),

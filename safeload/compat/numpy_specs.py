@@ -17,7 +17,7 @@ from ..engine.run.memory import address_of
 from ..formats.safetensors.file import parse_table
 from .serialize import TensorSpec
 
-# NumPy types by safetensors code. Programs add and replace entries: `retyped` and `view2np` follow them.
+# NumPy types by safetensors code. Programs add and replace entries, which `retyped` and `view2np` honor.
 TYPES: dict[str, Any] = {
     row.code: bool if row.code == "BOOL" else dtypes.array_dtype(row.number).type
     for row in dtypes.TABLE
@@ -27,7 +27,7 @@ _STANDARD = dict(TYPES)
 
 
 def getdtype(code: str) -> Any:
-    """Return the NumPy type for a safetensors code; KeyError if there is none."""
+    """Return the NumPy type for a safetensors code, or raise KeyError."""
     return TYPES[code]
 
 
@@ -45,13 +45,13 @@ def flatten(tensor_dict: Mapping[str, Any], keep_alive_buffer: list[Any]) -> dic
 
 
 def is_little_endian(tensor: Array) -> bool:
-    """Return whether an array's elements are little-endian; single bytes are."""
+    """Return whether an array's elements are little-endian, which single bytes are."""
     order = tensor.dtype.byteorder
     return sys.byteorder == "little" if order == "=" else order != ">"
 
 
 def view2np(safeview: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Array]:
-    """Return arrays over the memory that `safeload.deserialize` returns."""
+    """Return arrays over the memory in the result of `safeload.deserialize`."""
     arrays = {}
     for name, entry in safeview:
         row, shape, data = dtypes.BY_CODE[entry["dtype"]], tuple(entry["shape"]), entry["data"]
@@ -62,7 +62,7 @@ def view2np(safeview: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Arra
 
 
 def retyped(data: Any, arrays: dict[str, Array], types: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the arrays of a file in memory with the types that a program has put into ``_TYPES``."""
+    """Return the arrays of a file in memory, with types a program has set in ``_TYPES``."""
     if types == _STANDARD:
         return arrays
     _, table = parse_table(data)

@@ -24,24 +24,23 @@ if TYPE_CHECKING:
 
 
 class safe_open:  # noqa: N801 - safetensors' name
-    """An open safetensors file; tensors are read on request.
+    """An open safetensors file that reads tensors on request.
 
-    No two arrays or tensors that it returns share memory, and writing into one changes no file. They stay valid after
-    `close`.
-    It can be pickled and copied: the copy opens the same path, and refuses a file that has changed since.
+    The arrays or tensors it returns share no memory with each other, stay valid after `close`, and can be written to
+    without changing the file. A `safe_open` can be pickled and copied: the copy opens the same path, and raises
+    FormatError if the file has changed.
 
     Args:
         filename: path of the file.
-        framework: "np" or "numpy" for arrays; "pt", "torch" or "pytorch" for tensors of torch; "jax" or "flax" for
-            arrays of JAX.
-        device: of tensors, as torch takes it; "cpu" for arrays, which JAX has on its default device.
-        backend: "mmap" for copy-on-write views where possible, "pread" to read into private memory,
-            "direct" to do so past the page cache, see `safeload.load`.
+        framework: "np" or "numpy" for NumPy arrays; "pt", "torch" or "pytorch" for torch tensors; "jax" or "flax" for
+            JAX arrays.
+        device: device of torch tensors, as torch takes it. Must be "cpu" for arrays; JAX uses its default device.
+        backend: "mmap" returns copy-on-write views if possible, "pread" reads into private memory, "direct" also
+            bypasses the page cache; see `safeload.load`.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        SafetensorError: the file breaks the format; a framework that is not supported, a device that is invalid or not
-            available.
+        SafetensorError: the file breaks the format, or the framework, device or backend is invalid or not available.
         ImportError: the framework is not installed.
 
     Example:
@@ -66,7 +65,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         self._backend = backend
         self._window = Window()
         self._arguments = (file.path, framework, device)
-        self._handed_out: dict[int, object] = {}  # index of a tensor to a token of the call that got it first
+        self._handed_out: dict[int, object] = {}  # index of a tensor -> token of the first call to get it
         self._mappings: dict[WeightFile, Any] = {}
 
     def _opened(self) -> WeightFile:
@@ -75,24 +74,24 @@ class safe_open:  # noqa: N801 - safetensors' name
         return self._file
 
     def keys(self) -> list[str]:
-        """Names in ascending order."""
+        """Return the names in ascending order."""
         return self._opened().table.sorted_names()
 
     def offset_keys(self) -> list[str]:
-        """Names in the order of the bytes."""
+        """Return the names in file order."""
         return list(self._opened().table.names)
 
     def metadata(self) -> dict[str, str] | None:
-        """``__metadata__`` of the header; None when there is none."""
+        """Return the header's ``__metadata__``, or None."""
         metadata = self._opened().table.metadata()
         return None if metadata is None else dict(metadata)
 
     def get_tensor(self, name: str) -> Any:
-        """One tensor, as array or as tensor of the framework.
+        """Return a tensor of the framework.
 
         Raises:
-            TensorNotFoundError: there is no such tensor.
-            UnsupportedError: the framework does not have its dtype.
+            TensorNotFoundError: the name does not exist.
+            UnsupportedError: the framework lacks the dtype.
         """
         file = self._opened()
         index = file.table.index(name)
@@ -104,29 +103,29 @@ class safe_open:  # noqa: N801 - safetensors' name
         entry = file.table.entry(index)
         if entry[3] - entry[2] < VIEWED_FROM[self._backend]:
             return self._window.tensor(file, index, entry)
-        # The first call returns a view of the common mapping, each later one that of a new mapping: views of the same
-        # bytes of one mapping would share memory.
+        # The first call returns a view of the common mapping, later calls map the file anew: two views of one mapping
+        # would share memory.
         caller = object()
-        first = self._handed_out.setdefault(index, caller) is caller  # atomic: of two threads only one is first
+        first = self._handed_out.setdefault(index, caller) is caller  # atomic: only one of two threads is first
         mappings = self._mappings if first else None
         arrays: dict[str, Array]
         arrays, _ = load_tensors(Tensors([file], [name], [index]), backend=self._backend, mappings=mappings)
         return arrays[name]
 
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:
-        """All tensors, in the order of their bytes.
+        """Return all tensors, in file order.
 
         Args:
-            dtype: dtype that floating tensors are converted to, see `safeload.numpy.load_file`.
-            out: arrays of numpy to fill, by name, see `safeload.numpy.load_file`.
+            dtype: dtype to convert floating tensors to, see `safeload.numpy.load_file`.
+            out: NumPy arrays to fill, by name, see `safeload.numpy.load_file`.
 
         Returns:
-            Name to array, or to tensor of the framework.
+            Tensors of the framework by name.
 
         Raises:
-            UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale, which only
-                `safeload.load` brings together.
-            ValueError: an array of ``out`` that does not fit.
+            UnsupportedError: the conversion is not supported, or ``dtype`` is given for fp8 with a separate scale,
+                which needs `safeload.load`.
+            ValueError: an array in ``out`` does not fit.
             FormatError, OSError: the file ends too early, or cannot be read.
         """
         file = self._opened()
@@ -144,19 +143,19 @@ class safe_open:  # noqa: N801 - safetensors' name
         return read() if self._handle is None else self._handle.tensors(parts, parse_target(dtype), read)
 
     def get_slice(self, name: str) -> SafeSlice:
-        """A lazy tensor: indexing it reads only the selected elements, as in ``f.get_slice("h.0.w")[:, :128]``.
+        """Return a lazy tensor: indexing it reads only the selected elements, ``f.get_slice("h.0.w")[:, :128]``.
 
         Raises:
-            TensorNotFoundError: there is no such tensor.
+            TensorNotFoundError: the name does not exist.
         """
         file = self._opened()
         return SafeSlice(file, file.table.index(name), self._handle)
 
     def get_tensor_meta(self, name: str) -> TensorMeta:
-        """The header entry of a tensor: dtype code, logical shape, data_offsets.
+        """Return a tensor's header entry: dtype code, logical shape, data_offsets.
 
         Raises:
-            TensorNotFoundError: there is no such tensor.
+            TensorNotFoundError: the name does not exist.
         """
         file = self._opened()
         index = file.table.index(name)
@@ -165,7 +164,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         return TensorMeta(file.table.rows[index].code, file.table.shapes[index], (begin - data, end - data))
 
     def close(self) -> None:
-        """Closes the file once no slice needs it; arrays and slices stay valid."""
+        """Close the file once no slice needs it. Arrays and slices stay valid."""
         self._file = None
         self._mappings.clear()
 
@@ -204,10 +203,10 @@ class safe_open:  # noqa: N801 - safetensors' name
 
 
 class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
-    """`safe_open` for an open file object; only its name is used, as in safetensors.
+    """`safe_open` for an open file object, which is reopened by its name, as in safetensors.
 
     Args:
-        f: a file object with ``name`` and ``fileno``; it may be closed afterwards.
+        f: a file object with ``name`` and ``fileno``. It can be closed afterwards.
         framework: see `safe_open`.
         device: see `safe_open`.
         backend: see `safe_open`.
@@ -226,13 +225,13 @@ def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, see
     return opened
 
 
-# Frameworks besides numpy by upstream's names, each with the module and the class that give its tensors.
+# Module and class of the `Handle` for each framework other than NumPy, by upstream's names.
 _HANDLES = {
     **dict.fromkeys(("pt", "torch", "pytorch"), ("torch_handles", "TorchHandle")),
     **dict.fromkeys(("jax", "flax"), ("jax_handles", "JaxHandle")),
 }
-# How to convert arrays for other frameworks.
-_OTHERS = {
+# How to convert NumPy arrays for further frameworks.
+_CONVERSIONS = {
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
     "mlx": "mlx.core.array(array), or safetensors.mlx",
     "paddle": "paddle.to_tensor(array), or safetensors.paddle",
@@ -240,7 +239,7 @@ _OTHERS = {
 
 
 def _handle(framework: str, device: Any, backend: str) -> Handle | None:
-    """What gives the tensors of a framework; None for numpy.
+    """Return the handle for a framework; None for NumPy.
 
     Raises:
         SafetensorError: the framework, the device or the backend is invalid.
@@ -258,8 +257,10 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
         handle: Handle = getattr(import_module(f"..frameworks.{module}", __package__), name)(device, backend)
         check_backend(backend)
         return handle
-    named = clip(printable(str(framework)), 200)
-    instead = _OTHERS.get(framework)
-    if instead is None:
-        raise SafetensorError(f'framework {named} is invalid: use "numpy", "pt" or "jax"')
-    raise SafetensorError(f'framework {named}: safeload gives numpy arrays. Use framework="numpy" and {instead}')
+    shown = clip(printable(str(framework)), 200)
+    conversion = _CONVERSIONS.get(framework)
+    if conversion is None:
+        raise SafetensorError(f'framework {shown} is invalid: use "numpy", "pt" or "jax"')
+    raise SafetensorError(
+        f'framework {shown} is not supported: load NumPy arrays with framework="numpy" and use {conversion}'
+    )

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class SafeSlice:
     """A lazy tensor: indexing it reads only the selected elements.
 
-    Indexing follows numpy's basic indexing, except for four errors that safetensors raises and its tests assert: a
-    bound or an index past the end, a list that is not empty, more indices than axes. Slices for torch of a mapped file
-    follow torch's indexing instead.
+    Indexing follows NumPy's basic indexing, with four additional errors of safetensors: a bound or an index past the
+    end, a list that is not empty, more indices than axes. With ``framework="pt"`` and a mapped file, indexing follows
+    torch.
 
     Example:
         >>> from safeload import safe_open
@@ -52,21 +52,21 @@ class SafeSlice:
         return self.__copy__()
 
     def get_shape(self) -> list[int]:
-        """Logical shape of the tensor."""
+        """Return the tensor's logical shape."""
         return list(self._file.table.shapes[self._index])
 
     def get_dtype(self) -> str:
-        """Its safetensors code, such as "F32"."""
+        """Safetensors code, such as "F32"."""
         return self._file.table.rows[self._index].code
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array of the whole tensor."""
+        """Shape of the whole tensor as an array."""
         return self._file.layout(self._index).shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the array of the whole tensor."""
+        """Dtype of the whole tensor as an array."""
         return dtypes.array_dtype(self._file.table.rows[self._index].number)
 
     def __getitem__(self, index: Any) -> Any:
@@ -95,32 +95,32 @@ def _reopen_slice(path: str, name: str, seen: tuple[int, ...], handle: Handle | 
 
 
 def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    """Raises the errors of safetensors, with its messages and in its order: from the last axis to the first."""
+    """Raise the errors of safetensors, with its messages and in its order: from the last axis to the first."""
     if any(item is None for item in items) or sum(item is Ellipsis for item in items) > 1:
-        return  # numpy's rules apply
-    given = [item for item in items if item is not Ellipsis]
-    where = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
-    full = [slice(None)] * (len(shape) - len(given)) if where < len(items) else []
-    given[where:where] = full
-    if not all(isinstance(item, slice) or as_index(item) is not None for item in given):
+        return  # NumPy's rules apply
+    indices = [item for item in items if item is not Ellipsis]
+    ellipsis = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
+    if ellipsis < len(items):
+        indices[ellipsis:ellipsis] = [slice(None)] * (len(shape) - len(indices))
+    if not all(isinstance(item, slice) or as_index(item) is not None for item in indices):
         return
-    during = f"Error during slicing [{', '.join(map(_show, given))}] with shape {list(shape)}"
-    if len(given) > len(shape):
+    during = f"Error during slicing [{', '.join(map(_show, indices))}] with shape {list(shape)}"
+    if len(indices) > len(shape):
         raise SafetensorError(f"{during}: more slicing indexes than dimensions in tensor")
-    for axis, (item, size) in enumerate(zip(given, shape, strict=False)):
+    for axis, (item, size) in enumerate(zip(indices, shape, strict=False)):
         if not isinstance(item, slice) and operator.index(item) < -size:
             raise SafetensorError(f"Invalid index {item} for dimension {axis} of size {size}")
-    for axis in reversed(range(len(given))):
-        item, size = given[axis], shape[axis]
-        asked = None
+    for axis in reversed(range(len(indices))):
+        item, size = indices[axis], shape[axis]
+        beyond = None
         if not isinstance(item, slice):
-            asked = operator.index(item) if operator.index(item) >= size else None
+            beyond = operator.index(item) if operator.index(item) >= size else None
         elif item.start is not None and item.start > size:
-            asked = item.start
+            beyond = item.start
         elif item.stop is not None and item.stop > size:
-            asked = item.stop - 1
-        if asked is not None:
-            raise SafetensorError(f"{during}: index {asked} out of bounds for tensor dimension #{axis} of size {size}")
+            beyond = item.stop - 1
+        if beyond is not None:
+            raise SafetensorError(f"{during}: index {beyond} out of bounds for tensor dimension #{axis} of size {size}")
 
 
 def _show(item: Any) -> str:

@@ -15,12 +15,12 @@ from ..formats.safetensors.file import Memory, Writer, parse_table
 
 
 class TensorMeta(NamedTuple):
-    """The header entry of one tensor in a safetensors file.
+    """The header entry of a tensor in a safetensors file.
 
     Attributes:
         dtype: safetensors code, such as "F4".
-        shape: logical shape, also for packed dtypes, whose arrays show bytes.
-        data_offsets: byte range counted from the end of the header, as the header states it.
+        shape: logical shape, even for packed dtypes, whose arrays show bytes.
+        data_offsets: byte range from the end of the header, as stated there.
 
     Example:
         >>> from safeload import safe_open
@@ -35,19 +35,19 @@ class TensorMeta(NamedTuple):
 
 
 class TensorSpec:
-    """Describes memory to be serialized: the argument of `serialize` and `serialize_file`.
+    """A description of memory to serialize, for `serialize` and `serialize_file`.
 
-    The caller keeps the memory alive and unchanged for the duration of the call.
+    The caller must keep the memory alive and unchanged until these return.
 
     Args:
-        dtype: numpy or torch name, such as "float32" or "float4_e2m1fn_x2".
-        shape: elements per axis; for "float4_e2m1fn_x2" the last axis counts bytes of two elements, as in torch. The
-            property `shape` gives the logical shape.
+        dtype: NumPy or torch name, such as "float32" or "float4_e2m1fn_x2".
+        shape: elements per axis. For "float4_e2m1fn_x2" the last axis counts bytes of two elements, as in torch; the
+            property `shape` is the logical shape.
         data_ptr: address of the C-contiguous little-endian data.
-        data_len: its size in bytes.
+        data_len: size of the data in bytes.
 
     Raises:
-        SafetensorError: an unknown dtype, or a shape that overflows.
+        SafetensorError: the dtype is unknown, or the shape overflows.
 
     Example:
         >>> import numpy as np
@@ -63,13 +63,13 @@ class TensorSpec:
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         if not isinstance(dtype, str):
             raise TypeError(f"dtype must be str, not {type(dtype).__name__}")
-        two_per_byte = dtype == "float4_e2m1fn_x2"
-        row = dtypes.BY_CODE["F4"] if two_per_byte else dtypes.BY_NAME.get(dtype)
-        if row is None or (row.code == "F4" and not two_per_byte):
+        pairs = dtype == "float4_e2m1fn_x2"
+        row = dtypes.BY_CODE["F4"] if pairs else dtypes.BY_NAME.get(dtype)
+        if row is None or (row.code == "F4" and not pairs):
             names = [r.name if r.code != "F4" else "float4_e2m1fn_x2" for r in dtypes.TABLE]
             raise SafetensorError(f"Unknown dtype {show(dtype)}. Supported dtypes: {', '.join(names)}")
         dims = [_index(dim, "shape") for dim in shape]
-        if two_per_byte and dims:
+        if pairs and dims:
             dims[-1] *= 2
             if dims[-1] >= 1 << 64:
                 raise SafetensorError(f"shape: {dims[-1]} elements of F4 in the last axis do not fit in 64 bits")
@@ -80,12 +80,12 @@ class TensorSpec:
 
     @property
     def dtype(self) -> str:
-        """The safetensors code, such as "F32"."""
+        """Safetensors code, such as "F32"."""
         return self._row.code
 
     @property
     def shape(self) -> list[int]:
-        """The logical shape, as the header records it."""
+        """Logical shape, as stored in the header."""
         return list(self._shape)
 
     @property
@@ -105,22 +105,22 @@ class TensorSpec:
         )
 
 
-def _index(value: int, what: str) -> int:
-    """A value as an unsigned 64-bit integer; TypeError or OverflowError for anything else."""
+def _index(value: int, argument: str) -> int:
+    """Return a value as an unsigned 64-bit integer; raise TypeError or OverflowError for anything else."""
     number = operator.index(value)
     if not 0 <= number < 1 << 64:
-        raise OverflowError(f"{what}: {number} is outside 0..2^64-1")
+        raise OverflowError(f"{argument} must be in 0..2^64-1, got {number}")
     return number
 
 
 def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The tensors of a file in memory, as safetensors' function of this name returns them.
+    """Parse a safetensors file in memory, like ``safetensors.deserialize``.
 
     Args:
         bytes: any C-contiguous bytes-like object.
 
     Returns:
-        ``[(name, {"shape": [...], "dtype": "F32", "data": bytearray}), ...]`` in the order of the bytes.
+        ``[(name, {"shape": [...], "dtype": "F32", "data": bytearray}), ...]`` in file order.
 
     Raises:
         FormatError: the bytes break the format.
@@ -142,7 +142,7 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
-    """The input of the writer for each description."""
+    """Return the writer's input for these descriptions."""
     check_mapping(tensor_dict, "tensors", "names to TensorSpec")
     entries = {}
     for name, spec in tensor_dict.items():
@@ -153,18 +153,18 @@ def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
 
 
 def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Serializes the described memory to the bytes of a file.
+    """Serialize described memory to the bytes of a safetensors file.
 
     Args:
-        tensor_dict: name to a description of memory, which the caller keeps alive and unchanged.
-        metadata: text to text for the header, written in ascending order of keys.
+        tensor_dict: descriptions by name. The caller must keep the memory alive and unchanged.
+        metadata: str to str, for the header. Keys are sorted.
 
     Returns:
         The file's content.
 
     Raises:
         TypeError: a value is not a `TensorSpec`.
-        SafetensorError: a length that does not fit its shape, or a name the format does not have.
+        SafetensorError: a length does not fit its shape, or the format cannot store a name.
 
     Example:
         >>> import numpy as np
@@ -180,17 +180,17 @@ def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 def serialize_file(
     tensor_dict: Mapping[str, TensorSpec], filename: PathLike, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the described memory to a file, atomically and durably.
+    """Write described memory to a safetensors file, atomically and durably.
 
     Args:
-        tensor_dict: name to a description of memory, which the caller keeps alive and unchanged.
+        tensor_dict: descriptions by name. The caller must keep the memory alive and unchanged.
         filename: see `safeload.numpy.save_file`.
-        metadata: text to text for the header, written in ascending order of keys.
+        metadata: str to str, for the header. Keys are sorted.
 
     Raises:
         TypeError: a value is not a `TensorSpec`.
-        SafetensorError: a length that does not fit its shape, or a name the format does not have.
-        OSError: the file cannot be written; a file that existed before is still there. It is a SafetensorError too.
+        SafetensorError: a length does not fit its shape, or the format cannot store a name.
+        OSError: the file cannot be written, and the old file is still there. Also a SafetensorError.
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Functions of ``safetensors.torch`` over the raw interface, which some libraries use."""
+"""Private helpers of ``safetensors.torch`` that other libraries call."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ FLOAT8_E8M0 = torch_arrays.TYPES.get("F8_E8M0")
 
 
 def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
-    """The memory of tensors, as `safeload.serialize` takes it.
+    """Describe tensors for `safeload.serialize`; objects to keep alive go to ``keep_alive_buffer``.
 
-    Args:
-        tensors: see `torch_arrays.to_write`, for errors too.
-        keep_alive_buffer: gets what must live until the memory has been written.
+    Raises:
+        See `torch_arrays.to_write`.
     """
     specs = {}
     for name, entry in torch_arrays.to_write(tensors, keep_alive_buffer).items():
         tensor = tensors[name]
-        if not isinstance(entry, Memory):  # of the other byte order
+        if not isinstance(entry, Memory):  # on a big-endian machine
             entry = np.ascontiguousarray(entry.byteswap())
             keep_alive_buffer.append(entry)
         address = entry.address if isinstance(entry, Memory) else address_of(entry)
@@ -44,23 +43,23 @@ def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dic
 
 
 def getdtype(code: str) -> Any:
-    """Torch's dtype for a safetensors code; KeyError for one that it does not have."""
+    """Return torch's dtype for a safetensors code, or raise KeyError."""
     return torch_arrays.TYPES[code]
 
 
 def view2torch(tensors: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Tensors of what `safeload.deserialize` returns, over its memory."""
-    found = {}
+    """Return tensors over the memory in the result of `safeload.deserialize`."""
+    result = {}
     for name, entry in tensors:
         row, shape = dtypes.BY_CODE[entry["dtype"]], tuple(entry["shape"])
         array = np.frombuffer(entry["data"], dtypes.array_dtype(row.number))
         array = jobs.native_order(array.reshape(torch_arrays.shape_of(name, row, shape)))
-        found[name] = torch_arrays.from_array(array, name, row if row.packed else None)
-    return found
+        result[name] = torch_arrays.from_array(array, name, row if row.packed else None)
+    return result
 
 
 def to_ndarray(tensor: Any) -> tuple[Array, Any]:
-    """Return a tensor's bytes, flat and in file order, and the tensor that owns them.
+    """Return a tensor's bytes, flat and in file order, and the owner of the bytes.
 
     Raises:
         UnsupportedDtypeError, NotImplementedError: see `torch_arrays.memory_of`.

@@ -126,7 +126,7 @@ def load(
         root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
             read its tensors with "inert" placeholders for the unknown objects.
-        stored: True loads tensors as the files name them, with codes and scales of packed weights apart.
+        stored: True loads stored tensors as they are: codes and scales of packed weights separately.
         adapters: LoRA adapters (PEFT or MLX) to merge while loading: a path, a pair (path, weight), or a list of these,
             merged in order. Sums are computed in float32 and rounded once, to ``dtype`` or to the tensor's dtype.
             Changes of packed tensors need ``dtype``.
