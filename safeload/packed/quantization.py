@@ -362,7 +362,9 @@ def is_kept_by(text: str | None, module: str, new: str) -> bool:
 
 def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     """Return the quantization in a ``config.json`` or its nested configurations, or None."""
-    level = [] if config is None else [config]
+    if not config:
+        return None
+    level = [config]
     for _ in range(_CONFIG_DEPTH):
         for holder in level:
             for key in _CONFIG_KEYS:

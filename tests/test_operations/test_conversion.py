@@ -221,7 +221,7 @@ def test_moondream_to_moon(tmp_path):
         ({"dst": "x.safetensors", "quantize": "q3_k"}, ValueError, "can be written: int8"),
         ({"dst": "x.safetensors", "threads": 0}, ValueError, "threads"),
         ({"dst": "source.safetensors"}, FileExistsError, "overwrite=False"),
-        ({"dst": "x.safetensors", "src": []}, ValueError, "no source"),
+        ({"dst": "x.safetensors", "src": []}, ValueError, "src is an empty list"),
     ],
 )
 def test_wrong_arguments(source, tmp_path, arguments, kind, fragment):
