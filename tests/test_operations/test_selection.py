@@ -61,7 +61,7 @@ def test_names_may_be_thinned_out_but_not_be_patterns_too(source, tmp_path):
         with pytest.raises(safeload.TensorNotFoundError, match=r"only='h\.7\.\*' matches none of 5 names"):
             function(source, only="h.7.*")
     assert not (tmp_path / "x.npz").exists()
-    with pytest.raises(ValueError, match="only= and drop= are for checkpoints"):
+    with pytest.raises(ValueError, match="only= and drop= require a checkpoint"):
         safeload.stats(np.ones(2), only="*")
 
 
