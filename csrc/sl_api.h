@@ -1,37 +1,37 @@
-/* Every declaration Python sees. This file is read twice: by the C compiler through safeload.h, and by cffi as
- * its cdef, so that the two cannot drift. Hence: no guard, no directive but integer #defines, no C beyond
+/* All declarations that Python sees. This file is read twice, by the C compiler through safeload.h and by cffi as its
+ * cdef, so that the two cannot diverge. Hence it has no guard, no directives except integer #defines, and only
  * declarations.
  *
- * Conventions. A function that can fail returns SL_OK or another status and then fills `error`; outputs are
- * untouched on failure. Sizes and offsets are bytes unless said otherwise. Objects are immutable once made, so
- * any thread may read them.
+ * Conventions: A function that can fail returns SL_OK or another status, and fills `error` on failure; outputs are then
+ * untouched. Sizes and offsets are in bytes unless stated otherwise. Finished objects are immutable, so any thread may
+ * read them.
  */
 
-/* Status of a call; each maps to one Python exception in safeload/base/native.py. */
+/* Status of a call. Each maps to a Python exception in safeload/base/native.py. */
 #define SL_OK 0
 #define SL_E_FORMAT 1      /* the bytes break their format: FormatError */
-#define SL_E_LIMIT 2       /* exceeds a named limit of ours: LimitError */
+#define SL_E_LIMIT 2       /* exceeds one of our named limits: LimitError */
 #define SL_E_TRUNCATED 3   /* the file ended before the requested bytes: FormatError */
-#define SL_E_OS 4          /* a system call failed, os_errno says why: OSError */
+#define SL_E_OS 4          /* a system call failed with os_errno: OSError */
 #define SL_E_MEMORY 5      /* MemoryError */
-#define SL_E_ARGUMENT 6    /* a caller's mistake, not the file's: SafeloadError */
-#define SL_E_RANGE 7       /* a value the target cannot hold, position is the element's index: RangeError */
+#define SL_E_ARGUMENT 6    /* a mistake of the caller, not of the file: SafeloadError */
+#define SL_E_RANGE 7       /* a value does not fit into the target; position is the element's index: RangeError */
 #define SL_E_UNSUPPORTED 8 /* well-formed, but not supported here: UnsupportedError */
 
-/* Long enough for a clipped tensor name, a shape of SL_MAX_RANK small dims and the numbers around them. */
+/* Enough for a clipped tensor name, a shape of SL_MAX_RANK small dims, and the numbers around them. */
 #define SL_MESSAGE_SIZE 1024
 
 typedef struct sl_error {
     int32_t status;
-    int32_t os_errno;              /* errno of SL_E_OS, else 0 */
+    int32_t os_errno;              /* errno for SL_E_OS, else 0 */
     int64_t position;              /* byte of the fault in the file (or buffer), or -1 */
     char message[SL_MESSAGE_SIZE]; /* UTF-8, NUL-terminated */
 } sl_error;
 
 /* ---- dtypes: one table for all formats (kernels/dtype.c) ---- */
 
-/* Indices into the table. Their order is that of safetensors' Dtype enum, which decides the order of tensors in a
- * written file: https://github.com/safetensors/safetensors/blob/main/safetensors/src/tensor.rs */
+/* Indices into the table, in the order of safetensors' Dtype enum, which determines the order of tensors in a written
+ * file: https://github.com/safetensors/safetensors/blob/main/safetensors/src/tensor.rs */
 #define SL_BOOL 0
 #define SL_F4 1
 #define SL_F6_E2M3 2
@@ -56,8 +56,8 @@ typedef struct sl_error {
 #define SL_U64 21
 #define SL_DTYPE_COUNT 22 /* number of element types; their numbers have no gaps */
 
-/* Block types of GGUF: SL_GGML + the number that enum ggml_type gives them, with gaps. A row is a sequence of blocks,
- * whose elements share their scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
+/* GGUF's block types: SL_GGML plus the number in enum ggml_type, with gaps. A row is a sequence of blocks, and the
+ * elements of a block share scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
 #define SL_GGML 64
 #define SL_Q4_0 66
 #define SL_Q4_1 67
@@ -85,19 +85,19 @@ typedef struct sl_error {
 #define SL_MXFP4 103
 #define SL_NVFP4 104
 #define SL_Q1_0 105
-#define SL_DTYPE_LIMIT 106 /* all numbers are smaller */
+#define SL_DTYPE_LIMIT 106 /* above all numbers */
 
-/* A conversion target only: Q4_0 with scale absmax / 7; SL_Q4_0 uses ggml's signed maximum / -8. */
+/* Only a conversion target: Q4_0 with scale absmax / 7; SL_Q4_0 uses ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63
 
-/* A conversion target only: f32, where an inexact result is the odd one of the two nearest, not the nearest. Rounding
- * it again, to a type of at most 22 bits of precision, gives what rounding the source once would give. */
+/* Only a conversion target: f32 rounded to odd. An inexact result is the odd one of the two nearest floats, so that
+ * rounding again, to a type with at most 22 bits of precision, equals a single rounding of the source. */
 #define SL_F32_ODD 61
 
-/* A source of packed codes only: the ternary codes of I2_S, of which GGUF files have one scale behind all blocks. */
+/* Only a source of packed codes: the ternary codes of I2_S, with a single scale behind all blocks in GGUF files. */
 #define SL_I2_S 62
 
-/* Bytes of a ggml type that this version does not know; nothing reads them as numbers. */
+/* Bytes of a ggml type unknown to this version; they are never read as numbers. */
 #define SL_UNKNOWN 60
 
 /* Kinds of elements. */
@@ -108,16 +108,16 @@ typedef struct sl_error {
 #define SL_KIND_BLOCKS 4
 
 typedef struct sl_dtype_info {
-    const char *code; /* as safetensors or ggml writes it: "BF16", "Q4_0" */
-    const char *name; /* as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0" */
+    const char *code; /* the spelling of safetensors or ggml: "BF16", "Q4_0" */
+    const char *name; /* the spelling of numpy, ml_dtypes, torch and ggml: "bfloat16", "q4_0" */
     int32_t kind;     /* SL_KIND_FLOAT .. */
-    int32_t bits;     /* of one element; 0 for block types */
+    int32_t bits;     /* per element; 0 for block types */
     int32_t block;    /* smallest number of elements that fills whole bytes */
     int32_t block_bytes;
-    int32_t swap;        /* bytes of a number to reverse when byte-swapping: 4 for C64, two f32; 1: nothing to swap */
-    int32_t ggml;        /* number in enum ggml_type; -1: none */
-    int32_t scale_at;    /* offset of the f16 scales within a block */
-    int32_t scale_count; /* number of f16 scales; 0 where scales have another type or are in pieces (IQ1_M) */
+    int32_t swap;     /* bytes to reverse in a byte swap: 4 for C64, which is two f32; 1 if there is nothing to swap */
+    int32_t ggml;     /* number in enum ggml_type, or -1 */
+    int32_t scale_at; /* offset of the f16 scales in a block */
+    int32_t scale_count; /* number of f16 scales; 0 if scales have another type or are scattered (IQ1_M) */
 } sl_dtype_info;
 
 const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL for an unknown number */
@@ -126,192 +126,190 @@ const char *sl_compiler(void); /* the compiler of this build, with its version *
 
 /* ---- kernels (kernels/convert.c) ---- */
 
-/* Instruction sets. Every tier gives the same bits as scalar C. */
+/* Instruction sets. Every tier produces the same bits as scalar C. */
 #define SL_TIER_SCALAR 0
 #define SL_TIER_AVX2 1
 #define SL_TIER_AVX512 2
 #define SL_TIER_NEON 3
 #define SL_TIER_COUNT 4
 
-const char *sl_tier_name(int32_t tier);           /* "avx2"; NULL when out of range */
-int32_t sl_tier_available(int32_t tier);          /* whether this processor and this build have it */
-int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_jobs_run support it */
+const char *sl_tier_name(int32_t tier);           /* "avx2"; NULL if out of range */
+int32_t sl_tier_available(int32_t tier);          /* whether this processor and this build support it */
+int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_jobs_run support the conversion */
 
-/* Converts `count` elements, whole blocks of both dtypes, in memory, little-endian on both sides, the source at any
- * alignment. SL_E_ARGUMENT for an unknown conversion or tier. */
+/* Converts `count` elements in memory, which must be whole blocks of both dtypes. Both sides are little-endian; the
+ * source may have any alignment. SL_E_ARGUMENT for an unknown conversion or tier. */
 int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count);
 
 /* ---- quantization kernels (kernels/quant.c) ---- */
 
-/* Index of the first of `count` blocks with an f16 scale that is not finite, or `count`. The quantizers write such a
- * scale exactly where the source holds NaN or infinity or f16 cannot represent the scale of the block. */
+/* Index of the first of `count` blocks with an f16 scale that is NaN or infinite, or `count`. The quantizers write such
+ * a scale if and only if the source has NaN or infinity, or the block's scale does not fit into f16. */
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
 
-/* int8 in memory. f32 and 16-bit elements are little-endian at any alignment. SL_E_ARGUMENT for an unknown tier or
- * `from`, which is SL_F32, SL_BF16 or SL_F16. *bits receives the f32 bits of the largest |x|, infinity or NaN if any x
- * is. */
+/* The f32 bits of the largest |x|; infinity or NaN if any x is. `from` is SL_F32, SL_BF16 or SL_F16, little-endian at
+ * any alignment. SL_E_ARGUMENT for another `from` or an unknown tier. */
 int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count, uint32_t *bits);
 /* Raises bits[i] to the bits of |source[i]|. */
 int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count);
 
-/* x * factor, rounded half away from zero and clamped to [-128, 127], NaN to 127. `each`: factors[i] for element i,
- * otherwise factors[0] for all. */
+/* x * factor, rounded half away from zero and clamped to [-128, 127]; NaN becomes 127. `each`: element i uses
+ * factors[i]; otherwise all elements use factors[0]. */
 int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
                    int32_t each);
 
 /* ---- differences (kernels/difference.c) ---- */
 
-/* What tells two runs of numbers apart. Where one element of a pair is not finite, the pair counts in none of the sums.
- */
+/* Differences between two runs of numbers. Pairs with NaN or infinity are excluded from all sums. */
 typedef struct sl_difference {
     double largest; /* |a - b| */
-    uint64_t at;    /* the first index where it is that large; 0 where all are equal */
-    double squares; /* the sum of (a - b)^2 */
+    uint64_t at;    /* first index of the largest difference; 0 if all pairs are equal */
+    double squares; /* sum of (a - b)^2 */
     double dot, norm_a, norm_b;
     uint64_t unequal;   /* pairs that differ; two NaNs are equal */
-    uint64_t nonfinite; /* those of them of which an element is not finite */
-    uint64_t finite;    /* pairs of which both are */
+    uint64_t nonfinite; /* unequal pairs with NaN or infinity */
+    uint64_t finite;    /* pairs without NaN or infinity */
 } sl_difference;
 
-/* Compares `number` tensors that follow one another in `a` and in `b`; tensor k has counts[k] elements, SL_F32 or
- * SL_F64, aligned and in the byte order of this machine. f32 is compared as f64. The same bits in every tier.
- * SL_E_ARGUMENT for another dtype or an unknown tier. */
+/* Compares `number` consecutive tensors in `a` and `b`; tensor k has counts[k] elements, SL_F32 or SL_F64, aligned and
+ * in this machine's byte order. f32 is compared as f64. Every tier produces the same bits. SL_E_ARGUMENT for another
+ * dtype or an unknown tier. */
 int32_t sl_differ(int32_t tier, int32_t dtype, const void *a, const void *b, const uint64_t *counts, uint64_t number,
                   sl_difference *found);
 
 /* ---- statistics (kernels/stats.c, jobs/op_stats.c) ---- */
 
-/* Statistics of consecutive elements of a tensor, bit-identical for any instruction set and number of threads. The mean
- * of the finite ones is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
+/* Statistics of consecutive elements of a tensor, with the same bits for any instruction set and number of threads. The
+ * mean of the finite elements is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
 typedef struct sl_stats {
     uint64_t finite;                    /* number of finite elements */
-    uint64_t nan, infinite;             /* numbers of those that are not */
+    uint64_t nan, infinite;             /* numbers of NaN and infinite elements */
     uint64_t zeros;                     /* of either sign */
-    uint64_t first_nan, first_infinite; /* index in the tensor; 2^64-1: none */
+    uint64_t first_nan, first_infinite; /* index in the tensor, or 2^64-1 */
     double min, max;                    /* of finite elements, exact, never -0; min > max if there are none */
     double mean, rest;
     double squares;   /* sum of squared differences from the mean */
     int64_t exponent; /* 0 except for f64 of extreme magnitude */
-    /* Of integers, exact: smallest and largest, with the highest bit flipped unless the dtype is SL_U64, and the sum
+    /* For integers, exact: smallest and largest, with the highest bit flipped unless the dtype is SL_U64, and the sum
      * sum_high * 2^64 + sum_low. */
     uint64_t least, most, sum_low;
     int64_t sum_high;
 } sl_stats;
 
-/* SL_OP_STATS writes one sl_stats for each segment of this many elements; the last may be shorter. 2^18 elements are 2
- * MiB of f64, so that a chunk holds at least one segment of any dtype. */
+/* SL_OP_STATS writes an sl_stats for each segment of this many elements; the last segment may be shorter. 2^18 elements
+ * are 2 MiB of f64, so that a chunk holds at least one segment of any dtype. */
 #define SL_STATS_SEGMENT 262144
 
-/* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1), the first bin
- * also smaller non-zero ones, the last bin also larger ones. 2^-48 to 2^16 covers all of f16, and the weights of other
- * dtypes in practice. */
+/* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1). The first bin
+ * also counts smaller non-zero elements, and the last bin larger elements. 2^-48 to 2^16 covers all of f16, and weights
+ * of other dtypes in practice. */
 #define SL_HISTOGRAM_BINS 64
 #define SL_HISTOGRAM_LOWEST -48
 
 /* For each of `count` tensors, merges the counts[i] consecutive segments at parts[i] into merged[i]. */
 void sl_stats_merge(const sl_stats *const *parts, const uint64_t *counts, uint64_t count, sl_stats *merged);
 
-/* ---- tables: names, dtypes, shapes and byte ranges of one file (formats/table.c) ---- */
+/* ---- tables: names, dtypes, shapes and byte ranges of a file (formats/table.c) ---- */
 
 /* numpy 2 allows 64 dims (NPY_MAXDIMS); no array can have more. */
 #define SL_MAX_RANK 64
 
 typedef struct sl_table sl_table;
 
-/* A table as columns of `count` entries, in the order of the bytes in the file. Borrowed from the table. */
+/* A table as columns of `count` entries, in the order of the bytes in the file. Owned by the table. */
 typedef struct sl_columns {
     uint64_t count;
-    const char *names; /* UTF-8, each name followed by '\n', including the last */
+    const char *names; /* UTF-8, with '\n' after each name, including the last */
     uint64_t names_size;
-    const uint64_t *name_ends; /* names[i] is [name_ends[i - 1] + 1, name_ends[i]), the first from 0 */
+    const uint64_t *name_ends; /* names[i] is [name_ends[i - 1] + 1, name_ends[i]); the first begins at 0 */
     const uint8_t *dtypes;     /* SL_BOOL .. */
-    const uint64_t *dims;      /* all shapes, one after the other, outermost dim first */
+    const uint64_t *dims;      /* all shapes, one after another, outermost dim first */
     const uint64_t *dim_ends;  /* shape i is dims[dim_ends[i - 1] .. dim_ends[i]) */
     const uint64_t *begins;    /* byte range in the file: [begins[i], ends[i]) */
     const uint64_t *ends;
-    int32_t names_ascend;          /* in the order of their bytes */
-    int32_t newline_in_names;      /* some name contains '\n': use name_ends, do not split */
-    int32_t plain;                 /* every tensor has elements of whole bytes, at least one of them, and begins at a
-                                      multiple of its alignment: its bytes are its array */
-    int32_t has_metadata;          /* 0: the file has none (or null) */
-    uint64_t metadata_count;       /* pairs */
+    int32_t names_ascend;          /* whether the names are sorted by their bytes */
+    int32_t newline_in_names;      /* whether a name contains '\n', so that names must be split by name_ends */
+    int32_t plain;                 /* whether the bytes of every tensor are its array: at least one element, in whole
+                                      bytes, beginning at a multiple of the alignment */
+    int32_t has_metadata;          /* 0 if the file has none (or null) */
+    uint64_t metadata_count;       /* number of pairs */
     const char *metadata_text;     /* UTF-8: key, value, key, value, ... in file order */
     const uint64_t *metadata_ends; /* 2 * metadata_count exclusive ends */
     uint64_t metadata_size;
 } sl_columns;
 
-/* A table begins with its columns: its address is theirs too. */
+/* A table begins with its columns, at the same address. */
 const sl_columns *sl_table_columns(const sl_table *table);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 
 /* ---- memory and files (platform/posix.c, platform/windows.c) ---- */
 
-/* Zeroed memory for a large buffer that is filled once; size > 0. Uses huge pages where the system has them: with pages
- * of 4 KiB the faults cost more than the bytes. NULL when out of memory. */
+/* Zeroed memory for a large buffer that is filled once; size > 0. Uses huge pages if the system has them, because
+ * faults of small pages cost more than filling the bytes. NULL if out of memory. */
 void *sl_memory_alloc(uint64_t size);
 void sl_memory_free(void *memory, uint64_t size);
 
-/* A file that was opened, and what told it from others at that moment: callers that open it again compare. */
+/* An open file, and its identity at that moment, to compare when it is opened again. */
 typedef struct sl_file {
-    int64_t handle; /* a descriptor on POSIX, a HANDLE on Windows: what the functions below take as `file` */
+    int64_t handle; /* a descriptor on POSIX, a HANDLE on Windows: the `file` of the functions below */
     uint64_t size;
-    int64_t mtime_ns;       /* since 1970, as Python's os.stat counts it */
-    uint64_t device, inode; /* 0 on Windows, where Python's os.stat knows more of them than the handle tells */
+    int64_t mtime_ns;       /* since 1970, like Python's os.stat */
+    uint64_t device, inode; /* 0 on Windows, where Python's os.stat knows more digits than the handle provides */
 } sl_file;
 
-/* Opens for reading; only a regular file is accepted. On failure *opened is left as it was. */
+/* Opens a regular file for reading; refuses any other kind. On failure *opened is untouched. */
 int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error);
 void sl_file_close(int64_t file);
 
-/* Reads exactly `size` bytes at `offset`; SL_E_TRUNCATED with the offset where the file ended if there are fewer.
- * Interrupted and short reads are continued. error may be NULL. */
+/* Reads exactly `size` bytes at `offset`. If there are fewer, SL_E_TRUNCATED with the offset of the file's end.
+ * Continues after interrupted and short reads. `error` may be NULL. */
 int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error);
 
-/* The same open file once more, for reads past the page cache (O_DIRECT); 0 where the system or the file system has
- * none, which is not a failure. Close it with sl_file_close. */
+/* Opens the same file again for reads past the page cache (O_DIRECT). Returns 0 if the system or the file system does
+ * not support it, which is not a failure. Close it with sl_file_close. */
 int64_t sl_file_open_direct(int64_t file);
 
-/* A private copy-on-write mapping of [0, size); size > 0. */
+/* Maps [0, size) privately and copy-on-write; size > 0. */
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error);
 void sl_file_unmap(void *address, uint64_t size);
 
-/* Reserves disk space for [0, size), so that a full disk is detected before the first byte is written. Also SL_OK where
+/* Reserves disk space for [0, size), so that a full disk is detected before the first byte is written. Returns SL_OK if
  * the filesystem cannot reserve. */
 int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 
 /* ---- safetensors (formats/safetensors.c) ---- */
 
-/* Opens, reads and validates the header; data is not touched. On failure nothing stays open. */
+/* Opens a file, reads and validates the header; the data is not touched. On failure nothing stays open. */
 int32_t sl_safetensors_open(const char *path_utf8, sl_file *opened, sl_table **table, sl_error *error);
 
-/* A file that sl_safetensors_load has opened. */
+/* A file opened by sl_safetensors_load. */
 typedef struct sl_loaded {
-    sl_file file; /* closed where there is content: its handle is -1 */
+    sl_file file; /* closed, with handle -1, if `content` is set */
     sl_table *table;
-    void *content;  /* all bytes of the file, free with sl_free; NULL: larger than was asked for */
-    sl_error error; /* of the call; all else is untouched where it fails */
+    void *content;  /* all bytes of the file, to free with sl_free; NULL if the file is larger than `largest` */
+    sl_error error; /* of the call; on failure everything else is untouched */
 } sl_loaded;
 
-/* The same, but a file of at most `largest` bytes is read whole, by one call, and closed. */
+/* Like sl_safetensors_open, but a file of at most `largest` bytes is read whole, with a single call, and closed. */
 int32_t sl_safetensors_load(const char *path_utf8, uint64_t largest, sl_loaded *loaded);
-/* The same over bytes in memory. */
+/* Parses bytes in memory. */
 int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error);
-sl_table *sl_safetensors_table(const void *data, uint64_t size); /* its table, or NULL where it fails */
-/* The same over the first `held` bytes of a file of `file_size`, which must hold the header if its size is valid. */
+sl_table *sl_safetensors_table(const void *data, uint64_t size); /* like sl_safetensors_parse; NULL on failure */
+/* Parses the first `held` bytes of a file of `file_size` bytes; they must include the header if its size is valid. */
 int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table,
                                   sl_error *error);
 
-/* Builds the 8-byte length and the header (padded to 8) for tensors given as columns: count, names, name_ends,
- * dtypes, dims, dim_ends and the metadata fields are read, the rest ignored. order[k] is the index of the k-th
- * tensor in the file, sizes[i] the bytes of tensor i; both hold count entries. Free *header with sl_free. */
+/* Builds the 8-byte length and the header (padded to 8) for tensors given as columns. Reads count, names, name_ends,
+ * dtypes, dims, dim_ends and the metadata fields, and ignores the rest. order[k] is the index of the k-th tensor in the
+ * file, sizes[i] the size of tensor i; both hold count entries. Free *header with sl_free. */
 int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64_t *sizes, void **header,
                               uint64_t *header_size, sl_error *error);
 void sl_free(void *memory);
 
 /* ---- GGUF (formats/gguf.c) ---- */
 
-/* Types of metadata values, as the format numbers them. */
+/* Types of metadata values, by the format's numbers. */
 #define SL_GGUF_U8 0
 #define SL_GGUF_I8 1
 #define SL_GGUF_U16 2
@@ -327,24 +325,24 @@ void sl_free(void *memory);
 #define SL_GGUF_F64 12
 #define SL_GGUF_TYPE_COUNT 13
 
-/* One key of the metadata; ranges are bytes of the file. */
+/* A key of the metadata; ranges are bytes of the file. */
 typedef struct sl_gguf_entry {
     uint64_t key_begin, key_end; /* UTF-8 */
-    uint64_t begin, end;         /* the stored value, after the number of its type */
+    uint64_t begin, end;         /* the stored value, after its type */
     int32_t type;                /* SL_GGUF_U8 .. */
 } sl_gguf_entry;
 
-/* A tensor that the table lists as the bytes that it has: I2_S, whose scale is behind all codes (dtype SL_U8; rows are
- * whole blocks), or of an unknown type (dtype SL_UNKNOWN; its bytes end where the next tensor begins). */
+/* A tensor that the table lists as plain bytes: I2_S, which has its scale behind all codes (dtype SL_U8; rows are whole
+ * blocks), or an unknown type (dtype SL_UNKNOWN; the bytes end where the next tensor begins). */
 typedef struct sl_gguf_listed {
     uint64_t name_begin, name_end; /* bytes of the file, UTF-8 */
-    uint64_t dims[4];              /* the logical shape, outermost first */
+    uint64_t dims[4];              /* logical shape, outermost first */
     int32_t rank;
     int32_t dtype;
-    uint32_t type; /* its number in enum ggml_type */
+    uint32_t type; /* number in enum ggml_type */
 } sl_gguf_listed;
 
-/* The metadata as stored in the file. Every count and length in it has been checked. */
+/* The metadata as stored in the file. All counts and lengths are checked. */
 typedef struct sl_gguf {
     const uint8_t *bytes; /* the file up to the end of the tensor descriptions */
     uint64_t size;
@@ -358,31 +356,27 @@ typedef struct sl_gguf {
 
 /* Reads and validates everything before the data of an open file of `file_size` bytes; the data is not touched. */
 int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error);
-/* The same of a file whose first `held` bytes are in memory. SL_E_TRUNCATED when the header is longer: call again with
- * at least as many bytes as error->position says. */
+/* Like sl_gguf_read, for a file with its first `held` bytes in memory. SL_E_TRUNCATED if the header is longer: call
+ * again with at least error->position bytes. */
 int32_t sl_gguf_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table, sl_gguf **gguf,
                            sl_error *error);
 void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 
 /* ---- jobs: operations on byte ranges of files and memory (jobs/run.c) ---- */
 
-/* Operations. Threads process the chunks of a job in any order, except for SL_OP_APPEND. SL_E_ARGUMENT when a job has a
- * grid or channels that its operation does not take, lacks those that it needs, or has dtypes that the operation does
- * not support. A dtype is real when it converts to f32.
- *   COPY       the bytes unchanged; `from` and `to` are the same
- *   CONVERT    `from` to `to`; an element that blocks cannot hold is SL_E_RANGE
- *   GRID       a strided 2-D copy (sl_grid), converted if `from` and `to` differ
- *   WRITE      memory to the file at `offset`
- *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
- *   INT8       any real dtype times the factors of its channels, rounded half away from zero, within [-128, 127]
- *   ABSMAX     any real dtype: memory holds a u32 for each channel, zero or the result of other jobs, and is raised
- *              to the bits of the largest |x| (infinity and NaN are larger than any number); factors are not used
- *   FINITE     any real dtype: writes nothing; an element that is not finite is SL_E_RANGE
- *   STATS      any real dtype: an sl_stats for each segment, in order
- *   HISTOGRAM  the same, after SL_HISTOGRAM_BINS u64 that are added to
- *   RESTORE    packed codes to the numbers that they stand for (sl_packed), in f32, rounded once to `to`
- * The source of a packed job is the f32 values that its codes stand for: `from` is SL_F32 and `size` 4 bytes for each
- * of them. INT8, ABSMAX, FINITE, STATS and HISTOGRAM take packed codes whose order is that of the values. */
+/* Operations. Threads process the chunks of a job in any order, except for SL_OP_APPEND. SL_E_ARGUMENT if a job has a
+ * grid or channels that its operation does not take, lacks a grid or channels that it needs, or has unsupported dtypes.
+ * A dtype is real if it converts to f32. COPY       the bytes unchanged; `from` and `to` are the same CONVERT    `from`
+ * to `to`; SL_E_RANGE for an element that does not fit into its block GRID       a strided 2-D copy (sl_grid),
+ * converted if `from` and `to` differ WRITE      memory to the file at `offset` APPEND     memory to the file's current
+ * position, in order, by one thread: pipes and devices INT8       any real dtype times the factors of its channels,
+ * rounded half away from zero, within [-128, 127] ABSMAX     any real dtype: memory holds a u32 per channel, which is 0
+ * or the result of other jobs, and is raised to the bits of the largest |x| (infinity and NaN exceed any number);
+ * factors are not used FINITE     any real dtype: writes nothing; SL_E_RANGE for NaN or infinity STATS      any real
+ * dtype: an sl_stats per segment, in order HISTOGRAM  like STATS, after SL_HISTOGRAM_BINS u64 counters to add to
+ *   RESTORE    packed codes (sl_packed) to their values in f32, rounded once to `to`
+ * The source of a packed job is the f32 values of its codes: `from` is SL_F32, and `size` is 4 bytes per value. INT8,
+ * ABSMAX, FINITE, STATS and HISTOGRAM require codes in the order of the values. */
 #define SL_OP_COPY 0
 #define SL_OP_CONVERT 1
 #define SL_OP_GRID 2
@@ -396,64 +390,64 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 #define SL_OP_RESTORE 10
 #define SL_OP_COUNT 11
 
-const char *sl_op_name(int32_t op); /* "copy"; NULL when out of range */
+const char *sl_op_name(int32_t op); /* "copy"; NULL if out of range */
 
-#define SL_MEMORY -1 /* as sl_job.file: the source is memory, and offset its address */
+#define SL_MEMORY -1 /* for sl_job.file: the source is memory, and `offset` is its address */
 
-/* A strided 2-D copy: elements (of whole bytes) that are not contiguous on both sides. Strides are bytes from one row
- * or column to the next; in memory they may have any value, including negative ones. In a file columns are contiguous
- * and rows do not overlap. */
+/* A strided 2-D copy of elements (of whole bytes) that are not contiguous on both sides. Strides are bytes between
+ * consecutive rows or columns. In memory they may have any value, even negative; in a file, columns must be contiguous
+ * and rows must not overlap. */
 typedef struct sl_grid {
     uint64_t rows, columns;
     int64_t source_row, source_column;
     int64_t memory_row, memory_column;
 } sl_grid;
 
-/* Channels of a tensor that becomes int8, each an index of an axis with a scale of its own. */
+/* Channels of a tensor that becomes int8: the indices of an axis with a scale per index. */
 typedef struct sl_channels {
     uint64_t count;       /* at least 1 */
-    uint64_t inner;       /* element i belongs to channel i / inner % count; at least 1, whole blocks where count > 1 */
-    const float *factors; /* one for each channel */
+    uint64_t inner;       /* element i belongs to channel i / inner % count; at least 1, whole blocks if count > 1 */
+    const float *factors; /* per channel */
 } sl_channels;
 
-/* Layouts of packed codes: matrices of `rows` x `columns` codes, stored one after the other. */
-#define SL_LAYOUT_ROWS 0    /* a row is a little-endian bit stream, or 32-bit words that hold `word_codes` codes each */
+/* Layouts of packed codes: matrices of `rows` x `columns` codes, stored one after another. */
+#define SL_LAYOUT_ROWS 0    /* a row is a little-endian bit stream, or 32-bit words with `word_codes` codes each */
 #define SL_LAYOUT_COLUMNS 1 /* a column is a little-endian bit stream over the 32-bit words in this column; GPTQ */
 #define SL_LAYOUT_WORDS 2   /* a row is 32-bit words of 8 codes of 4 bits in the order of AWQ's kernels */
 #define SL_LAYOUT_PLANES 3  /* n = rows * bits / 8 rows of bytes; row r is plane r / n of bytes r % n; 2 or 4 bits */
-#define SL_LAYOUT_BLOCKS 4  /* a row is whole blocks of the block type `codes`, whose numbers are scaled once more */
-#define SL_LAYOUT_MASKED 5  /* values of the dtype `codes`, of which a mask has the places: all others are 0 */
+#define SL_LAYOUT_BLOCKS 4  /* a row is whole blocks of the block type `codes`, with an additional scale */
+#define SL_LAYOUT_MASKED 5  /* values of the dtype `codes` at the positions in a mask; all other values are 0 */
 #define SL_LAYOUT_COUNT 6
 
-/* Packed codes and the numbers that they stand for: value = (table[code] - zero) * scale + bias, times the factor of
- * the column, each step rounded to f32. Scale, zero and bias are looked up in a grid over the matrix. */
+/* Packed codes and their values: value = (table[code] - zero) * scale + bias, times the factor of the column, with each
+ * step rounded to f32. Scale, zero and bias are looked up in a grid over the matrix. */
 typedef struct sl_packed {
-    int32_t layout;     /* SL_LAYOUT_ROWS .. */
-    int32_t bits;       /* of a code, 1 to 8 */
-    int32_t codes;      /* with 8 bits and without a table: the dtype whose numbers the codes are; BLOCKS: of blocks;
-                         * MASKED: of values */
-    int32_t word_codes; /* of SL_LAYOUT_ROWS: codes in a 32-bit word, whose upper bits are unused; 0: a bit stream */
-    int32_t high_first; /* a stream of 4 bits: the first code is in the high bits; PLANES: so is the first plane */
-    int32_t transpose;  /* values are stored as columns x rows */
-    int32_t forbidden;  /* of PLANES and blocks of I2_S: a code that no writer stores, which is SL_E_FORMAT; -1: none */
-    int32_t interleaved; /* of SL_LAYOUT_PLANES: row r is plane r % (8 / bits) of bytes r / (8 / bits) */
-    int32_t divide;      /* of SL_LAYOUT_ROWS with 8 bits, blocks and no table: values are codes / scales */
+    int32_t layout; /* SL_LAYOUT_ROWS .. */
+    int32_t bits;   /* per code, 1 to 8 */
+    int32_t codes;  /* with 8 bits and no table: the dtype of the codes' numbers; BLOCKS: the block type; MASKED: the
+                     * dtype of the values */
+    int32_t word_codes;  /* SL_LAYOUT_ROWS: codes in a 32-bit word with unused upper bits; 0: a bit stream */
+    int32_t high_first;  /* in a stream of 4 bits, the high bits hold the first code; PLANES: and the first plane */
+    int32_t transpose;   /* values are stored as columns x rows */
+    int32_t forbidden;   /* PLANES and I2_S blocks: a code that writers never store, so SL_E_FORMAT; -1: none */
+    int32_t interleaved; /* SL_LAYOUT_PLANES: row r is plane r % (8 / bits) of bytes r / (8 / bits) */
+    int32_t divide;      /* SL_LAYOUT_ROWS with 8 bits, blocks and no table: values are codes / scales */
     uint64_t size;       /* stored bytes; the last row may end with its codes */
     uint64_t matrices, rows, columns;
-    uint64_t row_bytes;                   /* from one stored row to the next */
-    const float *table;                   /* 2^bits numbers; NULL: `codes` */
-    uint64_t row_block, column_block;     /* rows and columns of a matrix that share an element of the grid */
-    uint64_t grid_rows, grid_columns;     /* elements of the grid of one matrix */
-    uint64_t grid_step;                   /* elements from the grid of one matrix to that of the next; 0: one for all */
-    const float *scales, *zeros, *biases; /* grids; NULL: none */
-    /* Of each column, of COLUMNS and transposed WORDS of each row: */
+    uint64_t row_bytes;                   /* between consecutive stored rows */
+    const float *table;                   /* 2^bits numbers; NULL: see `codes` */
+    uint64_t row_block, column_block;     /* rows and columns of a matrix per element of the grid */
+    uint64_t grid_rows, grid_columns;     /* elements of a matrix's grid */
+    uint64_t grid_step;                   /* elements between the grids of consecutive matrices; 0: a common grid */
+    const float *scales, *zeros, *biases; /* grids, or NULL */
+    /* Per column, or per row for COLUMNS and transposed WORDS: */
     const uint32_t *groups; /* its column (row) of the grid; NULL: blocks */
-    const float *factors;   /* NULL: none */
-    const uint8_t *mask;    /* MASKED: a bit for each column, from the lowest up; a row begins at a byte */
-    const uint64_t *starts; /* MASKED: of each `mask_columns` of a row the number of values before it, row after row;
-                             * one more at the end. `row_bytes` is not used */
+    const float *factors;   /* or NULL */
+    const uint8_t *mask;    /* MASKED: a bit per column, lowest bit first; a row begins at a byte */
+    const uint64_t *starts; /* MASKED: for every `mask_columns` columns of a row, the number of stored values before it,
+                             * row after row, with an additional element at the end. `row_bytes` is not used */
     uint64_t mask_columns;
-    uint64_t first_row; /* MASKED: what messages call row 0 */
+    uint64_t first_row; /* MASKED: the number of row 0 in messages */
 } sl_packed;
 
 typedef struct sl_job {
@@ -466,25 +460,25 @@ typedef struct sl_job {
     const sl_grid *grid;         /* NULL: contiguous on both sides */
     const sl_channels *channels; /* NULL: values are not scaled */
     const sl_packed *packed;     /* NULL: the source holds elements of `from` */
-    int64_t direct;              /* the file from sl_file_open_direct; 0: it is read through the page cache. Grids and
-                                  * packed codes always are */
+    int64_t direct;              /* the file from sl_file_open_direct; 0 to read through the page cache, as grids and
+                                  * packed codes always do */
 } sl_job;
 
-/* Bytes of the room that a thread needs for reads past the page cache: a chunk, and the rest of its first and its last
- * page. It begins at a page. */
+/* Bytes of a thread's room for reads past the page cache, aligned to a page: a chunk, and the rest of its first and its
+ * last page. */
 #define SL_DIRECT_ROOM 3153920
 
 /* Zero before the first call, except for `room`. */
 typedef struct sl_cursor {
-    uint64_t chunks_done; /* where the next slice starts */
+    uint64_t chunks_done; /* start of the next slice */
     uint64_t bytes_done;  /* for progress */
     uint64_t failed_job;  /* set on failure */
     int32_t finished;
-    int32_t rooms; /* threads that `room` is enough for; others read through the page cache */
-    void *room;    /* SL_DIRECT_ROOM bytes for each of them, from the start of a page on */
+    int32_t rooms; /* number of threads with a room; other threads read through the page cache */
+    void *room;    /* SL_DIRECT_ROOM bytes per thread, aligned to a page */
 } sl_cursor;
 
-/* Works for at most slice_ms (0: no limit), joins its threads and returns; call again until cursor->finished.
- * threads >= 1. On failure error->position is the file offset that could not be read or written. */
+/* Works for at most slice_ms (0: no limit), joins its threads and returns. Should be called until cursor->finished.
+ * threads must be >= 1. On failure error->position is the file offset that could not be read or written. */
 int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms,
                     sl_cursor *cursor, sl_error *error);

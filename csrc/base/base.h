@@ -10,10 +10,10 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define SL_PRINTF(format_index, first_index) __attribute__((format(printf, format_index, first_index)))
 #define SL_LIKELY(x) __builtin_expect(!!(x), 1)
-#define SL_INLINE static inline __attribute__((always_inline)) /* where an argument must become a constant */
+#define SL_INLINE static inline __attribute__((always_inline)) /* for arguments that must become constants */
 #define SL_PREFETCH(address) __builtin_prefetch(address)
 #define SL_PREFETCH_WRITE(address) __builtin_prefetch(address, 1)
-#define SL_UNROLL _Pragma("GCC unroll 16") /* of a loop over registers */
+#define SL_UNROLL _Pragma("GCC unroll 16") /* for loops over registers */
 #else
 #define SL_UNROLL
 #define SL_PREFETCH(address) ((void)(address))
@@ -26,7 +26,7 @@
 _Static_assert(sizeof(size_t) == 8, "safeload maps whole files: it needs a 64-bit address space");
 _Static_assert(sizeof(void *) == 8, "sl_job is laid out by Python for 64-bit pointers");
 
-/* a + b and a * b into *out; false (out untouched) when the result does not fit. */
+/* Sets *out to a + b or a * b; returns false and leaves *out untouched if the result does not fit. */
 static inline bool sl_add_u64(uint64_t a, uint64_t b, uint64_t *out) {
     if (a > UINT64_MAX - b) return false;
     *out = a + b;
@@ -42,8 +42,8 @@ static inline bool sl_mul_u64(uint64_t a, uint64_t b, uint64_t *out) {
 static inline uint64_t sl_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static inline uint64_t sl_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-/* Little-endian load and store at any alignment on any host. Written out: compilers merge this into one load, which
- * they do not do for a loop. */
+/* Little-endian load and store at any alignment on any host. Written out, because compilers merge this into a single
+ * load, but not a loop. */
 static inline uint64_t sl_load_le64(const void *source) {
     const uint8_t *b = source;
     return (uint64_t)b[0] | (uint64_t)b[1] << 8 | (uint64_t)b[2] << 16 | (uint64_t)b[3] << 24 | (uint64_t)b[4] << 32 |

@@ -39,7 +39,7 @@ const char *sl_quote(char out[SL_QUOTE_SIZE], const char *text, size_t size) {
             break;
         }
         unsigned char c = (unsigned char)text[i++];
-        /* U+0080 to U+009F are control characters too, in two bytes: a terminal takes U+009B as ESC [. */
+        /* U+0080 to U+009F, two bytes each, are control characters too: a terminal treats U+009B as ESC [. */
         bool c1 = c == 0xc2 && i < size && (unsigned char)text[i] >= 0x80 && (unsigned char)text[i] < 0xa0;
         if (c1) c = (unsigned char)text[i++];
         if (c < 0x20 || c == 0x7f || c1) {

@@ -1,7 +1,7 @@
-/* The one sort. */
+/* The sort of all tables. */
 #include "base/sort.h"
 
-/* Index where the ascending run that starts at `from` ends. */
+/* Index at which the ascending run from `from` ends. */
 static uint64_t run_end(const uint32_t *order, uint64_t from, uint64_t count, sl_compare_fn compare,
                         const void *context) {
     while (++from < count && compare(context, order[from - 1], order[from]) <= 0) {
@@ -20,7 +20,7 @@ static void merge(const uint32_t *from, uint32_t *to, uint64_t begin, uint64_t m
 }
 
 void sl_sort(uint32_t *order, uint32_t *spare, uint64_t count, sl_compare_fn compare, const void *context) {
-    uint32_t *from = order, *to = spare, *ends = spare + count; /* ends of runs */
+    uint32_t *from = order, *to = spare, *ends = spare + count; /* `ends` holds the ends of runs */
     uint64_t runs = 0;
     for (uint64_t at = 0; at < count; ends[runs++] = (uint32_t)at) at = run_end(order, at, count, compare, context);
     while (runs > 1) {

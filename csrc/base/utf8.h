@@ -4,8 +4,8 @@
 
 #include "base/base.h"
 
-/* Length of the character at `at`, whose first byte is >= 0x80; 0 when invalid. The ranges are table 3-7 of the Unicode
- * Standard: no overlong forms, no surrogates, nothing above U+10FFFF. */
+/* Length of the character at `at`, whose first byte is >= 0x80, or 0 if it is invalid. The ranges are from table 3-7 of
+ * the Unicode Standard: no overlong forms, no surrogates, nothing above U+10FFFF. */
 static inline size_t sl_utf8_length(const char *at, const char *end) {
     const unsigned char *b = (const unsigned char *)at;
     size_t left = (size_t)(end - at);
@@ -22,7 +22,7 @@ static inline size_t sl_utf8_length(const char *at, const char *end) {
     return length;
 }
 
-/* Number of bytes of `text` before the first that is not UTF-8; `size` when all of it is valid. */
+/* Number of bytes of `text` before the first invalid byte; `size` if all are valid UTF-8. */
 static inline size_t sl_utf8_valid(const char *text, size_t size) {
     const char *at = text, *end = text + size;
     while (at < end) {

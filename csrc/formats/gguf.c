@@ -1,24 +1,24 @@
 /* The GGUF format, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Little-endian.
  *
- *   1. "GGUF", u32 version (2 or 3: the same layout), u64 number of tensors, u64 number of metadata entries.
+ *   1. "GGUF", u32 version (2 or 3, with identical layouts), u64 number of tensors, u64 number of metadata entries.
  *   2. The metadata. Each entry: its key (a string), u32 type of its value, the value. A value is
  *        - an integer, a float, or a bool (one byte, 0 or 1),
- *        - a string: u64 size, then that many bytes of UTF-8,
- *        - an array: u32 type of its elements, u64 count, the elements one after the other.
+ *        - a string: u64 size, then this number of bytes of UTF-8,
+ *        - an array: u32 type of its elements, u64 count, the elements one after another.
  *   3. The tensors' descriptions. Each: its name (a string), u32 number of dims (at most 4), u64 dims, innermost first,
  *      u32 ggml type, u64 offset of its bytes in the data, a multiple of the alignment.
  *   4. Padding to a multiple of the alignment: the u32 value of "general.alignment", a power of two, or 32.
  *   5. The data: row-major, little-endian, each row whole blocks of its type. There may be padding between tensors.
  *
- * An array is scanned, so that every count and length in it has been checked, but not unpacked. Strings that are values
- * need not be UTF-8: vocabularies hold arbitrary bytes. Keys and names must be.
+ * Arrays are scanned, which checks every count and length in them, but not unpacked. String values need not be UTF-8,
+ * because vocabularies hold arbitrary bytes. Keys and names must be UTF-8.
  *
- * Refused although others accept it: a duplicate key, and a bool of 2.
+ * Refused although other readers accept it: a duplicate key, and a bool of 2.
  *
- * Type 36, which ggml has removed, is I2_S in files of https://github.com/microsoft/BitNet, which "general.file_type"
- * tells: codes of 2 bits, and after them 32 bytes, of which the first 4 are an f32 scale of the whole tensor. Blocks of
- * 128 elements are what its converter writes and its builds for x86-64 read; its other layouts have the same size and
- * cannot be told apart.
+ * Type 36, which ggml has removed, is I2_S in files of https://github.com/microsoft/BitNet, recognized by
+ * "general.file_type": codes of 2 bits, followed by 32 bytes that begin with the f32 scale of the whole tensor. We
+ * assume blocks of 128 elements, which its converter writes and its builds for x86-64 read; its other layouts have the
+ * same size and cannot be distinguished.
  */
 #include <stdarg.h>
 #include <stdio.h>
@@ -44,28 +44,28 @@
 #define I2_S_BLOCK 128
 #define I2_S_TAIL 32
 
-/* The whole header is held in memory; a vocabulary of 250,000 tokens with its merges takes 10 MB, and so do the
+/* The whole header is held in memory. A vocabulary of 250,000 tokens with its merges takes 10 MB, and so do the
  * descriptions of 100,000 tensors. */
 #define MAX_HEADER ((uint64_t)128 << 20)
 
-/* Padding exists so that data can be mapped, and no processor has larger pages (x86-64 has pages of 1 GiB). */
+/* Padding exists to make data mappable, and no processor has larger pages (x86-64 has pages of 1 GiB). */
 #define MAX_ALIGNMENT ((uint64_t)1 << 30)
 
 /* An empty key, type and one byte of value; an empty name, no dims, type and offset. */
 #define SMALLEST_ENTRY (8 + 4 + 1)
 #define SMALLEST_TENSOR (8 + 4 + 4 + 8)
-/* An array's type and count, whether it is a value or an element of another array. */
+/* Type and count of an array, either as a value or inside another array. */
 #define ARRAY_HEAD (4 + 8)
 
-/* Room that is allocated in advance; a count in a file is trusted only as far as its entries have been read. */
+/* Room allocated in advance, because a count in a file is trusted only after its entries have been read. */
 #define FIRST_ENTRIES 64
 #define FIRST_TENSORS 512
 
-/* The subject of a fault, for messages. */
+/* The subject of an error message. */
 typedef struct subject {
     const char *kind;
     uint64_t index;
-    uint64_t begin, end; /* its name in the file; begin is 0 until it is known */
+    uint64_t begin, end; /* the name's bytes in the file; begin is 0 until it is known */
 } subject;
 
 typedef struct parser {
@@ -74,14 +74,14 @@ typedef struct parser {
     sl_gguf *made;
     sl_gguf_entry *entries;
     uint64_t entry_count, entry_capacity;
-    bool holds_i2_s; /* what type 36 is */
+    bool holds_i2_s; /* whether type 36 is I2_S */
     sl_gguf_listed *listed;
     uint64_t listed_count, listed_capacity;
     sl_table *table;
     sl_error *error;
 } parser;
 
-/* Fails for the subject with a fault at `position`. */
+/* Fails with a fault of the subject at `position`. */
 static int32_t refuse(parser *self, int32_t status, uint64_t position, const char *format, ...) SL_PRINTF(4, 5);
 
 static int32_t refuse(parser *self, int32_t status, uint64_t position, const char *format, ...) {
@@ -101,7 +101,7 @@ static int32_t refuse(parser *self, int32_t status, uint64_t position, const cha
     return sl_fail(self->error, status, (int64_t)position, "%s", reason);
 }
 
-/* Makes the next `size` bytes available; `what` names them in a message. */
+/* Makes the next `size` bytes available; `what` describes the bytes in a message. */
 static int32_t need(parser *self, uint64_t size, const char *what) {
     if (SL_LIKELY(size <= self->in.held - self->in.at)) return SL_OK;
     uint64_t left = sl_reader_left(&self->in);
@@ -114,7 +114,7 @@ static int32_t need(parser *self, uint64_t size, const char *what) {
     return sl_reader_hold(&self->in, size, self->error);
 }
 
-/* Refuses the count at `position` when the file cannot hold that many items of at least `smallest` bytes. */
+/* Refuses the count at `position` if the file is too small for this number of items of at least `smallest` bytes. */
 static int32_t check_count(parser *self, uint64_t position, uint64_t count, uint64_t smallest, const char *items) {
     uint64_t left = sl_reader_left(&self->in);
     if (SL_LIKELY(count <= left / smallest)) return SL_OK;
@@ -171,7 +171,7 @@ static int32_t read_type(parser *self, uint32_t *type) {
                   SL_GGUF_TYPE_COUNT - 1);
 }
 
-/* Advances past `count` values of a fixed size. `position` is that of the count, or of a single value. */
+/* Advances past `count` values of a fixed size. `position` is the position of the count, or of a single value. */
 static int32_t read_fixed(parser *self, uint32_t type, uint64_t count, uint64_t position) {
     uint64_t size = VALUE_SIZES[type];
     int32_t status = check_count(self, position, count, size, "values");
@@ -284,16 +284,16 @@ static int compare_keys(const void *context, uint32_t a, uint32_t b) {
                             right->key_end - right->key_begin);
 }
 
-/* Refuses a duplicate key: one value would hide the other. */
+/* Refuses duplicate keys, because a value would hide another. */
 static int32_t check_keys(parser *self) {
-    uint64_t count = self->entry_count; /* MAX_HEADER holds fewer than 2^32 */
+    uint64_t count = self->entry_count; /* fewer than 2^32 fit into MAX_HEADER */
     if (count == 0) return SL_OK;
     uint32_t *order = malloc((size_t)count * 3 * sizeof *order);
     if (order == NULL) return sl_fail_memory(self->error, count * 3 * sizeof *order);
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
     sl_sort(order, order + count, count, compare_keys, self);
     int32_t status = SL_OK;
-    for (uint64_t i = 1; i < count && status == SL_OK; i++) { /* the sort is stable: the later key is the second */
+    for (uint64_t i = 1; i < count && status == SL_OK; i++) { /* the sort is stable, so the second key is the later */
         const sl_gguf_entry *first = &self->entries[order[i - 1]], *second = &self->entries[order[i]];
         if (compare_keys(self, order[i - 1], order[i]) != 0) continue;
         self->subject = (subject){"metadata", 0, second->key_begin, second->key_end};
@@ -308,7 +308,7 @@ static int32_t check_keys(parser *self) {
 
 static bool is_ternary(const parser *self, uint32_t type) { return type == GGML_I2_S && self->holds_i2_s; }
 
-/* Reads the type; the dtype of I2_S is SL_U8, and that of types unknown or removed from ggml SL_UNKNOWN. */
+/* Reads the type. The dtype of I2_S is SL_U8; the dtype of unknown types and types removed from ggml is SL_UNKNOWN. */
 static int32_t read_dtype(parser *self, int32_t *dtype, uint32_t *type) {
     int32_t status = need(self, 4, "the type");
     if (status != SL_OK) return status;
@@ -318,7 +318,7 @@ static int32_t read_dtype(parser *self, int32_t *dtype, uint32_t *type) {
     return SL_OK;
 }
 
-/* The shape in numpy's order, outermost first. */
+/* Reads the shape in numpy's order, outermost first. */
 static int32_t read_shape(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank) {
     uint64_t position = self->in.at;
     int32_t status = need(self, 4, "the number of dims");
@@ -343,7 +343,8 @@ static int32_t keep_listed(parser *self, const sl_gguf_listed *one) {
     return SL_OK;
 }
 
-/* Keeps the shape of a tensor, and replaces it with that of its bytes, which are not known yet for an unknown type. */
+/* Keeps the shape of a tensor and replaces it by the shape of its bytes, whose number is still open for unknown types.
+ */
 static int32_t read_listed(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank, int32_t dtype, uint32_t type) {
     sl_gguf_listed one = {self->subject.begin, self->subject.end, {0}, (int32_t)*rank, dtype, type};
     uint64_t count = 1, row = *rank > 0 ? dims[*rank - 1] : 1;
@@ -360,15 +361,15 @@ static int32_t read_listed(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank
     return keep_listed(self, &one);
 }
 
-/* Lists the bytes of a tensor of an unknown type: up to the next tensor, or to the end of the file. */
+/* Sets the bytes of a tensor of an unknown type: they end at the next tensor, or at the end of the file. */
 static void settle_unknown(parser *self, uint64_t index, uint64_t stop) {
     sl_table *table = self->table;
     table->ends[index] = stop;
     table->dims[table->dim_ends[index] - 1] = stop - table->begins[index];
 }
 
-/* Finishes the tensors that are listed as bytes. Refuses type 36 where the bytes between a tensor and the next are not
- * those of I2_S. */
+/* Finishes the tensors that are listed as bytes. Refuses type 36 unless the bytes up to the next tensor have the size
+ * of I2_S. */
 static int32_t settle_listed(parser *self) {
     const sl_columns *columns = sl_table_columns(self->table);
     uint64_t mask = self->made->alignment - 1;
@@ -418,7 +419,7 @@ static int32_t read_tensor(parser *self) {
     return sl_table_append(self->table, &entry, self->error);
 }
 
-/* ---- the whole ---- */
+/* ---- the whole file ---- */
 
 /* Reads item 1 of the format: checks magic and version, and both counts against the rest of the file. */
 static int32_t read_preamble(parser *self, uint64_t *tensors, uint64_t *entries) {
@@ -470,7 +471,7 @@ static int32_t read_header(parser *self) {
     if (status != SL_OK) return status;
     uint64_t mask = self->made->alignment - 1, data_begin = (self->in.at + mask) & ~mask;
     static const sl_table_rules rules = {.ranges = "bytes of the data",
-                                         .holes = true}; /* padding for alignment, at least */
+                                         .holes = true}; /* at least padding for alignment */
     status = sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
     return status == SL_OK ? settle_listed(self) : status;
 }

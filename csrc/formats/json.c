@@ -1,11 +1,11 @@
-/* The pull parser for JSON. */
+/* The JSON pull parser. */
 #include "formats/json.h"
 
 #include "base/utf8.h"
 
 static int64_t position_of(const sl_json *json, const char *at) { return json->base + (at - json->begin); }
 
-/* Fails at json->at with what was found there and what was expected. */
+/* Fails at json->at with the expected and the actual text. */
 static int32_t unexpected(sl_json *json, const char *expected, const char *what) {
     int64_t position = position_of(json, json->at);
     const char *subject = what != NULL ? what : "JSON";
@@ -51,9 +51,9 @@ int32_t sl_json_enter(sl_json *json, char bracket, const char *what) {
 
 /* ---- strings ---- */
 
-/* Marks with its top bit each of 8 bytes that is a quote, a backslash, below 0x20 or above 0x7f: the bytes that end
- * the plain run of a string. Mycroft's zero-byte test; a borrow may mark a byte above a marked one, so that the
- * lowest mark is exact. */
+/* Marks the top bit of each byte that ends the plain run of a string: a quote, a backslash, a byte below 0x20 or above
+ * 0x7f. Mycroft's zero-byte test: a borrow may also mark a byte above a marked byte, so only the lowest mark is exact.
+ */
 static uint64_t special_bytes(uint64_t word) {
     const uint64_t ones = 0x0101010101010101u, tops = 0x8080808080808080u;
     uint64_t quote = word ^ (ones * '"'), slash = word ^ (ones * '\\');
@@ -79,7 +79,7 @@ static int32_t hex4(const char *at, const char *end) {
     return value;
 }
 
-/* Reads the escape at the backslash: sets *point to its code point and returns its length in the text, 0 when
+/* Reads the escape at the backslash: sets *point to its code point and returns its length in the text, or 0 if it is
  * invalid. */
 static size_t read_escape(const char *at, const char *end, uint32_t *point) {
     if (end - at < 2) return 0;
@@ -108,7 +108,7 @@ static size_t read_escape(const char *at, const char *end, uint32_t *point) {
     return 12;
 }
 
-/* Reads the string whose opening quote is at json->at. */
+/* Reads the string with its opening quote at json->at. */
 static int32_t read_string(sl_json *json, sl_json_text *text, const char *what) {
     const char *open = json->at, *at = open + 1, *end = json->end;
     bool escaped = false;
@@ -193,7 +193,7 @@ size_t sl_json_decode(const sl_json_text *text, char *out) {
         if (length == 0)
             out[used++] = *at++;
         else {
-            used += encode_utf8(point, out + used); /* an escape of 6 bytes decodes to at most 3, one of 12 to 4 */
+            used += encode_utf8(point, out + used); /* at most 3 bytes for an escape of 6, and 4 for an escape of 12 */
             at += length;
         }
     }
@@ -202,14 +202,14 @@ size_t sl_json_decode(const sl_json_text *text, char *out) {
 
 bool sl_json_equals(const sl_json_text *text, const char *word, size_t word_size) {
     if (!text->escaped) return text->size == word_size && memcmp(text->data, word, word_size) == 0;
-    char decoded[256]; /* an ASCII character takes at most 6 bytes in the text, and our words are short */
+    char decoded[256]; /* enough, because our words are short and an escaped ASCII character has 6 bytes */
     if (text->size > sizeof decoded) return false;
     return sl_json_decode(text, decoded) == word_size && memcmp(decoded, word, word_size) == 0;
 }
 
 /* ---- steps through containers ---- */
 
-/* Advances past the comma, or past the end: SL_JSON_ITEM with json->at at the next member. */
+/* Advances past the comma to the next member (SL_JSON_ITEM), or past the end. */
 static int next_member(sl_json *json, bool *first, char bracket, const char *member) {
     const char *closing = bracket == '}' ? "',' or '}'" : "',' or ']'";
     char c = sl_json_peek(json);
@@ -319,7 +319,7 @@ static int32_t skip_number(sl_json *json) {
     return SL_OK;
 }
 
-/* Skips the value at json->at, which is neither an object nor an array. */
+/* Skips the value at json->at, which must not be an object or an array. */
 static int32_t skip_scalar(sl_json *json) {
     sl_json_text text;
     switch (json->at < json->end ? *json->at : '\0') {
@@ -334,7 +334,7 @@ static int32_t skip_scalar(sl_json *json) {
 
 int32_t sl_json_skip(sl_json *json) {
     struct {
-        char bracket; /* that closes the container */
+        char bracket; /* the closing bracket of the container */
         bool first;
     } open[SL_JSON_MAX_DEPTH];
     int depth = 0;

@@ -1,29 +1,29 @@
 /* A strict pull parser for JSON (RFC 8259) that builds no tree and allocates nothing.
  *
- * The caller asks for the value it expects and gets it, or an error with the byte where the text differs. No stricter
- * than RFC 8259, but as strict: no trailing commas, no comments, no leading zeros, no control characters in strings, no
- * lone surrogates, valid UTF-8 (RFC 3629) in strings.
+ * The caller asks for the value that it expects, and gets the value or an error with the first differing byte. Exactly
+ * as strict as RFC 8259: no trailing commas, no comments, no leading zeros, no control characters in strings, no lone
+ * surrogates, and valid UTF-8 (RFC 3629) in strings.
  */
 #ifndef SL_JSON_H
 #define SL_JSON_H
 
 #include "base/error.h"
 
-/* Levels of a value that is skipped. serde_json stops upstream's reader at level 128. The header and the tensor's entry
- * are the first two levels, and the last one allowed is 127. */
+/* Maximum depth of a skipped value. Upstream's reader, serde_json, stops at level 128. The header and the tensor's
+ * entry are the first two levels, and level 127 is the last that is allowed. */
 #define SL_JSON_MAX_DEPTH 125
 
 typedef struct sl_json {
     const char *begin, *at, *end;
-    int64_t base; /* position in the file of `begin`, added to every reported position */
+    int64_t base; /* position of `begin` in the file, added to every reported position */
     sl_error *error;
 } sl_json;
 
-/* A string as written in the text, without its quotes. */
+/* A string as written, without its quotes. */
 typedef struct sl_json_text {
     const char *data;
     size_t size;
-    bool escaped;     /* contains a backslash: sl_json_decode gives the text without escapes */
+    bool escaped;     /* contains a backslash; sl_json_decode removes escapes */
     int64_t position; /* of the opening quote */
 } sl_json_text;
 
@@ -55,8 +55,7 @@ int32_t sl_json_skip(sl_json *json);
 /* Only white space may follow. */
 int32_t sl_json_finish(sl_json *json);
 
-/* Writes the decoded text, at most text->size bytes, into `out` and returns its size. The text was validated when
- * it was read. */
+/* Writes the decoded text, at most text->size bytes, into `out` and returns its size. The text is already validated. */
 size_t sl_json_decode(const sl_json_text *text, char *out);
 
 /* Whether the decoded text equals an ASCII word. */

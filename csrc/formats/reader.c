@@ -1,10 +1,10 @@
-/* Reads the fields of a binary format from a file. */
+/* Sequential reading of a binary format's fields from a file. */
 #include "formats/reader.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Size of the first read: the whole header of a small model. Later reads double it, so that n bytes cost O(n). */
+/* Size of the first read: the whole header of a small model. Later reads double, so that n bytes cost O(n). */
 #define FIRST_READ ((uint64_t)65536)
 
 int32_t sl_reader_hold(sl_reader *reader, uint64_t size, sl_error *error) {
@@ -29,7 +29,7 @@ int32_t sl_reader_hold(sl_reader *reader, uint64_t size, sl_error *error) {
 }
 
 void sl_reader_trim(sl_reader *reader) {
-    uint8_t *shrunk = realloc(reader->bytes, (size_t)reader->at + 1); /* + 1: realloc to no bytes could return NULL */
+    uint8_t *shrunk = realloc(reader->bytes, (size_t)reader->at + 1); /* + 1: realloc to 0 bytes may return NULL */
     if (shrunk != NULL) reader->bytes = shrunk;
     reader->held = reader->at;
 }

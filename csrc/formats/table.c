@@ -1,4 +1,4 @@
-/* The table of one file. */
+/* The table of a file. */
 #include "formats/table.h"
 
 #include <stdio.h>
@@ -10,7 +10,7 @@ static uint64_t name_begin(const sl_table *table, uint64_t i) { return i > 0 ? t
 
 static uint64_t dim_begin(const sl_table *table, uint64_t i) { return i > 0 ? table->dim_ends[i - 1] : 0; }
 
-/* Reserves room for that many tensors, bytes of names and dims in total. */
+/* Reserves room for this total number of tensors, bytes of names, and dims. */
 static int32_t reserve(sl_table *table, uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_error *error) {
     if (SL_LIKELY(tensors <= table->capacity && name_bytes <= table->name_capacity && dims <= table->dim_capacity))
         return SL_OK;
@@ -35,8 +35,8 @@ static int32_t reserve(sl_table *table, uint64_t tensors, uint64_t name_bytes, u
     return status;
 }
 
-/* A table of at most this many tensors, bytes of names and dims begins with columns behind it in one allocation: the
- * eight that it takes otherwise take as long as parsing the header of one tensor. */
+/* A table with at most this number of tensors, bytes of names and dims starts in a single allocation with its columns.
+ * Separate allocations would take as long as parsing the header of a single tensor. */
 #define FEW ((uint64_t)64)
 #define FEW_NAME_BYTES ((uint64_t)2048)
 
@@ -47,7 +47,7 @@ typedef struct few {
     char names[FEW_NAME_BYTES];
 } few;
 
-/* A table whose columns are behind it. */
+/* Returns a table with its columns in the same allocation. */
 static sl_table *new_few(void) {
     few *made = malloc(sizeof *made);
     if (made == NULL) return NULL;
@@ -70,7 +70,7 @@ int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_ta
     bool small = tensors <= FEW && name_bytes <= FEW_NAME_BYTES && dims < FEW;
     sl_table *made = small ? new_few() : calloc(1, sizeof *made);
     if (made == NULL) return sl_fail_memory(error, small ? sizeof(few) : sizeof *made);
-    int32_t status = reserve(made, tensors, name_bytes, dims + 1, error); /* + 1: scalars alone have none, never NULL */
+    int32_t status = reserve(made, tensors, name_bytes, dims + 1, error); /* + 1: never NULL, even without any dims */
     if (status == SL_OK)
         *table = made;
     else
@@ -112,7 +112,7 @@ int32_t sl_table_append(sl_table *table, const sl_entry *entry, sl_error *error)
 
 int32_t sl_table_append_metadata(sl_table *table, const char *text, size_t size, sl_error *error) {
     sl_columns *columns = &table->columns;
-    uint64_t ends = columns->metadata_count; /* counts texts until finish, pairs from then on */
+    uint64_t ends = columns->metadata_count; /* counts texts until finish, and pairs after it */
     int32_t status = sl_arena_grow(&table->arena, (void **)&table->metadata_text, &table->metadata_capacity,
                                    columns->metadata_size + size, 1, error);
     if (status == SL_OK)
@@ -141,7 +141,7 @@ static int compare_names(const void *context, uint32_t a, uint32_t b) {
                             table->name_ends[b] - b_begin);
 }
 
-/* Indices sorted by `compare`, in a new block of the arena. */
+/* Returns indices sorted by `compare`, in a new block of the arena. */
 static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl_error *error) {
     uint64_t count = table->columns.count;
     uint32_t *order, *spare;
@@ -154,7 +154,7 @@ static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl
     return SL_OK;
 }
 
-/* Sorts all columns by their byte ranges. Writers usually leave them in that order, which costs one comparison per
+/* Sorts all columns by their byte ranges. Most writers leave entries in that order, which costs a comparison per
  * tensor. */
 static int32_t order_by_range(sl_table *table, sl_error *error) {
     const uint64_t count = table->columns.count;
@@ -166,7 +166,7 @@ static int32_t order_by_range(sl_table *table, sl_error *error) {
     int32_t status = sorted(table, compare_ranges, &order, error);
     if (status != SL_OK) return status;
     sl_table old = *table;
-    sl_table made = {.arena = old.arena}; /* its blocks join the old ones and are freed with them */
+    sl_table made = {.arena = old.arena}; /* the arena frees its blocks with the old ones */
     status = reserve(&made, count, old.columns.names_size, dim_begin(&old, count) + 1, error);
     for (i = 0; i < count && status == SL_OK; i++) {
         uint64_t from = order[i], begin = name_begin(&old, from);
@@ -209,7 +209,7 @@ static int32_t fail_duplicate(const sl_table *table, uint64_t a, uint64_t b, sl_
 }
 
 static uint64_t hash_of(const char *name, uint64_t size) {
-    const uint64_t odd = 0x9e3779b97f4a7c15u; /* 2^64 by the golden ratio, as in Fibonacci hashing */
+    const uint64_t odd = 0x9e3779b97f4a7c15u; /* 2^64 divided by the golden ratio, as in Fibonacci hashing */
     uint64_t hash = size * odd, left = size;
     for (; left >= 8; left -= 8, name += 8) {
         hash = (hash ^ sl_load_le64(name)) * odd;
@@ -221,11 +221,12 @@ static uint64_t hash_of(const char *name, uint64_t size) {
     return hash ^ hash >> 29;
 }
 
-/* A slot holds the upper half of a hash and an index plus one; 0: it is free. */
+/* A slot holds the upper half of a hash, and an index plus one; a free slot holds 0. */
 #define SLOT(hash, i) (((hash) & 0xffffffff00000000u) | ((i) + 1))
 #define INDEX_OF(slot) (((slot) & 0xffffffffu) - 1)
 
-/* Looks a name up, from its slot on: its index, or -1 with *free_slot at the place for it. *steps counts the slots. */
+/* Looks up a name, starting at its slot. Returns its index, or -1 with *free_slot set. *steps counts the visited slots.
+ */
 static int64_t probe(const sl_table *table, const char *name, uint64_t size, uint64_t hash, uint64_t *free_slot,
                      uint64_t *steps) {
     for (uint64_t at = hash & table->slot_mask;; at = (at + 1) & table->slot_mask) {
@@ -242,8 +243,8 @@ static int64_t probe(const sl_table *table, const char *name, uint64_t size, uin
     }
 }
 
-/* Puts all names into slots, of which at most half are taken. *again is a name that was there before, count if there is
- * none. Without slots where names share too many of them, which only a hostile file brings about. */
+/* Hashes all names into slots, of which at most half are occupied. *again is a duplicate name, or count. If too many
+ * names collide, which only a hostile file can cause, there are no slots. */
 static int32_t hash_names(sl_table *table, uint64_t *again, sl_error *error) {
     uint64_t count = table->columns.count, slots = 2, steps = 0, most = 8 * count + 1024;
     while (slots < 2 * count) slots *= 2;
@@ -268,8 +269,8 @@ static int32_t hash_names(sl_table *table, uint64_t *again, sl_error *error) {
     return SL_OK;
 }
 
-/* Refuses duplicate names, and makes what finds names unless they ascend. Of several duplicates the first in the order
- * of names is reported, whichever way they were found. */
+/* Refuses duplicate names, and builds the index of names unless they ascend. Of several duplicates it reports the first
+ * in name order, with or without an index. */
 static int32_t check_names(sl_table *table, sl_error *error) {
     uint64_t count = table->columns.count, i = 1, again;
     while (i < count && compare_names(table, (uint32_t)i - 1, (uint32_t)i) < 0) i++;
@@ -298,10 +299,10 @@ static void describe(const sl_table *table, uint64_t i, char *out, size_t size) 
     snprintf(out + used, size - used, "%s", k < table->dim_ends[i] ? ", ...]" : "]");
 }
 
-/* numpy counts empty dims as 1 in strides and therefore refuses [0, 2^40, 2^40]; and no address space is larger. */
+/* numpy counts empty dims as 1 in strides and therefore refuses [0, 2^40, 2^40]; no address space is larger. */
 #define LARGEST_ARRAY ((uint64_t)INT64_MAX)
 
-/* Refuses a tensor of an impossible size; `format` takes dtype and shape. */
+/* Refuses a tensor for its size; `format` takes dtype and shape. */
 static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, const char *format, sl_error *error) {
     char quoted[SL_QUOTE_SIZE], shape[256], reason[512];
     describe(table, i, shape, sizeof shape);
@@ -309,7 +310,7 @@ static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, cons
     return sl_fail(error, status, (int64_t)table->positions[i], "tensor %s: %s", quoted_name(quoted, table, i), reason);
 }
 
-/* Checks that the byte range is as long as dtype and shape say, and that an array of that shape can exist. */
+/* Checks that dtype, shape and byte range agree, and that an array of this shape is possible. */
 static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rules *rules, sl_error *error) {
     const uint64_t *dims = table->dims + dim_begin(table, i);
     uint64_t rank = table->dim_ends[i] - dim_begin(table, i), stated = table->ends[i] - table->begins[i], size = 0;
@@ -346,7 +347,7 @@ static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rule
                    (unsigned long long)table->ends[i], reason);
 }
 
-/* Checks the byte ranges in file order: no overlaps, no end past the data and, unless the rules allow them, no holes.
+/* Checks the byte ranges in file order: no overlaps, no end past the data and, unless the rules allow holes, no holes.
  */
 static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
                             sl_error *error) {
@@ -379,7 +380,7 @@ static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, 
                    (unsigned long long)(data_size - covered));
 }
 
-/* Makes the finished columns visible to readers. */
+/* Exposes the finished columns to readers. */
 static void freeze(sl_table *table, uint64_t data_begin) {
     sl_columns *columns = &table->columns;
     bool plain = true;

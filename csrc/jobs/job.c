@@ -1,4 +1,4 @@
-/* Jobs: chunks, pieces, and values as f32. */
+/* Jobs: chunks, pieces, and conversion of values to f32. */
 #include "jobs/job.h"
 
 #include "jobs/packed.h"
@@ -83,7 +83,7 @@ int32_t sl_check_blocks(const sl_conversion *conversion, int32_t to, const uint8
     uint64_t bad = sl_blocks_finite(to, blocks, count);
     if (bad == count) return SL_OK;
     uint64_t block = (uint64_t)conversion->to->block, unit = sl_conversion_unit(conversion);
-    /* The f32 values of the first unit with a bad block; room for the largest block. */
+    /* The f32 values of the first unit with a bad block, with room for the largest block. */
     uint8_t values[256 * 4];
     uint64_t begin = bad * block / unit * unit;
     const uint8_t *at = source + sl_dtype_bytes(conversion->from, begin);
@@ -97,7 +97,7 @@ int32_t sl_check_blocks(const sl_conversion *conversion, int32_t to, const uint8
     uint64_t largest = 0;
     uint32_t bits = 0;
     for (uint64_t i = 0; i < block; i++) {
-        uint32_t magnitude = sl_load_le32(first + 4 * i) & 0x7fffffff; /* magnitudes compare like their bits */
+        uint32_t magnitude = sl_load_le32(first + 4 * i) & 0x7fffffff; /* magnitudes order like their bits */
         if (magnitude > bits) {
             bits = magnitude;
             largest = i;

@@ -1,4 +1,4 @@
-/* Values whose places are in a mask. */
+/* Values at positions given by a mask. */
 #include "jobs/masked.h"
 
 #include "kernels/tier.h"
@@ -31,12 +31,12 @@ int32_t sl_masked_check_mask(const sl_packed *packed, sl_error *error) {
     return SL_OK;
 }
 
-/* ---- places ---- */
+/* ---- positions ---- */
 
-/* A part of a row that shares an element of packed->starts. */
+/* A part of a row with a common element of packed->starts. */
 typedef struct part {
-    uint64_t row, begin, end; /* of all rows; columns */
-    uint64_t at;              /* of its element of packed->starts */
+    uint64_t row, begin, end; /* row among all rows; columns */
+    uint64_t at;              /* index in packed->starts */
 } part;
 
 static part part_of(const sl_packed *packed, uint64_t element) {
@@ -67,7 +67,7 @@ static int32_t refuse_part(const sl_job *job, const part *one, sl_error *error) 
                    (unsigned long long)row, (unsigned long long)count, (unsigned long long)(end - begin));
 }
 
-/* The first part of some values whose mask has not as many as are stored. */
+/* Reports the first part in a range of values if the mask and the number of stored values disagree. */
 static int32_t refuse_among(const sl_job *job, uint64_t element, uint64_t count, sl_error *error) {
     const sl_packed *packed = job->packed;
     part one = part_of(packed, element);
@@ -79,7 +79,7 @@ static int32_t refuse_among(const sl_job *job, uint64_t element, uint64_t count,
     return refuse_part(job, &one, error);
 }
 
-/* Sets *index to the number of stored values before value `element` of the job, which may be one past the last. */
+/* Sets *index to the number of stored values before the job's value `element`, which may be one past the last. */
 static int32_t find_value(const sl_job *job, uint64_t element, uint64_t *index, sl_error *error) {
     const sl_packed *packed = job->packed;
     uint64_t column = element % packed->columns;

@@ -1,33 +1,33 @@
-/* Values whose places are in a mask (SL_LAYOUT_MASKED): checks of their description, and runs of a row. */
+/* Values at positions given by a mask (SL_LAYOUT_MASKED): checks of their description, and runs of a row. */
 #ifndef SL_MASKED_H
 #define SL_MASKED_H
 
 #include "jobs/plan.h"
 
-/* Consecutive values of a job, and the stored ones among them. */
+/* The stored values among consecutive values of a job. */
 typedef struct sl_masked {
     uint64_t first, end;  /* indices of the stored values */
-    uint64_t next;        /* the first that is not used */
-    const uint8_t *bytes; /* of value `first` */
+    uint64_t next;        /* first unused index */
+    const uint8_t *bytes; /* at value `first` */
 } sl_masked;
 
-/* Checks the fields that other layouts do not have, and that none is set that only they have. */
+/* Checks the fields of this layout, and refuses fields of other layouts. */
 int32_t sl_masked_check(const sl_packed *packed, sl_error *error);
 
-/* Checks the mask of a job that has values, and counts that do not fit in 64 bits. */
+/* Checks the mask of a job with values, and refuses counts that do not fit in 64 bits. */
 int32_t sl_masked_check_mask(const sl_packed *packed, sl_error *error);
 
-/* Finds the stored values among `count` values from value `element` of the job on, and reads them: at most SL_STAGING
- * bytes, for which *count is lowered. */
+/* Finds and reads the stored values among `count` values, starting with the job's value `element`. At most SL_STAGING
+ * bytes are read; *count is lowered to fit. */
 int32_t sl_masked_fetch(const sl_job *job, uint64_t element, uint64_t *count, uint8_t *staging, sl_masked *self,
                         sl_error *error);
 
-/* Number of values from value `element` on, at most `count`, that sl_masked_expand takes at a time: of one row, and of
- * what shares an element of packed->starts. */
+/* Number of values, at most `count`, that sl_masked_expand takes at a time, starting with `element`: values of a single
+ * row with a common element of packed->starts. */
 uint64_t sl_masked_run(const sl_packed *packed, uint64_t element, uint64_t count);
 
-/* The next `count` values, of which the first is value `element`, as f32. `room` is for SL_VALUES of them. SL_E_FORMAT
- * where the mask has not as many values as packed->starts says. */
+/* Expands the next `count` values to f32, starting with `element`. `room` holds SL_VALUES values. Returns SL_E_FORMAT
+ * if the mask has another number of values than packed->starts says. */
 int32_t sl_masked_expand(const sl_job *job, const sl_plan *plan, sl_masked *self, uint64_t element, uint64_t count,
                          void *room, void *values, sl_error *error);
 

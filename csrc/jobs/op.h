@@ -1,4 +1,4 @@
-/* Operations: what a job can do. Each is a row of the table in run.c. To add one, write op_NAME.c and add its row. */
+/* Operations of jobs: each is a row of the table in run.c. To add an operation, write op_NAME.c and add its row. */
 #ifndef SL_OP_H
 #define SL_OP_H
 
@@ -12,7 +12,7 @@ typedef struct sl_op {
     sl_takes grid, channels, packed;
     /* Checks the job and fills in the plan, which is zero except for the tier. */
     int32_t (*plan)(const sl_job *job, sl_plan *plan, sl_error *error);
-    /* Processes a chunk. `scratch` is the thread's own, plan->scratch bytes aligned for any type. */
+    /* Processes a chunk. `scratch` belongs to the thread: plan->scratch bytes, aligned for any type. */
     int32_t (*run)(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error);
 } sl_op;
 

@@ -4,7 +4,7 @@
 #include "kernels/tier.h"
 #include "platform/platform.h"
 
-/* Number of maxima of a chunk if adjacent elements belong to different channels, else 0. */
+/* Number of maxima in a chunk if adjacent elements belong to different channels, else 0. */
 static uint64_t chunk_maxima(const sl_job *job, uint64_t elements) {
     return sl_channels_alternate(job->channels) ? sl_min_u64(job->channels->count, elements) : 0;
 }
@@ -24,10 +24,10 @@ typedef struct work {
     const sl_plan *plan;
     sl_quant kernels;
     uint32_t (*direct)(const void *, size_t); /* takes the source's bytes; NULL: convert to f32 first */
-    float *values;                            /* SL_VALUES of them */
-    uint32_t *maxima; /* per channel of this chunk, if adjacent elements belong to different channels; else NULL */
+    float *values;                            /* SL_VALUES values */
+    uint32_t *maxima; /* per channel of this chunk if adjacent elements belong to different channels, else NULL */
     uint64_t maxima_count;
-    uint64_t first; /* element where the chunk begins */
+    uint64_t first; /* first element of the chunk */
 } work;
 
 static uint32_t (*direct_kernel(const sl_quant *kernels, int32_t from))(const void *, size_t) {
@@ -39,8 +39,8 @@ static uint32_t (*direct_kernel(const sl_quant *kernels, int32_t from))(const vo
     }
 }
 
-/* Adjacent elements of different channels: maxima[k] covers the elements first + k + n * maxima_count. Returns the
- * number of elements processed. */
+/* Processes adjacent elements of different channels: maxima[k] covers the elements first + k + n * maxima_count.
+ * Returns the number of elements processed. */
 static uint64_t raise_each(const work *self, const uint8_t *source, uint64_t element, uint64_t count) {
     uint64_t at = (element - self->first) % self->maxima_count;
     uint64_t some = sl_min_u64(sl_min_u64(count, SL_VALUES), self->maxima_count - at);
@@ -48,7 +48,7 @@ static uint64_t raise_each(const work *self, const uint8_t *source, uint64_t ele
     return some;
 }
 
-/* Elements of one channel. Returns the number of elements processed. */
+/* Processes elements of a single channel. Returns the number of elements processed. */
 static uint64_t raise_one(const work *self, const uint8_t *source, uint64_t element, uint64_t count) {
     const sl_channels *channels = self->job->channels;
     uint64_t some = sl_channel_run(channels, element, count);

@@ -1,4 +1,4 @@
-/* The operation SL_OP_CONVERT: from one dtype to another; a file's bytes pass through the staging buffer. */
+/* The operation SL_OP_CONVERT: conversion between dtypes. A file's bytes pass through the staging buffer. */
 #include "jobs/op.h"
 
 static int32_t plan_convert(const sl_job *job, sl_plan *plan, sl_error *error) {

@@ -1,4 +1,4 @@
-/* The operation SL_OP_FINITE: finds the first element that is NaN or infinite. */
+/* The operation SL_OP_FINITE: finds the first NaN or infinite element. */
 #include "jobs/op.h"
 
 static int32_t plan_finite(const sl_job *job, sl_plan *plan, sl_error *error) {
@@ -9,7 +9,7 @@ static int32_t plan_finite(const sl_job *job, sl_plan *plan, sl_error *error) {
 typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
-    float *values; /* SL_VALUES of them */
+    float *values; /* SL_VALUES values */
 } work;
 
 static int32_t look(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {

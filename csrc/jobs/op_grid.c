@@ -1,26 +1,23 @@
 /* The operation SL_OP_GRID: a strided 2-D copy, with a conversion if the dtypes differ.
  *
- * A grid is processed tile by tile: a tile of a file is read into scratch, and parts of it are gathered,
- * converted and scattered in the first-level cache, so that a file's bytes cross memory once wherever they go. Steps
- * that are not needed are skipped. */
+ * A grid is processed tile by tile. A file's tile is read into scratch; parts of it are gathered, converted and
+ * scattered in the first-level cache, so that a file's bytes cross memory only once. Unneeded steps are skipped. */
 #include "jobs/op.h"
 #include "kernels/copy2d.h"
 
 static bool is_run(int64_t column_stride, uint64_t element) { return column_stride == (int64_t)element; }
 
-/* Rows of tiles and chunks are a multiple of these: values that are stored transposed, a column of the tile at once,
- * then fill whole cache lines. */
+/* Rows of tiles and chunks are a multiple of this number, so that transposed values, which are stored a column of the
+ * tile at a time, fill whole cache lines. */
 #define TILE_ROWS ((uint64_t)64)
-/* Bytes of a tile: the longer its columns, the better for memory. One thread of Zen 5 transposes 100 MB of f16 in rows
- * of 4 KiB, with tiles of 256 KiB, 512 KiB and 1 MiB: in memory 22, 14 and 12 ms, from the page cache 33, 29 and 25. */
+/* Bytes of a tile. Transposing is faster with longer columns. */
 #define TILE_BYTES ((uint64_t)1 << 20)
-/* Elements that are converted at a time, of which each side stays in the first-level cache, and the sides of a square
- * of them. */
+/* Elements converted at a time: both sides stay in the first-level cache. PART_SIDE is the side of such a square. */
 #define PART ((uint64_t)4096)
 #define PART_SIDE ((uint64_t)64)
 #define PART_BYTES (PART * sizeof(uint64_t))
 
-/* The most rows of a tile or chunk of `size` bytes. */
+/* Maximum number of rows in a tile or chunk of `size` bytes. */
 static uint64_t rows_in(uint64_t size, uint64_t columns, uint64_t element) {
     uint64_t rows = size / (columns * element);
     return rows - rows % TILE_ROWS;
@@ -57,10 +54,10 @@ typedef struct tile {
     const sl_job *job;
     const sl_conversion *conversion; /* NULL: bytes are copied unchanged */
     uint64_t row, column, rows, columns;
-    uint64_t from_size, to_size; /* bytes of an element */
+    uint64_t from_size, to_size; /* bytes per element */
 } tile;
 
-/* Sets *source to the tile: in place if the source is memory, read into `buffer` if it is a file. */
+/* Sets *source to the tile: in place if the source is memory, or read into `buffer` if it is a file. */
 static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_error *error) {
     const sl_job *job = self->job;
     const sl_grid *grid = job->grid;
@@ -82,7 +79,7 @@ static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_err
     return SL_OK;
 }
 
-/* Converts a part of a tile, gathering and scattering it in scratch where needed. */
+/* Converts a part of a tile, gathering and scattering it in scratch if needed. */
 static void convert_part(const tile *self, uint64_t rows, uint64_t columns, sl_plane source, uint8_t *scratch,
                          sl_plane destination) {
     uint64_t from = self->from_size, to = self->to_size, run = columns * from, count = rows * columns;
@@ -101,7 +98,7 @@ static void convert_part(const tile *self, uint64_t rows, uint64_t columns, sl_p
     sl_copy_2d((size_t)to, rows, columns, packed, destination);
 }
 
-/* Converts the tile in parts that stay in the first-level cache, in the order of the destination. */
+/* Converts the tile in parts small enough for the first-level cache, in the order of the destination. */
 static void convert(const tile *self, sl_plane source, uint8_t *scratch, sl_plane destination) {
     uint64_t rows = self->rows, columns = self->columns;
     if (is_run(destination.row, self->to_size) && !is_run(destination.column, self->to_size)) {

@@ -1,4 +1,4 @@
-/* The operation SL_OP_INT8: numbers to int8 codes, with per-axis factors. */
+/* The operation SL_OP_INT8: quantizes numbers to int8 codes with per-axis factors. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
 #include "kernels/tier.h"
@@ -7,7 +7,7 @@ typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
     sl_quant kernels;
-    float *values; /* SL_VALUES of them */
+    float *values; /* SL_VALUES values */
 } work;
 
 static int32_t plan_int8(const sl_job *job, sl_plan *plan, sl_error *error) {

@@ -1,42 +1,38 @@
-/* The operation SL_OP_RESTORE: packed codes to the numbers that they stand for. */
+/* The operation SL_OP_RESTORE: dequantizes packed codes. */
 #include "jobs/op.h"
 #include "jobs/packed.h"
 #include "kernels/copy2d.h"
 
-/* Rows of a tile are a multiple of these, which hold whole words in every column of codes, and at most MOST_ROWS. A
- * column of the tile is stored at once, in a page of its own: one thread restores the experts of gpt-oss in 38 ms with
- * 256 rows, in 36 with 512 and in 32 with 1024. */
+/* Rows of a tile: a multiple of TILE_ROWS, which is whole words in every column of codes, and at most MOST_ROWS. A
+ * column of the tile is stored at once, into its own page, so taller tiles are faster. */
 #define TILE_ROWS ((uint64_t)64)
 #define MOST_ROWS ((uint64_t)1024)
-/* Rows of the longest block of a target; more rows than these are a multiple of them. */
+/* Rows of the longest block of a target. Row counts above this are a multiple of it. */
 #define LONGEST_BLOCK ((uint64_t)256)
-/* Values of a tile with more rows: 12 MiB take some milliseconds, so that threads finish together. */
+/* Values of a tile with more rows: 12 MiB take some milliseconds, so that threads finish at about the same time. */
 #define TILE_VALUES ((uint64_t)3 << 20)
-/* Columns that are restored at a time: a multiple of the codes in a word. */
+/* Columns dequantized at a time: a multiple of the codes in a word. */
 #define TILE_COLUMNS ((uint64_t)64)
-/* The memory of a column is asked for while the second column before it is restored. On Zen 5, weights a second of one
- * thread without this and with it: experts of gpt-oss 2.2 and 3.1 billion, in bf16 1.6 and 3.0; GPTQ 2.0 and 2.9;
- * AWQ 2.3 and 3.2. Transposing values instead of codes: 1.1, 1.5, 0.7 and 0.6. Storing past the caches gains nothing.
- */
+/* The destination of a column is prefetched two columns before it is dequantized. Without the prefetch, each column
+ * would wait for memory. Transposing codes is faster than transposing values; non-temporal stores gain nothing. */
 #define AHEAD ((uint64_t)2)
-/* Columns that the kernel of groups restores at a time: a line of scales. It transposes values, and collects what it
- * reads: on Zen 5, weights a second of one thread 2.5 billion where a column was gathered after the other 0.7 (3 bits:
- * 2.6 and 0.6; without groups 2.8 and 1.5; only 4 bits without groups: 2.8 and 3.0). */
+/* Columns that the kernel of groups dequantizes at a time: a cache line of scales. Gathering column after column would
+ * be slower, except for 4 bits without groups. */
 #define FEW ((uint64_t)16)
-/* Bytes from the values of one of these columns to those of the next. Not a power of two, at which they would compete
- * for the same sets of the caches. */
+/* Bytes between the values of consecutive columns. Not a power of two, because the columns would compete for the same
+ * cache sets. */
 #define FEW_LINE ((LONGEST_BLOCK + 16) * sizeof(float))
-/* Bytes that are read at a time: the stored rows of a tile with whole rows of most matrices, so that each tile is one
- * read. */
+/* Bytes read at a time: enough for the stored rows of a tile in most matrices with whole rows, so that a tile takes a
+ * single read. */
 #define TILE_READ ((uint64_t)1 << 20)
 
-/* Scratch: the codes of a tile column by column (or its values), values row by row (or what is collected), values of
- * one column, its scales, zeros and biases, and the bytes that were read. */
+/* Scratch: the codes (or values) of a tile in column order, values in row order (or gathered codes), the values of a
+ * column, its scales, zeros and biases, and the bytes that were read. */
 #define TURNED (MOST_ROWS * TILE_COLUMNS * sizeof(float))
 #define LINE (MOST_ROWS * sizeof(float))
 #define TILE_SCRATCH (2 * TURNED + 4 * LINE + TILE_READ)
 
-/* Rows of the stored words or bytes of `rows` rows of codes. */
+/* Number of stored rows of words or bytes for `rows` rows of codes. */
 static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
     return packed->layout == SL_LAYOUT_COLUMNS ? rows * (uint64_t)packed->bits / 32 : rows;
 }
@@ -53,8 +49,8 @@ static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_er
     plan->unit = 1;
     plan->unit_bytes = 4;
     uint64_t stored = lines_of(packed, TILE_ROWS) * sl_min_u64(packed->row_bytes, TILE_READ) + 1;
-    /* All scales are read for each tile where rows have groups: 4 times the rows save a sixth of the time with groups
-     * of 128, and 2 fifths with groups of 32. */
+    /* With act-order every tile reads all scales, so tiles are 4 times taller: 17 % faster at group size 128, 40 % at
+     * 32. */
     uint64_t values = packed->groups != NULL && sl_packed_by_row(packed) ? 4 * TILE_VALUES : TILE_VALUES;
     uint64_t most = sl_min_u64(MOST_ROWS, values / (packed->columns + 1));
     if (most < LONGEST_BLOCK) most = LONGEST_BLOCK;
@@ -111,24 +107,24 @@ static int32_t run_in_order(const sl_job *job, const sl_plan *plan, uint64_t chu
 
 /* ---- tiles ---- */
 
-/* Rows [row, row + rows) of a matrix. Its values are stored column by column, and so they are restored: codes are
- * transposed, which takes less than to transpose values. */
+/* Rows [row, row + rows) of a matrix. The values are stored column by column, and dequantized in the same order:
+ * transposing codes is cheaper than transposing values. */
 typedef struct band {
     const sl_job *job;
     const sl_plan *plan;
     uint64_t matrix, row, rows;
-    uint64_t lines, line_bits; /* stored rows, and the bits of one column in each */
+    uint64_t lines, line_bits; /* stored rows, and the bits of a column in each */
     const uint8_t *bytes;      /* of the first stored row, from column `begin` on */
-    uint64_t pitch, begin;     /* bytes from one stored row to the next */
-    uint64_t scaled_as;        /* column of the grid whose scales are in `scaling`, or UINT64_MAX */
-    sl_scaling scaling;        /* of the rows of one column */
+    uint64_t pitch, begin;     /* bytes between stored rows */
+    uint64_t scaled_as;        /* the grid's column in `scaling`, or UINT64_MAX */
+    sl_scaling scaling;        /* of the rows of a column */
     uint8_t *turned, *values, *line, *staging;
     float *gathered;
-    const uint32_t *groups; /* of each row, counted from `first_group` on */
+    const uint32_t *groups; /* of each row, relative to `first_group` */
     uint64_t first_group, group_count;
 } band;
 
-/* The elements of a column of `grid` for the rows of a band. */
+/* Gathers a column of `grid` for the rows of a band. */
 static const float *gather(const band *self, const float *grid, uint64_t column, float *out) {
     const sl_packed *packed = self->job->packed;
     if (grid == NULL) return NULL;
@@ -143,7 +139,7 @@ static const float *gather(const band *self, const float *grid, uint64_t column,
     return out;
 }
 
-/* The scales of a column; NULL where there are none. */
+/* The scales of a column, or NULL. */
 static const sl_scaling *scaling_of(band *self, uint64_t column) {
     const sl_packed *packed = self->job->packed;
     bool by_row = sl_packed_by_row(packed), each = by_row && packed->groups != NULL;
@@ -159,12 +155,13 @@ static const sl_scaling *scaling_of(band *self, uint64_t column) {
     return &self->scaling;
 }
 
-/* Whether codes are nibbles of 32-bit words, and these columns fill them. */
+/* Whether codes are nibbles of 32-bit words, and whether these columns fill whole words. */
 static bool in_nibbles(const sl_packed *packed, uint64_t columns) {
     return packed->bits == 4 && packed->layout != SL_LAYOUT_COLUMNS && columns % 8 == 0;
 }
 
-/* Transposes a tile: the words of each column, the words that hold the nibbles of eight, or, for other rows, values. */
+/* Transposes a tile: the words of each column, words with the nibbles of eight columns, or, in other layouts, values.
+ */
 static void turn(const band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
     uint64_t skipped = column - self->begin;
@@ -181,7 +178,7 @@ static void turn(const band *self, uint64_t column, uint64_t columns) {
     sl_copy_2d(4, lines, columns, from, (sl_plane){self->turned, 4, (int64_t)lines * 4});
 }
 
-/* The values of column k of the transposed tile of `columns`, the first of which is `column` of the matrix. */
+/* Dequantizes column k of the transposed tile of `columns`, which begins at `column` of the matrix. */
 static void restore_column(band *self, uint64_t column, uint64_t columns, uint64_t k) {
     static const int PERMUTED[8] = {0, 4, 1, 5, 2, 6, 3, 7}; /* the nibble of each column of a word */
     const sl_packed *packed = self->job->packed;
@@ -210,8 +207,8 @@ static void restore_column(band *self, uint64_t column, uint64_t columns, uint64
     kernels->scale(values, rows, &factors);
 }
 
-/* Asks for the memory of a column's values, the first of which is `value`, before they are stored: columns are too far
- * apart for the processor to foresee, and each would wait for memory. */
+/* Prefetches the destination of a column, starting at `value`. The columns are too far apart for the processor's own
+ * prefetcher, so each store would wait for memory. */
 static void prefetch(const band *self, uint64_t value, uint64_t count) {
     const sl_dtype_info *to = sl_dtype_get(self->job->to);
     uint8_t *memory = (uint8_t *)self->job->memory + sl_dtype_bytes(to, value);
@@ -219,14 +216,14 @@ static void prefetch(const band *self, uint64_t value, uint64_t count) {
     for (uint64_t at = 0; at < size; at += 64) SL_PREFETCH_WRITE(memory + at);
 }
 
-/* Restores columns [column, end), which begin at a whole word. Values are complete before they leave the first-level
- * cache: read again where they are stored, they would have to wait until they are there. */
+/* Dequantizes columns [column, end), which begin at a whole word. Values are finished while they are in the first-level
+ * cache, because reading them again from memory would have to wait for the stores. */
 static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
     const sl_packed *packed = self->job->packed;
     work one = {self->job, &self->plan->conversion};
     for (uint64_t some; column < end; column += some) {
         some = sl_min_u64(end - column, TILE_COLUMNS);
-        if (some > 8) some -= some % 8; /* the columns of the last word may not fill it */
+        if (some > 8) some -= some % 8; /* the last word may be partial */
         turn(self, column, some);
         for (uint64_t k = 0; k < some; k++) {
             uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
@@ -239,9 +236,9 @@ static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_err
     return SL_OK;
 }
 
-/* ---- tiles of codes in columns, whose numbers follow each other ---- */
+/* ---- tiles of column codes with consecutive numbers ---- */
 
-/* Whether the kernel of these is the faster one. */
+/* Whether the kernel of groups is faster for these codes. */
 static bool in_groups(const sl_packed *packed) {
     if (packed->layout != SL_LAYOUT_COLUMNS || packed->scales == NULL || packed->column_block != 1) return false;
     if (packed->groups == NULL && packed->bits == 4) return false;
@@ -252,7 +249,7 @@ static bool in_groups(const sl_packed *packed) {
     return true;
 }
 
-/* The groups of the rows of a band: given, or blocks. */
+/* Sets the groups of a band's rows, either from the job or by block. */
 static void take_groups(band *self) {
     const sl_packed *packed = self->job->packed;
     if (packed->groups != NULL) {
@@ -268,20 +265,20 @@ static void take_groups(band *self) {
     self->group_count = (uint64_t)own[self->rows - 1] + 1;
 }
 
-/* Copies `columns` elements of 4 bytes of each of `rows` rows, which are `step` bytes apart, so that they are
- * TILE_COLUMNS elements apart: where the step is a power of two, rows compete for the same sets of the caches. */
+/* Copies `columns` 4-byte elements of each of `rows` rows, which are `step` bytes apart, to rows TILE_COLUMNS elements
+ * apart. If the step is a power of two, the source rows compete for the same cache sets. */
 static uint8_t *collect(const void *from, uint64_t step, uint64_t rows, uint64_t columns, uint8_t *to) {
     const uint64_t line = TILE_COLUMNS * 4;
     const uint8_t *in = from;
-    if (columns == TILE_COLUMNS) /* a constant, so that it is a few moves */
+    if (columns == TILE_COLUMNS) /* a constant, which compiles to a few moves */
         for (uint64_t row = 0; row < rows; row++) memcpy(to + row * line, in + row * step, line);
     else
         for (uint64_t row = 0; row < rows; row++) memcpy(to + row * line, in + row * step, (size_t)columns * 4);
     return to;
 }
 
-/* The codes of `columns` columns, at most TILE_COLUMNS, and their scales, which are collected unless most would be for
- * other rows. */
+/* Describes the codes of `columns` columns, at most TILE_COLUMNS, and their scales. The scales are gathered unless most
+ * of them belong to other rows. */
 static sl_grouped grouped_of(const band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
     const uint64_t line = TILE_COLUMNS * 4;
@@ -306,7 +303,7 @@ static sl_grouped grouped_of(const band *self, uint64_t column, uint64_t columns
     return all;
 }
 
-/* Restores a few columns of those, the first of which is `column` of the matrix. */
+/* Dequantizes at most FEW columns, starting with `column` of the matrix. */
 static int32_t restore_few(const band *self, const sl_grouped *codes, uint64_t column, uint64_t columns,
                            sl_error *error) {
     const sl_packed *packed = self->job->packed;
@@ -330,7 +327,8 @@ static int32_t restore_few(const band *self, const sl_grouped *codes, uint64_t c
     return SL_OK;
 }
 
-/* Restores columns [column, end), some rows of a few at a time, whose values stay in the first-level cache. */
+/* Dequantizes columns [column, end), FEW columns at a time, in runs of rows whose values stay in the first-level cache.
+ */
 static int32_t restore_groups(band *self, uint64_t column, uint64_t end, sl_error *error) {
     for (uint64_t some; column < end; column += some) {
         some = sl_min_u64(end - column, TILE_COLUMNS);
@@ -377,7 +375,7 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     self.staging = self.line + 4 * LINE;
     uint64_t begin = (self.matrix * lines_of(packed, packed->rows) + lines_of(packed, self.row)) * packed->row_bytes;
     uint64_t size = sl_min_u64(self.lines * packed->row_bytes, packed->size - begin), most = packed->columns;
-    /* Columns of a much wider matrix are read without the rest of its rows. */
+    /* Columns of a much wider matrix are read without the rest of the rows. */
     bool narrow = self.line_bits * packed->columns / 8 < packed->row_bytes / 4;
     bool grouped = in_groups(packed), at_once = job->file == SL_MEMORY || (size <= TILE_READ && !narrow);
     if (grouped) take_groups(&self);

@@ -1,14 +1,14 @@
-/* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics of each segment, without and with a histogram of the whole
+/* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics per segment, the latter with a histogram of the whole
  * tensor. */
 #include "jobs/op.h"
 #include "kernels/tier.h"
 #include "platform/platform.h"
 
-/* The dtype in which values are accumulated. */
+/* The dtype of accumulated values. */
 static int32_t accumulated_as(const sl_job *job) {
     switch (job->from) {
     case SL_BF16:
-    case SL_F16: return job->op == SL_OP_STATS ? job->from : SL_F32; /* histograms look at the exponents of f32 */
+    case SL_F16: return job->op == SL_OP_STATS ? job->from : SL_F32; /* histograms use the exponents of f32 */
     case SL_F64:
     case SL_I32:
     case SL_U32:
@@ -30,18 +30,18 @@ static int32_t plan_stats(const sl_job *job, sl_plan *plan, sl_error *error) {
 
 _Static_assert(SL_STATS_SEGMENT * sizeof(double) <= SL_CHUNK, "a chunk holds a segment of every dtype");
 
-/* A chunk on one thread. */
+/* A chunk on a thread. */
 typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
     sl_accumulator accumulator;
     sl_stats *records;
-    double *doubles;         /* SL_STATS_BLOCK of them */
-    float *floats;           /* SL_STATS_BLOCK of them */
+    double *doubles;         /* SL_STATS_BLOCK values */
+    float *floats;           /* SL_STATS_BLOCK values */
     sl_exponents *exponents; /* NULL without a histogram */
 } work;
 
-/* A block's values as the accumulator takes them. */
+/* Returns a block's values in the accumulator's dtype. */
 static const void *values(const work *self, const uint8_t *source, size_t count) {
     const sl_job *job = self->job;
     if (job->from == self->accumulator.from) return source;

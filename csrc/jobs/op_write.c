@@ -2,9 +2,8 @@
 #include "jobs/op.h"
 #include "platform/platform.h"
 
-/* Bytes in a chunk that is written. Chunks begin and end at multiples of it in the file: the page cache takes memory in
- * large runs only for large aligned writes. With unaligned chunks of 3 MiB, saving 1 GiB took 0.3 to 0.9 s instead of
- * 0.2. */
+/* Bytes in a written chunk. Chunks are aligned to this size in the file, because the page cache takes memory in large
+ * runs only for large aligned writes; smaller unaligned chunks can take several times as long. */
 #define WRITE_CHUNK ((uint64_t)16 << 20)
 
 static int32_t plan_write(const sl_job *job, sl_plan *plan, sl_error *error) {

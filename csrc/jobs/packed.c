@@ -5,7 +5,7 @@
 #include "kernels/scalar.h"
 #include "kernels/tier.h"
 
-/* Scratch: stored bytes, then scales, zeros and biases of one range of codes, and the values of a mask. */
+/* Scratch: stored bytes, then the scales, zeros and biases of a range of codes, and the values of a mask. */
 #define SCRATCH (SL_STAGING + 4 * SL_VALUES * sizeof(float))
 
 /* ---- checks ---- */
@@ -18,23 +18,23 @@ bool sl_packed_by_row(const sl_packed *packed) {
 
 bool sl_packed_in_tiles(const sl_packed *packed) { return packed->transpose != 0 || sl_packed_by_row(packed); }
 
-/* Planes of a row of bytes. */
+/* Number of planes in a row of bytes. */
 static uint64_t planes_of(const sl_packed *packed) { return 8 / (uint64_t)packed->bits; }
 
-/* Rows of bytes of a matrix in planes. */
+/* Number of rows of bytes in a matrix of planes. */
 static uint64_t byte_rows(const sl_packed *packed) { return packed->rows / planes_of(packed); }
 
-/* The bit of the bytes where the codes of a row begin. */
+/* The bit of a byte at which the codes of a row begin. */
 static int plane_shift(const sl_packed *packed, uint64_t row) {
     int plane = (int)(packed->interleaved != 0 ? row % planes_of(packed) : row / byte_rows(packed));
     return packed->high_first != 0 ? 8 - packed->bits * (plane + 1) : packed->bits * plane;
 }
 
-/* The type of the blocks of BLOCKS. */
+/* The block type of BLOCKS. */
 static const sl_dtype_info *blocks_of(const sl_packed *packed) { return sl_dtype_get(packed->codes); }
 
-/* Bytes of the codes of a stored row, and the number of stored rows. False if they do not fit in 64 bits or do not
- * divide. */
+/* Sets the size of the codes in a stored row, and the number of stored rows. Returns false if they do not fit in 64
+ * bits or do not divide. */
 static bool stored_rows(const sl_packed *packed, uint64_t *bytes, uint64_t *rows) {
     uint64_t bits = (uint64_t)packed->bits, per_word = (uint64_t)packed->word_codes, columns = packed->columns;
     *rows = packed->rows;
@@ -53,7 +53,7 @@ static bool stored_rows(const sl_packed *packed, uint64_t *bytes, uint64_t *rows
         return columns % (uint64_t)blocks_of(packed)->block == 0 &&
                sl_mul_u64(columns / (uint64_t)blocks_of(packed)->block, (uint64_t)blocks_of(packed)->block_bytes,
                           bytes);
-    case SL_LAYOUT_MASKED: *bytes = *rows = 0; return true; /* its values are counted when they are read */
+    case SL_LAYOUT_MASKED: *bytes = *rows = 0; return true; /* values are counted when they are read */
     default:
         *bytes = columns;
         *rows = packed->rows / planes_of(packed);
@@ -113,7 +113,7 @@ static int32_t check_size(const sl_packed *packed, const sl_job *job, sl_error *
     if (packed->row_bytes < bytes)
         REFUSE("a row of %llu bytes cannot hold %llu bytes of codes", (unsigned long long)packed->row_bytes,
                (unsigned long long)bytes);
-    /* The last row may end with its codes: these are columns of a wider matrix. */
+    /* The last row may end with its codes, if these are columns of a wider matrix. */
     uint64_t least = stored > 0 ? stored - (packed->row_bytes - bytes) : 0;
     if (packed->layout != SL_LAYOUT_MASKED && (packed->size > stored || packed->size < least))
         REFUSE("packed codes have %llu bytes, but their rows need %llu", (unsigned long long)packed->size,
@@ -128,7 +128,7 @@ static int32_t check_size(const sl_packed *packed, const sl_job *job, sl_error *
     return SL_OK;
 }
 
-/* Whether blocks of `block` cover `count` rows or columns with `elements` of the grid. */
+/* Whether `elements` blocks of `block` rows or columns cover `count` rows or columns. */
 static bool covers(uint64_t count, uint64_t block, uint64_t elements) {
     return block > 0 && (count == 0 || (count - 1) / block < elements);
 }
@@ -165,7 +165,7 @@ int32_t sl_packed_check(const sl_job *job, bool tiles, sl_error *error) {
     if (job->from != SL_F32) REFUSE("packed codes stand for f32, not for dtype %d", job->from);
     int32_t status = check_layout(packed, error);
     if (status == SL_OK) status = check_size(packed, job, error);
-    if (status == SL_OK && job->size > 0) status = check_grid(packed, error); /* none of nothing is looked at */
+    if (status == SL_OK && job->size > 0) status = check_grid(packed, error); /* an empty job reads no scales */
     if (status == SL_OK && job->size > 0 && packed->layout == SL_LAYOUT_MASKED)
         status = sl_masked_check_mask(packed, error);
     if (status == SL_OK && !tiles && sl_packed_in_tiles(packed))
@@ -187,12 +187,12 @@ void sl_packed_plan(const sl_job *job, sl_plan *plan) {
 
 /* ---- values ---- */
 
-/* Codes in a word; 0 where a row is not made of words. */
+/* Number of codes in a word, or 0 if a row does not consist of words. */
 static uint64_t codes_in_word(const sl_packed *packed) {
     return packed->layout == SL_LAYOUT_WORDS ? 8 : (uint64_t)packed->word_codes;
 }
 
-/* The byte of a row where a column begins, and where the one before it ends. */
+/* The byte of a row at which a column begins; the previous column ends there. */
 static uint64_t column_begin(const sl_packed *packed, uint64_t column) {
     uint64_t per_word = codes_in_word(packed);
     if (packed->layout == SL_LAYOUT_PLANES) return column;
@@ -207,7 +207,7 @@ static uint64_t column_end(const sl_packed *packed, uint64_t column) {
     return column / 8 * (uint64_t)packed->bits + (column % 8 * (uint64_t)packed->bits + 7) / 8;
 }
 
-/* Words of 8 codes in the order of AWQ's kernels, of which each half holds every other column, as a stream. */
+/* Reorders words of 8 codes from the interleaved order of AWQ's kernels into a stream. */
 static void put_in_order(const uint8_t *words, size_t count, uint8_t *stream) {
     for (size_t i = 0; i < 4 * count; i += 4) {
         const uint8_t *even = words + i, *odd = words + i + 2;
@@ -223,7 +223,7 @@ void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8
     size_t some = (size_t)count;
     int bits = packed->bits;
     if (packed->layout == SL_LAYOUT_WORDS) {
-        uint8_t stream[SL_VALUES / 2 + 8]; /* the first and the last word may be in part those of neighbours */
+        uint8_t stream[SL_VALUES / 2 + 8]; /* the first and the last word may be partial */
         uint64_t first = column % 8;
         put_in_order(bytes + column / 8 * 4, (size_t)((first + count + 7) / 8), stream);
         plan->restore.nibbles(stream + first / 2, first % 2, false, some, packed->table, scaling, values);
@@ -247,13 +247,13 @@ void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8
     if (scaling != NULL) plan->restore.scale(values, some, scaling);
 }
 
-/* A range of the codes of one row, whose values are in the order of their codes. */
+/* A range of codes in a row, with values in the order of the codes. */
 typedef struct codes {
     uint64_t matrix, row, column, count;
-    const uint8_t *bytes; /* where the stored row begins */
+    const uint8_t *bytes; /* start of the stored row */
 } codes;
 
-/* The elements of `grid` for codes that are grouped by column. */
+/* Gathers the elements of `grid` for codes that are grouped by column. */
 static const float *gather(const float *grid, const uint32_t *groups, uint64_t count, float *out) {
     for (uint64_t i = 0; grid != NULL && i < count; i++) out[i] = grid[groups[i]];
     return grid == NULL ? NULL : out;
@@ -275,14 +275,14 @@ static sl_scaling scaling_of(const sl_packed *packed, const codes *range, float 
                         advanced(packed->zeros, at), advanced(packed->biases, at)};
 }
 
-/* Values times the factors of their columns, if there are any. */
+/* Multiplies values by the factors of their columns, if any. */
 static void multiply(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values) {
     if (packed->factors == NULL) return;
     const sl_scaling factors = {1, 0, packed->factors + range->column, NULL, NULL};
     plan->restore.scale(values, (size_t)range->count, &factors);
 }
 
-/* Restores such a range, at most SL_VALUES codes. */
+/* Dequantizes a range of at most SL_VALUES codes. */
 static void restore_range(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values,
                           uint8_t *scratch) {
     sl_scaling own;
@@ -302,31 +302,31 @@ static void restore_range(const sl_packed *packed, const sl_plan *plan, const co
     multiply(packed, plan, range, values);
 }
 
-/* The stored byte where a row begins. */
+/* The stored byte at which a row begins. */
 static uint64_t row_offset(const sl_packed *packed, uint64_t matrix, uint64_t row) {
     if (packed->layout != SL_LAYOUT_PLANES) return (matrix * packed->rows + row) * packed->row_bytes;
     uint64_t rows = byte_rows(packed), own = packed->interleaved != 0 ? row / planes_of(packed) : row % rows;
     return (matrix * rows + own) * packed->row_bytes;
 }
 
-/* The values that one fetch covers: whole rows of a matrix (of a plane), or a part of one row. */
+/* The values of a single fetch: whole rows of a matrix (of a plane), or a part of a row. */
 typedef struct span {
-    uint64_t matrix, row, column, rows, count; /* rows of which the first begins at `column` */
+    uint64_t matrix, row, column, rows, count; /* `column` is the start in the first row */
     uint64_t begin, end;                       /* stored bytes */
 } span;
 
 static span span_of(const sl_packed *packed, uint64_t element, uint64_t count) {
     uint64_t columns = packed->columns, in_matrix = element % (packed->rows * columns);
     uint64_t plane = packed->layout == SL_LAYOUT_PLANES ? byte_rows(packed) : packed->rows;
-    if (packed->interleaved != 0) plane = 1; /* the next row is in the same bytes */
+    if (packed->interleaved != 0) plane = 1; /* the next row shares the bytes */
     span self = {.matrix = element / (packed->rows * columns),
                  .row = in_matrix / columns,
                  .column = in_matrix % columns,
                  .rows = 1};
-    uint64_t rest = columns - self.column; /* of the first row */
-    /* Up to 8 codes may lie in bytes of their neighbours. */
+    uint64_t rest = columns - self.column; /* in the first row */
+    /* Up to 8 codes may share bytes with neighbouring codes. */
     uint64_t most = (SL_STAGING - 16) * 8 / (codes_in_word(packed) > 0 ? 32 : (uint64_t)packed->bits);
-    if (packed->layout == SL_LAYOUT_BLOCKS) /* each has less than 512 bytes */
+    if (packed->layout == SL_LAYOUT_BLOCKS) /* each block has less than 512 bytes */
         most = SL_STAGING / 512 * (uint64_t)blocks_of(packed)->block;
     if (self.column > 0 || count < columns || packed->row_bytes > SL_STAGING / 2)
         self.count = sl_min_u64(sl_min_u64(rest, count), most);
@@ -347,7 +347,7 @@ static int32_t refuse_code(const sl_job *job, const codes *range, uint64_t colum
                    (unsigned long long)column, job->packed->forbidden);
 }
 
-/* The same in blocks of I2_S. */
+/* Checks the codes of I2_S blocks. */
 static int32_t check_ternary_blocks(const sl_job *job, const codes *range, sl_error *error) {
     uint64_t begin = column_begin(job->packed, range->column), size = column_begin(job->packed, range->count);
     for (uint64_t quarter = 0; quarter < 4; quarter++) {
@@ -369,7 +369,7 @@ static int32_t check_codes(const sl_job *job, const codes *range, sl_error *erro
     return refuse_code(job, range, range->column + found, range->column + found, error);
 }
 
-/* The same for values in a mask. */
+/* Expands values at masked positions. */
 static int32_t restore_masked(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, uint8_t *out,
                               uint8_t *scratch, sl_error *error) {
     const sl_packed *packed = job->packed;
@@ -410,7 +410,7 @@ int32_t sl_packed_restore(const sl_job *job, const sl_plan *plan, uint64_t eleme
         codes range = {.matrix = one.matrix, .row = one.row, .column = one.column};
         for (uint64_t left = one.count; left > 0; left -= range.count, out += 4 * range.count) {
             range.count = sl_min_u64(sl_min_u64(packed->columns - range.column, left), SL_VALUES);
-            /* An integer, because a row that begins before the fetched bytes has no address. */
+            /* An integer, because a row can begin before the fetched bytes and has no address there. */
             uint64_t skipped = row_offset(packed, one.matrix, range.row) - one.begin;
             range.bytes = (const uint8_t *)((uintptr_t)bytes + skipped);
             if (packed->forbidden >= 0) status = check_codes(job, &range, error);

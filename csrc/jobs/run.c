@@ -1,4 +1,4 @@
-/* Running jobs: the table of operations, and the chunks of all jobs, which threads share. */
+/* Running jobs: the table of operations, and the chunks of all jobs, which the threads share. */
 #include <stdlib.h>
 
 #include "jobs/direct.h"
@@ -13,7 +13,7 @@ static const sl_op *const OPS[SL_OP_COUNT] = {
     [SL_OP_HISTOGRAM] = &sl_op_histogram, [SL_OP_RESTORE] = &sl_op_restore,
 };
 
-/* Each thread's scratch is a multiple of this, so that the next one is aligned for any type too. */
+/* Each thread's scratch is a multiple of this size, so that the next scratch is aligned for any type. */
 #define ALIGNMENT ((uint64_t)64)
 
 const char *sl_op_name(int32_t op) { return op >= 0 && op < SL_OP_COUNT ? OPS[op]->name : NULL; }
@@ -40,16 +40,16 @@ static int32_t plan_job(const sl_job *job, int32_t tier, sl_plan *plan, sl_error
 typedef struct run {
     const sl_job *jobs;
     uint64_t count;
-    sl_plan *plans;        /* of each job */
-    uint64_t *first_chunk; /* of each job, and at the end the number of chunks */
-    uint64_t scratch_size; /* bytes that each thread needs */
+    sl_plan *plans;        /* per job */
+    uint64_t *first_chunk; /* per job; the last element is the number of chunks */
+    uint64_t scratch_size; /* bytes per thread */
     uint8_t *scratch;
     uint8_t *room; /* SL_DIRECT_ROOM bytes for each of the first `rooms` threads */
     uint64_t rooms;
     int32_t threads;
 } run;
 
-/* The job that a chunk belongs to. */
+/* Returns the job of a chunk. */
 static uint64_t job_of(const run *self, uint64_t chunk) {
     uint64_t low = 0, high = self->count;
     while (high - low > 1) {
@@ -62,7 +62,7 @@ static uint64_t job_of(const run *self, uint64_t chunk) {
     return low;
 }
 
-/* Reads a chunk past the page cache. What becomes of it is the same as of bytes in memory. */
+/* Reads a chunk past the page cache, and then processes it like memory. */
 static int32_t run_direct(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *room, uint8_t *scratch,
                           sl_error *error) {
     uint64_t begin = sl_chunk_begin(job, plan, chunk), size = sl_chunk_size(job, plan, chunk);
@@ -87,7 +87,7 @@ static int32_t run_chunk(void *context, uint64_t chunk, void *scratch, sl_error 
     return OPS[job->op]->run(job, plan, chunk, scratch, error);
 }
 
-/* Bytes of the jobs in the chunks before `chunk`. */
+/* Number of the jobs' bytes in the chunks before `chunk`. */
 static uint64_t bytes_before(const run *self, uint64_t chunk) {
     uint64_t i = self->count > 0 ? job_of(self, chunk) : 0, bytes = 0;
     for (uint64_t k = 0; k < i; k++) bytes += self->jobs[k].size;
@@ -106,9 +106,9 @@ static int32_t plan_all(run *self, int32_t tier, uint64_t *failed, sl_error *err
         }
         self->first_chunk[i + 1] = self->first_chunk[i] + plan->chunks;
         if (plan->scratch > self->scratch_size) self->scratch_size = plan->scratch;
-        if (self->jobs[i].op == SL_OP_APPEND) self->threads = 1; /* in order */
+        if (self->jobs[i].op == SL_OP_APPEND) self->threads = 1; /* appends must stay in order */
     }
-    self->scratch_size = (self->scratch_size / ALIGNMENT + 1) * ALIGNMENT; /* not 0: it tells threads apart */
+    self->scratch_size = (self->scratch_size / ALIGNMENT + 1) * ALIGNMENT; /* never 0, because it separates threads */
     return SL_OK;
 }
 

@@ -5,8 +5,8 @@
 
 #include "platform/platform.h"
 
-/* Blocks of at least this size, one huge page, come from the system in huge pages: for the 10 MB of a 100,000-tensor
- * table the page faults of memory from malloc took as long as parsing. */
+/* Blocks of at least a huge page come from the system in huge pages: with malloc, the page faults for a large table
+ * would take as long as parsing. */
 #define LARGE_BLOCK ((uint64_t)2 << 20)
 
 static void *take(uint64_t size) { return size >= LARGE_BLOCK ? sl_memory_alloc(size) : malloc((size_t)size); }

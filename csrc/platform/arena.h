@@ -1,10 +1,10 @@
-/* The blocks of one object, freed together, so that every error path is one call. */
+/* The memory blocks of an object. They are freed together, so that every error path needs a single call. */
 #ifndef SL_ARENA_H
 #define SL_ARENA_H
 
 #include "base/error.h"
 
-/* A table has ten columns, two copies of each while they are sorted, and five blocks of scratch. */
+/* A table has ten columns, two copies of each during a sort, and five blocks of scratch. */
 #define SL_ARENA_BLOCKS 32
 
 typedef struct sl_block {
@@ -17,11 +17,11 @@ typedef struct sl_arena {
     int32_t used;
 } sl_arena;
 
-/* A block of `size` bytes (0 gives a valid pointer). */
+/* Allocates a block of `size` bytes; 0 gives a valid pointer. */
 int32_t sl_arena_alloc(sl_arena *arena, uint64_t size, void **out, sl_error *error);
 
-/* Makes *array (NULL at first, a block of this arena, or *capacity elements elsewhere) hold at least `needed` elements
- * of `item` bytes, doubling *capacity so that n appends cost O(n). */
+/* Makes *array hold at least `needed` elements of `item` bytes, doubling *capacity so that n appends cost O(n). *array
+ * is NULL at first, a block of this arena, or *capacity elements elsewhere. */
 int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_t needed, size_t item, sl_error *error);
 
 void sl_arena_free(sl_arena *arena);

@@ -5,9 +5,9 @@
 #include "base/base.h"
 
 typedef struct sl_cpu {
-    bool avx2;   /* AVX2, F16C and FMA (no processor has one alone), and the system saves the registers (XCR0) */
-    bool avx512; /* F, BW, DQ and VL on top of that */
-    bool neon;   /* part of every AArch64 */
+    bool avx2;   /* AVX2, F16C and FMA, which processors have together; the system saves the registers (XCR0) */
+    bool avx512; /* also F, BW, DQ and VL */
+    bool neon;   /* present on every AArch64 processor */
 } sl_cpu;
 
 sl_cpu sl_cpu_detect(void);

@@ -9,7 +9,7 @@ typedef struct shared {
     sl_item_fn item;
     void *context;
     uint64_t count;
-    uint64_t deadline_us; /* 0: none */
+    uint64_t deadline_us; /* 0 for no deadline */
     sl_atomic next;
     sl_atomic failed; /* lowest failing item so far, or `count` */
 } shared;
@@ -17,7 +17,7 @@ typedef struct shared {
 typedef struct worker {
     sl_thread thread;
     shared *shared;
-    uint64_t failed; /* the item this worker failed at, or `count` */
+    uint64_t failed; /* the failing item of this worker, or `count` */
     void *scratch;
     sl_error error;
 } worker;
@@ -27,7 +27,7 @@ static void work(void *argument) {
     shared *all = self->shared;
     do {
         uint64_t item = sl_atomic_add(&all->next, 1);
-        /* Items below a failing one are still done, so that the lowest failure is found whatever the timing. */
+        /* Items below a failing item are still processed, so that the lowest failure is found regardless of timing. */
         if (item >= sl_atomic_load(&all->failed)) return;
         if (all->item(all->context, item, self->scratch, &self->error) != SL_OK) {
             self->failed = item;
@@ -47,10 +47,10 @@ int32_t sl_parallel(sl_item_fn item, void *context, uint8_t *scratch, uint64_t s
     shared all = {item,    context, count, slice_ms > 0 ? sl_platform_now_us() + (uint64_t)slice_ms * 1000 : 0,
                   {first}, {count}};
     int32_t requested = sl_parallel_threads(threads, first, count);
-    /* Not on the stack: each holds an sl_error, and musl gives a thread 128 KiB of stack. */
+    /* Not on the stack, because each worker holds an sl_error and musl's thread stacks have only 128 KiB. */
     worker *workers = malloc((size_t)requested * sizeof *workers + 1);
     if (workers == NULL) return sl_fail_memory(error, (uint64_t)requested * sizeof *workers);
-    int32_t started = 0; /* if the system grants fewer threads, the work takes longer but does not fail */
+    int32_t started = 0; /* if the system grants fewer threads, the work only takes longer */
     for (int32_t i = 0; i < requested; i++) {
         workers[i].shared = &all;
         workers[i].failed = count;

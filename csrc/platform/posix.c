@@ -25,7 +25,7 @@
 
 _Static_assert(sizeof(off_t) == 8, "files larger than 2 GiB need a 64-bit off_t");
 
-/* Linux moves at most 0x7ffff000 bytes in one call and macOS refuses more than INT_MAX; see read(2). */
+/* Linux moves at most 0x7ffff000 bytes per call, and macOS refuses more than INT_MAX; see read(2). */
 #define LARGEST_TRANSFER ((uint64_t)1 << 30)
 
 /* The huge page of x86-64, and of AArch64 with 4 KiB pages. */
@@ -43,8 +43,7 @@ _Static_assert(sizeof(off_t) == 8, "files larger than 2 GiB need a 64-bit off_t"
 
 int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
     int descriptor;
-    /* O_NONBLOCK so that a FIFO without a writer is refused below instead of waited for; it has no effect on
-     * regular files. */
+    /* With O_NONBLOCK, a FIFO without a writer is refused below instead of awaited; regular files are unaffected. */
     do {
         descriptor = open(path_utf8, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     } while (descriptor < 0 && errno == EINTR);
@@ -72,15 +71,14 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
 void sl_file_close(int64_t file) { close((int)file); }
 
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
-    /* Private and writable: a write copies the page and never reaches the file. NORESERVE: otherwise a kernel with
-     * strict overcommit would count every mapped byte as if it were going to be written. */
+    /* Private and writable: a write copies the page and never reaches the file. Without NORESERVE, a kernel with strict
+     * overcommit would count every mapped byte as if it were going to be written. */
     void *mapped = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, (int)file, 0);
     if (mapped == MAP_FAILED) return sl_fail_os(error, errno, -1);
 #if defined(__linux__)
-    /* Doubles what a page fault reads around it, of whoever faults: one call, and nothing is read by it. A cold file, a
-     * byte of each page, medians of 6 and 3 rounds, GiB/s: ext4 1.3, with this 1.7; FUSE with 128 KiB of readahead 0.24
-     * and 0.39. MADV_SEQUENTIAL 1.2 and 0.19, and pages that are mapped so are the first that go when memory is short.
-     * WILLNEED reads no more than a window, but takes 2 to 20 ms for that, where mapping takes microseconds. */
+    /* Doubles the readahead of page faults in a single call, without reading anything itself. MADV_SEQUENTIAL is
+     * slower, and its pages are evicted first; WILLNEED reads no more than a window, yet takes far longer than the
+     * mapping. */
     posix_fadvise((int)file, 0, 0, POSIX_FADV_SEQUENTIAL);
 #endif
     *address = mapped;
@@ -91,7 +89,7 @@ void sl_file_unmap(void *address, uint64_t size) { munmap(address, (size_t)size)
 
 int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error) {
 #if defined(__linux__)
-    /* Not posix_fallocate: where the filesystem cannot reserve, glibc writes a byte into every block. */
+    /* Not posix_fallocate: if the filesystem cannot reserve, glibc writes a byte into every block. */
     int result;
     do {
         result = size > 0 ? fallocate((int)file, 0, 0, (off_t)size) : 0;
@@ -128,10 +126,10 @@ int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size,
 
 #if defined(__linux__)
 
-/* Of kernels newer than some C libraries: statx(2) since Linux 4.11, STATX_DIOALIGN since 6.1. */
+/* Missing in some C libraries: statx(2) since Linux 4.11, STATX_DIOALIGN since 6.1. */
 #define DIOALIGN 0x2000u
 
-/* struct statx, up to what STATX_DIOALIGN tells. */
+/* The beginning of struct statx, up to the fields of STATX_DIOALIGN. */
 typedef struct extended_status {
     uint32_t mask;
     uint8_t before[148];
@@ -141,13 +139,13 @@ typedef struct extended_status {
 
 _Static_assert(offsetof(extended_status, memory_align) == 0x98 && sizeof(extended_status) == 0x100, "see statx(2)");
 
-/* Whether the kernel says that the file cannot be read so, or not by SL_DIRECT_PAGE. */
+/* Whether the kernel reports that direct reads of the file are impossible, or need more than SL_DIRECT_PAGE. */
 static bool refuses(int file) {
 #if defined(SYS_statx)
     extended_status status;
     memset(&status, 0, sizeof status);
     if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, DIOALIGN, &status) != 0 || (status.mask & DIOALIGN) == 0)
-        return false; /* it does not say: reads will show */
+        return false; /* unknown: the reads will show */
     return status.offset_align == 0 || SL_DIRECT_PAGE % status.offset_align != 0 || status.memory_align == 0 ||
            SL_DIRECT_PAGE % status.memory_align != 0;
 #else
@@ -160,14 +158,14 @@ static bool refuses(int file) {
 
 int64_t sl_file_open_direct(int64_t file) {
 #if defined(__linux__)
-    /* Not by its path, where another file may be by now; and not the descriptor itself, which others read through. */
+    /* Not by its path, which may lead to another file by now, and not by the descriptor, which other reads use. */
     char path[32];
     snprintf(path, sizeof path, "/proc/self/fd/%d", (int)file);
     int descriptor;
     do {
         descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_DIRECT);
     } while (descriptor < 0 && errno == EINTR);
-    if (descriptor == 0) { /* standard input was closed, and 0 means none */
+    if (descriptor == 0) { /* standard input was closed, but 0 means none */
         descriptor = fcntl(0, F_DUPFD_CLOEXEC, 1);
         close(0);
     }
@@ -205,8 +203,8 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
 }
 
 void *sl_memory_alloc(uint64_t size) {
-    /* Huge pages must be aligned to their size. malloc and numpy do not align so, which leaves up to 2 MiB of every
-     * block in pages of 4 KiB: a quarter of the 8 MiB blocks of a 1B model. */
+    /* Huge pages must be aligned to their size. The blocks of malloc and numpy are not, which would leave up to 2 MiB
+     * of every block in small pages. */
     size_t length = (size_t)size, slack = size >= HUGE_PAGE ? HUGE_PAGE : 0;
     if (length > SIZE_MAX - slack) return NULL;
     uint8_t *mapped = mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
@@ -284,5 +282,5 @@ void sl_atomic_raise_u32(uint32_t *number, uint32_t value) {
 
 #endif
 
-/* ISO C requires a translation unit to declare something, even where this file is empty. */
+/* ISO C requires a declaration in every translation unit, even if this file is empty. */
 typedef int sl_platform_posix_is_compiled;

@@ -9,10 +9,10 @@
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 
-/* ReadFile and WriteFile count in 32 bits. */
+/* ReadFile and WriteFile take 32-bit sizes. */
 #define LARGEST_TRANSFER ((uint64_t)1 << 30)
 
-/* The errno value for an error code of Windows. */
+/* Returns the errno value for a Windows error code. */
 static int errno_of(DWORD code) {
     switch (code) {
     case ERROR_FILE_NOT_FOUND:
@@ -46,7 +46,7 @@ static int32_t fail_last(sl_error *error, int64_t position) {
 
 static HANDLE handle_of(int64_t file) { return (HANDLE)(intptr_t)file; }
 
-/* 100 ns steps of FILETIME from 1601 to 1970. */
+/* FILETIME steps of 100 ns from 1601 to 1970. */
 #define EPOCH 116444736000000000
 
 int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
@@ -60,8 +60,8 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
         free(path);
         return sl_fail_os(error, EISDIR, -1);
     }
-    /* FILE_SHARE_DELETE: others may rename or delete the file while we read it, as on POSIX. FILE_FLAG_OVERLAPPED:
-     * reads of one handle by several threads would wait for each other without it. */
+    /* FILE_SHARE_DELETE lets others rename or delete the file while we read it, as on POSIX. Without
+     * FILE_FLAG_OVERLAPPED, reads of a handle by several threads would wait for each other. */
     HANDLE handle = CreateFileW(path, GENERIC_READ, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, NULL,
                                 OPEN_EXISTING, FILE_ATTRIBUTE_NORMAL | FILE_FLAG_OVERLAPPED, NULL);
     free(path);
@@ -85,8 +85,8 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
 
 void sl_file_close(int64_t file) { CloseHandle(handle_of(file)); }
 
-/* Unlike POSIX with MAP_NORESERVE, Windows counts the whole view against memory and page file, as if all of it were
- * going to be written; files that it refuses to map are read instead. */
+/* Unlike POSIX with MAP_NORESERVE, Windows charges the whole view to memory and page file, as if all of it were going
+ * to be written; if it refuses to map a file, the file is read instead. */
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
     HANDLE section = CreateFileMappingW(handle_of(file), NULL, PAGE_WRITECOPY, 0, 0, NULL);
     if (section == NULL) return fail_last(error, -1);
@@ -111,7 +111,7 @@ int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error) {
     return SL_OK;
 }
 
-/* An offset in the form that ReadFile and WriteFile take instead of the handle's own position. */
+/* Wraps an offset for ReadFile and WriteFile, which then ignore the handle's own position. */
 static OVERLAPPED overlapped_at(uint64_t offset) {
     OVERLAPPED position;
     memset(&position, 0, sizeof position);
@@ -120,10 +120,10 @@ static OVERLAPPED overlapped_at(uint64_t offset) {
     return position;
 }
 
-/* Reads at an offset of a handle that was opened with FILE_FLAG_OVERLAPPED, and waits for it; 0 bytes at the end. */
+/* Reads at an offset of a handle opened with FILE_FLAG_OVERLAPPED, and waits for the result; 0 bytes at the end. */
 static bool read_at(HANDLE handle, HANDLE event, uint64_t offset, void *memory, DWORD size, DWORD *got) {
     OVERLAPPED position = overlapped_at(offset);
-    position.hEvent = event; /* not the handle, which is signaled by the read of any thread */
+    position.hEvent = event; /* not the handle, because any thread's read signals it */
     *got = 0;
     if (!ReadFile(handle, memory, size, NULL, &position) && GetLastError() != ERROR_IO_PENDING)
         return GetLastError() == ERROR_HANDLE_EOF;
@@ -261,5 +261,5 @@ void sl_atomic_raise_u32(uint32_t *number, uint32_t value) {
 
 #endif
 
-/* ISO C requires a translation unit to declare something, even where this file is empty. */
+/* ISO C requires a declaration in every translation unit, even if this file is empty. */
 typedef int sl_platform_windows_is_compiled;
