@@ -58,13 +58,13 @@ def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], ob
         tick()
 
 
-def _next_of(tasks: Iterable[Callable[[], object]]) -> Callable[[], Callable[[], object] | None]:
+def _next_of(tasks: Iterable[Callable[[], object]]) -> Callable[[Stop], Callable[[], object] | None]:
     """Return a function that returns the next task, or None at the end; any thread may call it."""
     iterator, taking = iter(tasks), threading.Lock()
 
-    def take() -> Callable[[], object] | None:
+    def take(stop: Stop) -> Callable[[], object] | None:
         with taking:
-            current().check()
+            stop.check()
             return next(iterator, None)
 
     return take
@@ -108,14 +108,14 @@ class _Threads:
     """Daemon threads that run tasks until there are none, `end` is called or a task fails.
 
     Args:
-        take: returns the next task, or None at the end; every thread calls it.
+        take: returns the next task, or None at the end; every thread calls it, with the `Stop` of the group.
         limit: most threads.
         failed: called in the thread of a task that failed, with the error.
     """
 
     def __init__(
         self,
-        take: Callable[[], Callable[[], object] | None],
+        take: Callable[[Stop], Callable[[], object] | None],
         limit: int,
         failed: Callable[[BaseException], object] | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class _Threads:
     def _work(self) -> None:
         try:
             with belonging(self._stop):
-                while (task := self._take()) is not None:
+                while (task := self._take(self._stop)) is not None:
                     if self._failed is not None and len(self._threads) < self._limit:
                         self.start()
                     task()
@@ -313,7 +313,7 @@ class _Queues:
         self._results: SimpleQueue[tuple[int, Any, BaseException | None] | None] = SimpleQueue()
         self._early: dict[int, tuple[int, Any, BaseException | None]] = {}  # results ahead of their turn
 
-    def _next_task(self) -> Callable[[], object] | None:
+    def _next_task(self, _: Stop) -> Callable[[], object] | None:
         task = self._tasks.get()
         self._check()
         return task

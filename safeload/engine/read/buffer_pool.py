@@ -79,7 +79,7 @@ class Recycler:
         """Keep returned memory, and free the oldest memory above the limit.
 
         This never waits. An array may be dropped anywhere: by garbage collection in the middle of this method, or in a
-        child after a fork while another thread was here. The holder of the lock checks again.
+        child whose parent forked while another thread was here. The holder of the lock checks again.
 
         Args:
             trim: True to check the limit even if nothing was returned.

@@ -1,4 +1,4 @@
-"""Tensors that are created when a writer reaches them, so that a file is written in the memory of a single tensor."""
+"""Tensors that are created when a writer reaches them, so that writing a file needs the memory of a single tensor."""
 
 from __future__ import annotations
 

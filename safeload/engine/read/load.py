@@ -77,7 +77,7 @@ class LoadStats(NamedTuple):
 
 
 def check_backend(backend: object) -> None:
-    """Check a backend."""
+    """Refuse unknown backends."""
     if backend not in _BACKENDS:
         expected = ", ".join(f'"{name}"' for name in _BACKENDS)
         raise SafeloadError(f"backend {show(backend)} is invalid (expected one of: {expected})")

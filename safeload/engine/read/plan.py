@@ -183,7 +183,7 @@ class Entry(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the array; only if there is a single array."""
+        """Dtype of the array, if the tensor becomes a single array."""
         assert self.target is not None
         return dtypes.array_dtype(self.target)
 

@@ -23,7 +23,7 @@ from .memory import address_of
 if TYPE_CHECKING:
     from .digest import Digest
 
-# Buffer for tensors in another order than C, so they are not copied whole.
+# Buffer for tensors that are not in C order, so that they are not copied whole.
 _COPY_BUFFER = 16 << 20
 
 # A temporary name is ".NAME.RANDOM.tmp". RANDOM has this many hexadecimal digits.
@@ -190,7 +190,7 @@ class AtomicFile:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """Name the caller's path in errors without a path, with the temporary path or the resolved path."""
+        """Report the caller's path in errors that name no path, the temporary path or the resolved path."""
         internal = (None, self._temporary, self._target if self._temporary is not None else self.path)
         try:
             yield
@@ -215,7 +215,7 @@ class AtomicFile:
 def _resolved(path: str) -> str:
     try:
         return os.path.realpath(path)
-    except OSError:  # Windows: a filesystem without path resolution
+    except OSError:  # on Windows, some filesystems cannot resolve paths
         if os.path.islink(path):
             raise
         return os.path.abspath(path)
@@ -329,7 +329,7 @@ def _sync_folder(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a filesystem without sync of folders
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Compute the SHA-256 of a file while it is written: a thread hashes written bytes meanwhile."""
+"""Compute the SHA-256 of a file on a separate thread while the file is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 from ...base.native import ffi
 
-# Fewer bytes are hashed sooner than a thread can start.
+# Hashing fewer bytes takes less time than handing them to a thread.
 _ALONE = 1 << 20
 
 

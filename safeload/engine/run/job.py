@@ -1,4 +1,4 @@
-"""Job records: operations of the C core on the bytes of a tensor."""
+"""Describe jobs: operations of the C core on the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Origin(NamedTuple):
     """The tensor of a job."""
 
     tensor: str  # name for errors; "" for a single array
-    shape: tuple[int, ...] = ()  # for indices in errors
+    shape: tuple[int, ...] = ()  # to report indices in errors
     owner: Any = None  # keeps the memory of the source alive
     first: int = 0  # first element of the job in the tensor
 
@@ -90,7 +90,7 @@ class Job(NamedTuple):
 
 
 def moving(source: int, target: int, grid: JobGrid | None = None) -> int:
-    """Return the operation for moving values from a dtype to another."""
+    """Return the operation that moves values from one dtype to another."""
     if grid is not None:
         return int(lib.SL_OP_GRID)
     return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)

@@ -15,7 +15,7 @@ from typing import Any
 from ...base.text import size
 
 Report = Callable[[int, int], object]
-# Type of the argument ``progress``: True for a bar, or a callable for (bytes_done, bytes_total).
+# Type of the argument ``progress``: True for a bar, or a callable that takes (bytes_done, bytes_total).
 Progress = bool | Report | None
 
 # Seconds between two updates of the plain bar, and between two lines.
@@ -39,7 +39,7 @@ def _in_notebook() -> bool:
 
 @contextmanager
 def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
-    """Show a progress bar. Yields a function of the bytes done and the total, which may change.
+    """Show a progress bar. Yields a function that takes the bytes done and the total, which may change.
 
     Args:
         label: text before the bar.
@@ -81,7 +81,7 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
 
 @contextmanager
 def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function of the number of bytes done, which reports it as ``progress`` specifies."""
+    """Yield a function that takes the number of bytes done and reports it as ``progress`` specifies."""
     if callable(progress):
         report = progress
         yield lambda done: report(done, total)

@@ -98,7 +98,7 @@ def check_index(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> N
 
 
 class _Run(NamedTuple):
-    """A read."""
+    """A single read of the file."""
 
     at: tuple[Any, ...]  # index of the elements in the result
     offset: int  # first byte in the tensor

@@ -1,4 +1,4 @@
-"""The threads that read for a call: they end with it, by whatever way; and what ends them."""
+"""Threads that run tasks of a call: all at once or in order. They end with the call in every way there is."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ import pytest
 
 from safeload.stores import stop, thread_group
 from safeload.stores.stop import Stop, Stopped
-from safeload.stores.thread_group import each, run
+from safeload.stores.thread_group import Prefetch, Task, each, in_order, run
 
 
 def threads():
@@ -186,6 +186,61 @@ def test_results_come_in_the_order_of_items():
     here = threading.get_ident()
     assert each(lambda item: threading.get_ident(), [1]) == [here]
     assert here not in each(lambda item: threading.get_ident(), [1, 2])
+
+
+# ---- in_order ----
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_results_of_threads_come_in_the_order_of_items_and_few_calls_run_ahead(count):
+    begun = []
+
+    def call(item):
+        begun.append(item)
+        time.sleep(0.001 * (item % 3))
+        return item
+
+    results = in_order(call, iter(range(100)), count)
+    for expected in range(100):
+        assert next(results) == expected
+        assert len(begun) <= expected + 2 * count + 2
+    assert list(results) == []
+    assert not threads()
+
+
+def test_an_error_comes_at_its_turn_and_closing_the_results_ends_the_calls():
+    def call(item):
+        if item == 3:
+            raise ValueError("the fourth")
+        return item
+
+    results = in_order(call, range(10), 4)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="the fourth"):
+        next(results)
+    assert not threads()
+    results = in_order(lambda item: stop.current().sleep(SLEEP) if item else item, range(10), 4)
+    assert next(results) == 0
+    begun = time.monotonic()
+    results.close()
+    assert time.monotonic() - begun < SOON
+    assert not threads()
+
+
+def test_results_come_although_only_some_threads_can_be_started(monkeypatch):
+    started = itertools.count()
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == "safeload" and next(started):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert list(in_order(str, range(20), 4)) == [*map(str, range(20))]
+    started = itertools.count()
+    tasks = (Task(1, lambda check, k=k: k) for k in range(20))
+    assert list(Prefetch(tasks, 5, workers=3)) == [*range(20)]
 
 
 # ---- Stop ----
