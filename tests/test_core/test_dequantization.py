@@ -225,5 +225,5 @@ def test_the_grids_are_those_of_gguf_py():
 def test_types_without_a_kernel_are_named(scheme):
     row = dtypes.BLOCK_TYPES[scheme]
     q = QuantizedTensor(scheme, (row.block,), np.zeros(row.block_bytes, np.uint8))
-    with pytest.raises(safeload.UnsupportedError, match=rf"dequantizes {scheme} to float32"):
+    with pytest.raises(safeload.UnsupportedError, match=f"cannot dequantize {scheme} to float32"):
         q.dequantize()

@@ -92,7 +92,7 @@ def test_patterns_names_and_shards(tmp_path):
     for name, array in loaded.items():
         same(array, weights[name])
     assert list(load_checkpoint(tmp_path / "model", names=["layers.3.b", "layers.0.w"])) == ["layers.3.b", "layers.0.w"]
-    with pytest.raises(ValueError, match="pass one of them"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         load_checkpoint(tmp_path / "model", names=["layers.3.b"], only="*")
     with pytest.raises(safeload.TensorNotFoundError):
         load_checkpoint(tmp_path / "model", only="nothing*")

@@ -179,7 +179,7 @@ def test_some_of_the_tensors(tmp_path):
     assert list(load(tmp_path / "x", only="a.*", drop="*.1")) == ["a.0", "a.2"]
     assert list(load(tmp_path / "x", drop=["a.*", "b.2"], device="meta")) == ["b.0", "b.1"]
     assert load(tmp_path / "x", names=[]) == {}
-    with pytest.raises(ValueError, match="pass one of them"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         load(tmp_path / "x", names=["a.0"], only="a.*")
     for options in ({"names": ["c"]}, {"only": "c*"}, {"drop": "c*"}):
         with pytest.raises(TensorNotFoundError):
