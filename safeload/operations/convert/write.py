@@ -235,7 +235,9 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     if options.get("layout") is not None or options.get("adapters") is not None:
         return None
     tensors = catalog.plain()
-    if tensors is None or (target is not None and catalog.codes):
+    if tensors is None:
+        return None
+    if target is not None and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
         return None
     if not request.every_tensor:
         tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
