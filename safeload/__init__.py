@@ -51,8 +51,9 @@ _MODULE_OF = {
         "operations.quantize.stack": "StackedDict stack",
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
-        "operations.validate.findings": "Finding Limits ValidationReport",
+        "operations.validate.findings": "Finding ValidationReport",
         "operations.validate.run": "validate",
+        "operations.validate.settings": "Limits",
     }.items()
     for name in names.split()
 }

@@ -60,6 +60,6 @@ from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
 from .operations.sources.plan import Plan as Plan
 from .operations.validate.findings import Finding as Finding
-from .operations.validate.findings import Limits as Limits
 from .operations.validate.findings import ValidationReport as ValidationReport
 from .operations.validate.run import validate as validate
+from .operations.validate.settings import Limits as Limits

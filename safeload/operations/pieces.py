@@ -11,7 +11,7 @@ from ..errors import FormatError
 from .convert import run_plan
 from .measure import diff, stats
 from .sources.plan import INVALID_PIECE
-from .validate import gathering, manifest
+from .validate import contents, manifest
 
 # By the name of the operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
@@ -19,7 +19,7 @@ _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, A
     "diff": diff.run,
     "manifest": manifest.run,
     "stats": stats.run,
-    "validate": gathering.run,
+    "validate": contents.run,
 }
 
 

@@ -19,7 +19,7 @@ from safeload.cli import main
 from safeload.models import choosing, reading
 from safeload.numpy import save_file
 from safeload.operations.sources.description import TensorDescription
-from safeload.operations.validate import schemas
+from safeload.operations.validate import structure
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -50,13 +50,13 @@ def test_experts_that_are_missing_or_too_many():
     ]
     report = validate(without(tensors, ".up_proj."), config=config)
     assert codes(report) == [("error", "schema.missing", EXPERT.format(0, 0))]
-    assert report.errors[0].message == "is missing, in each of the 3 layers, 12 tensors in all"
+    assert report.errors[0].message == "is missing in each of the 3 layers (12 tensors)"
     more = EXPERT.format(2, 4)
     report = validate({**tensors, more: tensors[lost]}, config=config)
     assert codes(report) == [("error", "schema.unexpected", more)]
     assert report.errors[0].message == "is present, but num_experts or is_sparse_layer in the config excludes it"
     report = validate({**tensors, EXPERT.format(3, 0): tensors[lost]}, config=config)
-    assert report.errors[0].message == "layer 3 with 1 tensors is beyond the 3 layers of the config"
+    assert report.errors[0].message == "layer 3 (1 tensor) is beyond the 3 layers of the config"
 
 
 def test_dense_layers_among_those_with_experts():
@@ -97,7 +97,7 @@ def test_layers_of_an_encoder_and_a_decoder(kind, stack, count):
     config, tensors = small(kind)
     report = validate(without(tensors, f"{stack}1."), config=config)
     assert codes(report) == [("error", "schema.layer_missing", f"{stack}1")]
-    assert f"layer 1 of {count} is missing, and all" in report.errors[0].message
+    assert f"layer 1 of {count} is missing, with all" in report.errors[0].message
     lost = next(name for name in tensors if name.startswith(f"{stack}1."))
     part = lost.removeprefix(f"{stack}1.")
     report = validate({name: x for name, x in tensors.items() if not name.endswith(part)}, config=config)
@@ -319,6 +319,6 @@ def test_names_of_deepseek_v3_take_seconds():
     assert len(known) > 91_000
     started = time.process_time()  # what else runs on the machine takes none of it
     choice = choosing.choose(config, "safetensors", known.keys())
-    compared = schemas.check_schema(choice, config, known)
+    compared = structure.check_schema(choice, config, known)
     assert (compared.findings, compared.compared) == ([], len(known))
     assert time.process_time() - started < 10

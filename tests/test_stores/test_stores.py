@@ -11,7 +11,7 @@ from safeload.errors import FormatError
 from safeload.formats.npz import open_archive
 from safeload.formats.zip import Archive
 from safeload.numpy import save_file
-from safeload.operations.validate.holes import hole_begin
+from safeload.operations.validate.files import hole_begin
 from safeload.stores.local import descriptor_of, mapping_of, open_local
 from safeload.stores.store import read_at
 

@@ -1,75 +1,82 @@
-"""The checks of `validate` that read tensors: CRC-32 of archives, scales, statistics, tied heads."""
+"""The checks of `validate` that read tensors: CRC-32 of archives, scales, statistics, tied heads.
+
+`Contents` reads in this process. `GatheredContents` reads in pieces on an executor, and then replays the results in the
+order of a single process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from ...base.scheme import INT8
+from ...base.text import show
+from ...errors import FormatError, one_line
 from ...models.schema import Schema
-from ..measure.stats import TensorStats, measure
+from ...stores.files import Location
+from ..measure.stats import TensorStats, as_plain, measure, of_plain
+from ..sources import executors
 from ..sources.catalog import Catalog
+from ..sources.codec import encode
 from ..sources.description import TensorDescription
+from ..sources.executors import EXECUTOR, groups
+from ..sources.piece_files import PieceSource, PlannedPath, Sources, location_of, opened, path_in_plan
+from ..sources.plan import INVALID_PIECE, PlannedPiece, TensorPiece, decode_piece
 from . import files, values
+from .files import FileEntry
 from .findings import ERROR, Finding, ValidationReport
-from .names import Quantized
-from .settings import CheckSettings
+from .settings import CheckSettings, Limits, settings
+from .structure import Quantized
+
+_OPERATION = "validate"
+
+# Key of the error in the result of a piece that cannot read a file. Pieces do not raise these errors, because the
+# report must not depend on which piece fails first.
+_PROBLEM = "problem"
+
+_Options = Mapping[str, Any] | None
 
 
 class Model(NamedTuple):
-    """Description of a model before its values are read.
+    """Description of a model, known before its values are read."""
 
-    Attributes:
-        known: its tensors.
-        codes: tensors that hold codes, whose values are not checked.
-        quantized: tensors that are parts of quantized weights.
-        schema: the schema, None without one.
-    """
-
-    known: Mapping[str, TensorDescription]
-    codes: frozenset[str]
+    tensors: Mapping[str, TensorDescription]
+    codes: frozenset[str]  # tensors with codes; their values are not checked
     quantized: Quantized | None
     schema: Schema | None
 
     def role(self, name: str) -> str | None:
-        """The role of a tensor; None without a schema, or if the schema lacks the tensor."""
+        """Return the role of a tensor, or None if it is not in the schema."""
         return None if self.schema is None else self.schema.role(name)
 
 
 class Contents:
-    """Reads tensors and archives, and finds what is wrong with them.
+    """Read tensors and archives, and check them. All methods raise FormatError or OSError for an unreadable file."""
 
-    All methods raise FormatError or OSError if a file cannot be read.
-
-    Args:
-        catalog: the tensors.
-        wanted: the settings.
-
-    Attributes:
-        limits: those of the settings.
-    """
-
-    def __init__(self, catalog: Catalog, wanted: CheckSettings) -> None:
+    def __init__(self, catalog: Catalog, options: CheckSettings) -> None:
         self._catalog = catalog
-        self._wanted = wanted
-        self.limits = wanted.limits
+        self._options = options
+        self.limits = options.limits
 
     def crc(self) -> Iterator[Finding]:
-        """Checks the bytes of each entry of a zip archive against its CRC-32."""
+        """Check the bytes of zip entries against their CRC-32."""
         entries = files.entries_of(self._catalog)
-        for entry, fault in zip(entries, files.faults_of(entries, self._wanted.threads), strict=True):
+        for entry, fault in zip(entries, files.faults_of(entries, self._options.threads), strict=True):
             if fault is not None:
                 yield files.crc_finding(entry, fault)
 
     def scales(self, name: str) -> list[Finding]:
-        """Checks the scales of a quantized tensor."""
-        return list(values.check_scales(self._catalog, name, self.limits, self._wanted.threads))
+        """Check the scales of a quantized tensor."""
+        return list(values.check_scales(self._catalog, name, self.limits, self._options.threads))
 
     def stats(self, names: Sequence[str]) -> dict[str, TensorStats]:
-        """Statistics of those of the tensors that hold real numbers."""
-        return measure(self._catalog, names, self._wanted.histogram, self._wanted.threads, self._wanted.progress)
+        """Return the statistics of tensors; tensors without real numbers are skipped."""
+        return measure(self._catalog, names, self._options.histogram, self._options.threads, self._options.progress)
 
     def tied(self, head: str, embedding: str) -> Finding | None:
-        """Compares a head with the embedding that the config ties it to."""
+        """Compare a head with its tied embedding."""
         return values.check_tied(self._catalog, head, embedding)
 
 
@@ -78,17 +85,15 @@ def check_contents(
     contents: Contents,
     model: Model,
     names: Sequence[str],
+    *,
     pairs: Mapping[str, str],
     zero: set[str],
 ) -> None:
-    """Checks everything that must be read, and adds the findings and the statistics to the report as they come.
+    """Run all checks that read tensors, and add findings and statistics to the report as they come.
 
     Args:
-        report: gets them.
-        contents: reads the tensors.
-        model: description of the model.
-        names: the tensors whose values are checked.
-        pairs: tied heads, each with its embedding.
+        names: tensors with values to check.
+        pairs: tied heads and their embeddings.
         zero: tensors already reported as zero.
 
     Raises:
@@ -97,20 +102,254 @@ def check_contents(
     report.add(contents.crc())
     bad = set()
     for name in names:
-        if model.known[name].quantized:
-            found = contents.scales(name)
-            report.add(found)
-            if any(one.severity == ERROR for one in found):
+        if model.tensors[name].quantized:
+            findings = contents.scales(name)
+            report.add(findings)
+            if _has_error(findings):
                 bad.add(name)
-    report.stats = contents.stats(readable(names, model.known, bad))
+    report.stats = contents.stats(_readable(names, model.tensors, bad))
     codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
     report.add(
-        values.check_values(report.stats, model.known, contents.limits, bad, role=model.role, codes=codes, zero=zero)
+        values.check_values(report.stats, model.tensors, contents.limits, bad, role=model.role, codes=codes, zero=zero)
     )
     tied = (contents.tied(*pair) for pair in pairs.items() if bad.isdisjoint(pair))
     report.add(finding for finding in tied if finding is not None)
 
 
-def readable(names: Sequence[str], known: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
-    """The tensors whose statistics are wanted: a second error about a packed one with bad scales would say the same."""
-    return [name for name in names if not (name in bad and known[name].packed)]
+def _has_error(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity == ERROR for finding in findings)
+
+
+def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
+    """Return the tensors to compute statistics of. Packed tensors with bad scales would only repeat the error."""
+    return [name for name in names if not (name in bad and tensors[name].packed)]
+
+
+# ---- on an executor ----
+
+
+class GatheredContents(Contents):
+    """Contents that the pieces of an executor have read.
+
+    Args:
+        names: tensors with values to read.
+        pairs: tied heads and their embeddings.
+
+    Raises:
+        ValueError: tensors are in memory.
+        Exception: any error of the executor, and any error of a piece except for unreadable files.
+    """
+
+    def __init__(
+        self, catalog: Catalog, options: CheckSettings, names: Sequence[str], pairs: Mapping[str, str]
+    ) -> None:
+        super().__init__(catalog, options)
+        self._entries: list[FileEntry] = []
+        self._unreadable: list[Exception] = []
+        try:
+            self._entries = files.entries_of(catalog)
+        except (FormatError, OSError) as problem:
+            self._unreadable.append(problem)
+        sources = Sources(catalog, EXECUTOR)
+        pieces = [
+            *_entry_pieces(self._entries),
+            *_value_pieces(catalog, options, names, sources),
+            *_tied_pieces(catalog, pairs, sources),
+        ]
+        results = executors.run(
+            run,
+            [encode(planned.piece) for planned in pieces],
+            options.executor,
+            sizes=[planned.nbytes for planned in pieces],
+            threads=options.threads,
+            progress=options.progress,
+        )
+        self._results: dict[Any, Mapping[str, Any]] = {}  # by the index of an entry, a name, or a pair of names
+        for planned, result in zip(pieces, results, strict=True):
+            self._results.update(dict.fromkeys(planned.subjects, result))
+
+    def crc(self) -> Iterator[Finding]:
+        if self._unreadable:
+            raise self._unreadable.pop()  # its traceback refers to this object
+        for k, entry in enumerate(self._entries):
+            fault = _field(self._results[k], "faults").get(str(k))
+            if fault is not None:
+                yield files.crc_finding(entry, fault)
+
+    def scales(self, name: str) -> list[Finding]:
+        findings = _field(self._results[name], "scales", name)[name]
+        return [Finding(*finding) for finding in findings]
+
+    def stats(self, names: Sequence[str]) -> dict[str, TensorStats]:
+        plain = {name: _field(self._results[name], "stats").get(name) for name in names}
+        return {name: of_plain(row) for name, row in plain.items() if row is not None}
+
+    def tied(self, head: str, embedding: str) -> Finding | None:
+        findings = _field(self._results[head, embedding], "tied")
+        return Finding(*findings[0]) if findings else None
+
+
+def _field(result: Mapping[str, Any], key: str, name: str | None = None) -> Any:
+    """Return a field of a result; raise the problem of the piece if it stopped before."""
+    value = result.get(key)
+    if value is None or (name is not None and name not in value):
+        raise FormatError(result.get(_PROBLEM) or f"a piece of validate has no result {show(key)}")
+    return value
+
+
+# ---- pieces ----
+
+
+class PlannedArchive(NamedTuple):
+    """An archive whose entries a piece reads."""
+
+    path: str | PlannedPath
+    size: int  # bytes
+    version: int | float | str | None  # see `SourceFile`
+    entries: dict[str, str]  # names, by the number of the entry
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArchivesPiece(PlannedPiece):
+    """A piece that compares checksums of archives."""
+
+    check: str
+    sources: tuple[PieceSource, ...] = ()
+    archives: tuple[PlannedArchive, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ValuesPiece(TensorPiece):
+    """A piece that checks values; see `Limits`."""
+
+    check: str
+    histogram: bool = False
+    scale: float | dict[str, float] | None = None
+    absmax: float | dict[str, float] | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TiedPiece(PlannedPiece):
+    """A piece that compares a tied head with its embedding."""
+
+    check: str
+    names: tuple[str, str]
+
+
+class _Planned(NamedTuple):
+    """A piece to run."""
+
+    piece: PlannedPiece
+    nbytes: int
+    subjects: Sequence[Any]  # indices of entries, names of tensors, or pairs of names
+
+
+def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[_Planned]:
+    sizes = {k: entry.info.packed for k, entry in enumerate(entries)}
+    for group in groups(sizes, lambda k: entries[k].file):
+        archives: dict[str, PlannedArchive] = {}
+        for k in group:
+            file = entries[k].file
+            if file.place not in archives:
+                path = path_in_plan(Location(file.files, file.place))
+                archives[file.place] = PlannedArchive(path, file.identity[0], file.identity[1], {})
+            archives[file.place].entries[str(k)] = entries[k].name
+        piece = ArchivesPiece(operation=_OPERATION, check="archives", archives=tuple(archives.values()))
+        yield _Planned(piece, sum(sizes[k] for k in group), group)
+
+
+def _value_pieces(
+    catalog: Catalog, options: CheckSettings, names: Sequence[str], sources: Sources
+) -> Iterator[_Planned]:
+    sizes = {name: catalog.about(name).nbytes for name in names}
+    for group in groups(sizes, sources.file_of):
+        int8 = [name for name in group if catalog.about(name).scheme == INT8]
+        piece = ValuesPiece(
+            operation=_OPERATION,
+            check="values",
+            names=tuple(group),
+            sources=sources.of(group),
+            histogram=options.histogram,
+            scale=_plain_limit(options.limits.scale, int8),
+            absmax=_plain_limit(options.limits.absmax, int8),
+        )
+        yield _Planned(piece, sum(sizes[name] for name in group), group)
+
+
+def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
+    """Return a limit as a number, as numbers by name, or None if it applies to no tensor."""
+    if limit is None or not names:
+        return None
+    if not isinstance(limit, Mapping):
+        return float(limit)
+    return {name: float(limit[name]) for name in names if limit.get(name) is not None}
+
+
+def _tied_pieces(catalog: Catalog, pairs: Mapping[str, str], sources: Sources) -> Iterator[_Planned]:
+    for pair in pairs.items():
+        piece = TiedPiece(operation=_OPERATION, check="tied", names=pair, sources=sources.of(pair))
+        yield _Planned(piece, sum(catalog.about(name).nbytes for name in pair), [pair])
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Run the check of a piece; see `run_piece`."""
+    check = piece.get("check") if isinstance(piece, Mapping) else None
+    if not isinstance(check, str) or check not in _CHECKS:
+        raise FormatError(f"{INVALID_PIECE}: check must be {', '.join(_CHECKS)}, got {show(check)}")
+    return _CHECKS[check](piece, threads, storage_options)
+
+
+@contextmanager
+def _problem_in(result: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except (FormatError, OSError) as problem:
+        result[_PROBLEM] = one_line(problem)
+
+
+def _check_archives(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    decoded = decode_piece(ArchivesPiece, piece)
+    with _problem_in(result):
+        faults: dict[str, str] = {}
+        for archive in decoded.archives:
+            location, identity = location_of(archive.path, storage_options), (archive.size, archive.version)
+            location.files.check_unchanged(location.path, identity)
+            with files.reopened(location, identity, list(archive.entries.values())) as entries:
+                by_number = zip(archive.entries, files.faults_of(entries, threads), strict=True)
+                faults.update((number, fault) for number, fault in by_number if fault is not None)
+        result["faults"] = faults
+    return result
+
+
+def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
+    decoded = decode_piece(ValuesPiece, piece)
+    names, limits = decoded.names, Limits(scale=decoded.scale, absmax=decoded.absmax)
+    options = settings(limits=limits, threads=threads, histogram=decoded.histogram)
+    scales: dict[str, list[Finding]] = {}
+    result: dict[str, Any] = {"scales": {}}
+    with _problem_in(result), opened(decoded.sources, names, storage_options) as catalog:
+        contents = Contents(catalog, options)
+        tensors = {name: catalog.about(name) for name in names}
+        for name in names:
+            if tensors[name].quantized:
+                scales[name] = contents.scales(name)
+                result["scales"][name] = encode(scales[name])
+        bad = {name for name, findings in scales.items() if _has_error(findings)}
+        stats = contents.stats(_readable(names, tensors, bad))
+        result["stats"] = {name: as_plain(row) for name, row in stats.items()}
+    return result
+
+
+def _check_tied(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
+    decoded = decode_piece(TiedPiece, piece)
+    result: dict[str, Any] = {}
+    with _problem_in(result), opened(decoded.sources, decoded.names, storage_options) as catalog:
+        finding = Contents(catalog, settings(threads=threads)).tied(*decoded.names)
+        result["tied"] = [] if finding is None else [encode(finding)]
+    return result
+
+
+_CHECKS = {"archives": _check_archives, "values": _check_values, "tied": _check_tied}

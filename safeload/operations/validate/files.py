@@ -1,31 +1,57 @@
-"""Checks of the files themselves: an index against its shards, CRC-32 of the entries of zip archives."""
+"""Check the files themselves: indices against shards, CRC-32 of zip entries, tails of zeros from stopped downloads."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
-from ...base.text import show
-from ...engine.codes.pieces import file_pieces, in_order
+import numpy as np
+
+from ...base.text import plural, show
+from ...engine.codes.pieces import PIECE, file_pieces, in_order
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, SafeloadError, one_line
 from ...formats.foreign import is_zip
+from ...formats.registry import NPZ
 from ...formats.zip import STORED, Archive, ZipEntry
 from ...stores.files import Location
+from ...stores.local import descriptor_of
 from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
 
-# Usually five digits; DeepSeek writes six after "of", and a few models have two.
+# Numbers usually have five digits. DeepSeek writes six after "of", a few models two.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
 
 
+# Downloads that allocate their file in advance leave zeros at its end if they stop. A shorter tail of zeros does not
+# count as a stopped download, unless it is a hole.
+_TAIL_AT_LEAST = 1 << 20
+
+# A hole below both limits without a whole tensor is only a warning, because writers that skip blocks of zeros make such
+# holes.
+_HOLE_AT_LEAST = 64 << 10
+_HOLE_OF_FILE = 1000
+
+# Bytes to read from the end first. The last byte is nearly always nonzero.
+_FIRST_PIECE = 64 << 10
+
+# Tensors that can be zero in good files: biases, the second factor of an untrained LoRA adapter, counters and caches of
+# torch modules, zero points of symmetric quantization.
+_MAY_BE_ZERO = re.compile(
+    r"(?i:.*(?:^|[._])(?:bias(?:es)?|beta|lora_(?:embedding_)?b|lora(?:_linear_layer)?[._]up|running_mean|num_batches_tracked|position_ids"
+    r"|inv_freq|mask|[kv]_cache|zero_?points?|q?zeros|g_idx)(?:\..*)?)|[bB]",
+    re.ASCII | re.DOTALL,
+)
+
+
 def check_index(catalog: Catalog) -> Iterator[Finding]:
-    """Checks an ``index.json`` against its shards; without one, the numbers in the names of the shards."""
+    """Check an ``index.json`` against its shards. Without an index, check the numbers in the names of shards."""
     if catalog.index is None:
         yield from _check_shard_names(catalog.files)
         return
@@ -34,39 +60,38 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     base = os.path.basename(catalog.index.shown)
     try:
         index = read_json(catalog.index.path, "index.json", catalog.index.files)
-    except (SafeloadError, OSError) as problem:  # it was readable a moment ago
+    except (SafeloadError, OSError) as problem:  # readable when the checkpoint was opened
         yield error("file.read", None, one_line(problem))
         return
     metadata = index.get("metadata")
-    said = metadata.get("total_size") if isinstance(metadata, dict) else None
-    held = catalog.nbytes
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    nbytes = catalog.nbytes
     scales = sum(
         scale.end - scale.begin
         for _, file, k in catalog.entries()
         if file.table.quantized and (scale := file.table.scale(k)) is not None
     )
     ignored = sum(part.end - part.begin for part in catalog.ignored.values())
-    if said is not None and said not in (held, held + scales, held + ignored):
-        yield warning(
-            "index.total_size", None, f"{base} has total_size {said}, but its tensors have {held + scales} bytes"
-        )
+    if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):
+        message = f"total_size of {base} is {total_size}, but its tensors have {nbytes + scales} bytes"
+        yield warning("index.total_size", None, message)
     listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
     for file in catalog.weight_files:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
                 shard = os.path.basename(file.path)
-                yield warning("index.unlisted", name, f"is in {shard}, but not in {base}, so it is never read")
+                yield warning("index.unlisted", name, f"is in {shard} but not in {base}, so it is never read")
 
 
 def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
-    """Missing files of a group named ``...-00001-of-00003...``."""
+    """Find missing files among shards named ``...-00001-of-00003...``."""
     groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
     for path in paths:
         parts = _SHARD.fullmatch(os.path.basename(path))
         if parts is not None:
             groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
     if sum(map(len, groups.values())) < 2:
-        return  # a single shard was opened
+        return  # a single shard, opened on its own
     for (stem, total, suffix), numbers in groups.items():
         digits = max(numbers.values())
         for number in range(1, min(int(total), 100_000) + 1):
@@ -78,35 +103,27 @@ def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
 
 
 class FileEntry(NamedTuple):
-    """One entry of an archive.
-
-    Attributes:
-        archive: the archive.
-        file: the file of the archive.
-        info: its entry of the central directory.
-        begin: offset of its first byte in the file.
-        tensors: names of the tensors in it.
-    """
+    """An entry of an archive."""
 
     archive: Archive
-    file: WeightFile
-    info: ZipEntry
-    begin: int
-    tensors: list[str]
+    file: WeightFile  # the archive's file
+    info: ZipEntry  # the entry in the central directory
+    begin: int  # first byte of the entry in the file
+    tensors: list[str]  # names of the tensors in the entry
 
     @property
     def name(self) -> str:
-        """Its name in `Archive.entries`."""
+        """The name in `Archive.entries`."""
         return self.info.name
 
     @property
     def stored(self) -> bool:
-        """Whether it is not compressed."""
+        """True if the entry is not compressed."""
         return self.info.method == STORED
 
 
 def entries_of(catalog: Catalog) -> list[FileEntry]:
-    """All entries of the files that are zip archives, compressed ones last.
+    """Return all entries of zip archives, compressed entries last.
 
     Raises:
         FormatError, OSError: a directory cannot be read.
@@ -116,15 +133,15 @@ def entries_of(catalog: Catalog) -> list[FileEntry]:
 
 
 def faults_of(entries: Sequence[FileEntry], threads: int | None) -> list[str | None]:
-    """The fault of each entry whose bytes do not have its CRC-32, or cannot be read; None for good ones."""
+    """Return the fault of each entry with a wrong CRC-32 or unreadable bytes; None for good entries."""
     stored = [entry for entry in entries if entry.stored]
     nbytes = sum(entry.info.packed for entry in stored)
-    # Compressed entries one by one: an archive caches only the last header it read.
+    # Compressed entries run in sequence, because an archive caches a single header.
     return [*in_order(_fault_of, stored, threads, nbytes), *(_fault_of(entry) for entry in entries if not entry.stored)]
 
 
 def crc_finding(entry: FileEntry, fault: str) -> Finding:
-    """The finding about the fault of an entry."""
+    """Return the finding for a fault of an entry."""
     name = entry.info.name
     more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
     message = f"zip entry {show(name)} of {entry.file.path}{more}: {fault}"
@@ -133,15 +150,13 @@ def crc_finding(entry: FileEntry, fault: str) -> Finding:
 
 @contextmanager
 def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]) -> Iterator[list[FileEntry]]:
-    """Opens an archive, for some of its entries by name; what tensors they hold is not looked up.
+    """Open an archive to check the named entries; their tensors are not looked up.
 
     Args:
-        location: of the archive.
-        identity: its size and version when it was first opened.
-        names: of the entries.
+        identity: size and version of the archive when it was first opened.
 
     Raises:
-        FormatError: there is no such entry, it is not an archive, or it has changed.
+        FormatError: the archive has changed, is not an archive, or lacks an entry.
         SafeloadError, OSError: see `open_without_table`.
     """
     with closing(open_without_table(location.path, files=location.files)) as file:
@@ -154,8 +169,8 @@ def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]
 
 
 def _entries(opened: WeightFile, format: str | None) -> Iterator[FileEntry]:
-    """The entries of a file that is a zip archive."""
-    # Compressed arrays have been unpacked into a temporary file.
+    """Yield the entries of a file, if it is a zip archive."""
+    # Compressed arrays were unpacked into a temporary file.
     unpacked = format == "npz" and not _is_zip(opened)
     file = open_without_table(opened.place, shown=opened.path, files=opened.files) if unpacked else opened
     if not _is_zip(file):
@@ -180,16 +195,147 @@ def _is_zip(file: WeightFile) -> bool:
 
 
 def _fault_of(entry: FileEntry) -> str | None:
-    """The fault of an entry, None if it is good."""
+    """Return the fault of an entry, or None for a good entry."""
     info = entry.info
-    found = 0
+    crc = 0
     try:
         if info.method == STORED:
             for piece in file_pieces(entry.file, entry.begin, entry.begin + info.packed):
-                found = zlib.crc32(piece, found)
+                crc = zlib.crc32(piece, crc)
         else:
             for data in entry.archive.inflate(info.name):
-                found = zlib.crc32(data, found)
+                crc = zlib.crc32(data, crc)
     except (SafeloadError, OSError) as problem:
         return one_line(problem)
-    return None if found == info.crc else f"its bytes have CRC-32 {found:08x}, but the directory has {info.crc:08x}"
+    return None if crc == info.crc else f"CRC-32 of its bytes is {crc:08x}, but the directory says {info.crc:08x}"
+
+
+# ---- tails of zeros ----
+
+
+class Tail(NamedTuple):
+    """Zeros at the end of a file's tensors."""
+
+    begin: int  # offset of the first zero
+    end: int  # end offset of the tensors
+    whole: list[str]  # tensors that lie wholly in the tail, in the order of their bytes
+    cut: str | None  # tensor that the tail begins in; None if it begins between tensors
+    hole: int  # bytes that are a hole in the file system
+
+
+def check_tails(
+    catalog: Catalog, role: Callable[[str], str | None], *, values: bool
+) -> Iterator[tuple[Finding, list[str]]]:
+    """Find files with an unwritten tail, and yield findings with the names of the tensors that are zero.
+
+    Args:
+        role: returns the role of a tensor in the schema.
+        values: False skips files without a hole at the end.
+    """
+    # Compressed arrays of an npz are in a temporary file of our own.
+    for file in catalog.weight_files if catalog.format != NPZ else ():
+        tail = tail_of(file, values=values)
+        if tail is None:
+            continue
+        where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
+        weighty = any(role(name) not in ("bias", "buffer") and not _MAY_BE_ZERO.fullmatch(name) for name in tail.whole)
+        size = tail.end - tail.begin
+        message = f"{where}{_description(tail)}; was the download finished?"
+        if tail.hole:
+            small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
+            yield (warning if small else error)("file.hole", None, message), tail.whole
+        elif size >= _TAIL_AT_LEAST and len(tail.whole) > 1 and weighty:
+            yield error("file.hole", None, message), tail.whole
+
+
+def _description(tail: Tail) -> str:
+    """Describe a tail for its finding."""
+    size = tail.end - tail.begin
+    zeros = f"{plural(size, 'byte')} to the end of the file {'is' if size == 1 else 'are'} zero"
+    if tail.hole:
+        zeros += ", a hole that was never written" if tail.hole >= size else f", {tail.hole:,} of them never written"
+    if not tail.whole:
+        return zeros if tail.cut is None else f"{zeros}, beginning inside {show(tail.cut)}"
+    count = len(tail.whole)
+    whole = f"{plural(count, 'tensor')} {'is' if count == 1 else 'are'} all zero"
+    return f"{zeros}: {whole}, the first is {show(tail.whole[0])}"
+
+
+def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
+    """Return the zeros at the end of the tensors of a file, or None if there are none.
+
+    Archives return None: they end with a nonzero directory, and their entries have a CRC-32.
+
+    Raises:
+        FormatError, OSError: the file cannot be read.
+    """
+    table = file.table
+    ranges = [(*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True)]
+    ends = [end for begin, end, _ in ranges if begin < end]
+    if table.quantized:
+        scales = (table.scale(k) for k in range(len(ranges)))
+        ends += [scale.end for scale in scales if scale is not None]
+        packed = (table.packed(k) for k in range(len(ranges)))
+        ends += [
+            part.end for codes in packed if codes is not None for part in codes.parts.values() if part.file is file
+        ]
+    ranges = sorted(place for place in ranges if place[0] < place[1])
+    if not ranges:
+        return None
+    end = min(file.size, max(ends))
+    hole = min(end, hole_begin(file))
+    if (hole == end and not values) or is_zip(file.read_at(0, 4)):
+        return None
+    begin = zeros_begin(file, ranges[0][0], hole)
+    if begin == end:
+        return None
+    whole = [name for at, _, name in ranges if at >= begin]
+    cut = next((name for at, to, name in ranges if at < begin < to), None)
+    return Tail(begin, end, whole, cut, end - hole)
+
+
+def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
+    """Return the offset of the first of the zeros before ``end``, reading backwards down to ``begin``."""
+    size = _FIRST_PIECE
+    memory = np.empty(0, np.uint8)
+    while end > begin:
+        at = max(begin, end - size)
+        if memory.size < end - at:
+            memory = np.empty(size, np.uint8)
+        for _ in file_pieces(file, at, end, memory):
+            pass  # a single piece
+        piece = memory[: end - at]
+        if piece.any():
+            return at + int(np.flatnonzero(piece)[-1]) + 1
+        end, size = at, PIECE
+    return begin
+
+
+def hole_begin(file: WeightFile) -> int:
+    """Return the offset of the hole at the end of a file, or the size of the file without such a hole.
+
+    Without a hole, this takes a single system call. Systems without support for holes report none.
+    """
+    seek_data = getattr(os, "SEEK_DATA", None)
+    descriptor = descriptor_of(file.store)  # a reference keeps it open
+    if seek_data is None or descriptor is None or file.size == 0:
+        return file.size
+
+    def has_data(offset: int) -> bool:
+        try:
+            os.lseek(descriptor, offset, seek_data)
+        except OSError as problem:
+            return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
+        return True
+
+    # A truncated file has no data past its end either; reading it will raise an error.
+    if has_data(file.size - 1) or os.fstat(descriptor).st_size < file.size:
+        return file.size
+    low, high = 0, file.size  # data follows every offset below low, but no data follows high
+    while low < high:
+        middle = (low + high) // 2
+        if has_data(middle):
+            low = middle + 1
+        else:
+            high = middle
+    return low

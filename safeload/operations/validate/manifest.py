@@ -1,11 +1,11 @@
-"""Manifests: SHA-256 digests of every tensor, which name each tensor that a download or an edit has changed.
+"""Manifests: SHA-256 digests of all tensors, to find the tensors that a download or an edit changed.
 
 A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}}``.
 
-- ``sha256`` covers the elements in C order, little-endian, followed by the scales of int8 or the other parts of a
-  packed tensor. It does not depend on the file format.
-- ``restoring``, for int8 and packed tensors only, covers the settings that turn stored bytes into values: the axis of
-  scales, block sizes, conventions of zero points, and the dtype of each part. The first manifests lack it.
+- ``sha256`` covers the elements in C order, little-endian, followed by the scales of int8 or by the remaining parts of
+  a packed tensor. It does not depend on the file format.
+- ``restoring``, for int8 and packed tensors, covers the settings for decoding stored bytes: the axis of scales, block
+  sizes, conventions of zero points, and the dtype of each part. Early manifests lack it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .findings import Finding, error, note
 KEY, VERSION = "safeload_manifest", 1
 RESTORING = "restoring"
 
-# Fields of a `Packing` that `restoring` leaves out: other keys of the entry hold them, or they change no value.
+# Fields of `Packing` outside ``restoring``: stored under other keys, or without effect on values.
 _UNHASHED = ("family", "label", "shape", "config")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -52,19 +52,20 @@ def make(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Makes the manifest of a checkpoint. Tensors are read on several threads, a piece at a time.
+    """Make the manifest of a checkpoint, reading tensors in pieces on several threads.
 
     Args:
-        given: what `Catalog.of` takes.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
-        executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
-            with the ``submit`` of `concurrent.futures.Executor`. The manifest is that of one process.
-        threads: None: chosen automatically, and one for each piece of an executor.
+        given: see `Catalog.of`.
+        storage_options: options of the filesystem behind a URL, see `open`.
+        executor: hashes groups of tensors in other processes or on other machines that can read the same files: any
+            object with the ``submit`` of `concurrent.futures.Executor`. The manifest is identical to that of a single
+            process.
+        threads: None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Raises:
-        ValueError: ``executor`` for tensors in memory.
-        FormatError: a file ends too early, with path and offset; or it has changed before an executor's piece read it.
+        ValueError: ``executor`` is given, but tensors are in memory.
+        FormatError: a file ends too early (with path and offset), or changed before an executor could read it.
         OSError: a file cannot be read.
     """
     check_threads(threads)
@@ -72,11 +73,11 @@ def make(
     with Catalog.of(given, storage_options) as catalog:
         sizes = {name: catalog.about(name).nbytes for name in catalog}
         if executor is None:
-            found = _entries(catalog, sizes, threads, progress)
+            entries = _entries(catalog, sizes, threads, progress)
         else:
             by_name = executors.by_tensor(run, _piece, catalog, sizes, executor, threads=threads, progress=progress)
-            found = {name: by_name[name] for name in sizes}
-        return {KEY: VERSION, "tensors": found}
+            entries = {name: by_name[name] for name in sizes}
+        return {KEY: VERSION, "tensors": entries}
 
 
 def run(
@@ -95,21 +96,14 @@ def _piece(names: tuple[str, ...], sources: tuple[PieceSource, ...]) -> TensorPi
 def _entries(
     catalog: Catalog, sizes: Mapping[str, int], threads: int | None, progress: Progress
 ) -> dict[str, dict[str, Any]]:
-    """The entry of each of some tensors.
-
-    Args:
-        catalog: has the tensors.
-        sizes: the tensors, and the bytes of each.
-        threads: see `make`.
-        progress: see `make`.
-    """
+    """Return the entries of tensors, given their sizes in bytes."""
     total = sum(sizes.values())
     meter = Meter(progress, total)
 
     def entry(name: str) -> dict[str, Any]:
-        found = _entry(catalog, name, meter)
-        log.debug("sha256 of %s: %s", name, found["sha256"])
-        return found
+        row = _entry(catalog, name, meter)
+        log.debug("sha256 of %s: %s", name, row["sha256"])
+        return row
 
     return dict(zip(sizes, in_order(entry, sizes, threads, total), strict=True))
 
@@ -119,11 +113,11 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
     packed = packed_of(file, index) if file is not None and file.table.quantized else None
     restoring = packed
     chunks: Iterator[memoryview]
-    if packed is not None:  # its parts one after the other, as `QuantizedTensor.parts` has them
+    if packed is not None:  # its parts in the order of `QuantizedTensor.parts`
         dtype, shape = catalog.about(name).dtype, packed.packing.shape
         chunks = (chunk for part in packed.parts.values() for chunk in file_pieces(part.file, part.begin, part.end))
     else:
-        value = catalog.source(name, threads=1)  # a big-endian or strided tensor is copied
+        value = catalog.source(name, threads=1)  # copies big-endian and strided tensors
         dtype, shape = value.scheme if isinstance(value, QuantizedTensor) else value.row.code, value.shape
         chunks = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
         in_memory = value.restoring() if isinstance(value, QuantizedTensor) else None
@@ -136,9 +130,9 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
 
 
 def _settings_digest(packed: Packed) -> str:
-    """The SHA-256 of the settings that turn the stored bytes of a packed tensor into values.
+    """Return the SHA-256 of the settings for decoding a packed tensor.
 
-    Fields with their default value are left out, so that digests survive new fields.
+    Fields with default values are left out, so that digests survive new fields.
     """
     settings = {key: _plain(value) for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
     parts = {
@@ -149,7 +143,7 @@ def _settings_digest(packed: Packed) -> str:
 
 
 def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
-    """The fields of a named tuple that differ from their defaults."""
+    """Return the fields of a named tuple that differ from their defaults."""
     defaults = fields._field_defaults
     return {key: value for key, value in fields._asdict().items() if key not in defaults or value != defaults[key]}
 
@@ -165,12 +159,12 @@ def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
 
 
 def is_manifest(head: bytes) -> bool:
-    """Whether a file with these first bytes is a manifest."""
+    """True if a file with these first bytes is a manifest."""
     return re.match(rb'\s*\{\s*"%s"\s*:' % KEY.encode(), head) is not None
 
 
 def read(path: PathLike) -> dict[str, Any]:
-    """Reads a manifest.
+    """Read a manifest.
 
     Raises:
         FormatError: the file is not a manifest.
@@ -179,58 +173,56 @@ def read(path: PathLike) -> dict[str, Any]:
     from ...stores.json_file import read_json
 
     text = native_path(path)[0]
-    found: dict[str, Any] = read_json(text, "the manifest")
-    tensors = found.get("tensors")
-    if found.get(KEY) != VERSION or not isinstance(tensors, dict):
+    manifest: dict[str, Any] = read_json(text, "the manifest")
+    tensors = manifest.get("tensors")
+    if manifest.get(KEY) != VERSION or not isinstance(tensors, dict):
         raise FormatError(f'a manifest must be {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
     for name, entry in tensors.items():
         good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
         if not good or not _is_digest(entry.get("sha256")):
             raise FormatError(f"manifest: the entry of {show(name)} must have dtype, shape and sha256", text)
         if RESTORING in entry and not _is_digest(entry[RESTORING]):
-            shown = show(entry[RESTORING])
-            raise FormatError(f"manifest: {RESTORING!r} of {show(name)} must be a SHA-256, got {shown}", text)
-    return found
+            message = f"{RESTORING!r} of {show(name)} must be a SHA-256, got {show(entry[RESTORING])}"
+            raise FormatError(f"manifest: {message}", text)
+    return manifest
 
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
-def compare(said: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
+def compare(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the differences between a manifest and the manifest of the current file.
 
-    Args:
-        said: the manifest; the digests of settings that an old one lacks are reported together in a note.
-        found: the manifest of the current file.
+    Early manifests lack digests of settings. A single note reports them all.
     """
-    before, now = said["tensors"], found["tensors"]
-    unknown_settings = 0
+    before, now = expected["tensors"], actual["tensors"]
+    without_settings = 0
     for name, entry in before.items():
-        other = now.get(name)
-        if other is None:
+        current = now.get(name)
+        if current is None:
             yield error("manifest.missing", name, "is in the manifest, but not in the file")
-        elif (entry["dtype"], entry["shape"]) != (other["dtype"], other["shape"]):
-            message = f"is {other['dtype']} {other['shape']}, but {entry['dtype']} {entry['shape']} in the manifest"
+        elif (entry["dtype"], entry["shape"]) != (current["dtype"], current["shape"]):
+            message = f"is {current['dtype']} {current['shape']}, but {entry['dtype']} {entry['shape']} in the manifest"
             yield error("manifest.changed", name, message)
-        elif entry["sha256"] != other["sha256"]:
-            message = f"has SHA-256 {other['sha256'][:16]}..., but {entry['sha256'][:16]}... in the manifest"
+        elif entry["sha256"] != current["sha256"]:
+            message = f"has SHA-256 {current['sha256'][:16]}..., but {entry['sha256'][:16]}... in the manifest"
             yield error("manifest.changed", name, message)
-        elif RESTORING in other and RESTORING not in entry:
-            unknown_settings += 1
-        elif entry.get(RESTORING) != other.get(RESTORING):
+        elif RESTORING in current and RESTORING not in entry:
+            without_settings += 1
+        elif entry.get(RESTORING) != current.get(RESTORING):
             message = (
-                "has the stored bytes of the manifest, but other settings turn them into values, such as the axis of "
-                "its scales, its block size or its zero points"
+                "has the stored bytes of the manifest, but different settings decode them, such as the axis of its "
+                "scales, its block size or its zero points"
             )
             yield error("manifest.changed", name, message)
     for name in now:
         if name not in before:
             yield error("manifest.unexpected", name, "is in the file, but not in the manifest")
-    if unknown_settings:
-        tensors = plural(unknown_settings, "quantized tensor")
+    if without_settings:
+        tensors = plural(without_settings, "quantized tensor")
         message = (
-            f"an older safeload wrote the manifest: it covers the stored bytes of {tensors}, but not the settings that "
-            "turn them into values; write it again with --write-manifest"
+            f"an older safeload wrote the manifest: it covers the stored bytes of {tensors}, but not the settings for "
+            "decoding them; write it again with --write-manifest"
         )
         yield note("manifest.outdated", None, message)

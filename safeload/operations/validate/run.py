@@ -1,4 +1,4 @@
-"""Validates a checkpoint: its files, its names and shapes, its values."""
+"""Validate a checkpoint: its files, its names and shapes, its values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +33,7 @@ from ...errors import (
     one_line,
 )
 from ...loading import entry as loading
-from ...models.choosing import Choice, choose, choose_inner, choose_prefix
+from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
 from ...packed.quantization import quantization_of
 from ...stores.json_file import read_if_there
@@ -41,14 +42,12 @@ from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor
 from ..sources.piece_files import check_paths, in_memory
-from . import files, holes, schemas
-from . import names as naming
-from .contents import Contents, Model, check_contents
-from .findings import Finding, Limits, ValidationReport, error, warning
-from .gathering import gathered
-from .settings import CheckSettings, settings
+from . import files, structure
+from .contents import Contents, GatheredContents, Model, check_contents
+from .findings import Finding, ValidationReport, error, warning
+from .settings import CheckSettings, Limits, settings
 
-# Codes of the findings about files that cannot be opened.
+# Codes of findings about files that cannot be opened, by error class.
 _REFUSALS = (
     (MissingShardError, "index.shard"),
     (ForbiddenError, "file.forbidden"),
@@ -57,10 +56,10 @@ _REFUSALS = (
     (SafeloadError, "file.format"),
 )
 
-# Name of a single array in a report.
+# The name of a single array in reports.
 ARRAY = "array"
 
-# What the publishers of Llama and Mistral call their weights, and the config beside them.
+# File names in the original releases of Llama and Mistral: the weights, and the config beside them.
 _CONSOLIDATED, _PARAMS = "consolidated", "params.json"
 
 Source = Given | Array | QuantizedTensor
@@ -81,45 +80,45 @@ def validate(
     threads: int | None = None,
     progress: Progress = None,
 ) -> ValidationReport:
-    """Checks weights for everything that may be wrong, and reports it. Findings are never raised.
+    """Check weights for faults, and report them. Findings are never raised.
 
-    Errors are: a file that violates its format, or whose end was never written; a missing shard; an entry of a zip
-    archive with a wrong CRC-32; no tensors; NaN and infinity; tensors that are missing, unexpected or of the wrong
-    shape by the config; holes in the layers; scales of quantized tensors that are not finite or not the expected ones.
-    Warnings are: values outside of ``limits``, matrices of a single value, tensors without elements or axes, layers of
-    different dtypes, an index with a wrong total_size, a tied head with values of its own. Notes say what was not
-    checked: quantized weights of other libraries, and heads and models without a schema.
+    Errors are: a file that violates its format, or with an end that was never written; a missing shard; a zip entry
+    with a wrong CRC-32; no tensors; NaN and infinity; tensors that are missing, unexpected or of the wrong shape
+    according to the config; gaps in the layers; scales of quantized tensors that are not finite or not as expected.
+    Warnings are: values outside ``limits``, constant matrices, tensors without elements or axes, layers with different
+    dtypes, an index with a wrong total_size, a tied head with values of its own. Notes name the checks that were
+    skipped: for quantized weights of other libraries, and for heads and models without a schema.
 
     Args:
         source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single
             array.
-        config: parsed config.json or its path; None for the one of a folder, or for the params.json beside
+        config: parsed config.json or its path. None uses the config.json of a folder, or the params.json beside
             consolidated.00.pth or consolidated.safetensors.
-        schema: the expected names and shapes: "auto" to choose by the config's architectures and model_type, the name
-            of a schema, the path or the content of one (see `safeload.models.schema`), None for none.
-        shape: expected shape of a single array; None in it for any size.
-        limits: (low, high) for values; or a dict with any of low, high, norm (largest absolute value of the weights of
-            norms), parameters (total number of elements), scale and absmax (of int8 tensors: a number, or one for each
+        schema: the expected names and shapes: "auto" to choose a schema by architectures and model_type in the config;
+            the name of a schema; the path or content of a schema (see `safeload.models.schema`); or None.
+        shape: expected shape of a single array, with None for any size.
+        limits: (low, high) for values; or a dict with any of low, high, norm (largest absolute value of norm weights),
+            parameters (number of elements in all tensors), scale and absmax (of int8 tensors: a number, or numbers by
             name).
-        values: False to read no tensor: only files, names, dtypes, shapes and sizes are checked, which takes as long
-            as opening the checkpoint, and ``.stats`` of the report stays empty.
-        only: shell pattern, or several, of the tensors whose values are read; what is found about the values and the
-            shapes of others is left out of the report. Names are compared as a whole: what is missing is always said.
+        values: False to check only files, names, dtypes, shapes and sizes, without reading tensors. This takes as long
+            as opening the checkpoint, and leaves ``.stats`` of the report empty.
+        only: shell pattern, or several, of the tensors with values to check. Findings about values and shapes of other
+            tensors are left out of the report. Missing tensors are always reported.
         drop: shell pattern, or several, of tensors to leave out in the same way.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
-        executor: reads the values in pieces, each of some tensors, on other processes or machines that have the same
-            files: anything with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
-            ``client.get_executor(pure=False)``. The findings are those of one process; headers are read here.
-        threads: None: chosen automatically, and one for each piece of an executor.
+        storage_options: options of the filesystem behind a URL, see `open`.
+        executor: reads values in other processes or on other machines that can read the same files: any object with
+            the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``. The
+            findings are identical to those of a single process. Headers are read in this process.
+        threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        The report; it is false if there are errors.
+        The report, which is false if there are errors.
 
     Raises:
-        ValueError, TypeError: wrong arguments, such as ``executor`` for tensors in memory.
+        ValueError, TypeError: invalid arguments, such as ``executor`` with tensors in memory.
         TensorNotFoundError: a pattern matches no tensor.
-        FormatError: the file of a schema or config does not hold one.
+        FormatError: the file of the schema or config is invalid.
         OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
 
     Example:
@@ -128,7 +127,7 @@ def validate(
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
-    wanted = settings(
+    options = settings(
         config,
         schema,
         limits,
@@ -142,21 +141,21 @@ def validate(
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:
             raise in_memory("an array is", EXECUTOR)
-        return _validate_array(source, shape, wanted)
+        return _validate_array(source, shape, options)
     if shape is not None:
-        raise ValueError("shape= is for a single array")
+        raise ValueError("shape= requires a single array")
     if isinstance(source, (Mapping, Catalog)):
         with Catalog.of(source) as catalog:
             if executor is not None:
                 check_paths(catalog, EXECUTOR)
-            return _validate_tensors(ValidationReport(catalog.title), catalog, wanted)
-    return validate_path(source, lambda: loading.open(source, storage_options=storage_options), wanted)
+            return _validate_tensors(ValidationReport(catalog.title), catalog, options)
+    return validate_path(source, lambda: loading.open(source, storage_options=storage_options), options)
 
 
 def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
-    """The parsed params.json beside the only file, if that holds weights under Meta's or Mistral's own names.
+    """Return the params.json beside a single file in the original format of Llama or Mistral, or None.
 
-    None without one, and for a slice of a model-parallel checkpoint, whose shapes are not those of the model.
+    Slices of a model-parallel checkpoint return None, because their shapes differ from the shapes of the model.
 
     Raises:
         FormatError, OSError: see `read_json`.
@@ -178,8 +177,8 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     return params if len(slices) < 2 else None
 
 
-def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], wanted: CheckSettings) -> ValidationReport:
-    """`validate` for a path or a URL, which ``open`` opens."""
+def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], options: CheckSettings) -> ValidationReport:
+    """Validate a path or URL that ``open`` opens."""
     (place,), where = places_of([path])
     text = where.shown(place)
     report = ValidationReport(text)
@@ -197,132 +196,155 @@ def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], want
         report.add([error("index.shard", None, f"{problem.filename} is missing, but the index lists it")])
         return report
     with opened, Catalog.of(opened) as catalog:
-        return _validate_tensors(report, catalog, wanted)
-
-
-# ---- parts ----
+        return _validate_tensors(report, catalog, options)
 
 
 def _validate_array(
-    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, wanted: CheckSettings
+    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, options: CheckSettings
 ) -> ValidationReport:
     report = ValidationReport(ARRAY)
     refuse_masked(x, "the array")
     catalog = Catalog.of({ARRAY: x})
-    known = catalog.about(ARRAY)
+    about = catalog.about(ARRAY)
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
-            raise TypeError(f"shape must be a tuple of whole numbers and None, not {show(shape)}")
-        if not schemas.fits(known.shape, tuple(shape)):
+            raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
+        if not structure.fits(about.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, expected [{sizes}]")])
-    return _validate_tensors(report, catalog, wanted._replace(choose=False, schema=None))
+            report.add([error("array.shape", ARRAY, f"has shape {list(about.shape)}, expected [{sizes}]")])
+    return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
 
 
-def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: CheckSettings) -> ValidationReport:
+def _validate_tensors(report: ValidationReport, catalog: Catalog, options: CheckSettings) -> ValidationReport:
     started = time.perf_counter()
-    chosen = frozenset(wanted.selection.of(list(catalog)))
+    selected = frozenset(options.selection.of(list(catalog)))
     try:
-        _check_tensors(report, catalog, chosen, wanted)
+        _Validation(report, catalog, selected, options).run()
     finally:
         report.seconds = time.perf_counter() - started
-    if wanted.selection:
-        report.leave_out(frozenset(catalog) - chosen)
+    if options.selection:
+        report.leave_out(frozenset(catalog) - selected)
     return report
 
 
-def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset[str], wanted: CheckSettings) -> None:
-    """Runs all checks of the tensors of a catalog, and adds their findings to the report.
-
-    A file that cannot be read any more ends the checks with a finding.
+class _Validation:
+    """All checks of the tensors of a catalog, which add their findings to a report.
 
     Args:
-        report: gets the findings.
-        catalog: the tensors.
-        chosen: those whose values are read.
-        wanted: the settings.
+        selected: tensors with values to check.
     """
-    config, limits = wanted.config, wanted.limits
-    known = {name: catalog.about(name) for name in catalog}
-    report.tensors = len(known)
-    report.parameters = sum(math.prod(tensor.shape) for tensor in known.values())
-    if config is None:
-        try:
-            config = _params_beside(catalog.weight_files) or catalog.config
-        except (FormatError, OSError) as problem:
-            report.add([error("schema.config", None, one_line(problem))])
-    report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
-    report.add(files.check_index(catalog))
-    choice = Choice(wanted.schema, True) if wanted.schema is not None else None
-    inner = None
-    if wanted.choose:
-        choice = choose(config, report.format, known.keys())
-        inner = choose_inner(config, known.keys()) if choice is None else choose_prefix(choice, config, known.keys())
-    log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
-    whole = config
-    if inner is not None:
-        choice, config = inner.choice, inner.config
-    schema = None if choice is None else choice.schema
-    report.add(naming.check_sizes(known, schema))
-    quantization = quantization_of(whole)
-    codes = catalog.find_codes(quantization)
-    quantized = naming.quantized_parts(quantization, schema, known, codes)
-    if quantized is not None:
-        report.add([naming.note_quantized(quantized, values=wanted.values)])
-    if choice is None:
-        report.add(naming.check_layers(known, frozenset() if quantized is None else quantized.modules))
-    elif known:
-        report.schema = choice.schema.name
-        compared = schemas.check_schema(choice, config, known, quantized=quantized, inner=inner)
-        report.compared = compared.compared
-        report.add(compared.findings)
-    if limits.parameters is not None and report.parameters != limits.parameters:
-        message = f"{report.parameters:,} parameters, expected {limits.parameters:,}"
-        report.add([error("model.parameters", None, message)])
-    report.add(naming.check_dtypes(known, whole, quantized))
-    unknown = catalog.unknown()
-    report.add(_check_unknown(catalog.about(name)) for name in unknown)
-    chosen -= unknown.keys()
-    report.values = wanted.values
-    model = Model(known, frozenset(codes), quantized, schema)
-    zero: set[str] = set()
-    try:
-        for finding, in_it in holes.check_tails(catalog, model.role, values=wanted.values):
-            report.add([finding])
-            zero.update(in_it)
-    except (FormatError, OSError) as problem:
-        report.add([_unreadable(problem)])
-        return
-    if wanted.values:
-        pairs = {} if choice is None else _tied_pairs(choice.schema, config, known)
-        pairs = {head: embedding for head, embedding in pairs.items() if {head, embedding} <= chosen - zero}
-        names = [name for name in known if name in chosen and name not in model.codes]
-        contents = Contents(catalog, wanted)
-        if wanted.executor is not None:
-            contents = gathered(catalog, wanted, names, pairs, wanted.executor)
-        try:
-            check_contents(report, contents, model, names, pairs, zero)
-        except (FormatError, OSError) as problem:
-            report.add([_unreadable(problem)])
 
+    def __init__(
+        self, report: ValidationReport, catalog: Catalog, selected: frozenset[str], options: CheckSettings
+    ) -> None:
+        self._report, self._catalog, self._options = report, catalog, options
+        self._selected = selected
+        self._unreadable = False
+        self._tensors = {name: catalog.about(name) for name in catalog}
 
-def _unreadable(problem: Exception) -> Finding:
-    return error("file.read", None, one_line(problem))
+    def run(self) -> None:
+        """Run the checks. If a file can no longer be read, add a finding and stop."""
+        report, catalog, tensors = self._report, self._catalog, self._tensors
+        report.tensors = len(tensors)
+        report.parameters = sum(math.prod(about.shape) for about in tensors.values())
+        report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
+        report.values = self._options.values
+        config = self._config()
+        report.add(files.check_index(catalog))
+        choice, inner = self._choose_schema(config)
+        own_config = config if inner is None else inner.config  # of the part that the schema covers
+        schema = None if choice is None else choice.schema
+        report.add(structure.check_sizes(tensors, schema))
+        quantization = quantization_of(config)
+        codes = catalog.find_codes(quantization)
+        quantized = structure.quantized_parts(quantization, schema, tensors, codes)
+        if quantized is not None:
+            report.add([structure.note_quantized(quantized, values=report.values)])
+        if choice is None:
+            report.add(structure.check_layers(tensors, frozenset() if quantized is None else quantized.modules))
+        elif tensors:
+            report.schema = choice.schema.name
+            comparison = structure.check_schema(choice, own_config, tensors, quantized=quantized, inner=inner)
+            report.compared = comparison.compared
+            report.add(comparison.findings)
+        expected = self._options.limits.parameters
+        if expected is not None and report.parameters != expected:
+            message = f"{report.parameters:,} parameters, expected {expected:,}"
+            report.add([error("model.parameters", None, message)])
+        report.add(structure.check_dtypes(tensors, config, quantized))
+        unknown = catalog.unknown()
+        report.add(_check_unknown(catalog.about(name)) for name in unknown)
+        self._selected -= unknown.keys()
+        pairs = {} if choice is None else _tied_pairs(choice.schema, own_config, tensors)
+        self._read(Model(tensors, frozenset(codes), quantized, schema), pairs)
+
+    def _config(self) -> Mapping[str, Any] | None:
+        """Return the config: the given config, or that of the checkpoint."""
+        if self._options.config is not None:
+            return self._options.config
+        try:
+            return _params_beside(self._catalog.weight_files) or self._catalog.config
+        except (FormatError, OSError) as problem:
+            self._report.add([error("schema.config", None, one_line(problem))])
+            return None
+
+    def _choose_schema(self, config: Mapping[str, Any] | None) -> tuple[Choice | None, Inner | None]:
+        """Return the schema, and the part of the model that it covers; None for the whole model."""
+        options, names = self._options, self._tensors.keys()
+        choice = Choice(options.schema, True) if options.schema is not None else None
+        inner = None
+        if options.choose:
+            choice = choose(config, self._report.format, names)
+            inner = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names)
+        log.debug("validate %s: schema %s", self._report.source, None if choice is None else choice.schema.name)
+        return (choice if inner is None else inner.choice), inner
+
+    def _read(self, model: Model, pairs: Mapping[str, str]) -> None:
+        """Run the checks that read tensors.
+
+        Args:
+            pairs: tied heads and their embeddings.
+        """
+        report, options = self._report, self._options
+        zero: set[str] = set()
+        with self._readable_files():
+            for finding, names in files.check_tails(self._catalog, model.role, values=options.values):
+                report.add([finding])
+                zero.update(names)
+        if not options.values or self._unreadable:
+            return
+        readable = self._selected - zero
+        pairs = {head: embedding for head, embedding in pairs.items() if {head, embedding} <= readable}
+        names = [name for name in model.tensors if name in self._selected and name not in model.codes]
+        contents = Contents(self._catalog, options)
+        if options.executor is not None:  # raises errors of the executor
+            contents = GatheredContents(self._catalog, options, names, pairs)
+        with self._readable_files():
+            check_contents(report, contents, model, names, pairs=pairs, zero=zero)
+
+    @contextmanager
+    def _readable_files(self) -> Iterator[None]:
+        """Turn the error of an unreadable file into a finding."""
+        try:
+            yield
+        except (FormatError, OSError) as problem:
+            self._unreadable = True
+            self._report.add([error("file.read", None, one_line(problem))])
 
 
 def _tied_pairs(
-    schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, TensorDescription]
+    schema: Schema, config: Mapping[str, Any] | None, tensors: Mapping[str, TensorDescription]
 ) -> dict[str, str]:
-    """Tied heads that are present along with their embedding: name of the head to name of the embedding."""
+    """Return tied heads that are stored along with their embedding, as names of heads to names of embeddings."""
     try:
-        wanted = schema.expand(config, known.keys())
+        expected = schema.expand(config, tensors.keys()).values()
     except ValueError:  # already reported by check_schema
         return {}
-    return {w.name: w.tied for w in wanted.values() if w.tied is not None and w.name in known and w.tied in known}
+    return {w.name: w.tied for w in expected if w.tied is not None and w.name in tensors and w.tied in tensors}
 
 
 def _check_unknown(about: TensorDescription) -> Finding:
-    """The finding about a tensor of an unknown ggml type, whose bytes end where the next tensor or the file does."""
+    """Return the finding about a tensor of an unknown ggml type; its bytes end at the next tensor or at the end."""
     if about.nbytes == 0 and 0 not in about.shape:
         message = f"{about.dtype} tensor {list(about.shape)} has no bytes: the file is truncated, or an offset is wrong"
         return error("file.unknown_type", about.name, message)

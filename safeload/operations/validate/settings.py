@@ -1,46 +1,94 @@
-"""The arguments of `validate`, checked."""
+"""Check the arguments of `validate`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Selection
+from ...base.text import show
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...models.reading import load as load_schema
 from ...models.schema import Schema
 from ..sources.executors import Executor, check_executor
-from .findings import Limits
+
+# Default range of weights, and default absolute value of norm weights.
+_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
+
+
+class Limits(NamedTuple):
+    """Limits for values.
+
+    Attributes:
+        low: smaller values are a warning.
+        high: larger values are a warning.
+        parameters: expected number of elements in all tensors; None accepts any.
+        scale: expected scale of int8 tensors: a number, or numbers by name; None accepts any.
+        absmax: largest absolute value before quantization to int8, so that scale is absmax / 127: a number, or numbers
+            by name; None accepts any.
+        norm: largest absolute value of norm weights. None means ``low`` and ``high`` if you set these, else 4096,
+            because norm weights reach hundreds in good models (Gemma).
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> report = safeload.validate(np.float32([0.5, 3]), limits=safeload.Limits(low=-1, high=1))
+        >>> [warning.code for warning in report.warnings]
+        ['value.range']
+    """
+
+    low: float = _LOW
+    high: float = _HIGH
+    parameters: int | None = None
+    scale: float | Mapping[str, float] | None = None
+    absmax: float | Mapping[str, float] | None = None
+    norm: float | None = None
+
+    def of_norms(self) -> tuple[float, float]:
+        """Return the range for norm weights."""
+        if self.norm is not None:
+            return -self.norm, self.norm
+        default = (self.low, self.high) == (_LOW, _HIGH)
+        return (-_NORM, _NORM) if default else (self.low, self.high)
+
+    @classmethod
+    def of(cls, value: Any) -> Limits:
+        """Return limits from None, (low, high), a dict of fields, or limits."""
+        if value is None:
+            return cls()
+        if isinstance(value, Limits):
+            return value
+        if isinstance(value, Mapping):
+            unknown = sorted(set(value) - set(cls._fields))
+            if unknown:
+                raise ValueError(f"limits: unknown key {show(unknown[0])}, expected {', '.join(cls._fields)}")
+            limits = cls(**value)
+        elif isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+            limits = cls(*value)
+        else:
+            raise TypeError(f"limits must be (low, high) or a dict of {', '.join(cls._fields)}, got {show(value)}")
+        if not limits.low <= limits.high:
+            raise ValueError(f"limits: low must be <= high, got {limits.low} and {limits.high}")
+        if limits.norm is not None and not limits.norm >= 0:
+            raise ValueError(f"limits: norm must be >= 0, got {limits.norm}")
+        return limits
 
 
 class CheckSettings(NamedTuple):
-    """The checked arguments of `validate`.
+    """The checked arguments of `validate`."""
 
-    Attributes:
-        config: parsed config; None for that of a folder.
-        schema: the given schema; None for none, or to choose one.
-        choose: whether to choose a schema.
-        limits: limits for values.
-        values: whether to read tensors.
-        selection: the tensors to report about.
-        executor: see `validate`.
-        threads: see `validate`.
-        progress: see `validate`.
-        histogram: whether the statistics include histograms.
-    """
-
-    config: Mapping[str, Any] | None
+    config: Mapping[str, Any] | None  # parsed; None uses the config of the folder
     schema: Schema | None
-    choose: bool
+    choose: bool  # True to choose a schema by the config
     limits: Limits
-    values: bool
-    selection: Selection
+    values: bool  # True to read tensors
+    selection: Selection  # the tensors to report about
     executor: Executor | None
     threads: int | None
     progress: Progress
-    histogram: bool
+    histogram: bool  # True to include histograms in statistics
 
 
 def settings(
@@ -56,32 +104,29 @@ def settings(
     progress: Progress = None,
     histogram: bool = False,
 ) -> CheckSettings:
-    """Checks the arguments of `validate`.
-
-    Raises:
-        ValueError, TypeError, FormatError, OSError: see `validate`.
-    """
+    """Check and convert the arguments of `validate`."""
     bounds = Limits.of(limits)
-    asked = load_schema(schema) if schema is not None and schema != "auto" else None
+    expected = load_schema(schema) if schema is not None and schema != "auto" else None
     check_threads(threads)
     check_executor(executor)
-    selection = Selection(only, drop)
-    found = read_config(config)
     return CheckSettings(
-        found, asked, schema == "auto", bounds, values, selection, executor, threads, progress, histogram
+        config=_read_config(config),
+        schema=expected,
+        choose=schema == "auto",
+        limits=bounds,
+        values=values,
+        selection=Selection(only, drop),
+        executor=executor,
+        threads=threads,
+        progress=progress,
+        histogram=histogram,
     )
 
 
-def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The parsed config, read from its file if given by path.
-
-    Raises:
-        FormatError: the file does not hold a JSON object.
-        OSError: the file cannot be read.
-    """
+def _read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if config is None or isinstance(config, Mapping):
         return config
     from ...stores.json_file import read_json
 
-    found: Mapping[str, Any] = read_json(config, "config.json")
-    return found
+    parsed: Mapping[str, Any] = read_json(config, "config.json")
+    return parsed

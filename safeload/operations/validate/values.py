@@ -1,4 +1,4 @@
-"""Checks of values: NaN and infinity, range, constant matrices, scales of quantized tensors, tied heads."""
+"""Check values: NaN and infinity, range, constant matrices, scales of quantized tensors, tied heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...base import dtypes, packing
-from ...base.arrays import Array
+from ...base.arrays import Array, index_of
 from ...base.layout import figure
 from ...base.packing import Packed, Packing
 from ...base.scheme import INT8
@@ -23,21 +23,27 @@ from ...packed.gptq import wrapped_zeros, zeros_disagree
 from ..measure.stats import TensorStats
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from .findings import Finding, Limits, error, note, warning
+from .findings import Finding, error, note, warning
+from .settings import Limits
 
 # Largest relative difference between a float32 scale and the expected one: two roundings.
 _SCALE_TOLERANCE = 2.0**-22
 
-
-# Last parts of the names of norm weights, and words that mark a norm like a word that ends in "norm". Source:
-# transformers, torch and llama.cpp.
+# Last name parts of norm weights, and words that mark a norm like the suffix "norm". Source: transformers, torch and
+# llama.cpp.
 _NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
 _NORM_WORDS = {"ln", "rms"}
 
+# Roles of the parts of packed tensors to check.
+_SCALES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
+# Families with negative scales: MLX, and the formats that auto-round writes. For symmetric codes, the lowest code has
+# the largest magnitude and stands for the value with the largest magnitude (auto_round/data_type/int.py).
+_SIGNED = ("mlx", "gptq", "awq", "int")
 
-def is_norm(name: str, known: TensorDescription, role: str | None) -> bool:
-    """Whether a tensor holds the weights of a norm, by its role in the schema or else by its name."""
-    if role is not None or len(known.shape) > 1:
+
+def is_norm(name: str, about: TensorDescription, role: str | None) -> bool:
+    """True for norm weights, by the role in the schema or else by name."""
+    if role is not None or len(about.shape) > 1:
         return role == "norm"
     module, _, last = name.rpartition(".")
     norm = (module.rpartition(".")[2] if last in _NORM_WEIGHTS else last).lower().rstrip("0123456789")
@@ -54,50 +60,45 @@ def check_values(
     codes: Collection[str] = (),
     zero: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """NaN and infinity as errors; values out of range and matrices of a single value as warnings.
+    """Find NaN and infinity (errors), values out of range and constant matrices (warnings).
 
     Args:
-        stats: statistics of the tensors.
-        tensors: descriptions of the tensors.
-        limits: the range.
-        skip: names to skip, since their scales are bad.
-        role: gives the role of a tensor in the schema; None if it is unknown.
-        codes: parts of quantized weights: any finite value is good there.
+        skip: tensors to skip because of bad scales.
+        role: returns the role of a tensor in the schema, or None.
+        codes: parts of quantized weights, which can have any finite value.
         zero: tensors already reported as zero.
     """
-    for name, found in stats.items():
-        known = tensors[name]
-        if name in skip or not (known.floating or known.quantized):
+    for name, values in stats.items():
+        about = tensors[name]
+        if name in skip or not (about.floating or about.quantized):
             continue
-        for code, what, count, first in (
-            ("value.nan", "NaN", found.nan, found.first_nan),
-            ("value.inf", "infinite", found.inf, found.first_inf),
+        for code, kind, count, first in (
+            ("value.nan", "NaN", values.nan, values.first_nan),
+            ("value.inf", "infinite", values.inf, values.first_inf),
         ):
             if count:
-                of = f"{count:,} of {found.count:,} values {'is' if count == 1 else 'are'} {what}"
-                yield error(code, name, of + (f", the first at {list(first)}" if first is not None else ""))
-        if found.count == 0 or math.isnan(found.min) or name in codes or name in zero:
+                at = "" if first is None else f", the first at {list(first)}"
+                message = f"{count:,} of {values.count:,} values {'is' if count == 1 else 'are'} {kind}{at}"
+                yield error(code, name, message)
+        if values.count == 0 or math.isnan(values.min) or name in codes or name in zero:
             continue
-        low, high = limits.of_norms() if is_norm(name, known, role(name)) else (limits.low, limits.high)
-        if found.min < low or found.max > high:
-            reach = f"values reach from {figure(found.min, 6)} to {figure(found.max, 6)}"
-            yield warning("value.range", name, f"{reach}, outside [{low:g}, {high:g}]")
-        if sum(size > 1 for size in known.shape) > 1 and found.nan + found.inf == 0 and found.min == found.max:
-            what, code = ("0", "value.zero") if found.absmax == 0 else (figure(found.min, 6), "value.constant")
-            yield warning(code, name, f"all {found.count:,} values of the matrix are {what}")
+        low, high = limits.of_norms() if is_norm(name, about, role(name)) else (limits.low, limits.high)
+        if values.min < low or values.max > high:
+            extent = f"values range from {figure(values.min, 6)} to {figure(values.max, 6)}"
+            yield warning("value.range", name, f"{extent}, outside [{low:g}, {high:g}]")
+        if sum(size > 1 for size in about.shape) > 1 and values.nan + values.inf == 0 and values.min == values.max:
+            constant, code = ("0", "value.zero") if values.absmax == 0 else (figure(values.min, 6), "value.constant")
+            yield warning(code, name, f"all {values.count:,} values of the matrix are {constant}")
 
 
 # ---- quantized tensors ----
 
 
 def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | None = None) -> Iterator[Finding]:
-    """Scales that are not finite, or not the expected ones. Of a file only the scales are read, and blocks.
+    """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read.
 
     Args:
-        catalog: has the tensor.
-        name: of a quantized or packed tensor.
-        limits: what is expected of int8.
-        threads: for reading; None: chosen automatically.
+        limits: expected scales of int8.
 
     Raises:
         FormatError, OSError: the file cannot be read.
@@ -126,13 +127,6 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
         yield from _check_blocks(name, value)
 
 
-# Roles of the parts of a packed tensor that are checked.
-_SCALES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
-# Families whose scales may be negative: MLX's, and what auto-round stores as any of the others: of symmetric codes the
-# least, which has the largest magnitude, stands for the value that has (auto_round/data_type/int.py).
-_SIGNED = ("mlx", "gptq", "awq", "int")
-
-
 def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
     row = dtypes.BLOCK_TYPES[value.scheme]
     if value.data.size == 0:
@@ -144,15 +138,19 @@ def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
     bad = ~np.isfinite(scales).all(axis=1)
     if bad.any():
         block = int(bad.argmax())
-        shown = ", ".join(str(scale) for scale in scales[block])
-        of = f"{int(bad.sum()):,} of {len(blocks):,} blocks have a scale that is not finite"
-        yield error("quantization.scale", name, f"{of}, the first is block {block} with {shown}")
+        first = f"block {block} with {', '.join(str(scale) for scale in scales[block])}"
+        yield _bad_scales(name, bad, "blocks have a scale that is not finite", first)
+
+
+def _bad_scales(name: str, bad: Array, fault: str, first: str) -> Finding:
+    message = f"{int(bad.sum()):,} of {bad.size:,} {fault}, the first is {first}"
+    return error("quantization.scale", name, message)
 
 
 def _check_packed(
     name: str, packed: Packing, names: Mapping[str, str], parts: Mapping[str, Array]
 ) -> Iterator[Finding]:
-    """Scales that no writer of the family stores: not finite, or negative."""
+    """Find scales that no writer of the family stores: not finite, or negative."""
     for role in _SCALES:
         array = parts.get(role)
         if array is None or array.size == 0:
@@ -168,20 +166,20 @@ def _check_packed(
             bad |= scales < 0
         if bad.any():
             at = [int(k) for k in np.argwhere(bad)[0]]
-            of = f"{int(bad.sum()):,} of {bad.size:,} values of {show(stored)} are not finite numbers of at least 0"
-            yield error("quantization.scale", name, f"{of}, the first is {scales[tuple(at)]:g} at {at}")
+            fault = f"values of {show(stored)} are not finite numbers >= 0"
+            yield _bad_scales(name, bad, fault, f"{scales[tuple(at)]:g} at {at}")
 
 
 def _check_zeros(name: str, packed: Packed) -> Iterator[Finding]:
-    """Zero points that AutoGPTQ stores with an overflow into the rest of their word."""
+    """Find zero points that AutoGPTQ stores with an overflow into the rest of their word."""
     count = wrapped_zeros(packed)
     if count:
-        of = f"{count:,} zero {'point is' if count == 1 else 'points are'} 0, stored as -1"
-        yield warning("quantization.zero", name, f"{of}: AutoGPTQ then damages the others of the same word")
+        zeros = f"{count:,} zero {'point is' if count == 1 else 'points are'} 0, stored as -1"
+        message = f"{zeros}: AutoGPTQ then corrupts the other zero points of the word"
+        yield warning("quantization.zero", name, message)
     if zeros_disagree(packed):
-        yield note(
-            "quantization.zero", name, "its zero points are not stored as the configuration says, but understood"
-        )
+        message = "zero points are not stored as the configuration says; safeload recognizes how they are stored"
+        yield note("quantization.zero", name, message)
 
 
 def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> Iterator[Finding]:
@@ -190,49 +188,49 @@ def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> I
     if bad.any():
         first = int(bad.argmax())
         where = "" if axis is None else f" {first} of axis {axis}"
-        yield error(
-            "quantization.scale", name, f"scale{where} is {scales[first]:g}, expected a finite number of at least 0"
-        )
+        message = f"scale{where} is {scales[first]:g}, expected a finite number >= 0"
+        yield error("quantization.scale", name, message)
         return
-    for what, given, factor in (("scale", limits.scale, 1.0), ("absmax / 127", limits.absmax, 1 / 127)):
-        expected: Any = given.get(name) if isinstance(given, Mapping) else given
-        if expected is None:
+    for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
+        number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
+        if number is None:
             continue
-        wanted = float(expected) * factor
-        off = np.abs(scales - wanted) > _SCALE_TOLERANCE * abs(wanted)
+        expected = float(number) * factor
+        off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
         if off.any():
-            first = int(off.argmax())
-            yield error("quantization.scale", name, f"scale is {scales[first]:.9g}, but {what} is {wanted:.9g}")
+            message = f"scale is {scales[int(off.argmax())]:.9g}, expected {expected:.9g}{origin}"
+            yield error("quantization.scale", name, message)
 
 
 # ---- tied head ----
 
 
 def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
-    """The finding about a head that the config ties to an embedding, and that has other values in the file.
+    """Return a finding if a head differs from the embedding that the config ties it to.
 
     Raises:
         FormatError, OSError: a file cannot be read.
     """
-    one, other = _source(catalog, head), _source(catalog, embedding)
-    if one is None or other is None or one.row is not other.row or one.shape != other.shape:
+    a, b = _source(catalog, head), _source(catalog, embedding)
+    if a is None or b is None or a.row is not b.row or a.shape != b.shape:
         return None
-    at = 0
-    for a, b in zip(source_pieces(one), source_pieces(other), strict=True):
-        if a != b:
-            differ = int((np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)).argmax()) + at
-            element = differ // one.row.block_bytes
-            index = [int(k) for k in np.unravel_index(element, one.shape)]
-            message = f"differs from {show(embedding)} from {index} on, but the config ties the two"
+    begin = 0
+    for pieces in zip(source_pieces(a), source_pieces(b), strict=True):
+        x, y = (np.frombuffer(piece, np.uint8) for piece in pieces)
+        unequal = x != y
+        if unequal.any():
+            element = (begin + int(unequal.argmax())) // a.row.block_bytes
+            index = list(index_of(element, a.shape))
+            message = f"differs from {show(embedding)}, first at {index}, but the config ties them"
             return warning("head.tied", head, message)
-        at += len(a)
+        begin += x.size
     return None
 
 
 def _source(catalog: Catalog, name: str) -> Source | None:
-    """A tensor as a source; None if it is quantized or packed."""
+    """Return a tensor as a source, or None if it is quantized or packed."""
     about = catalog.about(name)
     if about.quantized or (about.element is not None and about.element.packed):
         return None
-    found = catalog.source(name)
-    return found if isinstance(found, Source) else None
+    source = catalog.source(name)
+    return source if isinstance(source, Source) else None

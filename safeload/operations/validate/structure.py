@@ -1,0 +1,433 @@
+"""Check names, shapes and dtypes: against each other, and against the schema and the config of the model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...base import dtypes
+from ...base.names import pattern_of
+from ...base.text import plural, show
+from ...models.choosing import Choice, Inner
+from ...models.schema import NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
+from ...packed.codes_without_scale import Codes
+from ...packed.quantization import Quantization
+from ..sources.description import TensorDescription
+from .findings import Finding, error, note, warning
+
+# Name parts before a layer number, for models without a schema. Other numbers can have gaps: torch's Sequential also
+# counts modules without weights.
+_CONTAINERS = ("layers", "layer", "blocks", "block", "h", "blk")
+# Levels of nested layers to check in a name, from the innermost.
+_LEVELS = 8
+_LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
+_NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
+
+# A tensor is usual if at most a tenth of the layers lack it.
+_USUAL = 10
+
+# A layer number this many times the number of layers is a mistake. With a smaller gap, layers can be stored elsewhere.
+_FAR = 1000
+
+# Last name part of the tensors of a quantized weight: codes, scales, zero points.
+_PART = re.compile(
+    r".*(?:scales?|scale_inv|scale_\d|scale_ub|absmax|quant_map|quant_state|zeros|zero_point|g_idx|q_?weight|packed"
+    r"|weight_shape|blocks|biases|SCB|weight_format|codebooks?|q_invperm|q_perm|q_group_map)(?:\..*)?",
+    re.ASCII | re.DOTALL,
+)
+
+# A schema is considered wrong if it has fewer than a tenth of the tensors.
+_KNOWN_AT_LEAST = 10
+
+# Names of head tensors outside the schema of a complete architecture, such as a reward or value head on a causal model,
+# or the bias of a head.
+_HEAD = re.compile(
+    r"(?:\w*_)?(?:heads?|lm_head\d*|score|scorer|classifier|qa_outputs|pooler|summary)(?:\..*)?|cls\..*",
+    re.ASCII | re.DOTALL,
+)
+
+
+def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None = None) -> Iterator[Finding]:
+    """Find models without tensors, tensors without elements, and scalars that the schema does not have as scalars."""
+    if not tensors:
+        yield error("model.empty", None, "there are no tensors")
+    for name, about in tensors.items():
+        if 0 in about.shape:
+            yield warning("tensor.empty", name, f"has shape {list(about.shape)}, so it has no elements")
+        elif not about.shape and not _is_scalar(name, schema):
+            yield warning("tensor.scalar", name, f"is a single {about.dtype} without axes")
+
+
+def _is_scalar(name: str, schema: Schema | None) -> bool:
+    """True if the tensor has no axes in the schema."""
+    match = None if schema is None else schema.find(name)
+    return match is not None and match.entry.shape == ()
+
+
+# ---- quantized weights ----
+
+
+class Quantized(NamedTuple):
+    """The quantized weights of a checkpoint."""
+
+    label: str  # how they were recognized, for messages
+    names: frozenset[str]  # codes, scales, zero points and similar tensors
+    modules: frozenset[str]  # modules with quantized weights
+    configured: bool  # True if the config declares them
+
+
+def quantized_parts(
+    quantization: Quantization | None,
+    schema: Schema | None,
+    tensors: Mapping[str, TensorDescription],
+    codes: Mapping[str, Codes],
+) -> Quantized | None:
+    """Return the tensors of quantized weights, or None if there are none.
+
+    Their names, shapes and values depend on the quantization method, so a schema does not apply.
+
+    Args:
+        quantization: from the config.
+        codes: tensors known to hold codes.
+    """
+    names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
+    if quantization is not None:  # includes parts of methods with codes that look like plain integers
+        for name in tensors:
+            role = None if schema is None else schema.role(name)
+            unlisted = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
+            if unlisted or (role is None and _PART.fullmatch(_last(name))):
+                names.add(name)
+    if not names:
+        return None
+    modules = frozenset(map(module_of, names)) - {""}
+    inside = [name for name in tensors if module_of(name) in modules]
+    names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
+    label = "codes with separate scales" if quantization is None else str(quantization)
+    return Quantized(label, frozenset(names), modules, quantization is not None)
+
+
+def note_quantized(quantized: Quantized, *, values: bool) -> Finding:
+    """Return the note about unchecked quantized weights."""
+    checks = "names, shapes and values" if values else "names and shapes"
+    count = plural(len(quantized.names), "tensor")
+    message = f"{quantized.label}: {checks} of quantized weights were not checked ({count})"
+    return note("quantization.unchecked", None, message)
+
+
+def module_of(name: str) -> str:
+    """Return the module of a tensor: its name up to the last part, or up to ".weight."."""
+    module, separator, _ = name.rpartition(".weight.")
+    return module if separator else name.rpartition(".")[0]
+
+
+def _last(name: str) -> str:
+    _, separator, last = name.rpartition(".weight.")
+    return last if separator else name.rpartition(".")[2]
+
+
+# ---- without a schema ----
+
+
+def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
+    """Find gaps in layer numbers, and layers that lack tensors of most other layers.
+
+    Args:
+        modules: modules with quantized weights; their tensors can differ between layers.
+    """
+    for prefix, layers in _stacks(tensors).items():
+        if len(layers) < 2 or max(map(len, layers.values())) < 2:
+            continue
+        count = max(layers) + 1
+        for layer in sorted(layers):
+            if layer >= _FAR and layer >= _FAR * len(layers):
+                message = f"layer {layer} is far beyond the other {len(layers) - 1}"
+                yield warning("layers.far", f"{prefix}{layer}", message)
+        if count <= 2 * len(layers):
+            for layer in sorted(set(range(count)) - layers.keys()):
+                yield error("layers.hole", f"{prefix}{layer}", f"layer {layer} of {count} is missing")
+        counts = Counter(rest for parts in layers.values() for rest in parts)
+        least = len(layers) - max(1, len(layers) // _USUAL)
+        usual = [rest for rest in sorted(counts) if len(layers) > 2 and counts[rest] >= least]
+        for layer, parts in sorted(layers.items()):
+            for rest in usual:
+                if rest not in parts and module_of(f"{prefix}{layer}.{rest}") not in modules:
+                    message = f"is missing; {counts[rest]} of the other {len(layers) - 1} layers have it"
+                    yield warning("layers.missing", f"{prefix}{layer}.{rest}", message)
+
+
+def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
+    """Return the layers of each stack: the name parts after the layer number, by number, by the prefix before it."""
+    stacks: dict[str, dict[int, set[str]]] = {}
+    for name in names:
+        prefix = _LAYER.match(name)
+        for _ in range(_LEVELS):
+            if prefix is None:
+                break
+            numbered = _NUMBERED.fullmatch(name, prefix.end())
+            if numbered is not None:
+                stacks.setdefault(prefix[0], {}).setdefault(int(numbered[1]), set()).add(numbered[2])
+            prefix = _LAYER.match(name[: prefix.end() - 1])
+    return stacks
+
+
+# ---- dtypes ----
+
+
+def check_dtypes(
+    tensors: Mapping[str, TensorDescription], config: Mapping[str, Any] | None, quantized: Quantized | None = None
+) -> Iterator[Finding]:
+    """Find tensors with a different dtype in other layers, and a dtype in the config that no tensor has."""
+    groups: dict[str, list[str]] = {}
+    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
+    for name, about in tensors.items():
+        if about.floating and not about.quantized and name not in parts:
+            groups.setdefault(pattern_of(name), []).append(name)
+    for names in groups.values():
+        counts = Counter(tensors[name].dtype for name in names)
+        if len(counts) > 1:
+            usual, often = counts.most_common(1)[0]
+            for name in names:
+                if tensors[name].dtype != usual:
+                    message = f"is {tensors[name].dtype}, but {usual} in {often} of {len(names)} layers"
+                    yield warning("dtype.mixed", name, message)
+    configured = None if config is None else config.get("torch_dtype") or config.get("dtype")
+    if not isinstance(configured, str) or parts or any(about.quantized for about in tensors.values()):
+        return
+    configured = configured.removeprefix("torch.")
+    counts = Counter(about.dtype for about in tensors.values() if about.floating)
+    row = dtypes.BY_NAME.get(configured)
+    if counts and row is not None and row.floating and configured not in counts:
+        usual, often = counts.most_common(1)[0]
+        message = f"dtype in config.json is {configured}, but no tensor has it; {often} of {len(tensors)} are {usual}"
+        yield warning("dtype.config", None, message)
+
+
+# ---- with a schema ----
+
+
+class Comparison(NamedTuple):
+    """Result of `check_schema`."""
+
+    findings: list[Finding]
+    compared: int  # tensors compared with the schema
+
+
+def check_schema(
+    choice: Choice,
+    config: Mapping[str, Any] | None,
+    tensors: Mapping[str, TensorDescription],
+    *,
+    quantized: Quantized | None = None,
+    inner: Inner | None = None,
+) -> Comparison:
+    """Compare names and shapes with a schema: find missing and unexpected tensors, and wrong shapes.
+
+    Args:
+        config: parsed config.json, or its part for the language model if the schema only covers that part.
+        quantized: tensors that the schema does not cover.
+        inner: the part of the model that the schema covers; None for the whole model.
+    """
+    schema = choice.schema
+    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
+    modules: frozenset[str] = frozenset() if quantized is None else quantized.modules
+
+    def unchecked(why: str) -> Comparison:
+        return Comparison([note("schema.unchecked", None, f"{why}: names and shapes were not checked")], 0)
+
+    try:
+        expected = schema.expand(config, tensors.keys())
+    except ValueError as problem:
+        if inner is not None:
+            return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
+        return Comparison([error("schema.config", None, f"schema {schema.name}: {problem}")], 0)
+    names = [name for name in tensors if name in expected and name not in parts]
+    if inner is not None and _mostly_absent(expected, tensors, modules):
+        return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
+    if tensors and (len(names) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
+        if quantized is not None and quantized.configured:
+            return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
+        first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
+        message = f"is not in schema {schema.name} ({first}); only {len(names)} of {len(tensors)} names are"
+        return Comparison([error("schema.names", next(iter(tensors)), message)], 0)
+    findings = list(_check_missing(choice, expected, tensors, modules))
+    if inner is not None and inner.whole:
+        message = f"names begin with {show(inner.prefix)}, but names of schema {schema.name} do not"
+        findings.append(warning("schema.prefix", next(name for name in tensors if name in expected), message))
+    findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized, inner=inner)
+    findings += _check_shapes(names, expected, tensors)
+    return Comparison(findings, len(names))
+
+
+def _check_shapes(
+    names: Sequence[str], expected: Mapping[str, ExpectedTensor], tensors: Mapping[str, TensorDescription]
+) -> Iterator[Finding]:
+    for name in names:
+        shape = expected[name].shape
+        if shape is not None and tensors[name].shape != shape and not fits(tensors[name].shape, shape):
+            formula = ", ".join(expected[name].entry.shape or ())
+            sizes = ", ".join("?" if size is None else str(size) for size in shape)
+            message = f"has shape {list(tensors[name].shape)}, but [{formula}] is [{sizes}] by the config"
+            yield error("schema.shape", name, message)
+
+
+def _mostly_absent(
+    expected: Mapping[str, ExpectedTensor], tensors: Mapping[str, TensorDescription], modules: frozenset[str]
+) -> bool:
+    """True if more than half of the required tensors are missing."""
+    required = [w.name for w in expected.values() if w.required and module_of(w.name) not in modules]
+    return 2 * sum(name in tensors for name in required) < len(required)
+
+
+def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    """True if a shape matches the expected shape, in which None matches any size."""
+    return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
+
+
+def _check_missing(
+    choice: Choice,
+    expected: Mapping[str, ExpectedTensor],
+    tensors: Mapping[str, TensorDescription],
+    modules: frozenset[str],
+) -> Iterator[Finding]:
+    """Find missing tensors; report whole layers, and tensors missing in all layers, only once."""
+    required = [w for w in expected.values() if w.required and (choice.complete or w.entry.role != "head")]
+    missing = [w for w in required if w.name not in tensors and module_of(w.name) not in modules]
+    if not missing:
+        return
+    counts, lost = Counter(map(_layer_of, required)), Counter(map(_layer_of, missing))
+    gone = {layer for layer in lost if layer is not None and lost[layer] == counts[layer]}
+    layers = Counter(layer.stack for layer in counts if layer is not None)
+    usual, everywhere = _remaining(required, gone), _remaining(missing, gone)
+    reported: set[Any] = set()
+    for w in missing:
+        layer, name = _layer_of(w), w.entry.name
+        if layer is not None and layer in gone:
+            if layer not in reported:
+                reported.add(layer)
+                message = f"layer {layer.number} of {layers[layer.stack]} is missing, with all {counts[layer]} tensors"
+                yield error("schema.layer_missing", f"{layer.stack}{layer.number}", message)
+        elif layer is not None and len(usual[name]) > 1 and everywhere[name] == usual[name]:
+            if name not in reported:
+                reported.add(name)
+                count = usual[name].total()
+                total = "" if count == len(usual[name]) else f" ({count:,} tensors)"
+                yield error("schema.missing", w.name, f"is missing in each of the {len(usual[name])} layers{total}")
+        else:
+            untied = w.entry.role == "head" and w.entry.tied is not None
+            why = f", and the config does not tie it ({w.entry.tied_when})" if untied else ""
+            yield error("schema.missing", w.name, f"is missing{why}")
+
+
+class _Layer(NamedTuple):
+    """A layer of a model."""
+
+    stack: str  # names of its tensors up to the layer number
+    number: int
+
+
+def _layer_of(expected: ExpectedTensor) -> _Layer | None:
+    return None if expected.layer is None else _Layer(expected.stack, expected.layer)
+
+
+def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str, Counter[_Layer]]:
+    """Count the tensors of each schema entry by layer, without the layers in ``gone``."""
+    counts: dict[str, Counter[_Layer]] = {}
+    for w in tensors:
+        layer = _layer_of(w)
+        if layer is not None and layer not in gone:
+            counts.setdefault(w.entry.name, Counter())[layer] += 1
+    return counts
+
+
+def _check_unexpected(
+    choice: Choice,
+    config: Mapping[str, Any] | None,
+    expected: Mapping[str, ExpectedTensor],
+    tensors: Mapping[str, TensorDescription],
+    *,
+    quantized: Quantized | None,
+    inner: Inner | None,
+) -> Iterator[Finding]:
+    """Find tensors that the schema does not expect; note heads and other parts as unchecked."""
+    report, schema = error if choice.complete else warning, choice.schema
+    unexpected = [name for name in tensors if name not in expected]
+    if not unexpected:
+        return
+    counts = Counter(layer.stack for layer in {_layer_of(w) for w in expected.values()} if layer is not None)
+    beyond: Counter[_Layer] = Counter()
+    is_head = _heads_of(choice, expected)
+    heads, outside, unknown = [], [], []
+    for name in unexpected:
+        if quantized is not None and (name in quantized.names or module_of(name) in quantized.modules):
+            continue
+        match = schema.find(name)
+        if match is None or (match.entry.architectures and is_head(name)):
+            if inner is not None and not name.startswith(inner.prefix):
+                outside.append(name)
+            elif is_head(name):
+                heads.append(name)
+            elif quantized is not None and quantized.configured:
+                unknown.append(name)
+            else:
+                yield report("schema.unexpected", name, f"is not a tensor of schema {schema.name}")
+        elif match.layer is not None and match.layer >= counts[match.stack]:
+            beyond[_Layer(match.stack, match.layer)] += 1
+        elif _is_written_by_gptq(name, tensors):
+            yield warning("schema.unexpected", name, f"{_why_unexpected(match, schema)}; AutoGPTQ stores zeros there")
+        else:
+            yield report("schema.unexpected", name, _why_unexpected(match, schema))
+    for layer, count in sorted(beyond.items()):
+        extra = f"layer {layer.number} ({plural(count, 'tensor')})"
+        message = f"{extra} is beyond the {counts[layer.stack]} layers of the config"
+        yield report("schema.layer_extra", f"{layer.stack}{layer.number}", message)
+    if heads:
+        yield _note_heads(config, heads)
+    if unknown:
+        unlisted = f"{plural(len(unknown), 'tensor')} outside schema {schema.name}, next to quantized weights"
+        checks = "name and shape were" if len(unknown) == 1 else "names and shapes were"
+        yield note("schema.unchecked", unknown[0], f"{unlisted}: {checks} not checked")
+    if inner is not None and outside:
+        covered = f"only the part under {inner.key} was checked (schema {schema.name})"
+        message = f"{covered}: names and shapes of {plural(len(outside), 'other tensor')} were not checked"
+        yield note("schema.unchecked", outside[0], message)
+
+
+def _is_written_by_gptq(name: str, tensors: Mapping[str, TensorDescription]) -> bool:
+    """True for the bias of a GPTQ weight: early writers store a bias for every layer."""
+    weight = tensors.get(f"{module_of(name)}.weight")
+    return name.endswith(".bias") and weight is not None and weight.packed and weight.dtype.startswith("gptq")
+
+
+def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
+    """Explain why a model with this config should not have a tensor of the schema."""
+    entry = match.entry
+    if entry.architectures:
+        return f"belongs to {' or '.join(entry.architectures)}, but the config names another architecture"
+    if len(match.numbers) > 1:
+        slot = PLACEHOLDER.findall(entry.name.replace(PREFIX, ""))[1]
+        return f"is present, but {schema.counts[slot]} or {entry.when} in the config excludes it"
+    if entry.when is not None:
+        return f"is present, but {entry.when} in the config excludes it"
+    return "is a duplicate of a tensor under another name"
+
+
+def _heads_of(choice: Choice, expected: Mapping[str, ExpectedTensor]) -> Callable[[str], bool]:
+    """Return a function that is True for names of head tensors outside the schema.
+
+    If the schema covers only a part of the model, everything outside is a head. Otherwise the name decides.
+    """
+    if choice.complete:
+        return lambda name: _HEAD.fullmatch(name) is not None
+    inside = {w.name.partition(".")[0] for w in expected.values() if w.entry.role != "head"}
+    return lambda name: name.partition(".")[0] not in inside
+
+
+def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Finding:
+    listed = None if config is None else config.get("architectures")
+    architecture = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else "of the model"
+    names = ", ".join(repr(name) for name in heads[:4]) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
+    subject = f"heads {names} were" if len(heads) > 1 else f"head {names} was"
+    message = f"architecture {architecture[:100]}: {subject} not checked"
+    return note("head.unchecked", heads[0], message)
