@@ -1,4 +1,4 @@
-"""`run_piece`: does a piece of any operation."""
+"""`run_piece`: runs a piece of any operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .measure import diff, stats
 from .sources.plan import INVALID_PIECE
 from .validate import contents, manifest
 
-# By the name of the operation.
+# Functions by operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
     "convert": run_plan.run,
     "diff": diff.run,
@@ -26,26 +26,25 @@ _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, A
 def run_piece(
     piece: Mapping[str, Any], *, threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Does one piece of a plan: reads what it names, and writes its shard under a temporary name that it then renames.
+    """Run a piece of a plan: read its tensors and write its shard, which becomes visible only once it is complete.
 
-    It also does what `stats`, `diff` and `validate` give to an executor; these pieces write nothing.
+    Pieces can run more than once, even in two processes at a time: they write the same bytes, and a complete shard is
+    not written again. `run_piece` also runs the pieces of `stats`, `diff` and `validate`, which write nothing.
 
-    A piece may be done more than once, also by two processes at a time: it writes the same bytes each time, and a shard
-    that is whole is not written again.
-
-    A piece is as trusted as code: it reads the files that it names, and writes into the folder that it names.
+    You should trust a piece like code: it can read any file and write into any folder.
 
     Args:
-        piece: one of ``plan.pieces``.
-        threads: for reading and converting; None: chosen automatically.
-        storage_options: for URLs: options that the piece cannot carry, such as keys; they win over those that it has.
+        piece: an item of ``plan.pieces``.
+        threads: number of threads for reading and converting; None to choose automatically.
+        storage_options: for URLs: options missing from the piece, such as keys. They take precedence over the
+            options of the piece.
 
     Returns:
-        The result, plain data. For `finalize`: the name of the shard, its size and its SHA-256.
+        The result as plain data. Pass it to `finalize`: it holds the name of the shard, its size and its SHA-256.
 
     Raises:
-        UnsupportedError: another version of safeload has made the plan.
-        FormatError: a source has changed since the plan was made, or is gone; or this is not a piece.
+        UnsupportedError: another version of safeload made the plan.
+        FormatError: a source has changed since the plan was made, or is gone; or ``piece`` is not a piece.
         SafeloadError, OSError: see `convert`.
 
     Example:

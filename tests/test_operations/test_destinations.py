@@ -261,7 +261,7 @@ def test_one_shard_at_a_time_waits_on_this_machine(model, monkeypatch):
 
 
 REFUSED = [
-    ("memory://a/x.safetensors", ValueError, "stores get folders of shards.*max_shard_size=.*a slash"),
+    ("memory://a/x.safetensors", ValueError, "stores get folders of shards.*a slash; max_shard_size="),
     ("memory://a/x.GGUF", ValueError, "has the suffix of a file"),
     ("memory://a/x.pt", ValueError, "has the suffix of a file"),
     ("memory://user:password@b/x.npz", ValueError, "'memory://b/x.npz' has the suffix"),

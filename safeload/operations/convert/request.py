@@ -139,7 +139,7 @@ def open_sources(src: Given | Sequence[Given], storage_options: Mapping[str, Any
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
-    unfinished.check_given(sources)
+    unfinished.check_unopened(sources)
     catalog = Catalog.of(sources, storage_options)
     try:
         unfinished.check_opened(catalog)

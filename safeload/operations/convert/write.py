@@ -170,7 +170,7 @@ def _write_folder(
         config = config_without_codes(conversion, folder, request.target)
     beside = Beside(conversion.weight_map(shards), conversion.nbytes, config, conversion.extras)
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = write_shards(writers, beside, folder, overwrite, replacing)
+    nbytes = write_shards(writers, beside, folder, overwrite=overwrite, replacing=replacing)
     journal.forget(folder, [*shards])
     if overwrite:
         unfinished.forget(folder)

@@ -1,1 +1,1 @@
-"""Destination folders: shards, the journal of an unfinished conversion, local folders and stores."""
+"""Destination folders: local folders and stores, shards, records of complete shards, unfinished notes."""

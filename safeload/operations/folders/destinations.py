@@ -1,4 +1,4 @@
-"""What conversions write to: a path of this machine, or a folder in a store behind a URL."""
+"""Find the destination of a conversion: a local path, or a folder in a store behind a URL."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..sources.piece_files import files_at
 from .folder import Folder, LocalFolder
 from .replacement import LocalReplacement, Replacement
 
-# What a conversion writes to.
+# The destination of a conversion.
 Destination: TypeAlias = PathLike | Located
 
-# Most bytes of a shard in a store where nothing else is said.
+# The default limit for shards in a store.
 USUAL_SIZE = "5GB"
 
-# What `pathlib` makes of a URL.
+# A URL as `pathlib` spells it.
 _PATH_OF_URL = re.compile(rf"({'|'.join(urls.PLAIN)}):[/\\](?![/\\])")
 
 
 def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) -> Location:
-    """Where a destination is. ``file://`` is this machine.
+    """Return the location of a destination. ``file://`` URLs are local.
 
     Raises:
-        TypeError, ValueError: not a path.
-        UnsupportedError: a URL that needs ``storage_options``, or the network while it is forbidden.
+        TypeError, ValueError: ``dst`` is not a path.
+        UnsupportedError: the URL needs ``storage_options``, or the network is forbidden.
     """
     (text,), files = places_of((dst,), storage_options)
     path_like = isinstance(dst, (str, os.PathLike))
@@ -47,12 +47,12 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def of(location: Location) -> Folder:
-    """The folder at a path, as yet unseen.
+    """Return the destination folder at a location, without listing it.
 
     Raises:
-        ValueError: a URL with the suffix of a file.
-        UnsupportedError: a store that cannot be written to.
-        FileNotFoundError: a repository that does not exist.
+        ValueError: a URL has the suffix of a file.
+        UnsupportedError: the store is read-only.
+        FileNotFoundError: the repository does not exist.
     """
     files, path = location.files, location.path
     if not files.remote:
@@ -65,9 +65,9 @@ def of(location: Location) -> Folder:
     suffix = "" if path.endswith("/") else os.path.splitext(path)[1].lower()
     if suffix in SUFFIXES or suffix in WEIGHT_SUFFIXES:
         raise ValueError(
-            f"{show(location.shown)} has the suffix of a file, and stores get folders of shards: pass a folder such as "
-            f"{show(files.shown(files.split(path)[0]) + '/')}, with max_shard_size= for shards of another size than "
-            f"{USUAL_SIZE}; or end the URL with a slash"
+            f"{show(location.shown)} has the suffix of a file, but stores get folders of shards: pass a folder such as "
+            f"{show(files.shown(files.split(path)[0]) + '/')}, or end the URL with a slash; max_shard_size= changes "
+            f"the size of shards ({USUAL_SIZE})"
         )
     return StoreFolder(files, path)
 
@@ -85,7 +85,7 @@ def folder_at(path: str, planned: Mapping[str, Any] | None, storage_options: Map
 
 
 def replacement_of(folder: Folder) -> Replacement:
-    """Return the policy that replaces the content of a folder."""
+    """Return the replacement policy of a folder."""
     if isinstance(folder, LocalFolder):
         return LocalReplacement(folder)
     from .store_folder import StoreFolder, StoreReplacement

@@ -31,9 +31,9 @@ ASIDE = ".safeload-"
 
 
 class Folder(ABC):
-    """A folder that a conversion writes to."""
+    """A destination folder."""
 
-    _unreadable: tuple[type[Exception], ...]  # errors of files that cannot be what a record says
+    _unreadable: tuple[type[Exception], ...]  # if reading fails with one of these, `holds` is False
 
     def __init__(self, location: Location) -> None:
         self.location = location
@@ -64,17 +64,17 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; names that do not exist are ignored."""
+        """Remove files; missing files are ignored."""
 
     @abstractmethod
     def identity(self, name: str) -> list[Any] | None:
-        """Identify a file without reading it, so that other machines can compare; None if the file is gone."""
+        """Identify a file without reading it, in the same way on all machines; None if the file is gone."""
 
     def holds(self, name: str, size: int, sha256: str, identity: list[Any] | None = None) -> bool:
-        """Return True if a file has this content. A file that still has its identity is not read.
+        """Return True if a file has this content.
 
         Args:
-            identity: of an object in a store when it was uploaded.
+            identity: identity of an uploaded object; the object is not read if its identity is unchanged.
         """
         location = self.location / name
         try:
@@ -123,12 +123,12 @@ class LocalFolder(Folder):
 
 
 def shared_identity(identity: Identity | None) -> list[Any] | None:
-    """Return the fields of an identity that all machines with a shared file system agree on."""
+    """Return the fields of an identity without the device number, which differs between machines."""
     return None if identity is None else [identity.size, identity.mtime_ns, identity.inode]
 
 
 def homes_of(folder: Folder) -> list[Folder]:
-    """Return the folders to search for shards that pieces wrote to a folder: `finalize` empties an aside."""
+    """Return the folders to search for the shards of a folder: `finalize` moves shards from an aside to its parent."""
     target, name = os.path.split(folder.place)
     return [folder, LocalFolder(target)] if name.startswith(ASIDE) and isinstance(folder, LocalFolder) else [folder]
 

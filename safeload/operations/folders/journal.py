@@ -1,4 +1,4 @@
-"""Records beside complete shards: a conversion that is resumed skips the shards that it finds here."""
+"""Records beside complete shards: a resumed conversion skips recorded shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .folder import Folder
 # Follows the name of a shard in the name of its record.
 RECORD = ".done.json"
 KEY, VERSION = "safeload_done", 2
-# Records of this version do not name the piece of a shard, so that no shard can be kept.
+# Records of this version do not name the piece of a shard, so their shards are written again.
 _WITHOUT_PIECE = 1
 
 
@@ -28,20 +28,20 @@ class ShardRecord:
     version: Any  # of safeload
     options: Any  # of the conversion
     piece: str  # id of the piece; empty in records of older releases
-    sources: Any = None  # bare name, size and version of each file that the piece read
-    in_place: Any = None  # id of a conversion that replaces its own source
+    sources: Any = None  # bare name, size and version of each source file
+    in_place: Any = None  # id of the conversion, if it replaces its own source
     size: int  # bytes
     sha256: str
     object: Any = None  # identity of an object in a store, see `Folder.identity`
 
 
 def write(folder: Folder, file: str, record: ShardRecord) -> None:
-    """Record that a shard is complete."""
+    """Write the record of a complete shard."""
     if folder.location.files.remote:
         record = replace(record, object=folder.identity(file))
     try:
         _write(folder, file, record)
-    except PermissionError:  # Windows: another process that runs this piece is reading the record it just wrote
+    except PermissionError:  # Windows: another process running this piece is reading its record
         if read(folder, file) != record:
             raise
 
@@ -77,13 +77,13 @@ def is_whole(folder: Folder, file: str, piece: str) -> ShardRecord | None:
 
 
 def forget(folder: Folder, files: Iterable[str]) -> None:
-    """Remove the records of shards that a conversion without records wrote."""
+    """Remove the records of shards after a conversion without records."""
     names = folder.names()
     folder.remove([file + RECORD for file in files if file + RECORD in names])
 
 
 def copy(file: str, source: Folder, target: Folder) -> None:
-    """Copy the record of a shard, if there is a valid one, to another folder."""
+    """Copy the record of a shard to another folder, unless it is missing or invalid."""
     record = read(source, file)
     if record is not None:
         _write(target, file, record)
@@ -116,13 +116,13 @@ def superseded(asides: Iterable[Folder], version: str, options: Mapping[str, Any
 
 
 def difference(record: ShardRecord, version: str, options: Mapping[str, Any], sources: Sequence[Sequence[Any]]) -> str:
-    """Explain why a plan cannot keep a recorded shard: the version, an option, or a source that changed.
+    """Explain why a plan cannot keep a recorded shard: a different version, option or source.
 
     Args:
         record: record of the shard.
         version: version of the plan.
         options: options of the plan.
-        sources: files that the plan reads for this shard; see `ShardRecord`.
+        sources: source files of the shard in the plan; see `ShardRecord`.
     """
     if record.version != version:
         return f"with safeload {printable(str(record.version))}, and this is {version}"

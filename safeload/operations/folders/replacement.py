@@ -1,7 +1,7 @@
-"""What new shards replace in a folder, and in which order, so that the folder is never half old and half new.
+"""Replacement policies: the files to replace in a folder, and the order, so that it is never half old and half new.
 
-Without ``overwrite`` nothing is replaced. With it, the files of the old checkpoint go: shards and records that
-conversions write, the index, and ``model.safetensors``. Files of other programs stay.
+Without ``overwrite``, nothing is replaced. With ``overwrite``, the files of the old checkpoint are removed: shards and
+records of conversions, the index, and ``model.safetensors``. Foreign files stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.
 
 
 class Replacement(ABC):
-    """Replaces the content of a folder by new shards; an object serves one call."""
+    """Replaces the content of a folder by new shards. Create a new object for each conversion."""
 
     # ---- before anything is written ----
 
@@ -53,9 +53,9 @@ class Replacement(ABC):
 
     @abstractmethod
     def free_names(self, files: Sequence[str]) -> dict[str, str]:
-        """Return names for shards that are written together: their own unless old files are in the way."""
+        """Return names for shards written together: their own names unless old files are in the way."""
 
-    # ---- shards that wait until all pieces are done ----
+    # ---- shards waiting for the last piece ----
 
     @abstractmethod
     def aside(self, file: str, plan: str) -> tuple[Folder, str]:
@@ -80,7 +80,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def leftovers(self, names: Sequence[str]) -> list[str]:
-        """List the temporary files that killed processes left of these files."""
+        """List temporary versions of these files, left by killed processes."""
 
     @abstractmethod
     def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
@@ -89,26 +89,26 @@ class Replacement(ABC):
         Args:
             plan: id of the plan.
             names: names of all files of the result.
-            places: subfolders that shards of the plan waited in.
+            places: subfolders with shards of the plan.
         """
 
     # ---- while files are put in place ----
 
     @abstractmethod
     def undone(self) -> AbstractContextManager[object]:
-        """Return a context in which an error removes what was created: an empty folder, or uploaded shards."""
+        """Return a context that cleans up after an error: it removes a new folder, or uploaded shards."""
 
     @abstractmethod
     def shard(self, stack: ExitStack, file: str) -> AbstractContextManager[ExitStack]:
-        """Return a context with the stack that puts a shard in place.
+        """Return a context with a stack for putting a shard in place.
 
-        All local shards wait for each other in ``stack``. Shards for a store are uploaded one by one, because they wait
-        on this machine.
+        All local shards wait for each other in ``stack``. Shards for a store are uploaded immediately, to save disk
+        space on this machine.
         """
 
     @abstractmethod
     def before_config(self, config: bytes | None, outdated: Sequence[str]) -> AbstractContextManager[object]:
-        """Return a context that ends when only the config and the index are left to be put in place.
+        """Return a context that must end when only the config and the index are left to be put in place.
 
         Args:
             config: content of the new config; None for none.
@@ -117,7 +117,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def after_index(self, outdated: Sequence[str]) -> AbstractContextManager[object]:
-        """Return a context that ends when all files are in place, and removes outdated files."""
+        """Return a context for all files. At its end, outdated files are removed."""
 
 
 class LocalReplacement(Replacement):
@@ -133,7 +133,7 @@ class LocalReplacement(Replacement):
             check_free(path, overwrite)
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List ``model.safetensors``, and shards and records that the old index names or that have a record.
+        """List ``model.safetensors``, indexed shards, recorded shards, and records.
 
         Without an index and a ``model.safetensors``, the only complete set of shards is the old checkpoint.
         """
@@ -228,9 +228,9 @@ class LocalReplacement(Replacement):
         return LocalFolder(self._folder.shown(ASIDE + plan))
 
     def _take(self, file: str, source: LocalFolder) -> None:
-        """Move a shard and its record here; at any moment one of the two folders has both.
+        """Move a shard and its record here; at any moment, one of the folders has both.
 
-        A replaced shard keeps its mode, as with `AtomicFile`. A shard that ``source`` lacks was moved before.
+        A replaced shard keeps its mode, as with `AtomicFile`. A shard missing from ``source`` was moved before.
         """
         journal.copy(file, source, self._folder)
         old, new = source.shown(file), self._folder.shown(file)
@@ -245,10 +245,10 @@ class LocalReplacement(Replacement):
         return os.path.isfile(self._folder.shown(SINGLE))
 
     def _check_no_single(self) -> None:
-        """Refuse a ``model.safetensors`` that stays beside the index.
+        """Refuse to leave a ``model.safetensors`` beside the index.
 
         Raises:
-            FileExistsError: there is one.
+            FileExistsError: the file exists.
         """
         if self._has_single():
             message = (
@@ -258,7 +258,7 @@ class LocalReplacement(Replacement):
 
 
 def _indexed(folder: LocalFolder) -> set[str]:
-    """Return the files in a folder that its index names; none if the index cannot be read."""
+    """Return the indexed files of a folder; none if the index cannot be read."""
     try:
         weight_map = folder.read_json(INDEX, INDEX).get("weight_map")
     except (FormatError, OSError):
@@ -268,7 +268,7 @@ def _indexed(folder: LocalFolder) -> set[str]:
 
 
 def _complete_set(names: Iterable[str]) -> list[str]:
-    """Return the shards that a folder without an index is opened by; none unless exactly one set is complete."""
+    """Return the only complete set of shards of a folder without an index, or nothing."""
     shards = [name for name in names if name.endswith(".safetensors")]
     complete = [shard_set for shard_set in sets_of(shards) if shard_set.complete]
     return [*complete[0].files.values()] if len(complete) == 1 else []
@@ -277,7 +277,7 @@ def _complete_set(names: Iterable[str]) -> list[str]:
 class OldShards:
     """The index and the shards beside a new ``model.safetensors``: safeload would read them instead of the new file.
 
-    Leaving the ``with`` block that writes the file removes them, unless there is an error.
+    Write the file in a ``with`` block: its end removes the old shards, unless an error occurred.
 
     Args:
         path: path of the new file.
@@ -304,7 +304,7 @@ class OldShards:
         """Refuse to remove shards of the source if the new file does not get all of their tensors.
 
         Args:
-            paths: files that the conversion reads.
+            paths: source files.
             every_tensor: True if it writes all of their tensors.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Folders of safetensors shards with an index and a config: splits tensors into shards and writes them."""
+"""Divide tensors into safetensors shards, and write a folder of shards with its index and config."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from .destinations import replacement_of
 from .folder import Folder
 from .replacement import Replacement
 
-# Files of a model's folder that other libraries need beside its weights and config.json: tokenizers (also of
-# sentencepiece and tiktoken), chat templates, settings of generation and of processors.
+# Files for other libraries, besides the weights and config.json: tokenizers (sentencepiece and tiktoken
+# included), chat templates, settings of generation and processors.
 _EXTRAS = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
 )
-# The largest of them; tokenizers have up to 40 MB.
+# The limit in bytes; tokenizers have up to 40 MB.
 _LARGEST_EXTRA = 1 << 30
 _COPY_BUFFER = 4 << 20
 
-# One tensor for a writer.
+# A tensor for a writer.
 Output = Lazy | LazyQuantized | LazyPacked
 
 
 def config_with(
     config: Mapping[str, Any] | None, target: dtypes.Dtype | None, *, restored: bool = False
 ) -> dict[str, Any] | None:
-    """A ``config.json`` that is true of the new weights, also in nested configurations.
+    """Return the ``config.json`` for converted weights; nested configurations change too.
 
     Args:
-        config: the config of the source; None without one.
-        target: dtype that floating tensors were converted to; None if it is unchanged.
-        restored: whether packed tensors were dequantized, so that the quantization is no longer that of the weights.
+        config: the config of the source, if it has one.
+        target: new dtype of floating tensors; None if it is unchanged.
+        restored: True to remove the quantization, because packed tensors were dequantized.
     """
     if config is None:
         return None
@@ -65,10 +65,10 @@ def config_with(
 
 
 def extras_of(folder: Location) -> dict[str, Location]:
-    """Files beside the weights that other libraries need, by name. Stores that list no folders have none."""
+    """Return the files for other libraries beside the weights; none if a store cannot list folders."""
     try:
         listed = folder.files.listing(folder.path)
-    except (UnsupportedError, RemotePermissionError):  # https; a key that may read, but not list
+    except (UnsupportedError, RemotePermissionError):  # https, or a key without permission to list
         return {}
     names = [
         name
@@ -77,27 +77,29 @@ def extras_of(folder: Location) -> dict[str, Location]:
         and any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
         and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
     ]
-    found = {name: folder / name for name in names}
-    return found if folder.files.remote else {name: one for name, one in found.items() if _may_be_copied(one.path)}
+    locations = {name: folder / name for name in names}
+    if folder.files.remote:
+        return locations
+    return {name: location for name, location in locations.items() if _is_extra(location.path)}
 
 
-def _may_be_copied(path: str) -> bool:
+def _is_extra(path: str) -> bool:
     return os.path.isfile(path) and os.stat(path).st_size <= _LARGEST_EXTRA
 
 
 def divide(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Output]]:
-    """Divide tensors into shards as `shard_bounds` does: name of the file to its tensors."""
+    """Return the tensors of each shard by file name; see `shard_bounds`."""
     tensors = list(outputs.items())
     bounds = shard_bounds([output.nbytes for output in outputs.values()], limit)
     return {file: dict(tensors[rows]) for file, rows in bounds.items()}
 
 
 def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
-    """The consecutive tensors of each shard by the name of its file; without tensors there is one empty shard.
+    """Return the range of tensors in each shard by file name. Without tensors there is a single empty shard.
 
     Args:
-        sizes: bytes of the tensors, in order.
-        limit: most bytes of a shard; a larger tensor gets a shard of its own.
+        sizes: bytes of each tensor.
+        limit: maximum bytes per shard; a larger tensor gets its own shard.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
     bounds, begin, done = [], 0, 0
@@ -110,30 +112,32 @@ def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
 
 
 def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
-    """The file of each tensor by the name that it is stored under: a quantized one is stored as several.
+    """Return the shard of each stored tensor; a quantized tensor is stored in several parts.
 
     Raises:
-        SafetensorError: two tensors would have one name.
+        SafetensorError: two tensors would be stored under the same name.
     """
     files: dict[str, str] = {}
     for file, shard in shards.items():
         for name in pack(shard, None)[0]:
-            if name in files:  # within a shard `pack` has refused it
-                raise SafetensorError(f"two tensors would be stored as {show(name)}: one is a part of a quantized one")
+            if name in files:  # `pack` refuses duplicates within a shard
+                raise SafetensorError(
+                    f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
+                )
             files[name] = file
     return files
 
 
-def writer_of(outputs: Mapping[str, Output], texts: Mapping[str, str] | None) -> ShardWriter:
-    """The writer of a shard of these tensors, with these texts as its metadata."""
-    return Writer(*pack(outputs, texts))
+def writer_of(outputs: Mapping[str, Output], metadata: Mapping[str, str] | None) -> ShardWriter:
+    """Return the writer of a shard with these tensors and metadata."""
+    return Writer(*pack(outputs, metadata))
 
 
 def open_shard(folder: Folder, name: str) -> WeightFile:
     """Open a shard to read its header.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the shard does not exist.
     """
     location = folder.location / name
     if not location.files.remote:
@@ -142,51 +146,40 @@ def open_shard(folder: Folder, name: str) -> WeightFile:
 
 
 class Beside(NamedTuple):
-    """What stands beside the shards of a folder.
+    """The files beside the shards of a folder."""
 
-    Attributes:
-        weight_map: the file of each tensor.
-        total_size: bytes of all tensors.
-        config: content of ``config.json``; None to write none.
-        extras: other files to copy into the folder, by name.
-    """
-
-    weight_map: Mapping[str, str]
-    total_size: int
-    config: Mapping[str, Any] | None
-    extras: Mapping[str, Location]
+    weight_map: Mapping[str, str]  # the shard of each tensor
+    total_size: int  # bytes of all tensors
+    config: Mapping[str, Any] | None  # content of config.json; None to write none
+    extras: Mapping[str, Location]  # other files to copy into the folder, by name
 
 
 class ShardWriter(Protocol):
-    """A shard to write: its size is known, its tensors are not made yet."""
+    """A shard to write; its tensors need not exist yet."""
 
-    size: int
+    size: int  # bytes of the file
 
-    def write_to(self, file: AtomicFile) -> None:
-        """Writes all bytes into a file under construction."""
+    def write_to(self, file: AtomicFile) -> None: ...
 
 
 def write_shards(
     shards: Mapping[str, Callable[[], ShardWriter]],
     beside: Beside,
     folder: Folder,
+    *,
     overwrite: bool,
     replacing: Callable[[], object] | None = None,
 ) -> int:
-    """Writes shards, an index and the config.
+    """Write shards, config and index, and return the bytes of the shards.
 
-    Each file is in place when it is complete, and the index comes last, so that a new folder has no index until its
-    shards are complete.
+    The index is put in place last: a new folder has no index until its shards are complete. If an error occurs, a new
+    folder is removed.
 
     Args:
-        shards: name of each file to what makes its writer when its turn comes.
+        shards: functions returning the writer of a shard, by file name; each is called when its turn comes.
         beside: the other files.
-        folder: the destination; it is created, and removed again on an error if it is empty.
         overwrite: False to refuse existing files.
-        replacing: called when all files are complete and none is in place.
-
-    Returns:
-        Bytes of the shards.
+        replacing: called when all files are complete, before the first is put in place.
     """
     written = 0
     replacement = replacement_of(folder)
@@ -212,22 +205,15 @@ def write_shard(
     overwrite: bool,
     digest: Digest | None = None,
 ) -> AtomicFile:
-    """Writes one shard; leaving the stack puts it in place.
+    """Write a shard and return the sealed file. Leaving the stack puts it in place.
 
     Args:
-        stack: gets the file under construction.
-        writer: writes it.
-        folder: gets the shard.
-        name: of the file.
         overwrite: False to refuse an existing file.
-        digest: gets every byte of the file; None for none.
-
-    Returns:
-        The sealed file.
+        digest: receives every byte of the file.
     """
     file = stack.enter_context(folder.writing(name, writer.size, overwrite=overwrite, digest=digest))
     writer.write_to(file)
-    file.seal()  # closes it: there may be more shards than descriptors
+    file.seal()  # this closes the file, because there can be more shards than descriptors
     return file
 
 
@@ -241,15 +227,12 @@ def write_beside(
     outdated: Sequence[str] = (),
     extras: ExitStack | None = None,
 ) -> None:
-    """Writes what stands beside the shards; leaving the stack puts it in place, the index last.
+    """Write the files beside the shards. Leaving the stack puts them in place, the index last.
 
     Args:
-        stack: gets the files under construction.
-        beside: the files.
-        folder: gets them.
         overwrite: False to refuse existing files.
-        outdated: what `Folder.outdated` has said; removed after that.
-        extras: gets the extra files, if they are put in place before all others.
+        outdated: files to remove at the end; see `Replacement.outdated`.
+        extras: a second stack for the extra files, if they should be put in place before the shards.
     """
     import json
 
@@ -268,7 +251,7 @@ def write_beside(
 
 
 def _index(beside: Beside) -> bytes:
-    """The index as ``json.dumps(..., indent=2)`` writes it, which takes five times as long for very many tensors."""
+    """Return the index as ``json.dumps(..., indent=2)`` would write it, five times faster."""
     from json.encoder import encode_basestring_ascii as quoted
 
     rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(beside.weight_map.items())])
@@ -286,7 +269,7 @@ def _is_same(source: Location, copy: Location) -> bool:
 
 
 def _copy(stack: ExitStack, source: Location, folder: Folder, name: str, *, overwrite: bool) -> None:
-    """Copies a file; leaving the stack puts the copy in place."""
+    """Copy a file. Leaving the stack puts the copy in place."""
     if _is_same(source, folder.location / name):
         return
     with closing(source.files.open(source.path)) as store:

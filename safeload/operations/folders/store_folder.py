@@ -1,7 +1,7 @@
 """A folder of shards in a store behind a URL, where nothing can be renamed.
 
-Shards that replace a checkpoint get new names, and the old shards are removed once the index names the new ones. If the
-conversion is interrupted, the folder holds the old checkpoint, or the new one, or has no index.
+New shards get new names if they replace a checkpoint, and the old shards are removed once the index names the new
+shards. If the conversion is interrupted, the folder has the old checkpoint, the new checkpoint, or no index.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .replacement import Replacement
 if TYPE_CHECKING:
     from ...stores.remote_files import RemoteFiles
 
-# Shards that conversions write, and their records: with digits of a plan's id where the usual names were taken.
+# Shards of conversions, and their records; their names include digits of the plan's id if the usual names were taken.
 _SHARD = re.compile(rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}-of-[0-9]{{5,}}\.safetensors(?:{re.escape(RECORD)})?", re.ASCII)
 _STEM, _DIGITS = "model-", 8
 
@@ -60,7 +60,7 @@ class StoreFolder(Folder):
 
     @property
     def place(self) -> str:
-        return urls.public(self.location.path)  # a revision stays a branch: no one can write to a commit
+        return urls.public(self.location.path)  # a branch is not resolved to its commit, because commits are read-only
 
     def names(self) -> set[str]:
         try:
@@ -89,11 +89,11 @@ class StoreFolder(Folder):
 
 
 class StoreReplacement(Replacement):
-    """Uploads new shards under names that are free."""
+    """Uploads new shards under free names."""
 
     def __init__(self, folder: StoreFolder) -> None:
         self._folder = folder
-        self._uploaded: list[str] = []  # shards that are written together
+        self._uploaded: list[str] = []  # shards written together
         self._complete = False
 
     def check_free(self, overwrite: bool) -> None:
@@ -113,7 +113,7 @@ class StoreReplacement(Replacement):
         return True
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List ``model.safetensors``, and all other shards and records that conversions wrote."""
+        """List ``model.safetensors``, and the shards and records of earlier conversions."""
         kept = {*files, *(file + RECORD for file in files)}
         return sorted(name for name in self._folder.names() - kept if name == SINGLE or _SHARD.fullmatch(name))
 
@@ -156,7 +156,7 @@ class StoreReplacement(Replacement):
 
     @contextmanager
     def shard(self, stack: ExitStack, file: str) -> Iterator[ExitStack]:
-        self._uploaded.append(file)  # before the upload: an interrupted one may still arrive
+        self._uploaded.append(file)  # before the upload, because an interrupted upload may still arrive
         with ExitStack() as own:
             yield own
 

@@ -1,6 +1,6 @@
-"""One interface to tensors in files of any format, in open checkpoints, in dicts of arrays, and in several of these.
+"""Tensors by name, from checkpoints of any format, dicts of arrays, or several of both.
 
-Operations work on a `Catalog`; this is the only module that distinguishes a `Checkpoint` from a dict.
+Operations work on a `Catalog`: only this module distinguishes a `Checkpoint` from a dict.
 """
 
 from __future__ import annotations
@@ -41,39 +41,24 @@ from .description import TensorDescription, about_value, stored_as
 
 
 class TensorPlace(NamedTuple):
-    """Location of a tensor.
-
-    Attributes:
-        origin: the checkpoint or the dict.
-        file: None for a dict.
-        number: index of the tensor in the file's table.
-    """
+    """The origin of a tensor, and its file."""
 
     origin: Checkpoint | Mapping[str, Any]
-    file: WeightFile | None = None
-    number: int = 0
+    file: WeightFile | None = None  # None for a dict
+    number: int = 0  # index in the table of the file
 
     @property
     def title(self) -> str:
-        """Name of the origin in messages."""
+        """The origin in messages."""
         return "a dict" if self.file is None else self.file.path
 
 
 class Catalog:
-    """The tensors of one or several origins by name, in their order. Made by `of`; a context manager.
+    """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files.
 
-    Attributes:
-        title: the origins, as messages name them: a path, "dict".
-        format: format of the origins; None for dicts and for more than one format.
-        config: the first ``config.json`` that is not empty; None without one.
-        files: paths of the files that hold the tensors.
-        index: the ``index.json`` of a single origin, else None.
-        folder: the folder that a single origin was opened by, as itself or by its index; else None.
-        weight_files: the open files.
-        checkpoints: the origins that are open checkpoints.
-        in_memory: whether another origin is a dict.
-        mapped: whether packed tensors that stay packed are mapped, not read.
-        ignored: activation scales by name, which are in the files and not in the catalog.
+    Args:
+        origins: open checkpoints, and dicts of arrays and quantized tensors.
+        mapped: False to read packed tensors even if they stay packed; by default their files are mapped.
     """
 
     def __init__(self, origins: Sequence[Checkpoint | Mapping[str, Any]], mapped: bool = True) -> None:
@@ -81,67 +66,72 @@ class Catalog:
         titles = [origin.path if isinstance(origin, Checkpoint) else "dict" for origin in origins]
         formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
         single = checkpoints[0] if len(origins) == len(checkpoints) == 1 else None
-        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"
-        self.format = formats.pop() if len(formats) == 1 else None
-        configs = [opened.config for opened in checkpoints if opened.config is not None]
-        self.config = next(filter(None, configs), configs[0] if configs else None)
-        self.files = [path for opened in checkpoints for path in opened.files]
-        self.weight_files = [file for opened in checkpoints for file in opened.weight_files]
-        self.ignored = {name: part for opened in checkpoints for name, part in opened.ignored.items()}
-        self.index = None if single is None else index_of(single)
-        self.folder = None if single is None else folder_of(single)
+        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
+        self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
+        configs = [checkpoint.config for checkpoint in checkpoints if checkpoint.config is not None]
+        self.config = next(filter(None, configs), configs[0] if configs else None)  # the first nonempty config
+        self.files = [path for checkpoint in checkpoints for path in checkpoint.files]
+        self.weight_files = [file for checkpoint in checkpoints for file in checkpoint.weight_files]
+        # Activation scales: files hold them, but they are not tensors of the catalog.
+        self.ignored = {name: part for checkpoint in checkpoints for name, part in checkpoint.ignored.items()}
+        self.index = None if single is None else index_of(single)  # of a single origin
+        self.folder = None if single is None else folder_of(single)  # of a single origin
         self.mapped = mapped
         self._origins = tuple(origins)
         self.checkpoints = checkpoints
-        self.in_memory = len(checkpoints) < len(origins)
+        self.in_memory = len(checkpoints) < len(origins)  # whether an origin is a dict
         for origin in origins if self.in_memory else ():
             if not isinstance(origin, Checkpoint):
                 for name in origin:
                     check_name(name)
         self._where = "" if single is None else single.path
-        self._known = self._places if single is None else single  # two tensors of one name are refused at once
+        self._known = self._places if single is None else single  # refuses duplicate names at once
         self._codes: Mapping[str, Codes] | None = None
         self._owned = ExitStack()
 
     @classmethod
-    def of(cls, given: Given | Sequence[Given], storage_options: Mapping[str, Any] | None = None) -> Catalog:
-        """The catalog of the input of an operation.
+    def of(cls, source: Given | Sequence[Given], storage_options: Mapping[str, Any] | None = None) -> Catalog:
+        """Return the catalog of an operation's input.
 
         Args:
-            given: a path or a URL, which is opened, and closed with the catalog; an open `Checkpoint`; a dict of arrays
-                and quantized tensors; a catalog, which the new one does not close; or a list of these.
+            source: a path or URL, which the catalog opens and closes; an open `Checkpoint`; a dict of arrays and
+                quantized tensors; a catalog, which stays open; or a list of these.
             storage_options: for URLs, see `safeload.open`.
 
         Raises:
             SafeloadError: two origins have a tensor of the same name; or see `safeload.open`.
-            ValueError: an empty list.
+            ValueError: the list is empty.
             OSError: see `safeload.open`.
         """
-        if isinstance(given, Catalog):
-            return cls(given._origins, given.mapped)
-        several: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
-        if not several:
-            raise ValueError("there is nothing to read: no source")
+        if isinstance(source, Catalog):
+            return cls(source._origins, source.mapped)
+        sources: Sequence[Given] = source if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item]
+        if not sources:
+            raise ValueError("there is no source to read: the list is empty")
         origins: list[Checkpoint | Mapping[str, Any]] = []
         with ExitStack() as stack:
-            for one in several:
-                if isinstance(one, (Mapping, Catalog)):
-                    origins += one._origins if isinstance(one, Catalog) else [one]
+            for item in sources:
+                if isinstance(item, (Mapping, Catalog)):
+                    origins += item._origins if isinstance(item, Catalog) else [item]
                 else:
-                    origins.append(stack.enter_context(open(one, storage_options=storage_options)))
-            made = cls(origins)
-            made._owned = stack.pop_all()
-        return made
+                    origins.append(stack.enter_context(open(item, storage_options=storage_options)))
+            catalog = cls(origins)
+            catalog._owned = stack.pop_all()
+        return catalog
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
-        """A catalog that has some tensors under a second name: new name to the tensor's own."""
+        """Return a catalog with tensors under second names.
+
+        Args:
+            aliases: names of tensors by alias.
+        """
         origins: list[Checkpoint | Mapping[str, Any]] = []
         for origin in self._origins:
-            own = {alias: name for alias, name in aliases.items() if name in origin}
+            names = {alias: name for alias, name in aliases.items() if name in origin}
             if isinstance(origin, Checkpoint):
-                origins.append(with_aliases(origin, own) if own else origin)
+                origins.append(with_aliases(origin, names) if names else origin)
             else:
-                origins.append({**origin, **{alias: origin[name] for alias, name in own.items()}})
+                origins.append({**origin, **{alias: origin[name] for alias, name in names.items()}})
         return Catalog(origins, self.mapped)
 
     def __enter__(self) -> Catalog:
@@ -167,28 +157,28 @@ class Catalog:
 
     @property
     def metadata(self) -> Mapping[Any, Any]:
-        """Metadata of all origins; the last value of a duplicate key wins. The total_size of an index is left out."""
+        """Metadata of all origins, without the total_size of indexes. The last value of a duplicate key wins."""
         if len(self.checkpoints) == 1 and self.checkpoints[0].index is None:
             return self.checkpoints[0].metadata  # values of a GGUF file are unpacked on access
         merged: dict[Any, Any] = {}
-        for opened in self.checkpoints:
-            indexed = opened.index is not None
-            own = opened.metadata.items()
-            merged.update((k, v) for k, v in own if not indexed or k != "total_size" or isinstance(v, str))
+        for checkpoint in self.checkpoints:
+            indexed = checkpoint.index is not None
+            items = checkpoint.metadata.items()
+            merged.update((k, v) for k, v in items if not indexed or k != "total_size" or isinstance(v, str))
         return merged
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; for files without the scales of int8."""
+        """Bytes of all tensors; int8 scales in files do not count."""
         in_memory = sum(self.about(name).nbytes for name, place in self._places.items() if place.file is None)
-        return in_memory + sum(opened.nbytes for opened in self.checkpoints)
+        return in_memory + sum(checkpoint.nbytes for checkpoint in self.checkpoints)
 
     def entries(self) -> list[FileTensor]:
-        """Name, file and index of each tensor in a file."""
+        """Return name, file and index of the tensors stored in files."""
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
 
     def plain(self) -> Tensors | None:
-        """All tensors, if they are in one checkpoint and plain; else None."""
+        """Return all tensors if they are plain tensors of a single checkpoint; else None."""
         if self.in_memory or len(self.checkpoints) != 1 or self.ignored:
             return None
         with paused(len(self)):
@@ -196,47 +186,47 @@ class Catalog:
             return tensors if tensors.plain else None
 
     def place(self, name: str) -> TensorPlace:
-        """Where a tensor of the catalog is."""
+        """Return the place of a tensor."""
         return self._places[name]
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuses unknown names.
+        """Refuse unknown names.
 
         Raises:
-            TensorNotFoundError: for the first unknown name; the message suggests similar ones.
+            TensorNotFoundError: a name is unknown; the message suggests similar names.
         """
         for name in names:
             if name not in self._places:
-                raise missing(name, [known for known in self._places if isinstance(known, str)])
+                raise missing(name, [key for key in self._places if isinstance(key, str)])
 
     def choose(
         self, names: Iterable[str] | None, only: Patterns = None, drop: Patterns = None, more: Iterable[str] = ()
     ) -> list[str]:
-        """The tensors that an operation works on.
+        """Return the names of the tensors for an operation.
 
         Args:
             names: exact names; None for all.
-            only: patterns of the names to take, instead of ``names``.
-            drop: patterns of the names to leave out.
-            more: names that patterns may match beside those of the tensors.
+            only: patterns of names to include, instead of ``names``.
+            drop: patterns of names to exclude.
+            more: additional names for patterns to match.
 
         Raises:
-            TensorNotFoundError: an unknown name, or a pattern that matches none.
-            ValueError: both ``names`` and ``only``.
+            TensorNotFoundError: a name is unknown, or a pattern matches no name.
+            ValueError: both ``names`` and ``only`` are set.
         """
         if names is None:
             return choose([*self, *more], None, only, drop)
-        wanted = choose((), names, only, None)
-        self.check(wanted)
-        return select(wanted, None, drop)
+        exact = choose((), names, only, None)
+        self.check(exact)
+        return select(exact, None, drop)
 
-    # ---- one tensor ----
+    # ---- single tensors ----
 
     def about(self, name: str) -> TensorDescription:
-        """Describes a tensor without reading it.
+        """Describe a tensor without reading it.
 
         Raises:
-            TypeError: it is a masked array.
+            TypeError: the tensor is a masked array.
         """
         origin, file, index = self._places[name]
         if file is None:
@@ -258,10 +248,10 @@ class Catalog:
         return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
-        """Refuse to read tensors of ggml types that this version does not know.
+        """Refuse to read tensors of unknown ggml types.
 
         Raises:
-            UnsupportedError: the message names the tensor and its type.
+            UnsupportedError: a type is unknown; the message names the tensor.
         """
         for name in names:
             _, file, index = self._places[name]
@@ -269,20 +259,20 @@ class Catalog:
                 file.table.refuse_unknown([index], file.path)
 
     def unknown(self) -> dict[str, str]:
-        """The tensors of ggml types that this version does not know, with the types."""
-        found = {}
+        """Return the unknown ggml types, by tensor name."""
+        types = {}
         for name, (_, file, index) in self._places.items():
             if file is not None and file.table.unknown:
-                one = file.table.unknown.get(file.table.names[index])
-                if one is not None:
-                    found[name] = one.label
-        return found
+                unknown = file.table.unknown.get(file.table.names[index])
+                if unknown is not None:
+                    types[name] = unknown.label
+        return types
 
     def check_kept(self, name: str) -> None:
-        """Refuses a tensor that cannot stay as it is stored; here all can."""
+        """Refuse a tensor if it cannot stay as it is stored; here every tensor can."""
 
     def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
-        """A tensor in memory as it is stored; one in a file is read into private memory, by so many threads.
+        """Return a tensor as it is stored; file tensors are read into private memory.
 
         Raises:
             FormatError, OSError: the file cannot be read.
@@ -291,14 +281,10 @@ class Catalog:
         return value
 
     def array(self, name: str, threads: int | None = None) -> Array:
-        """The numbers of a tensor: quantized ones are dequantized, packed ones of a file decoded, both to float32.
-
-        Args:
-            name: name of the tensor.
-            threads: None: chosen automatically.
+        """Return the values of a tensor; quantized and packed tensors are dequantized to float32.
 
         Raises:
-            UnsupportedError: there is no kernel to dequantize it.
+            UnsupportedError: there is no kernel to dequantize the tensor.
             FormatError, OSError: the file cannot be read.
         """
         about = self.about(name)
@@ -307,15 +293,13 @@ class Catalog:
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
-        """A tensor as a source of jobs; a quantized one is read and returned as it is stored.
+        """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored.
 
         Args:
-            name: name of the tensor.
             called: name in messages, if it differs.
-            threads: for reading; None: chosen automatically.
 
         Raises:
-            TypeError: an array of a dtype that weights do not have.
+            TypeError: weight files do not support the dtype of an array.
             FormatError, OSError: the file cannot be read.
         """
         origin, file, index = self._places[name]
@@ -328,21 +312,23 @@ class Catalog:
         return source if called is None else source._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        """What a read delivers of those tensors that are in files, converted to a dtype.
+        """Return read plans for the tensors stored in files; tensors in memory are skipped.
+
+        Args:
+            target: dtype to convert to; None to keep the stored dtypes.
 
         Raises:
-            UnsupportedError: an unsupported conversion.
+            UnsupportedError: the conversion is not supported.
         """
         places = ((name, self._places[name]) for name in names)
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
-        """A tensor's values in place, or restored by the jobs that read them; None if they must be copied first.
+        """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first.
 
-        Numbers must be copied if they are not in C order, not little-endian (in a file) or in the machine's byte order
-        (in memory), or not of a dtype of weights with whole-byte elements; packed codes if they are in another order
-        than their values.
+        An array must be copied if it is not in C order, has the wrong byte order, or has elements that are not whole
+        bytes. A packed tensor must be copied if its codes are not in the order of its values.
         """
         origin, file, index = self._places[name]
         if file is not None:
@@ -352,9 +338,9 @@ class Catalog:
             return in_file(origin, name, file, index)
         value, about = origin[name], self.about(name)
         if isinstance(value, QuantizedTensor):
-            found = value.restoring()
-            if found is not None:
-                source = of_packed(name, *found)
+            packed = value.restoring()
+            if packed is not None:
+                source = of_packed(name, *packed)
                 return source if source.in_order else None
             data = value.data
         else:
@@ -364,10 +350,9 @@ class Catalog:
         return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
-        """A packed tensor of a file, or int8, as a source of its values, which jobs dequantize; None for any other.
+        """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors.
 
         Args:
-            name: name of the tensor.
             called: name in messages, if it differs.
         """
         _, file, index = self._places[name]
@@ -375,10 +360,10 @@ class Catalog:
         return None if packed is None else of_packed(name if called is None else called, packed, self)
 
     def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
-        """A tensor in memory."""
+        """Return a tensor in memory."""
         origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
-            # A packed tensor that is not dequantized is mapped: its codes are read once, when they are used.
+            # If a tensor stays packed it is mapped, because its codes are read only once.
             reads = dtype is not None or file.table.packed(index) is None or not self.mapped
             backend: Backend = "pread" if reads else "mmap"
             return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
@@ -386,7 +371,7 @@ class Catalog:
         return value if isinstance(value, QuantizedTensor) else as_array(value, name)
 
     def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
-        """The arrays in memory that some of these tensors consist of."""
+        """Yield the arrays of the tensors in memory."""
         for name in names:
             origin, file, _ = self._places[name]
             if file is None:
@@ -394,62 +379,67 @@ class Catalog:
                 yield from value.parts.values() if isinstance(value, QuantizedTensor) else (as_array(value, name),)
 
     def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
-        """Fills an array with a tensor that is computed part by part; False, and nothing done, for all others."""
+        """Fill an array with a tensor tile by tile if the tensor is computed; return False if it is not."""
         return False
 
     # ---- codes ----
 
     @property
     def codes(self) -> Mapping[str, Codes]:
-        """The tensors that hold codes: values that mean nothing without their scale."""
+        """The tensors with codes: values without meaning unless they are scaled."""
         if self._codes is None:
             self._codes = self.find_codes(quantization_of(self.config))
         return self._codes
 
     def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
-        """Return `codes` under a quantization, for origins without a configuration of their own."""
+        """Return `codes`.
+
+        Args:
+            quantization: applies to origins without a configuration.
+        """
         if len(self.checkpoints) == 1 and not self.in_memory:
             return codes_of(self.checkpoints[0])
-        found = {name: codes for opened in self.checkpoints for name, codes in codes_of(opened).items()}
+        recognized = {name: codes for checkpoint in self.checkpoints for name, codes in codes_of(checkpoint).items()}
         stored = {}
         for name, (origin, file, _) in self._places.items():
             row, shape = (None, ()) if file is not None else stored_as(origin[name])
             if row is not None:
                 stored[name] = Stored(row, shape)
         stored.update(codes_without_scale.stored_of(self.entries()))
-        return {**codes_without_scale.find(stored, quantization), **found}
+        return {**codes_without_scale.find(stored, quantization), **recognized}
 
-    def refuse_codes(self, names: Iterable[str], what: str) -> None:
-        """Refuses an operation that would treat codes as numbers.
+    def refuse_codes(self, names: Iterable[str], operation: str) -> None:
+        """Refuse to treat codes as numbers.
 
         Args:
-            names: the tensors that it reads.
-            what: the operation, for messages.
+            names: tensors of the operation.
+            operation: name of the operation, for messages.
 
         Raises:
-            UnsupportedError: one of them holds codes; the message names tensor, scale and quant_method.
+            UnsupportedError: a tensor holds codes; the message names tensor, scale and quant_method.
         """
-        codes_without_scale.refuse(self.codes, names, what, self._where)
+        codes_without_scale.refuse(self.codes, names, operation, self._where)
 
 
-# Input of an operation.
+# Input of an operation: a checkpoint, by path or open, or tensors by name.
 Given: TypeAlias = PathLike | Located | Checkpoint | Mapping[str, Any] | Catalog
 
 
-def has_names(given: Any) -> TypeGuard[Given]:
-    """Whether an input has tensors by name, for `Catalog.of`, and is not a single array."""
-    return isinstance(given, (str, os.PathLike, Mapping, Catalog)) or is_located(given)
+def has_names(source: Any) -> TypeGuard[Given]:
+    """Return True if `Catalog.of` accepts an input, False if it is a single array."""
+    return isinstance(source, (str, os.PathLike, Mapping, Catalog)) or is_located(source)
 
 
 def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, TensorPlace]:
     places: dict[str, TensorPlace] = {}
     for origin in origins:
         if isinstance(origin, Checkpoint):
-            found = {name: TensorPlace(origin, file, index) for name, file, index in tensors_of(origin)}
+            added = {name: TensorPlace(origin, file, index) for name, file, index in tensors_of(origin)}
         else:
-            found = dict.fromkeys(origin, TensorPlace(origin))
-        twice = next((name for name in found if name in places), None) if places else None
-        if twice is not None:
-            raise SafeloadError(f"tensor {show(twice)} is in both {places[twice].title} and {found[twice].title}")
-        places.update(found)
+            added = dict.fromkeys(origin, TensorPlace(origin))
+        duplicate = next((name for name in added if name in places), None) if places else None
+        if duplicate is not None:
+            titles = f"{places[duplicate].title} and {added[duplicate].title}"
+            raise SafeloadError(f"tensor {show(duplicate)} is in both {titles}")
+        places.update(added)
     return places

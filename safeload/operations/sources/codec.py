@@ -1,7 +1,7 @@
-"""Converts frozen dataclasses to plain data, as JSON has it, and checks plain data while it converts it back.
+"""Convert frozen dataclasses to plain data, as JSON has it, and back.
 
-A dataclass is an object without its optional fields that are empty; a NamedTuple is a list. Plain data comes from files
-and from other processes, so `decode` checks every field and names the first one that is wrong.
+A dataclass becomes an object, without optional fields that are empty; a NamedTuple becomes a list. Plain data comes
+from files and other processes and cannot be trusted, so `decode` checks every field and names the first wrong field.
 """
 
 from __future__ import annotations
@@ -41,41 +41,35 @@ def encode(value: Any) -> Any:
     return value
 
 
-def decode(cls: type[_T], plain: Any, what: str, *, extra: bool = False) -> _T:
-    """Return the record that `encode` wrote.
+def decode(cls: type[_T], plain: Any, prefix: str, *, extra: bool = False) -> _T:
+    """Return a record from plain data; the inverse of `encode`.
 
     Args:
-        cls: a dataclass or a NamedTuple.
-        plain: untrusted plain data.
-        what: begins messages: "invalid plan".
-        extra: whether unknown fields are ignored, as in records of later releases.
+        cls: a dataclass or a NamedTuple; the annotations of its fields can use str, int, float, bool, Any, list, tuple,
+            dict, unions and other records.
+        prefix: beginning of messages, such as "invalid plan".
+        extra: True to ignore unknown fields, which records of later releases can have.
 
     Raises:
-        FormatError: a field is missing, unknown, or of the wrong type.
+        FormatError: a field is missing, unknown or of the wrong type.
     """
-    record: _T = _Decoder(what, extra).value(cls, plain, "")
+    record: _T = _Decoder(prefix, extra).value(cls, plain, "")
     return record
 
 
 class _Decoder:
-    """Decodes values by the annotations of their fields.
+    """Decodes values by the annotations of their fields; see `decode`."""
 
-    Args:
-        what: see `decode`.
-        extra: see `decode`.
-    """
-
-    def __init__(self, what: str, extra: bool) -> None:
-        self._what = what
+    def __init__(self, prefix: str, extra: bool) -> None:
+        self._prefix = prefix
         self._extra = extra
 
     def value(self, kind: Any, value: Any, path: str) -> Any:
-        """Return a value of a kind.
+        """Return a decoded value.
 
         Args:
-            kind: a class, or what an annotation makes of classes.
-            value: plain data.
-            path: leads to the value: "sources[0].files".
+            kind: annotation of the value.
+            path: path of the value in the record: "sources[0].files".
         """
         if kind is Any or (kind in _SCALARS and _is_scalar(kind, value)):
             return value
@@ -94,11 +88,11 @@ class _Decoder:
         raise self._error(path, kind, value)
 
     def _union(self, kind: Any, value: Any, path: str) -> Any:
-        """Return a value of the first kind that has its form, so that messages name a field of that kind."""
+        """Decode as the first kind with the right form: messages should name its fields."""
         kinds = get_args(kind)
-        for each in kinds:
-            if _has_form(each, value):
-                return self.value(each, value, path)
+        for member in kinds:
+            if _has_form(member, value):
+                return self.value(member, value, path)
         raise self._error(path, kind, value)
 
     def _items(self, origin: Callable[[Any], Any], kinds: tuple[Any, ...], value: Any, path: str) -> Any:
@@ -145,7 +139,7 @@ class _Decoder:
         return self._fail(path, f"must be {_described(kind)}, got {show(value)}")
 
     def _fail(self, path: str, text: str) -> FormatError:
-        return FormatError(f"{self._what}: {path} {text}" if path else f"{self._what}: {text}")
+        return FormatError(f"{self._prefix}: {path} {text}" if path else f"{self._prefix}: {text}")
 
 
 _SCALARS = frozenset((str, int, float, bool, NoneType))
@@ -153,7 +147,7 @@ _LARGEST_FLOAT = 1 << 1023
 
 
 def _is_scalar(kind: Any, value: Any) -> bool:
-    """Whether a value is of a scalar kind; an integer is a number, a bool is not."""
+    """Return True if a value has a scalar type: an int is also a float, but a bool is not an int."""
     if kind is float and type(value) is int:
         return abs(value) <= _LARGEST_FLOAT
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -165,7 +159,7 @@ def _is_row(kind: Any) -> bool:
 
 @cache
 def _fields_of(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The kinds of the fields, and the names of those without a default value."""
+    """Return the annotations of all fields, and the names of the required fields."""
     hints = get_type_hints(cls)
     if _is_row(cls):
         return {name: hints[name] for name in cls._fields}, cls._fields[: len(cls._fields) - len(cls._field_defaults)]
@@ -178,6 +172,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _has_form(kind: Any, value: Any) -> bool:
+    """Return True if a value has the type of a kind, whatever its content."""
     origin = get_origin(kind) or kind
     if kind is Any:
         return True
@@ -191,8 +186,8 @@ def _has_form(kind: Any, value: Any) -> bool:
 def _described(kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
-        *some, last = map(_described, get_args(kind))
-        return f"{', '.join(some)} or {last}"
+        *first, last = map(_described, get_args(kind))
+        return f"{', '.join(first)} or {last}"
     if _is_row(kind):
         return f"[{', '.join(kind._fields)}]"
     return _KINDS.get(origin, "an object")

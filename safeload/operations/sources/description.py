@@ -1,4 +1,4 @@
-"""What is known of a tensor before it is read."""
+"""Descriptions of tensors, available before they are read."""
 
 from __future__ import annotations
 
@@ -15,41 +15,29 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 
 
 class TensorDescription(NamedTuple):
-    """Description of a tensor, available before it is read.
-
-    Attributes:
-        name: name of the tensor.
-        dtype: dtype as in messages: "bfloat16", "q4_0".
-        shape: logical shape.
-        nbytes: stored bytes, including the scales of int8.
-        element: row of the dtype table; None for an array of a dtype that weights do not have.
-        floating: whether its elements are real floating-point numbers.
-        scheme: scheme of a quantized tensor, else None.
-        axis: axis of int8 with per-axis scales, else None.
-        packed: whether it is packed as published checkpoints store it.
-    """
+    """Name, dtype and shape of a tensor, and how it is stored."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    element: dtypes.Dtype | None
-    floating: bool
-    scheme: str | None = None
-    axis: int | None = None
-    packed: bool = False
+    dtype: str  # as in messages: "bfloat16", "q4_0"
+    shape: tuple[int, ...]  # logical
+    nbytes: int  # stored bytes, int8 scales included
+    element: dtypes.Dtype | None  # None if weight files do not support the dtype
+    floating: bool  # whether the elements are real floating-point numbers
+    scheme: str | None = None  # of a quantized tensor
+    axis: int | None = None  # of int8 with per-axis scales
+    packed: bool = False  # whether it is packed as in published checkpoints
 
     @property
     def quantized(self) -> bool:
-        """Whether it is int8 with scales, or in blocks."""
+        """True for int8 with scales, and for blocks."""
         return self.scheme is not None
 
     @property
     def row(self) -> dtypes.Dtype:
-        """Its row of the dtype table.
+        """The row of the dtype table.
 
         Raises:
-            SafeloadError: it has a dtype that weights do not have.
+            SafeloadError: weight files do not support the dtype.
         """
         if self.element is None:
             raise dtypes.not_stored(self.dtype, self.name)
@@ -57,21 +45,21 @@ class TensorDescription(NamedTuple):
 
 
 def stored_as(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
-    """Dtype and shape of a value of a dict; a scale may also be a number. No dtype if it is not an array of weights."""
+    """Return dtype and shape of a dict's value; the dtype is None if the value is not an array of weights."""
     if isinstance(value, QuantizedTensor):
         return None, ()
     try:
-        array = np.asarray(value)
-    except Exception:  # its own __array__ may raise anything: reading the tensor reports it
+        array = np.asarray(value)  # a scale may be a number
+    except Exception:  # a foreign __array__ can raise anything; reading the tensor reports it
         return None, ()
     return dtypes.BY_NAME.get(array.dtype.name), array.shape
 
 
 def about_value(name: str, value: Any) -> TensorDescription:
-    """Describes a tensor in memory.
+    """Describe a tensor in memory.
 
     Raises:
-        TypeError: a dict.
+        TypeError: the value is a dict.
     """
     if isinstance(value, Mapping):
         raise not_an_array(f"tensor {show(name)}", value)
@@ -84,8 +72,8 @@ def about_value(name: str, value: Any) -> TensorDescription:
         row = row_of(value.scheme)
         return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
     array = as_array(value, name)
-    found = dtypes.BY_NAME.get(array.dtype.name)
-    # Packed elements take a byte each in memory, unlike in any file.
-    element = None if found is None or found.packed else found
-    floating = found is not None and found.floating
+    stored = dtypes.BY_NAME.get(array.dtype.name)
+    # Packed elements take one byte each in memory, unlike in files.
+    element = None if stored is None or stored.packed else stored
+    floating = stored is not None and stored.floating
     return TensorDescription(name, dtypes.shown(array.dtype), array.shape, array.nbytes, element, floating)

@@ -18,8 +18,8 @@ from .plan import TensorPiece
 # The argument, for messages.
 EXECUTOR = "executor="
 
-# Bytes of tensors in a piece: enough that the cost of a task (about 1 ms for Dask) does not matter, and few enough that
-# all workers stay busy until the end.
+# Bytes of tensors in a piece. Small pieces waste time, because a task costs about 1 ms with Dask; large pieces leave
+# workers idle at the end.
 _SMALLEST, _LARGEST = 16 << 20, 1 << 30
 # The number of pieces, if the limits allow it.
 _PIECES = 64
@@ -31,7 +31,7 @@ _K = TypeVar("_K")
 
 
 class Future(Protocol):
-    """The methods of `concurrent.futures.Future` that the futures of an executor must have."""
+    """The required methods of futures, as in `concurrent.futures.Future`."""
 
     def result(self) -> Any: ...
 
@@ -41,7 +41,7 @@ class Future(Protocol):
 
 
 class Executor(Protocol):
-    """The method of `concurrent.futures.Executor` that an executor must have."""
+    """The required method of executors, as in `concurrent.futures.Executor`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function in another thread, process or machine and return its `Future`."""
@@ -58,16 +58,16 @@ def run(
 ) -> list[_T]:
     """Call ``function(piece, threads)`` for each piece and return the results in order.
 
-    Retrying is up to the executor: the first exception that it raises ends the run. Pending pieces are cancelled,
+    Retrying is up to the executor: its first exception ends the run. Pending pieces are cancelled,
     running pieces are awaited.
 
     Args:
         function: must be importable by name, because executors pickle it.
         pieces: plain data.
-        executor: None runs the pieces here, one after another.
+        executor: None to run the pieces in this thread.
         sizes: bytes of each piece.
-        threads: per piece. None means one on an executor, which can run several pieces per machine, and all of them
-            here.
+        threads: per piece. If None, pieces get a single thread on an executor, which can run several pieces per
+            machine, and all threads here.
         progress: see `convert`.
     """
     with reporter(progress, sum(sizes)) as report:
@@ -119,7 +119,7 @@ def groups(sizes: Mapping[_K, int], file_of: Callable[[_K], WeightFile]) -> list
 
     Args:
         sizes: bytes of each tensor.
-        file_of: returns the file that holds a tensor.
+        file_of: returns the file of a tensor.
     """
     limit = max(_SMALLEST, min(_LARGEST, sum(sizes.values(), _TENSOR_COST * len(sizes)) // _PIECES))
     by_file: dict[str, tuple[bool, list[_K]]] = {}  # whatever the order of the names
@@ -146,7 +146,7 @@ def groups(sizes: Mapping[_K, int], file_of: Callable[[_K], WeightFile]) -> list
 
 
 def check_executor(executor: Any) -> None:
-    """Refuse an object that is neither an executor nor None.
+    """Refuse an object if it is neither an executor nor None.
 
     Raises:
         TypeError: it has no ``submit``.

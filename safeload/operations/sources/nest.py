@@ -1,4 +1,4 @@
-"""Names with dots to nested dicts, and back: pytrees of JAX, parameters of Flax, state of torch modules."""
+"""Convert dotted names to nested dicts and back: JAX pytrees, Flax parameters, torch module states."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ...base.text import show
 
 
 def nest(weights: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
-    """Nests a dict of weights by the parts of its names: ``{"a.b": x}`` becomes ``{"a": {"b": x}}``.
+    """Nest a dict of weights by the parts of its names: ``{"a.b": x}`` becomes ``{"a": {"b": x}}``.
 
-    Numbers stay text, as in ``{"layers": {"0": ...}}``, so that `flatten` gives the same names again.
+    Numbers stay strings, as in ``{"layers": {"0": ...}}``, so that `flatten` restores the names.
 
     Args:
-        weights: name to anything: a dict, or an open `Checkpoint`.
-        sep: what separates the parts of a name.
+        weights: a dict with any values, or an open `Checkpoint`.
+        sep: separator between the parts of a name.
 
     Returns:
-        Nested dicts, in the order of ``weights``; the arrays are the same objects.
+        Nested dicts, in the order of ``weights``. Values are not copied.
 
     Raises:
         TypeError: ``weights`` is not a mapping, or a name is not a str.
-        ValueError: one name is the beginning of another, such as "a" and "a.b"; or ``sep`` is empty.
+        ValueError: a name is the beginning of another name, such as "a" and "a.b"; or ``sep`` is empty.
 
     Example:
         >>> import safeload
@@ -33,42 +33,42 @@ def nest(weights: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     check_mapping(weights, "weights")
     _check_separator(sep)
     tree: dict[str, Any] = {}
-    made = {id(tree)}  # a value may itself be a dict
+    created = {id(tree)}  # to tell these dicts from values, which can be dicts too
     for name, value in weights.items():
         if not isinstance(name, str):
-            raise TypeError(f"a name must be a str, found {show(name)}")
+            raise TypeError(f"names must be str, got {show(name)}")
         *path, last = name.split(sep)
         inner = tree
         for depth, part in enumerate(path):
             if part not in inner:
                 inner[part] = {}
-                made.add(id(inner[part]))
+                created.add(id(inner[part]))
             inner = inner[part]
-            if id(inner) not in made:
+            if id(inner) not in created:
                 raise _overlap(sep.join(path[: depth + 1]), name)
         if last in inner:
-            raise _overlap(name, next(other for other in weights if other.startswith(name + sep)))
+            raise _overlap(name, next(longer for longer in weights if longer.startswith(name + sep)))
         inner[last] = value
     return tree
 
 
-def _overlap(name: str, other: str) -> ValueError:
-    return ValueError(f"tensor {show(name)} would also be the dict that holds {show(other)}")
+def _overlap(name: str, longer: str) -> ValueError:
+    return ValueError(f"tensor {show(name)} would also be the dict that holds {show(longer)}")
 
 
 def flatten(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
-    """Flattens nested dicts and lists to one dict: ``{"a": {"b": [x, y]}}`` becomes ``{"a.b.0": x, "a.b.1": y}``.
+    """Flatten nested dicts and lists into one dict: ``{"a": {"b": [x, y]}}`` becomes ``{"a.b.0": x, "a.b.1": y}``.
 
     Args:
-        tree: nested mappings, lists and tuples; keys are text or whole numbers. Anything else is a value.
-        sep: what separates the parts of a name.
+        tree: nested mappings, lists and tuples; keys must be str or int. Anything else is a value.
+        sep: separator between the parts of a name.
 
     Returns:
-        Name to value, in the order of the tree; the values are the same objects. Empty dicts and lists leave nothing.
+        Values by name, in the order of the tree. Values are not copied; empty dicts and lists are dropped.
 
     Raises:
-        TypeError: ``tree`` is not a mapping, or a key is neither text nor a whole number.
-        ValueError: two values have the same name, the tree contains itself, or ``sep`` is empty.
+        TypeError: ``tree`` is not a mapping, or a key is neither a str nor an int.
+        ValueError: two values would have the same name, the tree contains itself, or ``sep`` is empty.
 
     Example:
         >>> import safeload
@@ -78,20 +78,20 @@ def flatten(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     check_mapping(tree, "tree", "names to arrays and nested dicts")
     _check_separator(sep)
     flat: dict[str, Any] = {}
-    # A stack instead of recursion: a tree may be deeper than Python's limit.
+    # A stack instead of recursion, because a tree can be deeper than Python's recursion limit.
     walked: list[tuple[int, Iterator[tuple[Any, Any]]]] = [(id(tree), iter(tree.items()))]
     inside = {id(tree)}
     path: list[str] = []
     while walked:
-        own, items = walked[-1]
-        found = next(items, None)
-        if found is None:
+        container, items = walked[-1]
+        item = next(items, None)
+        if item is None:
             walked.pop()
-            inside.discard(own)
+            inside.discard(container)
             if path:
                 path.pop()
             continue
-        key, value = found
+        key, value = item
         path.append(key if isinstance(key, str) else _part(key, sep.join(path)))
         children = _children(value)
         if children is not None:
@@ -103,13 +103,13 @@ def flatten(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
         name = sep.join(path)
         path.pop()
         if name in flat:
-            raise ValueError(f"two values have the name {show(name)}")
+            raise ValueError(f"two values would have the name {show(name)}")
         flat[name] = value
     return flat
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """The items of a container; None for a value."""
+    """Return the items of a container, or None for a value."""
     if isinstance(value, Mapping):
         return iter(value.items())
     return iter(enumerate(value)) if isinstance(value, (list, tuple)) else None
@@ -119,9 +119,9 @@ def _part(key: Any, prefix: str) -> str:
     if isinstance(key, int) and not isinstance(key, bool):
         return str(key)
     inside = f" in {show(prefix)}" if prefix else ""
-    raise TypeError(f"a key{inside} must be text or a whole number, found {show(key)}")
+    raise TypeError(f"keys{inside} must be str or int, got {show(key)}")
 
 
 def _check_separator(sep: str) -> None:
     if not isinstance(sep, str) or not sep:
-        raise ValueError(f"sep must be text that is not empty, found {show(sep)}")
+        raise ValueError(f"sep must be a nonempty str, got {show(sep)}")

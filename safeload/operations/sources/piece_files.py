@@ -1,4 +1,4 @@
-"""Source files of pieces: described in a plan, and opened again in the process that runs a piece."""
+"""Source files of pieces: described in a plan, and opened again by the process running a piece."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_paths(catalog: Catalog, argument: str) -> None:
     """Refuse tensors in memory, which other processes cannot read.
 
     Args:
-        argument: the argument that needs files, for messages.
+        argument: the argument in need of files, for messages.
 
     Raises:
         ValueError: a tensor is in memory.
@@ -77,7 +77,7 @@ class SourceFile(NamedTuple):
     path: str  # a name in the folder of the source, or a whole path
     size: int  # bytes
     version: int | float | str | None  # mtime in ns of a local file, or the version of an object in a store
-    first: int = 0  # index of the first tensor of the piece that this file holds
+    first: int = 0  # index of the first tensor of the piece in this file
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ class SourceFile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PieceSource:
-    """Files of a checkpoint that a piece reads, and the options that the checkpoint was opened with."""
+    """The files of a checkpoint for a piece, and the options of the checkpoint."""
 
     folder: str
     files: tuple[SourceFile, ...]
@@ -136,7 +136,7 @@ def _check_path(path: str) -> None:
 
 
 class Sources:
-    """The files of a catalog, for pieces that read some of its tensors.
+    """The files of a catalog, for pieces.
 
     Args:
         catalog: open checkpoints.
@@ -157,11 +157,11 @@ class Sources:
                 self._unlisted.update(_unlisted(checkpoint))
 
     def file_of(self, name: str) -> WeightFile:
-        """Return the file that holds the values or codes of a tensor."""
+        """Return the file with the values or codes of a tensor."""
         return self.files_of(name)[0]
 
     def files_of(self, name: str) -> list[WeightFile]:
-        """Return the files that hold a tensor, the file of its values or codes first."""
+        """Return the files of a tensor, the file with its values or codes first."""
         if name not in self._catalog:
             return [self._catalog.ignored[name].file]
         place = self._catalog.place(name)
@@ -171,7 +171,7 @@ class Sources:
         return list(dict.fromkeys((place.file, *(part.file for part in parts))))
 
     def of(self, names: Iterable[str]) -> tuple[PieceSource, ...]:
-        """Return the sources of a piece that reads these tensors, one per checkpoint; see `opened`.
+        """Return the sources of a piece with these tensors, one per checkpoint.
 
         Raises:
             UnsupportedError: a URL cannot be opened without its secret query, or a store exists in this process only.
@@ -186,7 +186,7 @@ class Sources:
         return tuple(map(self._source_of, by_checkpoint.values()))
 
     def _source_of(self, numbered: Sequence[tuple[WeightFile, int]]) -> PieceSource:
-        """Return the source of files of one checkpoint.
+        """Return the source for files of the same checkpoint.
 
         Args:
             numbered: files, each with the index of its first tensor.
@@ -220,7 +220,7 @@ class Sources:
 
 
 def _unlisted(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return tensor names by path that a file holds and the index does not list, or lists for another file."""
+    """Return, by path, the tensors of a file if the index does not list them, or lists them for another file."""
     listed = {(file, k) for _, file, k in tensors_of(checkpoint)}
     unlisted: dict[str, list[str]] = {}
     for file in checkpoint.weight_files:
@@ -355,7 +355,7 @@ def _find(source: PieceSource, names: Sequence[str], storage_options: Mapping[st
 
 @contextmanager
 def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
-    """Name a tensor in errors about a file that is gone or has changed.
+    """Name a tensor in errors if its file is gone or has changed.
 
     Args:
         tensors: the first tensor of each file, by path as in messages.

@@ -1,7 +1,7 @@
-"""Plans: an operation on checkpoints, divided into pieces that any process with the same files can run.
+"""Plans: operations on checkpoints, divided into pieces. Any process with the same files can run a piece.
 
-Plans and pieces are plain data, as JSON has it: no code, no tensors. A piece names its tensors and the files that hold
-them, with the size and the time of the last change of each file when the plan was made.
+Plans and pieces are plain data, as JSON has it: no code, no tensors. A piece names its tensors and their files,
+with the size of each file and the time of its last change when the plan was made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
 _AnyPiece = TypeVar("_AnyPiece", bound="PlannedPiece")
 _AnyTensorPiece = TypeVar("_AnyTensorPiece", bound="TensorPiece")
 
-# A file name with one of these characters can lead out of the folder of its plan.
+# File names with these characters can lead out of the folder of a plan.
 _NOT_BARE = frozenset("/\\:\0")
 
 
@@ -65,7 +65,7 @@ class Plan(dict[str, Any]):
 
 
 def bare_name(name: str) -> str:
-    """Return a file name that stays in its folder.
+    """Return a file name, unless it leads out of its folder.
 
     Raises:
         FormatError: the name leads elsewhere.
@@ -76,7 +76,7 @@ def bare_name(name: str) -> str:
 
 
 def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
-    """Refuse a plan, a piece or a note that another version of safeload made.
+    """Refuse a plan, piece or note of another version of safeload.
 
     Args:
         prefix: beginning of the message.
@@ -97,7 +97,7 @@ def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlannedPiece:
-    """The fields that pieces of all operations have."""
+    """The fields of all pieces."""
 
     operation: str
     version: str = __version__  # of safeload
@@ -106,7 +106,7 @@ class PlannedPiece:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorPiece(PlannedPiece):
-    """A piece that reads tensors."""
+    """A piece with tensors to read."""
 
     names: tuple[str, ...]
 
