@@ -76,7 +76,7 @@ class Checkpoint(Mapping[str, Any]):
         self._hidden: Mapping[str, str] = {}
         self.ignored = {}
         self._refused: Mapping[str, str] = {}
-        self._quantization = quantization_of(opened.config)
+        self._quantization = None if opened.config is None else quantization_of(opened.config)
         self._searched = False  # for a quantization in and beside the files
         if opened.format == SAFETENSORS and not stored:
             where = unpack_all(opened.files, where)

@@ -161,15 +161,25 @@ def load(
         >>> weights["model.norm.weight"].dtype
         dtype('float32')
     """
-    opening: dict[str, Any] = {"format": format, "root": root, "unknown_globals": unknown_globals, "stored": stored}
-    selection: dict[str, Any] = {"names": names, "only": only, "drop": drop, "dtype": dtype}
-    reading: dict[str, Any] = {"backend": backend, "out": out, "threads": threads, "progress": progress}
-    with open(path, storage_options=storage_options, **opening) as checkpoint:
+    with open(
+        path, format=format, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
+    ) as checkpoint:
         if adapters is None:
-            return checkpoint.load(**selection, **reading)
-        from .merge import load_merged, merging  # only here: most programs merge nothing
+            return checkpoint.load(
+                names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
+            )
+        from .merge import load_with_adapters  # only here: most programs merge nothing
 
-        with merging(checkpoint, adapters, storage_options) as (base, merge):
-            if merge is None:
-                return checkpoint.load(**selection, **reading)
-            return load_merged(base, merge, **selection, **reading)
+        return load_with_adapters(
+            checkpoint,
+            adapters,
+            storage_options,
+            names=names,
+            only=only,
+            drop=drop,
+            dtype=dtype,
+            backend=backend,
+            out=out,
+            threads=threads,
+            progress=progress,
+        )

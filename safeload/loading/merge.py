@@ -580,6 +580,14 @@ def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
         )
 
 
+def load_with_adapters(
+    checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None, **options: Any
+) -> dict[str, Any]:
+    """Like `Checkpoint.load`, with the adapters in ``adapters=`` merged."""
+    with merging(checkpoint, adapters, storage_options) as (base, merge):
+        return base.load(**options) if merge is None else load_merged(base, merge, **options)
+
+
 def load_merged(
     checkpoint: Checkpoint,
     merge: Merge,
