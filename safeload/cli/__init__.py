@@ -1,6 +1,6 @@
-"""The command line: ``safeload COMMAND``, also ``python -m safeload``.
+"""The command line: ``safeload COMMAND`` or ``python -m safeload COMMAND``.
 
-Exit status 0: success; 1: the file is bad or cannot be read; 2: wrong usage.
+Exit status: 0 success, 1 a bad or unreadable file, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _EPILOG = """examples:
   safeload convert model.pth model.safetensors
   safeload diff model.pth model.safetensors
 
-`safeload COMMAND --help` shows more. `safeload PATH` means `safeload info PATH`."""
+Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`."""
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of what stands before the command, and the parser of each command."""
+    """Return the parser of the options before the command, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="safeload",
         usage="safeload [-h] [--version] [-v] COMMAND ...",
@@ -53,7 +53,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command, which begin with its name or with a path for `info`."""
+    """Parse a command line that starts with a command or, for `info`, with a path."""
     parser, commands = _parsers()
     if not arguments:
         parser.print_help(sys.stderr)
@@ -70,19 +70,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of one command; what it does not take is an error with the usage of this command."""
-    # Intermixed parsing forgets what "--" has separated (https://github.com/python/cpython/issues/60346).
+    """Parse the options of a command; if one is unknown, the error shows the usage of this command."""
+    # Intermixed parsing forgets the arguments after "--" (https://github.com/python/cpython/issues/60346).
     parse = parser.parse_known_args if "--" in arguments else parser.parse_known_intermixed_args
     options, extra = parse(arguments)
     if extra:
-        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        near = _near(extra[0].partition("=")[0], known)
+        options_of = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+        near = _near(extra[0].partition("=")[0], options_of)
         parser.error(f"unrecognized arguments: {printable(' '.join(extra))}{near}")
     return options
 
 
 def _is_path(word: str) -> bool:
-    """Whether a word that is not a command is meant as a path: it exists, or it is spelled like one."""
+    """True if a word that is not a command exists as a path or looks like a path."""
     return os.path.lexists(word) or any(mark in word for mark in (os.sep, "/", ".", "*"))
 
 
@@ -91,17 +91,16 @@ def _unknown(word: str, commands: Mapping[str, Any]) -> str:
     return f"unknown command {word!r}{near or ', expected one of ' + ', '.join(commands)}"
 
 
-def _near(word: str, known: Sequence[str]) -> str:
-    close = similar(word, known)
+def _near(word: str, names: Sequence[str]) -> str:
+    close = similar(word, names)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Replaces a missing stdout or stderr by the null device: in daemons, under pythonw, after ``>&-``.
+    """Replace a missing stdout or stderr (daemons, pythonw, ``>&-``) by the null device.
 
-    Otherwise `print` to a missing stderr goes to stdout, and the next file that is opened gets the descriptor that is
-    treated as stdout.
+    Otherwise `print` to a missing stderr goes to stdout, and the next opened file becomes stdout's descriptor.
     """
     with ExitStack() as stack:
         for name in ("stdout", "stderr"):
@@ -114,7 +113,7 @@ def _streams() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run a command and return its exit status."""
     with _streams():
         return _main(arguments)
 
@@ -126,11 +125,11 @@ def _stop(number: int, frame: object) -> None:
 def _main(arguments: Sequence[str] | None) -> int:
     codecs.register_error("safeload", plain)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names may contain characters that the terminal cannot encode
+        if isinstance(stream, io.TextIOWrapper):  # the terminal may be unable to encode a name
             stream.reconfigure(errors="safeload")
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        signal.signal(signal.SIGTERM, _stop)  # a half-written file is removed, as after Ctrl-C
+        signal.signal(signal.SIGTERM, _stop)  # remove a half-written file, as Ctrl-C does
     try:
         with verbose(getattr(options, "verbose", False)):
             status: int = options.run(options)
@@ -144,10 +143,15 @@ def _main(arguments: Sequence[str] | None) -> int:
     except NoMatchError as error:
         complain(error)
         return 2
-    except (SafeloadError, OSError, MemoryError, ModuleNotFoundError) as error:  # the last one: a package of a URL
+    except (
+        SafeloadError,
+        OSError,
+        MemoryError,
+        ModuleNotFoundError,
+    ) as error:  # ModuleNotFoundError: a package for a URL scheme
         complain(error)
         return 1
-    except (ValueError, TypeError) as error:  # wrong arguments; faults of files are SafeloadError
+    except (ValueError, TypeError) as error:  # wrong arguments; bad files raise SafeloadError
         complain(error)
         return 2
     return status

@@ -1,4 +1,4 @@
-"""What ``safeload info`` says of a LoRA adapter: its method, what it changes, and whether it fits a base."""
+"""LoRA adapters in ``safeload info``: method, changed modules, and whether they fit a base."""
 
 from __future__ import annotations
 
@@ -16,99 +16,77 @@ from .common import most_rows, rest, shown, storage_options
 if TYPE_CHECKING:
     from ..loading.adapter import Adapter
 
-# Kinds of modules, and names of tensors, that a line has at most.
+# Maximum number of module kinds and tensor names in a line.
 _KINDS, _NAMES = 12, 6
-# Problems that a terminal shows.
+# Maximum number of problems on a terminal.
 _ROWS = 100
 
 
 class Fitting(NamedTuple):
-    """How an adapter fits a base.
+    """How an adapter fits a base."""
 
-    Attributes:
-        base: path of the base.
-        changed: number of its tensors that the adapter changes.
-        packed: how many of these are packed, and dequantized when they are merged.
-        total: number of all its tensors.
-        problems: messages of what does not fit.
-    """
-
-    base: str
-    changed: int
-    packed: int
-    total: int
-    problems: list[str]
+    base: str  # path
+    changed: int  # tensors of the base that the adapter changes
+    packed: int  # changed tensors that are packed, and dequantized when merged
+    total: int  # tensors of the base
+    problems: list[str]  # messages about tensors that do not fit
 
 
 class AdapterSummary(NamedTuple):
-    """An adapter as it is described.
+    """An adapter, summarized."""
 
-    Attributes:
-        method: "LoRA", "rsLoRA", "DoRA" or both of these.
-        writer: "PEFT" or "MLX".
-        ranks: of all modules, ascending.
-        alphas: of all modules, ascending; of MLX the factors.
-        modules: number of modules by the last part of their names; most first.
-        embeddings: modules that are embeddings.
-        parameters: ends of the names of tensors that are changed beside weights of layers.
-        replaced: tensors of the base that it has its own values for.
-        biases: number of biases that it adds to.
-        config: its configuration.
-        fitting: how it fits a base; None where no base is given.
-    """
-
-    method: str
-    writer: str
-    ranks: list[int]
-    alphas: list[float]
-    modules: dict[str, int]
+    method: str  # "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA"
+    writer: str  # "PEFT" or "MLX"
+    ranks: list[int]  # ascending
+    alphas: list[float]  # ascending; the scale factors of an MLX adapter
+    modules: dict[str, int]  # modules by the last part of their names, most frequent first
     embeddings: list[str]
-    parameters: list[str]
-    replaced: list[str]
-    biases: int
+    parameters: list[str]  # name suffixes of changed tensors other than layer weights
+    replaced: list[str]  # base tensors that the adapter stores whole
+    biases: int  # biases that the adapter adds to
     config: dict[str, Any]
-    fitting: Fitting | None
+    fitting: Fitting | None  # None without a base
 
 
-# An adapter; why it is not merged where it cannot be; None for anything else.
+# An adapter; the reason why it cannot be merged; None for other checkpoints.
 Found: TypeAlias = AdapterSummary | str | None
 
 
 def about(path: str, opened: Checkpoint, options: argparse.Namespace) -> Found:
-    """Describes an adapter.
+    """Summarize an adapter.
 
     Raises:
-        ValueError: a base is given, and this is not an adapter.
-        SafeloadError, OSError: the base cannot be opened; or one is given, and the adapter cannot be merged.
+        ValueError: --base is passed, but this is not an adapter.
+        SafeloadError, OSError: the base cannot be opened, or the adapter cannot be merged into it.
     """
-    found: Found = None
+    summary: Found = None
     if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
         try:
-            found = _described(opened, options)
+            summary = _described(opened, options)
         except FileNotFoundError:
             if options.base is not None:
                 raise
         except (SafeloadError, OSError) as error:
             if options.base is not None:
                 raise
-            found = f"merging refuses it: {one_line(error)}"
-    if found is None and options.base is not None:
-        raise ValueError(f"--base is for LoRA adapters, and {shown(path)} is not one")
-    return found
+            summary = f"it cannot be merged: {one_line(error)}"
+    if summary is None and options.base is not None:
+        raise ValueError(f"--base needs a LoRA adapter, got {shown(path)}")
+    return summary
 
 
 def _described(opened: Checkpoint, options: argparse.Namespace) -> AdapterSummary:
-    from ..loading import adapter as parts  # only here: few files are adapters
+    from ..loading import adapter as parts  # imported here: few files are adapters
     from ..loading.adapter_fit import outermost
 
     adapter = parts.Adapter(opened)
     settings, modules = adapter.settings, adapter.modules
-    factors = {name: one for name, one in modules.items() if {parts.A, parts.EMBEDDING_A} & one.keys()}
+    factors = {name: module for name, module in modules.items() if {parts.A, parts.EMBEDDING_A} & module.keys()}
     names = [outermost(name) for name in factors]
     kinds = Counter(name.rpartition(".")[2] for name in names).most_common()
     ranks: Iterable[int | None] = {adapter.rank(name) for name in factors}
     alphas: Iterable[float] = {settings.alpha_of(name) for name in names}
-    if settings.parameters:  # whose names, and numbers of matrices, only a base tells
+    if settings.parameters:  # only a base has their names and numbers of matrices
         ranks, alphas = {settings.rank, *settings.ranks.values()}, {settings.alpha, *settings.alphas.values()}
     method = [name for name, used in (("rsLoRA", settings.rslora), ("DoRA", settings.dora)) if used]
     return AdapterSummary(
@@ -117,10 +95,10 @@ def _described(opened: Checkpoint, options: argparse.Namespace) -> AdapterSummar
         sorted(filter(None, ranks)),
         sorted(alphas),
         dict(kinds),
-        [name for name, one in factors.items() if parts.EMBEDDING_A in one],
+        [name for name, module in factors.items() if parts.EMBEDDING_A in module],
         list(settings.parameters),
-        [name for name, one in modules.items() if parts.VALUE in one],
-        sum(parts.BIAS in one for one in modules.values()),
+        [name for name, module in modules.items() if parts.VALUE in module],
+        sum(parts.BIAS in module for module in modules.values()),
         adapter.config,
         None if options.base is None else _fitting(adapter, options),
     )
@@ -140,7 +118,7 @@ def _fitting(adapter: Adapter, options: argparse.Namespace) -> Fitting:
 
 
 def lines(found: Found, options: argparse.Namespace) -> Iterator[str]:
-    """The lines of the listing."""
+    """Yield the lines about an adapter."""
     if found is None:
         return
     if isinstance(found, str):
@@ -170,14 +148,14 @@ def _of_fitting(fitting: Fitting, options: argparse.Namespace) -> Iterator[str]:
         yield f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"
         return
     yield f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}"
-    some = fitting.problems[: most_rows(options, _ROWS)]
-    yield from (f"  {problem}" for problem in some)
-    if len(some) < len(fitting.problems):
-        yield "  " + rest(len(fitting.problems) - len(some), "problem", options)
+    listed = fitting.problems[: most_rows(options, _ROWS)]
+    yield from (f"  {problem}" for problem in listed)
+    if len(listed) < len(fitting.problems):
+        yield "  " + rest(len(fitting.problems) - len(listed), "problem", options)
 
 
 def as_json(found: Found) -> dict[str, Any] | None:
-    """The same as plain data."""
+    """Return a summary as JSON values."""
     if found is None or isinstance(found, str):
         return None if found is None else {"merged": False, "why": found}
     keys = ("base_model_name_or_path", "modules_to_save")
@@ -190,7 +168,7 @@ def as_json(found: Found) -> dict[str, Any] | None:
 
 
 def misfits(found: Found) -> bool:
-    """Whether a base was given, and the adapter does not fit it."""
+    """True if --base was passed and the adapter does not fit."""
     return isinstance(found, AdapterSummary) and found.fitting is not None and bool(found.fitting.problems)
 
 

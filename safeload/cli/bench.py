@@ -1,4 +1,4 @@
-"""``safeload bench``: times a file on this machine, with safeload and with other installed libraries."""
+"""``safeload bench``: time a file on this machine, with safeload and with other installed libraries."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _EPILOG = f"""examples:
   safeload bench Llama-3.2-1B/ --rounds 9
   safeload bench model.pth --json
 
-Times are medians, and a ratio is the time of another library divided by that of safeload. Every round runs all
-libraries in random order, with a warm page cache.
+Times are medians. A ratio is the time of another library divided by safeload's time. Every round runs all libraries in
+random order, with a warm page cache.
 
 {STATUS}"""
 
@@ -37,26 +37,26 @@ RATIO = "ratio (>1: safeload is faster)"
 
 
 def register(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "bench",
         help="measure loading times on this machine",
-        description="Times opening, loading and converting a file with safeload and with other installed libraries "
-        "that read it: safetensors.numpy, torch, gguf, numpy.",
+        description="Time opening, loading and converting a file with safeload and with other installed libraries that "
+        "can read it: safetensors.numpy, torch, gguf, numpy.",
         epilog=_EPILOG,
     )
     add_path(parser)
-    parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="number of rounds; 5 by default")
+    parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="number of rounds; default: 5")
     add_opening(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Times ``options.path``; returns the exit status."""
+    """Time ``options.path`` and return the exit status."""
     if is_url(options.path):
-        raise ValueError("bench times files on this machine, not a network: download the checkpoint first")
+        raise ValueError("bench cannot time a URL; download the checkpoint first")
     with open_path(options.path, options) as opened:
         files, nbytes, format = list(opened.files), opened.nbytes, opened.format
         dtype_rows = [dtypes.BY_CODE.get(info.dtype) for info in opened.tensors.values()]
@@ -93,12 +93,12 @@ def run(options: argparse.Namespace) -> int:
     if not fits:
         print(f"\n{RATIO}")
     if all(len(taken) == 1 for _, taken in results):
-        print("\nnothing else that reads this format is installed")
+        print("\nno other library that reads this format is installed")
     return 0
 
 
 def _jobs(options: argparse.Namespace, files: list[str], format: str, *, floating: bool) -> dict[str, dict[str, Side]]:
-    """The jobs to time: name to sides, safeload first."""
+    """Return the jobs to time: name to sides, safeload first."""
 
     def opened(action: Callable[[Checkpoint], Any]) -> Side:
         def side() -> Any:
@@ -153,7 +153,7 @@ def _lister(files: list[str], format: str) -> tuple[str, Side] | None:
 
 
 def _peers(files: list[str], format: str) -> dict[str, Side]:
-    """Another library that loads all tensors of these files, as numpy arrays if it can."""
+    """Return another library's loader for all tensors of the files, as NumPy arrays if possible."""
     peer = BY_NAME[format].peer
     try:
         load = None if peer is None else _PEERS[peer]()
@@ -194,8 +194,8 @@ def _numpy() -> Callable[[str], Any]:
     import numpy as np
 
     def load(path: str) -> dict[str, Any]:
-        found = np.load(path)
-        return {path: found} if isinstance(found, np.ndarray) else dict(found)
+        content = np.load(path)
+        return {path: content} if isinstance(content, np.ndarray) else dict(content)
 
     return load
 
@@ -204,7 +204,7 @@ _PEERS = {"safetensors.numpy": _safetensors, "torch.load": _torch, "gguf.GGUFRea
 
 
 def _touch(value: Any) -> int:
-    """Reads one byte of every page of every array."""
+    """Read a byte of every page of every array."""
     import numpy as np
 
     if isinstance(value, dict):
@@ -220,7 +220,7 @@ def _touch(value: Any) -> int:
 
 
 def _warm(files: list[str]) -> None:
-    """Brings the files into the page cache."""
+    """Read the files into the page cache."""
     buffer = bytearray(4 << 20)
     for path in files:
         with open(path, "rb", buffering=0) as file:
@@ -229,7 +229,7 @@ def _warm(files: list[str]) -> None:
 
 
 def _race(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side by round. An untimed first round drops peers that cannot read the file."""
+    """Time each side in every round; an untimed first round drops peers that cannot read the file."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     shuffle = random.Random(rounds).shuffle
     for turn in range(rounds + 1):
@@ -240,7 +240,7 @@ def _race(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
             started = time.perf_counter()
             try:
                 result = sides[name]()
-            except Exception:  # another library may raise anything for an unsupported dtype or format
+            except Exception:  # other libraries raise arbitrary exceptions
                 if name == OURS or turn:
                     raise
                 del taken[name]

@@ -1,4 +1,4 @@
-"""``safeload check``: validates a file or a folder."""
+"""``safeload check``: validate a file or a folder."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _EPILOG = f"""examples:
 
 
 def register(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "check",
-        help="check weights for faults",
-        description="Checks weights for faults: files that violate their format, missing shards, incomplete downloads, "
-        "wrong CRC-32 of zip entries; NaN and infinity; names and shapes that differ from config.json; holes in the "
-        "layers; bad scales of quantized tensors. Warns of values out of range, matrices of a single value, mixed "
-        "dtypes. Reports what was not checked.",
+        help="find faults in weights",
+        description="Find faults in weights: files that violate their format, missing shards, incomplete downloads, "
+        "wrong CRC-32 in zip archives, NaN and infinity, names and shapes that differ from config.json, missing "
+        "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed dtypes. "
+        "List the parts that could not be checked.",
         epilog=_EPILOG,
     )
     add_path(parser)
@@ -60,7 +60,7 @@ def register(commands: Any) -> None:
         "--schema",
         metavar="NAME",
         default="auto",
-        help='the expected tensors: "auto" (by the config), "none", the name of a schema, or a JSON file',
+        help='expected tensors: "auto" (from the config), "none", the name of a schema, or a JSON file',
     )
     suggest(schema, _schemas)
     parser.add_argument(
@@ -68,13 +68,13 @@ def register(commands: Any) -> None:
         metavar=("LOW", "HIGH"),
         nargs=2,
         type=float,
-        help="warn of values outside this range; -128 to 128 by default, -4096 to 4096 for norms",
+        help="warn about values outside this range; default: -128 to 128, for norms -4096 to 4096",
     )
-    parser.add_argument("--parameters", metavar="N", type=int, help="expected total number of elements of all tensors")
+    parser.add_argument("--parameters", metavar="N", type=int, help="expected number of elements in all tensors")
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--scale", metavar="X", type=float, help="expected scale of int8 tensors")
     scale.add_argument(
-        "--absmax", metavar="X", type=float, help="expected absmax of int8 tensors: their scale is X / 127"
+        "--absmax", metavar="X", type=float, help="expected absmax of int8 tensors, 127 times their scale"
     )
     parser.add_argument(
         "--structure", action="store_true", help="check only files, names, shapes and sizes; read no values"
@@ -93,13 +93,13 @@ def register(commands: Any) -> None:
 
 
 def _schemas() -> list[str]:
-    from ..models.reading import names  # only here: completion alone needs it
+    from ..models.reading import names  # imported here: only completion needs it
 
     return ["auto", "none", *names()]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the findings about ``options.path``; returns the exit status."""
+    """Print the findings about ``options.path`` and return the exit status."""
     output = _output(options)
     with cluster(options.dask) as executor:
         report = _report(options, executor, output)
@@ -122,17 +122,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace) -> Output | None:
-    """The file of --write-manifest; None without it.
+    """Return the file of --write-manifest, or None.
 
     Raises:
-        OSError, ValueError: it must not be written, see `Output.check`.
+        OSError, ValueError: `Output.check` refuses the file.
     """
     if options.write_manifest is None:
         return None
     from ..operations.validate.manifest import is_manifest
 
     if options.write_manifest == STDOUT:
-        raise ValueError("--write-manifest needs a file: the findings go to stdout")
+        raise ValueError("--write-manifest needs a file, because the findings go to stdout")
     output = Output(
         "--write-manifest",
         options.write_manifest,
@@ -146,8 +146,8 @@ def _output(options: argparse.Namespace) -> Output | None:
 
 
 def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> ValidationReport:
-    """What is wrong with ``options.path``, and with its manifest."""
-    # Imported here: they would add milliseconds to the other commands.
+    """Validate ``options.path`` and compare it with its manifest."""
+    # Imported here: they would slow down the other commands.
     from ..operations.validate.findings import error
     from ..operations.validate.run import validate_path
     from ..operations.validate.settings import settings
@@ -157,7 +157,7 @@ def _report(options: argparse.Namespace, executor: Executor | None, output: Outp
         limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
     with bar("check") as progress:
-        wanted = settings(
+        request = settings(
             options.config,
             schema,
             limits,
@@ -168,7 +168,7 @@ def _report(options: argparse.Namespace, executor: Executor | None, output: Outp
             threads=options.threads,
             progress=progress,
         )
-        report = validate_path(options.path, lambda: open_path(options.path, options), wanted)
+        report = validate_path(options.path, lambda: open_path(options.path, options), request)
     if report.files and (options.manifest or output is not None):
         try:
             _manifest(report, options, executor, output)
@@ -182,17 +182,17 @@ def _report(options: argparse.Namespace, executor: Executor | None, output: Outp
 def _manifest(
     report: ValidationReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
 ) -> None:
-    """Compares with a manifest, or writes one."""
+    """Compare a checkpoint with a manifest, or write a manifest."""
     from ..operations.validate import manifest
 
-    said = manifest.read(options.manifest) if options.manifest else None
+    expected = manifest.read(options.manifest) if options.manifest else None
     with open_path(options.path, options) as opened, bar("sha256") as progress:
-        found = manifest.make(opened, executor=executor, threads=options.threads, progress=progress)
-    if said is not None:
-        report.add(manifest.compare(said, found))
+        current = manifest.make(opened, executor=executor, threads=options.threads, progress=progress)
+    if expected is not None:
+        report.add(manifest.compare(expected, current))
     if output is None:
         return
-    output.write(json.dumps(found, indent=1) + "\n", report.files)
+    output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
-        print(f"{name}: SHA-256 of {len(found['tensors']):,} tensors", file=sys.stderr)
+        print(f"{name}: SHA-256 of {len(current['tensors']):,} tensors", file=sys.stderr)

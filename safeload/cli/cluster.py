@@ -1,4 +1,4 @@
-"""``--dask``: runs the pieces of a command on a Dask cluster."""
+"""``--dask``: run the pieces of a command on a Dask cluster."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ..errors import FormatError, SafeloadError
 from ..operations.sources.executors import Executor
 from ..stores.json_file import read_json
 
-# Seconds until a scheduler has answered.
+# Seconds to wait for a scheduler.
 _TIMEOUT = 10
-# And between two looks for its file.
+# Seconds between two looks for its file.
 _INTERVAL = 0.05
 
 
 def add_dask(parser: Any) -> None:
-    """Adds --dask."""
+    """Add --dask."""
     parser.add_argument(
         "--dask",
         metavar="ADDRESS",
-        help='run on the workers of a Dask cluster, which see the same files: "tcp://HOST:8786" or its scheduler file',
+        help='run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file',
     )
 
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[Executor | None]:
-    """The executor of a Dask cluster; None if there is no address.
+    """Return the executor of a Dask cluster, or None without an address.
 
     Args:
-        address: of the scheduler, or the path of its scheduler file.
+        address: the scheduler's address, or the path of its scheduler file.
 
     Raises:
         SafeloadError: Dask is not installed, no scheduler answers, or the cluster fails.
-        FormatError, OSError: a scheduler file that cannot be read.
-        ValueError: what cannot be an address.
+        FormatError, OSError: the scheduler file cannot be read.
+        ValueError: the address is invalid.
     """
     if address is None:
         yield None
@@ -50,22 +50,22 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         from distributed import Client
     except ImportError as error:
         if error.name not in ("distributed", "dask"):
-            raise  # it is installed, and broken
+            raise  # Dask is installed but broken
         raise SafeloadError("--dask needs Dask, which is not installed: pip install distributed") from None
-    found = _address_in(address) if _is_file(address) else address
-    _try(found)
-    with _quiet(), Client(found, timeout=_TIMEOUT, set_as_default=False) as client:
+    scheduler = _address_in(address) if _is_file(address) else address
+    _try(scheduler)
+    with _quiet(), Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as client:
         if client.scheduler_info()["workers"]:
-            _check_workers(client, found)
+            _check_workers(client, scheduler)
         else:
-            print(f"safeload: --dask {printable(found)}: no workers yet, waiting for one", file=sys.stderr, flush=True)
-        with _failures(found):
+            print(f"safeload: --dask {printable(scheduler)}: waiting for a worker", file=sys.stderr, flush=True)
+        with _failures(scheduler):
             yield client.get_executor(pure=False)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Dask's log off stderr, where tracebacks would surround the one line that matters; not with --verbose."""
+    """Silence Dask's log unless --verbose is set, because its tracebacks would hide our message."""
     import logging
 
     level = logging.DEBUG if logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG) else logging.CRITICAL
@@ -80,21 +80,21 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_workers(client: Any, address: str) -> None:
-    """Refuses workers without this safeload: one that has none dies of its first piece, and Dask waits forever.
+    """Refuse workers without this version of safeload: they would die at their first piece and leave Dask waiting.
 
     Raises:
-        SafeloadError: there is one.
+        SafeloadError: a worker lacks it.
     """
     from pkgutil import resolve_name
 
     for worker, version in client.run(resolve_name, "safeload:__version__", on_error="return").items():
         if isinstance(version, (ImportError, AttributeError)):
-            said = f"{version}: every worker needs what is installed here"
+            reason = f"{version}; install safeload and its packages on every worker"
         elif isinstance(version, str) and version != __version__:
-            said = f"it has safeload {version}, and this is safeload {__version__}"
+            reason = f"expected safeload {__version__}, got {version}"
         else:
             continue
-        raise SafeloadError(f"--dask {printable(address)}: worker {worker}: {said}")
+        raise SafeloadError(f"--dask {printable(address)}: worker {worker}: {reason}")
 
 
 def _is_file(address: str) -> bool:
@@ -102,34 +102,34 @@ def _is_file(address: str) -> bool:
 
 
 def _address_in(path: str) -> str:
-    """The address in a scheduler file. One that is not there yet is waited for, as Dask's own programs do.
+    """Return the address in a scheduler file, waiting for the file like Dask's own programs.
 
     Raises:
-        FormatError: it is not such a file.
-        OSError: it cannot be read.
+        FormatError: not a scheduler file.
+        OSError: the file cannot be read.
     """
     until = time.monotonic() + (_TIMEOUT if path.endswith(".json") else 0)
     while True:
         try:
-            found = read_json(path, "a scheduler file").get("address")
+            address = read_json(path, "a scheduler file").get("address")
             break
         except (FormatError, FileNotFoundError):
             if time.monotonic() > until:
                 raise
             time.sleep(_INTERVAL)
-    if not isinstance(found, str):
-        raise FormatError("not a scheduler file of Dask: it has no address", path)
-    return found
+    if not isinstance(address, str):
+        raise FormatError("not a Dask scheduler file: it has no address", path)
+    return address
 
 
 def _try(address: str) -> None:
-    """Connects to a scheduler, and closes the connection: a `Client` that fails takes 20 seconds to end.
+    """Connect to a scheduler and disconnect, because a failing `Client` takes 20 seconds to end.
 
     Raises:
         SafeloadError: nothing answers.
-        ValueError: this is not an address, or it needs what is not configured.
+        ValueError: the address is invalid, or needs TLS that is not configured.
     """
-    import asyncio  # these only here: they take tens of milliseconds
+    import asyncio  # imported here: it takes tens of milliseconds
 
     from distributed import Security
     from distributed.comm import connect
@@ -149,7 +149,7 @@ def _try(address: str) -> None:
 
 @contextmanager
 def _failures(address: str) -> Iterator[None]:
-    """Says in one line how a cluster has failed."""
+    """Turn failures of a cluster into one-line errors."""
     from concurrent.futures import CancelledError
 
     from distributed.scheduler import KilledWorker
@@ -157,12 +157,10 @@ def _failures(address: str) -> Iterator[None]:
     try:
         yield
     except KilledWorker as error:
-        raise SafeloadError(
-            f"--dask {printable(address)}: workers died again and again at one piece: {error}"
-        ) from None
+        raise SafeloadError(f"--dask {printable(address)}: one piece killed several workers: {error}") from None
     except CancelledError:
         raise SafeloadError(f"--dask {printable(address)}: the connection to the scheduler was lost") from None
     except ImportError as error:
         raise SafeloadError(
-            f"--dask {printable(address)}: {error}: every worker needs what is installed here"
+            f"--dask {printable(address)}: {error}; install safeload and its packages on every worker"
         ) from None

@@ -1,4 +1,4 @@
-"""``safeload completion``: prints a script that makes a shell complete commands, options, their values and paths."""
+"""``safeload completion``: print a shell script that completes commands, options, values and paths."""
 
 from __future__ import annotations
 
@@ -14,57 +14,41 @@ _EPILOG = """examples:
   safeload completion zsh > ~/.zfunc/_safeload      # a folder in $fpath
   safeload completion fish > ~/.config/fish/completions/safeload.fish
 
-The script is text; it starts no program. Print it again after an update.
+The script is static and starts no program. Print it again after an update.
 
 Exit status: 0 success, 2 wrong usage."""
 
-# Placeholders of values that are files.
+# Placeholders of file values.
 _FILES = ("FILE",)
 
 
 class _Option(NamedTuple):
-    """An option of a command.
+    """An option of a command."""
 
-    Attributes:
-        names: such as "-o" and "--output".
-        help: what it does.
-        flag: whether it takes no value.
-        values: the values it takes, if they are known.
-        files: whether its value is a file.
-        several: how many values it takes.
-        repeated: whether it may be repeated.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # such as "-o" and "--output"
     help: str
-    flag: bool
-    values: tuple[str, ...]
-    files: bool
-    several: int
+    flag: bool  # takes no value
+    values: tuple[str, ...]  # possible values, if known
+    files: bool  # takes a file
+    arity: int  # number of values
     repeated: bool
 
 
 class _Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        help: what it does.
-        options: its options.
-        words: the values of its only positional argument, if they are known; else it takes paths.
-    """
+    """A command."""
 
     help: str
     options: tuple[_Option, ...]
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # values of its only positional argument; if empty, it takes paths
 
 
 def register(commands: Any, top: Any) -> None:
-    """Adds the command to the parser ``top``, whose commands it completes."""
+    """Add the command, which completes the commands of the parser ``top``."""
     parser = add_command(
         commands,
         "completion",
-        help="print a script for completion in a shell",
-        description="Prints a script that makes bash, zsh or fish complete commands, options, their values and paths.",
+        help="print a completion script for a shell",
+        description="Print a script that makes bash, zsh or fish complete commands, options, values and paths.",
         epilog=_EPILOG,
     )
     parser.add_argument("shell", metavar="SHELL", choices=tuple(_SHELLS), help=f"one of {', '.join(_SHELLS)}")
@@ -77,8 +61,8 @@ def _run(top: Any, commands: Any, options: argparse.Namespace) -> int:
 
 
 def _tree(top: Any, commands: Any) -> dict[str, _Command]:
-    """The commands of the parser, by name; "" for the options that stand before a command."""
-    # argparse has no public way to list what a parser takes.
+    """Return the commands by name; "" holds the options before a command."""
+    # argparse has no public way to list the arguments of a parser.
     helps = {action.dest: action.help for action in commands._choices_actions}
     tree = {"": _Command("", tuple(_options(top)), ())}
     for name, parser in commands.choices.items():
@@ -94,15 +78,15 @@ def _options(parser: Any) -> Iterator[_Option]:
             repeated = isinstance(action, argparse._AppendAction)
             suggested = vars(action).get(SUGGESTED, tuple)()
             values, files = tuple(map(str, action.choices or suggested)), action.metavar in _FILES
-            flag, several = action.nargs == 0, action.nargs if isinstance(action.nargs, int) else 1
-            yield _Option(tuple(action.option_strings), action.help, flag, values, files, several, repeated)
+            flag, arity = action.nargs == 0, action.nargs if isinstance(action.nargs, int) else 1
+            yield _Option(tuple(action.option_strings), action.help, flag, values, files, arity, repeated)
 
 
 # ---- bash ----
 
 
 def _bash(tree: Mapping[str, _Command]) -> Iterator[str]:
-    """Where nothing is offered, bash completes paths: COMPREPLY stays empty."""
+    """Yield the script for bash, which completes paths if COMPREPLY stays empty."""
     names = " ".join(filter(None, tree))
     yield from (
         "# Completion of safeload in bash. Made by `safeload completion bash`.",
@@ -179,15 +163,15 @@ def _zsh(tree: Mapping[str, _Command]) -> Iterator[str]:
 def _zsh_options(command: _Command) -> Iterator[str]:
     for option in command.options:
         action = f"({' '.join(option.values)})" if option.values else "_files" if option.files else " "
-        value = "" if option.flag else f":value:{action}" * option.several
-        others = "" if option.repeated else f"({' '.join(option.names)})"
+        value = "" if option.flag else f":value:{action}" * option.arity
+        excluded = "" if option.repeated else f"({' '.join(option.names)})"
         text = "".join(f"\\{c}" if c in "[]:\\" else c for c in option.help)
         for name in option.names:
-            yield _quoted(f"{'*' if option.repeated else others}{name}[{text}]{value}")
+            yield _quoted(f"{'*' if option.repeated else excluded}{name}[{text}]{value}")
 
 
 def _quoted(text: str) -> str:
-    """A word in single quotes, as zsh and fish read it."""
+    """Quote a word for zsh and fish."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 

@@ -1,4 +1,4 @@
-"""``safeload convert``: writes another format, dtype or layout."""
+"""``safeload convert``: write another format, dtype or layout."""
 
 from __future__ import annotations
 
@@ -42,42 +42,41 @@ _EPILOG = """examples:
   safeload convert Llama-3.2-1B/ merged/ --adapter my-lora/ --max-shard-size 5GB
   safeload convert Llama-3.2-1B/ s3://bucket/llama/ --dtype float16
 
-Options apply in this order: --only and --drop choose tensors by their names in the source, --adapter changes them,
---dtype and --quantize convert them, --rename changes their names. Names stay as they are otherwise: this does not
-convert between model architectures.
+Options apply in this order: --only and --drop select tensors by their names in the source, --adapter changes them,
+--dtype and --quantize convert them, --rename renames them. Model architectures are not converted.
 
-With --resume or --dask a folder is written shard by shard, with a record beside each that is whole. If that is
-interrupted, the same command with --resume goes on.
+With --resume or --dask a folder is written shard by shard, with a record beside each complete shard. If that is
+interrupted, run the same command with --resume to continue.
 
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
 
 def register(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "convert",
         help="write another format, dtype or layout",
-        description="Writes the tensors and metadata of files or folders in another format, in the memory of the "
-        f"largest tensor or less. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
+        description="Write the tensors and metadata of files or folders in another format, using at most the memory of "
+        f"the largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
         epilog=_EPILOG,
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", nargs="+", help="files, folders, index.json or URLs; several are merged"
-    )
+    parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders, index.json or URLs to merge")
     parser.add_argument(
         "destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size; a URL is a folder"
     )
-    dtype = parser.add_argument("--dtype", help='dtype for floating tensors: "float32", "BF16", ...')
+    dtype = parser.add_argument("--dtype", help='dtype for floating tensors, such as "float32" or "BF16"')
     suggest(dtype, targets)
-    scheme = parser.add_argument("--quantize", metavar="SCHEME", help=f"scheme for the matrices: {', '.join(SCHEMES)}")
+    scheme = parser.add_argument("--quantize", metavar="SCHEME", help=f"quantize matrices: {', '.join(SCHEMES)}")
     suggest(scheme, lambda: SCHEMES)
     layout = parser.add_argument(
         "--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file"
     )
     suggest(layout, built_in)
     add_patterns(parser)
-    parser.add_argument("--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS)  # exact; before --only
+    parser.add_argument(
+        "--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS
+    )  # exact names, superseded by --only
     parser.add_argument(
         "--keep", metavar="PATTERN", action="append", help="leave these tensors unquantized; may be repeated"
     )
@@ -85,38 +84,38 @@ def register(commands: Any) -> None:
         "--adapter",
         metavar="ADAPTER[=WEIGHT]",
         action="append",
-        help="merge a LoRA adapter, times a weight; may be repeated",
+        help="merge a LoRA adapter, with an optional weight; may be repeated",
     )
     parser.add_argument(
         "--rename",
         metavar=("REGEX", "REPLACEMENT"),
         nargs=2,
         action="append",
-        help=r"replace what matches in each name, as Python's re.sub: \1 is the first group; may be repeated",
+        help=r"rename tensors like Python's re.sub: \1 is the first group; may be repeated",
     )
     parser.add_argument(
         "--metadata",
         metavar="KEY[=VALUE]",
         action="append",
-        help="set a key of the metadata, or remove it if there is no =; may be repeated",
+        help="set a metadata key, or remove it if there is no =; may be repeated",
     )
     parser.add_argument(
         "--no-extras",
         action="store_true",
-        help="leave out the tokenizer, chat template and generation_config.json of the source's folder",
+        help="do not copy tokenizer, chat template and generation_config.json",
     )
     parser.add_argument(
         "--format",
         type=str.lower,
         choices=tuple(WRITTEN),
         metavar="NAME",
-        help=f"instead of the suffix: {', '.join(WRITTEN)}",
+        help=f"output format, whatever the suffix: {', '.join(WRITTEN)}",
     )
-    parser.add_argument("--max-shard-size", metavar="SIZE", help='write shards of at most this size: "500MB", "5GB"')
-    add_overwrite(parser, "replace an existing destination")
     parser.add_argument(
-        "--resume", action="store_true", help="go on where an interrupted conversion to a folder has stopped"
+        "--max-shard-size", metavar="SIZE", help='write a folder of shards of at most this size, such as "5GB"'
     )
+    add_overwrite(parser, "replace an existing destination")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion to a folder")
     add_opening(parser)
     add_threads(parser)
     add_dask(parser)
@@ -125,10 +124,10 @@ def register(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Converts; returns the exit status."""
+    """Convert and return the exit status."""
     for option in ("resume", "dask"):
         if getattr(options, option) and options.max_shard_size is None and not is_url(options.destination):
-            raise ValueError(f"--{option} is for a folder of shards, which --max-shard-size makes")
+            raise ValueError(f"--{option} needs a folder of shards; pass --max-shard-size")
     try:
         report = _convert(options)
     except FileExistsError as error:
@@ -147,9 +146,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-# Arguments in messages, and the command line's options for them.
+# Python arguments in messages, and the options to show instead.
 _ADVICE = {
-    " and overwrite=False": ", --overwrite replaces it",
+    " and overwrite=False": "; pass --overwrite to replace it",
     "max_shard_size=": "--max-shard-size",
     "overwrite=True": "--overwrite",
     "resume=True": "--resume",
@@ -190,14 +189,14 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
         )
 
 
-def _metadata(given: list[str] | None) -> dict[str, str | None]:
-    """Keys to set, and with None those to remove."""
-    pairs = (text.partition("=") for text in given or ())
+def _metadata(texts: list[str] | None) -> dict[str, str | None]:
+    """Return keys to set, or to remove if their value is None."""
+    pairs = (text.partition("=") for text in texts or ())
     return {key: value if sign else None for key, sign, value in pairs}
 
 
 def _adapter(text: str) -> tuple[str, float]:
-    """A path, or a path and a weight; a path that exists is one, whatever is in it."""
+    """Parse PATH or PATH=WEIGHT; an existing path may contain =."""
     path, sign, weight = text.rpartition("=")
     if not sign or os.path.exists(text):
         return text, 1.0

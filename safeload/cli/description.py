@@ -1,4 +1,4 @@
-"""What config.json or the metadata of a GGUF file say of the model, in one line."""
+"""A one-line description of the model from config.json or GGUF metadata."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _DTYPES = ("torch_dtype", "dtype")
 
-# Longest text, and largest number, of a config that is shown: larger ones mean nothing.
+# Longest text and largest number to show: larger values are garbage.
 _TEXT, _NUMBER = 80, 10**12
 
 
 def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
-    """The model as ``config.json`` or the metadata of a GGUF file describe it; "" where they do not.
+    """Describe the model, such as "llama, 12 layers, hidden 512, vocabulary 32,000, bfloat16"; "" if unknown.
 
-    "llama, 12 layers, hidden 512, vocabulary 32,000, bfloat16". Values of other types than expected are left out.
+    Values of unexpected types are left out.
     """
     if config is None:
         name = metadata.get("general.architecture")
@@ -31,7 +31,7 @@ def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
             for key in ("block_count", "embedding_length", "vocab_size", "expert_count")
         )
         return _line(name, layers, experts, hidden, vocabulary, None)
-    inner = next((found for key in LANGUAGE if isinstance(found := config.get(key), Mapping)), {})
+    inner = next((part for key in LANGUAGE if isinstance(part := config.get(key), Mapping)), {})
     both = {**inner, **config}
     return _line(
         _text(config, "model_type"),
@@ -64,9 +64,9 @@ def _line(
 
 
 def _text(values: Mapping[Any, Any], *keys: str) -> str | None:
-    return next((found for key in keys if isinstance(found := values.get(key), str)), None)
+    return next((text for key in keys if isinstance(text := values.get(key), str)), None)
 
 
 def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
-    found = (values.get(key) for key in keys)
-    return next((int(v) for v in found if isinstance(v, int) and type(v) is not bool and 0 <= v < _NUMBER), None)
+    numbers = (values.get(key) for key in keys)
+    return next((int(v) for v in numbers if isinstance(v, int) and type(v) is not bool and 0 <= v < _NUMBER), None)

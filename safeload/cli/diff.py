@@ -1,4 +1,4 @@
-"""``safeload diff``: compares two checkpoints."""
+"""``safeload diff``: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .common import (
     painter,
 )
 
-# Most rows of each list on a terminal.
+# Maximum number of rows of each list on a terminal.
 _ROWS = 40
 
-# What the tensors with other values can be sorted by.
+# Sort keys of tensors with different values.
 _KEYS = ("name", "max", "rms", "cosine", "unequal")
 
 _EPILOG = """examples:
@@ -33,25 +33,25 @@ _EPILOG = """examples:
   safeload diff Llama-3.2-1B/ llama-q4_0.safetensors --only '*.mlp.*' --sort rms
   safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close
 
-Exit status: 0 equal (with --tolerance: equal names and shapes, and values within it), 1 they differ or one is bad,
-2 wrong usage."""
+Exit status: 0 equal (with --tolerance: equal names and shapes, and values within the tolerance), 1 different, or a file
+is bad, 2 wrong usage."""
 
 
 def register(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "diff",
         help="compare two checkpoints",
-        description="Lists tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
-        "tensor in both it shows the largest and the RMS difference and the cosine. Formats and dtypes may differ; "
-        "quantized tensors are dequantized before they are compared.",
+        description="List tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
+        "tensor in both, show the largest difference, the RMS difference and the cosine. Formats and dtypes may "
+        "differ; quantized tensors are dequantized first.",
         epilog=_EPILOG,
     )
     add_path(parser, "a")
     add_path(parser, "b")
     parser.add_argument(
-        "--tolerance", metavar="X", type=not_negative, help="ignore differences up to this, and different dtypes"
+        "--tolerance", metavar="X", type=not_negative, help="ignore differences up to X, and different dtypes"
     )
     add_selection(parser, _KEYS, _ROWS, order="non-finite values, then the largest difference")
     add_opening(parser)
@@ -62,8 +62,8 @@ def register(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the differences between ``options.a`` and ``options.b``; returns the exit status."""
-    from ..operations.measure.diff import diff  # imported here: it would add milliseconds to other commands
+    """Print the differences between ``options.a`` and ``options.b`` and return the exit status."""
+    from ..operations.measure.diff import diff  # imported here: it costs milliseconds
 
     with (
         open_path(options.a, options) as a,

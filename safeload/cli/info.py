@@ -1,4 +1,4 @@
-"""``safeload info``: lists the content of files and folders."""
+"""``safeload info``: list the contents of files and folders."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from .common import (
     shown,
 )
 
-# Most rows on a terminal.
+# Maximum number of rows on a terminal.
 _ROWS = 100
-# Most values of a list in the metadata, such as a vocabulary, that are shown; --json has all.
+# Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
 _ITEMS = 8
 
-# Most reasons for which tensors of known families are not dequantized.
+# Maximum number of reasons why known families cannot be dequantized.
 _REASONS = 3
 
-# Formats whose header is all that comes before the first tensor.
+# Formats with a header before the first tensor.
 _WITH_HEADER = ("safetensors", "gguf")
 
 _EPILOG = f"""examples:
@@ -62,35 +62,35 @@ _EPILOG = f"""examples:
   safeload info lightning.ckpt --unknown-globals inert --root state_dict
   safeload info model.safetensors --json | jq '.tensors[0]'
 
-Layers that are alike share one row: model.layers.{{0..31}}.mlp.up_proj.weight. --json has a line for each tensor,
-or with several paths a line for each path.
+Equal layers share a row: model.layers.{{0..31}}.mlp.up_proj.weight. --json prints a line for each tensor; with
+several paths, a line for each path.
 
 {STATUS}"""
 
 
 def register(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "info",
         help="list tensors and metadata",
-        description="Lists the tensors of weight files, folders or an index.json without reading them: name, dtype, "
-        "shape and size, totals per dtype, metadata, the memory they take when loaded; for a torch checkpoint also the "
-        "classes and functions that its pickle names, none of which is imported or called.",
+        description="List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
+        "shape and size, totals per dtype, metadata, and memory when loaded. For a torch checkpoint, also list the "
+        "classes and functions that its pickle references; none is imported or called.",
         epilog=_EPILOG,
     )
     add_path(parser, several=True)
     add_selection(parser, tuple(listing.KEYS), _ROWS)
-    parser.add_argument("--tree", action="store_true", help="show modules with the sums of their tensors")
-    parser.add_argument("--depth", metavar="N", type=positive, help="show N levels of the tree at most")
-    parser.add_argument("--base", metavar="BASE", help="say whether a LoRA adapter fits this model; 1 if it does not")
+    parser.add_argument("--tree", action="store_true", help="show a tree of modules with the sums of their tensors")
+    parser.add_argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree")
+    parser.add_argument("--base", metavar="BASE", help="check if a LoRA adapter fits this model; exit status 1 if not")
     add_opening(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the content of ``options.paths``; returns the exit status."""
+    """Print the contents of ``options.paths`` and return the exit status."""
     options.paths = expanded(options.paths)
     if options.depth is not None:
         options.tree = True
@@ -125,19 +125,19 @@ def _show(path: str, options: argparse.Namespace) -> int:
 
 
 def _title(path: str, options: argparse.Namespace) -> str:
-    """A folder by its name alone, unless there are several paths; a file as it was given, a URL without secrets."""
+    """Return the name of a folder (its path, if there are several), the path of a file, or a URL without secrets."""
     if len(options.paths) == 1 and os.path.isdir(path):
         return os.path.basename(os.path.abspath(path)) or path
     return shown(path)
 
 
 def _sizes(opened: Checkpoint) -> dict[str, int]:
-    """Bytes of each file when it was opened."""
+    """Return the size of each file when it was opened."""
     return {file.path: file.identity[0] for file in opened.weight_files}
 
 
 def _per_dtype(infos: Sequence[TensorInfo]) -> dict[str, tuple[int, int, int]]:
-    """Tensors, elements and bytes per dtype, most bytes first."""
+    """Count tensors, elements and bytes per dtype, most bytes first."""
     totals: dict[str, tuple[int, int, int]] = {}
     for info in infos:
         count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
@@ -150,7 +150,7 @@ def _parameters(infos: Sequence[TensorInfo]) -> int:
 
 
 def _headers(opened: Checkpoint) -> dict[str, int]:
-    """Bytes of each file before its first tensor, of formats that have a header there."""
+    """Return the header size of each file, for formats with a header."""
     begins: dict[str, int] = {}
     if opened.format in _WITH_HEADER:
         for file in opened.weight_files:
@@ -159,12 +159,12 @@ def _headers(opened: Checkpoint) -> dict[str, int]:
 
 
 def _memory(opened: Checkpoint) -> dict[str, int]:
-    """Bytes of all tensors once loaded, by dtype or scheme; without schemes if no tensor would be quantized."""
-    from ..operations.measure.sizes import sizes  # imported here: it would add milliseconds to other commands
+    """Return the bytes of all loaded tensors by dtype or scheme; schemes only if they would quantize a tensor."""
+    from ..operations.measure.sizes import sizes  # imported here: it costs milliseconds
 
-    found = sizes(opened)
-    schemes = {name: nbytes for name, nbytes in found.schemes.items() if nbytes != found.dtypes.get("float32")}
-    return {**found.dtypes, **schemes}
+    loaded = sizes(opened)
+    schemes = {name: nbytes for name, nbytes in loaded.schemes.items() if nbytes != loaded.dtypes.get("float32")}
+    return {**loaded.dtypes, **schemes}
 
 
 # ---- JSON ----
@@ -173,14 +173,14 @@ def _memory(opened: Checkpoint) -> dict[str, int]:
 def _print_json(
     path: str, opened: Checkpoint, infos: Sequence[TensorInfo], adapter: adapters.Found, options: argparse.Namespace
 ) -> None:
-    """Prints one object: on one line if there are several, else with a line for each tensor."""
+    """Print an object, on one line if there are several paths, else with a line for each tensor."""
     whole = {**_as_json(path, opened), "adapter": adapters.as_json(adapter)}
     if options.only or options.drop:
         nbytes = sum(info.nbytes for info in infos)
         whole["selected"] = {"tensor_count": len(infos), "parameters": _parameters(infos), "nbytes": nbytes}
     if options.sort:
-        alone = {info.name: info for info in infos}
-        infos = [alone[row.name] for row in listing.ordered(listing.rows_of(infos, alone=True), options.sort)]
+        by_name = {info.name: info for info in infos}
+        infos = [by_name[row.name] for row in listing.ordered(listing.rows_of(infos, alone=True), options.sort)]
     tensors = [{**info._asdict(), "stored_nbytes": info.nbytes} for info in infos[: options.limit]]
     if len(options.paths) > 1:
         print(json.dumps({**whole, "tensors": tensors}))
@@ -219,7 +219,7 @@ def _as_json(path: str, opened: Checkpoint) -> dict[str, Any]:
 def _as_text(
     path: str, opened: Checkpoint, infos: Sequence[TensorInfo], adapter: adapters.Found, options: argparse.Namespace
 ) -> Iterator[tuple[str, str]]:
-    """The lines of the listing, each with its colour or ""."""
+    """Yield the lines of the listing, each with its colour or ""."""
     width = columns()
     for line in _head(path, opened, width, adapter, options):
         yield line, ""
@@ -233,11 +233,11 @@ def _as_text(
         for key, value in opened.metadata.items():
             yield "  " + clip(printable(f"{key}: {_brief(value)}"), inner), ""
     if opened.named_globals:
-        yield from (("", ""), ("globals that the pickle names (nothing is imported or called)", "head"))
+        yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
         named = list(opened.named_globals.items())[: None if width is None else _ROWS]
         for name, harmless in named:
             room = None if width is None else width - 30
-            yield "  " + clip(printable(name), room) + ("" if harmless else "  off the list, kept inert"), ""
+            yield "  " + clip(printable(name), room) + ("" if harmless else "  not on the allowlist, kept inert"), ""
     totals = _per_dtype(infos)
     if totals:
         yield "", ""
@@ -251,7 +251,7 @@ def _as_text(
 
 
 def _listing(infos: Sequence[TensorInfo], width: int | None, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The tensors as a table or as a tree."""
+    """Yield the tensors as a table or as a tree."""
     rows = listing.rows_of(infos, alone=options.all)
     show: Callable[[Sequence[listing.Row], int | None], list[str]]
     if options.tree:
@@ -273,16 +273,16 @@ def _listing(infos: Sequence[TensorInfo], width: int | None, options: argparse.N
 def _head(
     path: str, opened: Checkpoint, width: int | None, adapter: adapters.Found, options: argparse.Namespace
 ) -> Iterator[str]:
-    """What it is: files, parameters, model, quantization, memory."""
+    """Yield the summary: files, parameters, model, quantization, memory."""
     infos = list(opened.tensors.values())
     sizes = list(_sizes(opened).values())
-    what = [opened.format, plural(len(infos), "tensor")]
+    totals = [opened.format, plural(len(infos), "tensor")]
     if len(opened.files) > 1:
-        what.insert(0, plural(len(opened.files), "file"))
+        totals.insert(0, plural(len(opened.files), "file"))
     if infos:
-        what.append(quantity(_parameters(infos), "parameter"))
-    what.append(size(sum(sizes)))
-    yield from _fit(f"{_title(path, options)}: {', '.join(what)}", width)
+        totals.append(quantity(_parameters(infos), "parameter"))
+    totals.append(size(sum(sizes)))
+    yield from _fit(f"{_title(path, options)}: {', '.join(totals)}", width)
     if len(opened.files) > 1:
         room = None if width is None else width - 16
         files = [printable(os.path.basename(file)) for file in opened.files][: most_rows(options, _ROWS)]
@@ -307,14 +307,14 @@ def _head(
 
 
 def _fit(line: str, width: int | None) -> list[str]:
-    """A line of prose, wrapped on a terminal and of four lines there at most."""
+    """Wrap a line of prose to at most four lines on a terminal."""
     return [printable(line)] if width is None else wrap(clip(printable(line), 4 * width), width, hanging="  ")
 
 
 def _quantization(opened: Checkpoint) -> Iterator[str]:
-    """What is quantized: the labels of packed tensors, or which codes this version does not dequantize."""
-    said = quantization_of(opened.config)
-    config = "" if said is None else f" ({said} in config.json)"
+    """Yield the labels of packed tensors, and the codes that cannot be dequantized."""
+    quantization = quantization_of(opened.config)
+    config = "" if quantization is None else f" ({quantization} in config.json)"
     packed = [info for info in opened.tensors.values() if len(info.parts) > 1]
     if packed:
         labels = ", ".join(sorted({info.dtype for info in packed}))
@@ -322,14 +322,16 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
         if _zeros_disagree(opened):
-            yield "zero points: not stored as the configuration says, but understood"
+            yield "zero points: the format differs from the configuration and was recognised"
     codes = codes_of(opened)
     if codes:
         count = plural(len(codes), "tensor")
-        yield f"codes without their values{config}: {count} of a quantization that is not dequantized"
-        refusals = {one.refusal for one in codes.values() if one.refusal is not None}
-        yield from sorted(f"they are {one.what}: {one.reader} reads it" for one in refusals)
-        reasons = Counter(one.reason for one in codes.values() if one.reason is not None and one.refusal is None)
+        yield f"codes{config}: {count} of a quantization that safeload cannot dequantize"
+        refusals = {entry.refusal for entry in codes.values() if entry.refusal is not None}
+        yield from sorted(f"they are {refusal.what}: {refusal.reader} reads it" for refusal in refusals)
+        reasons = Counter(
+            entry.reason for entry in codes.values() if entry.reason is not None and entry.refusal is None
+        )
         yield from (
             f"not dequantized: {plural(tensors, 'tensor')}: {reason}"
             for reason, tensors in reasons.most_common(_REASONS)
@@ -337,14 +339,14 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
 
 
 def _zeros_disagree(opened: Checkpoint) -> bool:
-    """Whether zero points are those of another format of GPTQ: of one weight, since a writer stores all alike."""
-    found = (file.table.packed(index) for _, file, index in tensors_of(opened))
-    packed = [one for one in found if one is not None and one.packing.zeros is not None]
-    return bool(packed) and zeros_disagree(min(packed, key=lambda one: one.nbytes))
+    """True if the zero points of the smallest weight follow another GPTQ format than configured."""
+    groups = (file.table.packed(index) for _, file, index in tensors_of(opened))
+    packed = [group for group in groups if group is not None and group.packing.zeros is not None]
+    return bool(packed) and zeros_disagree(min(packed, key=lambda group: group.nbytes))
 
 
 def _brief(value: Any) -> str:
-    """A value of the metadata; only the beginning of a long list."""
+    """Format a metadata value, cutting long lists."""
     if isinstance(value, str):
         return value
     if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:

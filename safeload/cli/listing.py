@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as rows: layers that are alike in one row, or as a tree of modules."""
+"""List tensors in rows: equal layers share a row, or modules form a tree."""
 
 from __future__ import annotations
 
@@ -10,35 +10,26 @@ from ..base.names import families, natural_key
 from ..base.table import TensorInfo
 from ..base.text import printable, size
 
-# Most levels of modules; what is deeper stays in one name. The tree is walked by functions that call themselves.
+# Maximum depth of the tree, which is walked recursively; deeper names stay whole.
 _LEVELS = 32
 
 
 class Row(NamedTuple):
-    """One tensor, several that are alike, or in a tree the sum of a module.
+    """A tensor, a group of equal tensors, or the sum of a module."""
 
-    Attributes:
-        name: name of the tensor, with braces for several, as in ``h.{0..11}.w``.
-        dtype: dtype of each; "" for a module.
-        shape: shape of each; None for a module.
-        number: number of tensors.
-        parameters: elements of all of them.
-        nbytes: bytes of all of them.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...] | None
-    number: int
-    parameters: int
-    nbytes: int
+    name: str  # with braces for a group, such as ``h.{0..11}.w``
+    dtype: str  # "" for a module
+    shape: tuple[int, ...] | None  # of each tensor; None for a module
+    number: int  # of tensors
+    parameters: int  # of all tensors
+    nbytes: int  # of all tensors
 
 
 def _by_name(row: Row) -> Any:
     return natural_key(row.name)
 
 
-# What rows can be sorted by: numbers from the largest.
+# Sort keys; numbers in descending order.
 KEYS: dict[str, Callable[[Row], Any]] = {
     "name": _by_name,
     "dtype": lambda row: (row.dtype, _by_name(row)),
@@ -49,17 +40,16 @@ KEYS: dict[str, Callable[[Row], Any]] = {
 
 
 def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
-    """Rows in the order of the file; layers of the same dtype, shape and size share one.
+    """Return rows in file order, with equal layers in one row.
 
     Args:
-        infos: the tensors.
-        alone: whether each tensor has a row of its own; they are in natural order.
+        alone: give each tensor a row of its own, in natural order.
     """
     infos = list(infos)
     if alone:
         rows = [Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos]
         return sorted(rows, key=_by_name)
-    found = families([info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos])
+    groups = families([info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos])
     return [
         Row(
             family.name,
@@ -69,18 +59,18 @@ def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
             family.number * info.size,
             family.number * info.nbytes,
         )
-        for family in found
+        for family in groups
         for info in (infos[family.first],)
     ]
 
 
 def ordered(rows: list[Row], key: str | None) -> list[Row]:
-    """Rows sorted by one of `KEYS`; as they are without one."""
+    """Sort rows by one of `KEYS`, if any."""
     return rows if key is None else sorted(rows, key=KEYS[key])
 
 
 def as_table(rows: Sequence[Row], columns: int | None) -> list[str]:
-    """The header and the lines of a listing."""
+    """Return the header and the lines of a listing."""
     cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in rows]
     return table(("tensor", "dtype", "shape", "size"), cells, right=frozenset((3,)), columns=columns)
 
@@ -95,24 +85,19 @@ def _shape(row: Row) -> str:
 
 
 class _Module:
-    """A module: what is directly in it, in the order of the rows, and the sums of all below it.
-
-    Attributes:
-        row: the sums; of a tensor its own row.
-        inner: modules and tensors in it, by the last part of their names.
-    """
+    """A node of the tree."""
 
     def __init__(self, name: str) -> None:
-        self.row = Row(name, "", None, 0, 0, 0)
-        self.inner: dict[tuple[str, bool], _Module] = {}
+        self.row = Row(name, "", None, 0, 0, 0)  # sums over the module, or the row of a tensor
+        self.inner: dict[tuple[str, bool], _Module] = {}  # children by the last part of their names
 
     def add(self, parts: Sequence[str], row: Row) -> None:
-        """Adds a tensor below it, whose remaining parts of the name are given."""
+        """Add a tensor; ``parts`` is the rest of its name."""
         own = self.row
         number, parameters, nbytes = (getattr(own, f) + getattr(row, f) for f in ("number", "parameters", "nbytes"))
         self.row = own._replace(number=number, parameters=parameters, nbytes=nbytes)
         leaf = len(parts) == 1
-        # Rows of a tree are seldom of the same name: then the dtypes or shapes of some layers differ.
+        # Two rows have one name only if dtypes or shapes of layers differ.
         key = parts[0] if not leaf else f"{parts[0]}\0{row.dtype}{row.shape}{row.nbytes}", leaf
         if leaf:
             module = self.inner[key] = _Module(parts[0])
@@ -121,7 +106,7 @@ class _Module:
             self.inner.setdefault(key, _Module(parts[0])).add(parts[1:], row)
 
     def joined(self) -> _Module:
-        """The module, joined with the only one in it: "model.layers" instead of "layers" alone in "model"."""
+        """Join the module with an only child: "model.layers" instead of "layers" in "model"."""
         module = self
         while len(module.inner) == 1:
             (inner,) = module.inner.values()
@@ -131,12 +116,11 @@ class _Module:
 
 
 def as_tree(rows: Iterable[Row], key: str | None, depth: int | None) -> list[Row]:
-    """Rows of modules and tensors, indented by their level.
+    """Return rows of modules and tensors, indented by level.
 
     Args:
-        rows: the tensors.
-        key: what the content of each module is sorted by, one of `KEYS`; None for the order of the rows.
-        depth: the most levels; the sums of a module are those of all levels.
+        key: sorts the children of each module, one of `KEYS`; None keeps the order of ``rows``.
+        depth: maximum number of levels to show; sums include all levels.
     """
     root = _Module("")
     for row in rows:
@@ -145,17 +129,17 @@ def as_tree(rows: Iterable[Row], key: str | None, depth: int | None) -> list[Row
 
 
 def _walk(module: _Module, key: str | None, depth: int | None, level: int) -> Iterable[Row]:
-    inner = [one.joined() for one in module.inner.values()]
+    children = [child.joined() for child in module.inner.values()]
     if key is not None:
-        inner.sort(key=lambda one: KEYS[key](one.row))
-    for one in inner:
-        name = one.row.name if one.row.shape is not None else one.row.name[:-1]
-        yield one.row._replace(name="  " * level + name)
+        children.sort(key=lambda child: KEYS[key](child.row))
+    for child in children:
+        name = child.row.name if child.row.shape is not None else child.row.name[:-1]
+        yield child.row._replace(name="  " * level + name)
         if depth is None or level + 1 < depth:
-            yield from _walk(one, key, depth, level + 1)
+            yield from _walk(child, key, depth, level + 1)
 
 
 def tree_table(rows: Sequence[Row], columns: int | None) -> list[str]:
-    """The header and the lines of a tree."""
+    """Return the header and the lines of a tree."""
     cells = [(printable(r.name), r.dtype, _shape(r), f"{r.parameters:,}", size(r.nbytes)) for r in rows]
     return table(("module", "dtype", "shape", "parameters", "size"), cells, right=frozenset((3, 4)), columns=columns)

@@ -1,4 +1,4 @@
-"""Files that commands write beside what they print: the page of ``report``, the manifest of ``check``."""
+"""Output files of commands: the page of ``report``, the manifest of ``check``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..engine.run.atomic_file import check_place, write_text
 from ..stores import url as urls
 from .common import shown
 
-# A path that stands for stdout.
+# The path of stdout.
 STDOUT = "-"
-# Bytes at the start of a file that tell whether safeload wrote it.
+# Bytes at the start of a file that identify safeload as its writer.
 _HEAD = 4096
 
 
 class Output:
-    """A text file to write. `check` refuses a path before the work begins, `write` checks it again.
+    """A text file to write. `check` refuses a path before the work starts, `write` checks it again.
 
     Args:
-        option: of the command line, for messages.
-        path: of the file.
-        kind: what the file is, for messages.
-        recognises: tells from the first bytes of a file whether safeload wrote it as such a file.
-        overwrite: whether any other file may be replaced too, unless it is a source.
+        option: name of the command-line option, for messages.
+        path: path of the file.
+        kind: "report" or "manifest", for messages.
+        recognises: True if the first bytes of a file show that safeload wrote this kind of file.
+        overwrite: allow replacing any file except a source.
         sources: paths that the command reads.
     """
 
@@ -46,7 +46,7 @@ class Output:
         self._sources = [path for path in sources if path is not None]
 
     def check(self, sources: Iterable[str] = ()) -> bool:
-        """Whether the path holds a file that may be replaced, or a device to write to; False if there is no file.
+        """Return True for a file that may be replaced or a device, False if there is no file.
 
         Args:
             sources: more paths that the command reads.
@@ -61,7 +61,7 @@ class Output:
             existing = os.stat(path)
         except FileNotFoundError:
             if urls.is_url(path):
-                raise ValueError(f"{self._option} writes a file of this machine, got {shown(path)}") from None
+                raise ValueError(f"{self._option} needs a local file, got {shown(path)}") from None
             check_place(path)
             return False
         if stat.S_ISDIR(existing.st_mode):
@@ -71,16 +71,16 @@ class Output:
         empty = stat.S_ISREG(existing.st_mode) and not existing.st_size
         ours = empty or self._is_ours()
         if self._is_source(sources, ours):
-            raise ValueError(f"{self._option} {path} is a file of the source, choose another")
+            raise ValueError(f"{self._option} {path} is a source file; choose another path")
         if not ours and not self._overwrite:
             raise self._exists()
         return True
 
     def write(self, text: str, sources: Iterable[str] = ()) -> int:
-        """Writes the file, atomically. Returns its bytes.
+        """Write the file atomically and return its size in bytes.
 
         Raises:
-            OSError, ValueError: see `check`.
+            OSError, ValueError: `check` refuses the path.
         """
         if self._path == STDOUT:
             data = text.encode("utf-8", "backslashreplace")
@@ -97,17 +97,17 @@ class Output:
     def _exists(self) -> FileExistsError:
         return FileExistsError(
             errno.EEXIST,
-            f"File exists, and safeload did not write it as a {self._kind}; --overwrite replaces it",
+            f"File exists and is not a safeload {self._kind}; pass --overwrite to replace it",
             self._path,
         )
 
     def _is_ours(self) -> bool:
-        """Whether safeload wrote the existing file as such a file."""
+        """True if safeload wrote the existing file as this kind of file."""
         with open(self._path, "rb", buffering=0) as file:
             return self._recognises(file.read(_HEAD))
 
     def _is_source(self, sources: Iterable[str], ours: bool) -> bool:
-        """Whether the command reads the existing file: it is a source, or in a folder that is a source."""
+        """True if the existing file is a source, or in a source folder."""
         folders = {os.path.dirname(os.path.abspath(self._path)), os.path.dirname(os.path.realpath(self._path))}
         for source in map(_place, (*self._sources, *sources)):
             with suppress(OSError, ValueError):
@@ -120,7 +120,7 @@ class Output:
 
 
 def _place(source: str) -> str:
-    """The path of a source that is a file:// URL; the folder of a source that is an index."""
+    """Return the local path of a file:// URL, or the folder of an index."""
     if urls.is_url(source) and urls.scheme_of(source) == "file":
         source = urls.local_path(source)
     return os.path.dirname(source) or "." if source.endswith(".index.json") else source

@@ -1,4 +1,4 @@
-"""``safeload report``: an HTML page with charts of the content of a file."""
+"""``safeload report``: write an HTML page with charts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _EPILOG = f"""examples:
   safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
   safeload report 400GB/ --no-digest
 
-{STATUS} The page is also written for a bad file. The date on it is SOURCE_DATE_EPOCH if that is set."""
+{STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page."""
 
 
 def register(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "report",
         help="write an HTML page with charts",
-        description="Writes one HTML page that works offline: the findings of check, the content of the file, the "
-        "distribution of its bytes, its size when loaded or quantized, absmax and standard deviation over the layers, "
-        "histograms, SHA-256 of the files, and with --quantize the quantization error.",
+        description="Write one HTML page that works offline: findings of check, contents, size breakdown, size when "
+        "loaded or quantized, absmax and standard deviation by layer, magnitude distribution, SHA-256 of the files, "
+        "and with --quantize the quantization error.",
         epilog=_EPILOG,
     )
     add_path(parser)
@@ -50,7 +50,7 @@ def register(commands: Any) -> None:
         "--output",
         metavar="FILE",
         default="report.html",
-        help="the page to write, - for stdout; report.html by default",
+        help="page to write, or - for stdout; default: report.html",
     )
     add_overwrite(parser, "replace the file of --output even if safeload did not write it")
     parser.add_argument(
@@ -58,13 +58,13 @@ def register(commands: Any) -> None:
         type=str.lower,
         choices=tuple(SCHEMES),
         metavar="SCHEME",
-        help=f"also show the error of each tensor when quantized to this scheme: {', '.join(SCHEMES)}",
+        help=f"also show the quantization error of each tensor: {', '.join(SCHEMES)}",
     )
     parser.add_argument(
         "--no-digest",
         dest="digest",
         action="store_false",
-        help="leave out the SHA-256 of the files, for which they are read a second time; of URLs it is never there",
+        help="omit SHA-256 digests, which need a second read; always omitted for URLs",
     )
     add_opening(parser)
     add_threads(parser)
@@ -73,41 +73,41 @@ def register(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the page about ``options.path``; returns the exit status."""
-    # Imported here: they would add milliseconds to the other commands.
+    """Write the page about ``options.path`` and return the exit status."""
+    # Imported here: they would slow down the other commands.
     from ..operations.validate.run import validate_path
     from ..operations.validate.settings import settings
-    from .report_content import digest_section, found_section, sections
+    from .report_content import digest_section, findings_section, sections
     from .report_page import facts, head, is_page, page
     from .report_source import File, about, files_of, now
 
     date = now()
     if options.output == STDOUT and options.json:
-        raise ValueError("--output - writes the page to stdout, and so does --json with its object: pass one of them")
+        raise ValueError("--output - and --json both write to stdout; pass only one of them")
     overwrite = options.overwrite
     output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
     if options.output != STDOUT:
         output.check()
     with bar("report") as progress:
-        wanted = settings(threads=options.threads, progress=progress, histogram=True)
-        found = validate_path(options.path, lambda: open_path(options.path, options), wanted)
-    parts = [found_section(found)]
+        request = settings(threads=options.threads, progress=progress, histogram=True)
+        report = validate_path(options.path, lambda: open_path(options.path, options), request)
+    parts = [findings_section(report)]
     path, remote = shown(options.path), is_url(options.path)
-    files = [] if remote else files_of(found.files or [path], digest=options.digest, threads=options.threads)
-    if found.files:
+    files = [] if remote else files_of(report.files or [path], digest=options.digest, threads=options.threads)
+    if report.files:
         with open_path(options.path, options) as opened:
-            parts += sections(opened, found, options.quantize, options.threads)
-            if remote:  # they are not read a second time
+            parts += sections(opened, report, options.quantize, options.threads)
+            if remote:  # URLs are not read a second time
                 files = [File(file.path, file.identity[0]) for file in opened.weight_files]
     parts.append(digest_section(files))
     title = os.path.basename(path.rstrip("/") if remote else os.path.abspath(path)) or path
-    mood = "bad" if found.errors else "odd" if found.warnings else "calm" if found.notes else "good"
-    checked = f"checked: {found.checked}" if found.tensors else ""
-    top = head(title, found.verdict, mood, checked, facts(about(path, files, date), "meta"))
-    nbytes = output.write(page(title, top, parts), found.files)
+    mood = "bad" if report.errors else "odd" if report.warnings else "calm" if report.notes else "good"
+    checked = f"checked: {report.checked}" if report.tensors else ""
+    top = head(title, report.verdict, mood, checked, facts(about(path, files, date), "meta"))
+    nbytes = output.write(page(title, top, parts), report.files)
     if options.json:
-        print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": found.ok}, indent=1))
+        print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": report.ok}, indent=1))
     else:
         where, stream = ("stdout", sys.stderr) if options.output == STDOUT else (options.output, sys.stdout)
-        print(f"{printable(where)}: {size(nbytes)}; {printable(path)} is {found.verdict}", file=stream)
-    return 0 if found.ok else 1
+        print(f"{printable(where)}: {size(nbytes)}; {printable(path)} is {report.verdict}", file=stream)
+    return 0 if report.ok else 1

@@ -1,4 +1,4 @@
-"""The sections of the page of ``safeload report``: findings, content, charts, sizes, tables."""
+"""Sections of the report page: findings, contents, charts, sizes, tables."""
 
 from __future__ import annotations
 
@@ -20,94 +20,92 @@ from .report_page import collapsible, facts, finding, part, section, table
 from .report_plots import Line
 from .report_source import File
 
-# Most rows of a table on the page, and most tensors of one group of findings; browsers are slow with more.
+# Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
 _ROWS = 5000
 _LISTED = 1000
 
-# Most groups of findings.
+# Maximum number of groups of findings.
 _GROUPS = 500
 
-# Most metadata entries, and most characters of each.
+# Maximum number of metadata entries, and of characters in each.
 _METADATA, _LENGTH = 100, 200
 
 _HEAT = (
-    "How many of the values of a kind have this absolute value. Each row is compared with its own fullest column. "
+    "Number of values by magnitude, for each kind of tensor. Shades are relative to the fullest column of a row. "
     "Zeros, NaN and infinity are left out."
 )
-_BARS = "Colours are those of the layers below."
-_SIZES = "Memory for all arrays when they are loaded with this dtype, or by load_quantized with this scheme."
-_QUANTIZED = "There embeddings, norms, biases and what does not fit the scheme stay float32."
+_BARS = "Colours match the layers below."
+_SIZES = "Memory of all arrays if loaded with this dtype, or by load_quantized with this scheme."
+_QUANTIZED = "With a scheme, embeddings, norms, biases and tensors that do not fit it stay float32."
 
 _SPREAD = (
-    Line("largest absolute value", 1, lambda one: float(one.stats.absmax)),
-    Line("standard deviation", 0, lambda one: float(one.stats.std)),
+    Line("largest absolute value", 1, lambda row: float(row.stats.absmax)),
+    Line("standard deviation", 0, lambda row: float(row.stats.std)),
 )
 
 
-def found_section(found: Any) -> str:
-    """What `safeload.validate` found; those that say the same of several tensors are one."""
+def findings_section(report: Any) -> str:
+    """Return the findings of `safeload.validate`; equal findings about several tensors form a group."""
     from ..operations.validate.findings import gather
 
-    groups = [group for listed in (found.errors, found.warnings, found.notes) for group in gather(listed)]
+    groups = [group for listed in (report.errors, report.warnings, report.notes) for group in gather(listed)]
     items = []
     for first, more in groups[:_GROUPS]:
-        others = [(other.tensor or "file", other.message) for other in more[:_LISTED]]
+        similar = [(item.tensor or "file", item.message) for item in more[:_LISTED]]
         left = max(0, len(more) - _LISTED)
-        items.append(finding(first.severity, first.code, first.tensor or "file", first.message, others, left))
+        items.append(finding(first, similar=similar, left=left))
     if not items:
         return ""
     left = len(groups) - len(items)
-    rest = f'<p class="soft">and {left:,} more; safeload check --json lists every one.</p>' if left > 0 else ""
+    rest = f'<p class="soft">and {left:,} more; safeload check --json lists all.</p>' if left > 0 else ""
     return section("Findings", f'<ul class="findings">{"".join(items)}</ul>', rest)
 
 
-def sections(opened: Checkpoint, found: Any, scheme: SchemeName | None, threads: int | None) -> Iterator[str]:
-    """The sections about a checkpoint that could be opened.
+def sections(opened: Checkpoint, report: Any, scheme: SchemeName | None, threads: int | None) -> Iterator[str]:
+    """Yield the sections about an open checkpoint.
 
     Args:
-        opened: the checkpoint.
-        found: the `safeload.ValidationReport` about it, with histograms.
+        report: its `safeload.ValidationReport`, with histograms.
         scheme: also show the quantization error of this scheme.
-        threads: None: chosen automatically.
     """
     infos = opened.tensors
-    shown = content({name: info.nbytes for name, info in infos.items()}, found.stats)
+    shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
     metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]
     listed = (
         collapsible(
-            _some(len(opened.metadata), _METADATA, "entry of metadata", "entries of metadata"),
+            _some(len(opened.metadata), _METADATA, "metadata entry", "metadata entries"),
             facts(metadata, "pairs"),
             rows=len(metadata),
         )
         if metadata
         else ""
     )
-    yield section("Content", facts(_facts(opened, found), "tiles"), listed)
+    yield section("Contents", facts(_facts(opened, report), "tiles"), listed)
     if not infos:
         return
     layered = bool(shown.layered)
-    layers = len({one.layer for one in shown.layered})
-    few = f"The first {plots.LAYERS} of {layers:,} layers." if layers > plots.LAYERS else ""
+    layers = len({row.layer for row in shown.layered})
+    cut = f"The first {plots.LAYERS} of {layers:,} layers." if layers > plots.LAYERS else ""
     by_layer = (
-        part("By layer", (f'<p class="soft small">{few}</p>' if few else "") + plots.stacks(shown)) if layered else ""
+        part("By layer", (f'<p class="soft small">{cut}</p>' if cut else "") + plots.stacks(shown)) if layered else ""
     )
-    yield section("Where the bytes are", plots.bars(shown), by_layer, note=_BARS if layered else "")
+    yield section("Size breakdown", plots.bars(shown), by_layer, note=_BARS if layered else "")
     yield _sizes(opened)
-    lines = [one for one in shown.layered if one.stats is not None]
+    lines = [row for row in shown.layered if row.stats is not None]
     drawn = plots.panels(lines, _SPREAD, log=True)
     if drawn:
-        yield section("Values over the layers", plots.legend(_SPREAD), drawn, note=few)
-    known = [one for one in shown.tensors if one.stats is not None]
-    heat = plots.heat(known, _lowest())
+        yield section("Values by layer", plots.legend(_SPREAD), drawn, note=cut)
+    measured = [row for row in shown.tensors if row.stats is not None]
+    heat = plots.heat(measured, _lowest())
     if heat:
-        yield section("How large the values are", plots.shades(), heat, note=_HEAT)
+        yield section("Magnitude distribution", plots.shades(), heat, note=_HEAT)
     if scheme is not None:
         yield _quantized(opened, shown, scheme, threads)
-    yield section("Tensors", _table(opened, found))
+    yield section("Tensors", _table(opened, report))
 
 
 def digest_section(files: Sequence[File]) -> str:
-    """SHA-256 of each file, where there are several."""
+    """Return the SHA-256 of each file, if there are several."""
     rows = [(os.path.basename(file.path), file.digest, f"{file.nbytes:,}") for file in files if file.digest is not None]
     if len(files) < 2 or not rows:
         return ""
@@ -122,10 +120,10 @@ def _lowest() -> int:
     return round(math.log2(HISTOGRAM_EDGES[0]))
 
 
-def _some(count: int, most: int, one: str, many: str) -> str:
-    """Title of a list that may be cut."""
-    what = f"{count:,} {one if count == 1 else many}"
-    return what if count <= most else f"the first {most:,} of {what}"
+def _some(count: int, limit: int, singular: str, plural: str) -> str:
+    """Return the title of a list that is cut at a limit."""
+    total = f"{count:,} {singular if count == 1 else plural}"
+    return total if count <= limit else f"the first {limit:,} of {total}"
 
 
 def _value(value: Any) -> str:
@@ -134,38 +132,35 @@ def _value(value: Any) -> str:
     return value if len(value) <= _LENGTH else f"{value[:_LENGTH]}…"
 
 
-def _facts(opened: Checkpoint, found: Any) -> Iterator[tuple[str, str]]:
+def _facts(opened: Checkpoint, report: Any) -> Iterator[tuple[str, str]]:
     yield "format", opened.format
-    yield "tensors", f"{found.tensors:,}"
-    yield "parameters", f"{found.parameters:,}"
-    yield "size of the tensors", size(found.nbytes)
+    yield "tensors", f"{report.tensors:,}"
+    yield "parameters", f"{report.parameters:,}"
+    yield "tensor size", size(report.nbytes)
     totals: dict[str, int] = {}
     for info in opened.tensors.values():
         totals[info.dtype] = totals.get(info.dtype, 0) + info.nbytes
     if totals:
         yield "dtypes", ", ".join(sorted(totals, key=lambda code: -totals[code]))
-    if found.schema is not None:
-        yield "schema", found.schema
+    if report.schema is not None:
+        yield "schema", report.schema
 
 
 def _sizes(opened: Checkpoint) -> str:
-    """What the checkpoint takes in memory as each dtype and scheme."""
+    """Return the memory that the checkpoint takes as each dtype and scheme."""
     from ..operations.measure.sizes import sizes
 
-    found = sizes(opened)
-    whole = found.dtypes.get("float32")
-    schemes = {
-        name: total for name, total in found.schemes.items() if total != whole
-    }  # or there is nothing to quantize
+    loaded = sizes(opened)
+    unquantized = loaded.dtypes.get("float32")
+    schemes = {name: total for name, total in loaded.schemes.items() if total != unquantized}
     note = f"{_SIZES} {_QUANTIZED}" if schemes else _SIZES
-    rows = [*found.dtypes.items(), *schemes.items()]
-    return section("Size when loaded", plots.measures([("as stored", found.stored), *rows]), note=note) if rows else ""
+    rows = [*loaded.dtypes.items(), *schemes.items()]
+    return section("Size when loaded", plots.measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
 
 
-def _table(opened: Checkpoint, found: Any) -> str:
-
+def _table(opened: Checkpoint, report: Any) -> str:
     def row(name: str, info: Any) -> tuple[str, ...]:
-        s = found.stats.get(name)
+        s = report.stats.get(name)
         numbers = [""] * 5
         if s is not None:
             bad = f"{s.nan + s.inf:,}" if s.nan + s.inf else ""
@@ -186,7 +181,7 @@ def _number(value: float) -> str:
 
 
 def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None) -> str:
-    """The section about the quantization error, with one tensor in memory at a time."""
+    """Return the section on the quantization error, reading tensors one at a time."""
     errors, refused = _errors(opened, scheme, threads)
     if not errors and not refused:
         return ""
@@ -197,8 +192,8 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, thr
         header.append("not quantized")
         rows = [[*row, ""] for row in rows]
         rows += [[name, "", "", "", reason] for name, reason in islice(refused.items(), _ROWS)]
-    line = Line("signal-to-noise ratio in dB, more is better", 2, lambda one: float(errors[one.name].snr_db))
-    drawn = plots.panels([one for one in shown.layered if one.name in errors], [line], log=False)
+    line = Line("signal-to-noise ratio in dB, higher is better", 2, lambda row: float(errors[row.name].snr_db))
+    drawn = plots.panels([row for row in shown.layered if row.name in errors], [line], log=False)
     title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
     return section(
         f"Error when quantized to {scheme}",
@@ -208,7 +203,7 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, thr
 
 
 def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Errors of the tensors that `load_quantized` quantizes, and why some tensors cannot be quantized."""
+    """Measure the errors of tensors that `load_quantized` quantizes; list reasons why tensors cannot be quantized."""
     from ..errors import RangeError
     from ..operations.quantize.checkpoint import ModelRules, Rules
     from ..operations.quantize.quantization_error import QuantizationError, quantization_error

@@ -1,4 +1,4 @@
-"""Which tensors the charts of ``safeload report`` show as one: those of a kind over the layers, or of a module."""
+"""Groups of tensors in the charts of the report: by kind over the layers, or by module."""
 
 from __future__ import annotations
 
@@ -10,92 +10,78 @@ from typing import Any, NamedTuple
 from ..base.names import pattern_of
 from ..base.text import clip
 
-# Most kinds of tensors with a bar or a panel of their own; the others share one.
+# Maximum number of kinds with their own bar or panel; the rest share one.
 KINDS = 12
 
-# Kinds of the layers that have a colour of their own.
+# Number of layer kinds with their own colour.
 COLOURS = 9
 
-# A larger number in a name is not that of a layer, and Python refuses to parse thousands of digits.
+# At most nine digits: larger numbers are not layers, and Python refuses to parse thousands of digits.
 _FIRST_NUMBER = re.compile(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", re.ASCII)
 
 _DIGITS = re.compile(r"[0-9]+", re.ASCII)
 
-# Characters of a kind in a chart.
+# Maximum length of a label in a chart.
 _LABEL = 48
 
-# Most parts of a name that make a module: names of hostile files have thousands of dots.
+# Maximum number of name parts in a module: names in hostile files have thousands of dots.
 _DEPTH = 8
 
 
 class ReportRow(NamedTuple):
-    """One tensor in a chart.
-
-    Attributes:
-        name: its name.
-        kind: what it is counted as: its name with ``{}`` for numbers, or its module.
-        layer: the first number in its name, None without one.
-        nbytes: size in bytes.
-        stats: `safeload.TensorStats`, None without statistics.
-    """
+    """A tensor in a chart."""
 
     name: str
-    kind: str
-    layer: int | None
+    kind: str  # its name with ``{}`` for numbers, or its module
+    layer: int | None  # the first number in its name
     nbytes: int
-    stats: Any
+    stats: Any  # `safeload.TensorStats` or None
 
 
 class ReportContent(NamedTuple):
-    """The tensors of a checkpoint.
-
-    Attributes:
-        tensors: all of them.
-        layered: those of the family of layers with the most bytes; empty without layers.
-        colours: the kinds of the layers with a colour, each with its number.
-    """
+    """The tensors of a checkpoint."""
 
     tensors: Sequence[ReportRow]
-    layered: Sequence[ReportRow]
-    colours: Mapping[str, int]
+    layered: Sequence[ReportRow]  # tensors of the family of layers with the most bytes
+    colours: Mapping[str, int]  # kind to colour number
 
 
 def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent:
-    """Sorts tensors into kinds.
+    """Sort tensors into kinds.
 
     Args:
-        sizes: name to bytes.
-        stats: name to statistics.
+        sizes: bytes by name.
+        stats: statistics by name.
     """
     tensors = [ReportRow(name, pattern_of(name), _layer(name), n, stats.get(name)) for name, n in sizes.items()]
     layered = _layered(tensors)
     if not layered:
-        modules = _modules([one.name for one in tensors])
-        tensors = [one._replace(kind=modules[one.name]) for one in tensors]
+        modules = _modules([row.name for row in tensors])
+        tensors = [row._replace(kind=modules[row.name]) for row in tensors]
     colours = {kind: k for k, kind in enumerate(list(by_size(layered))[:COLOURS])}
     return ReportContent(tensors, layered, colours)
 
 
 def by_size(tensors: Iterable[ReportRow]) -> dict[str, int]:
-    """Kinds with their bytes, largest first."""
+    """Sum the bytes of each kind, largest first."""
     totals: dict[str, int] = {}
-    for one in tensors:
-        totals[one.kind] = totals.get(one.kind, 0) + one.nbytes
+    for row in tensors:
+        totals[row.kind] = totals.get(row.kind, 0) + row.nbytes
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def by_kind(tensors: Iterable[ReportRow], most: int = KINDS) -> dict[str, list[ReportRow]]:
-    """The tensors of the largest kinds, largest first."""
+def by_kind(tensors: Iterable[ReportRow], limit: int = KINDS) -> dict[str, list[ReportRow]]:
+    """Group tensors by kind, for the largest kinds only, largest first."""
     tensors = list(tensors)
-    found: dict[str, list[ReportRow]] = {kind: [] for kind in list(by_size(tensors))[:most]}
-    for one in tensors:
-        if one.kind in found:
-            found[one.kind].append(one)
-    return found
+    groups: dict[str, list[ReportRow]] = {kind: [] for kind in list(by_size(tensors))[:limit]}
+    for row in tensors:
+        if row.kind in groups:
+            groups[row.kind].append(row)
+    return groups
 
 
 def labels(kinds: Iterable[str]) -> dict[str, str]:
-    """Short labels: without the path of the layers and without ".weight", unless two kinds would look the same."""
+    """Shorten kinds to labels without layer path and ".weight", unless two labels would be equal."""
     short = {kind: (kind.rpartition("{}.")[2] or kind).removesuffix(".weight") or kind for kind in kinds}
     times = Counter(short.values())
     return {kind: clip(text if times[text] == 1 else kind, _LABEL) for kind, text in short.items()}
@@ -108,17 +94,17 @@ def _layer(name: str) -> int | None:
 
 def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
     families: dict[str, list[ReportRow]] = {}
-    for one in tensors:
-        if one.layer is not None:
-            families.setdefault(one.kind.partition("{}")[0], []).append(one)
-    best = max(families.values(), key=lambda family: sum(one.nbytes for one in family), default=[])
-    return best if len({one.layer for one in best}) > 1 else []
+    for row in tensors:
+        if row.layer is not None:
+            families.setdefault(row.kind.partition("{}")[0], []).append(row)
+    largest = max(families.values(), key=lambda family: sum(row.nbytes for row in family), default=[])
+    return largest if len({row.layer for row in largest}) > 1 else []
 
 
 def _modules(names: Sequence[str]) -> dict[str, str]:
-    """The module of each tensor: as much of the names as makes at most `KINDS` of them.
+    """Map names to modules, cutting names until there are at most `KINDS` modules.
 
-    That is at least the first part; ``{}`` stands for the digits in it where these would be too many: "t{}" of "t1234".
+    If even the first parts are too many, ``{}`` replaces their digits: "t{}" for "t1234".
     """
     modules = {name: name for name in names}
     depth = min(_DEPTH, max((name.count(".") for name in names), default=0))

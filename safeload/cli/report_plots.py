@@ -1,7 +1,7 @@
-"""The charts of ``safeload report``.
+"""Charts of the report page.
 
-Their text is HTML, so that it keeps its size on a phone; only marks are SVG, stretched to the width that there is.
-Colours are classes of report.css, where both modes have theirs.
+Text is HTML, so that it keeps its size on a phone; only marks are SVG, stretched to the available width. Colours are
+classes of report.css, which has both modes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..base.text import plural, size, unit
 from .report_kinds import KINDS, ReportContent, ReportRow, by_kind, by_size, labels
 from .report_page import breakable
 
-# Most layers in a chart.
+# Maximum number of layers in a chart.
 LAYERS = 512
 
-# Most rows of the heat map.
+# Maximum number of rows in the heat map.
 _ROWS = 16
 
-# Shades of the heat map, as opacity; the palest must still be seen.
+# Opacity of the shades; the palest must stay visible.
 _SHADES = (0.16, 0.32, 0.5, 0.72, 1.0)
 
-# Up to this many layers, each point of a line has a dot.
+# Maximum number of layers with a dot at each point of a line.
 _DOTS = 40
 
-# Height of a drawing in its own units; the page stretches it.
+# Height of a drawing in SVG units; the page stretches it.
 _HEIGHT = 1000
 
 
@@ -43,13 +43,7 @@ _BARS_HEAD = (
 
 
 class Line(NamedTuple):
-    """One line of a panel.
-
-    Attributes:
-        title: what it shows.
-        colour: number of its colour.
-        value: its value for a tensor.
-    """
+    """A line of a panel."""
 
     title: str
     colour: int
@@ -57,20 +51,27 @@ class Line(NamedTuple):
 
 
 def bars(shown: ReportContent) -> str:
-    """Bar chart: bytes of each kind of tensor, in the colours that the kinds of the layers have in `stacks`."""
+    """Bar chart of the bytes of each kind of tensor, in the colours of `stacks`."""
     totals = by_size(shown.tensors)
-    whole = max(1, sum(totals.values()))
+    total_bytes = max(1, sum(totals.values()))
     largest = max(1, max(totals.values(), default=1))
     names = labels(totals)
     rows = [(names[kind], shown.colours.get(kind), total) for kind, total in list(totals.items())[:KINDS]]
     rest = len(totals) - len(rows)
     if rest:
-        others = sum(totals.values()) - sum(total for *_, total in rows)
-        rows.append((f"{rest:,} other{'' if rest == 1 else 's'}", None, others))
-        largest = max(largest, others)
+        remaining = sum(totals.values()) - sum(total for *_, total in rows)
+        rows.append((f"{rest:,} other{'' if rest == 1 else 's'}", None, remaining))
+        largest = max(largest, remaining)
     plain = "o" if shown.colours else 0
     lines = [
-        _bar("name mono", breakable(name), plain if colour is None else colour, total, largest, _share(total / whole))
+        _bar(
+            breakable(name),
+            total,
+            largest,
+            kind="name mono",
+            colour=plain if colour is None else colour,
+            remark=_share(total / total_bytes),
+        )
         for name, colour, total in rows
     ]
     return f'<table class="bars"><thead><tr>{_BARS_HEAD}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
@@ -81,17 +82,17 @@ def _share(part: float) -> str:
 
 
 def measures(rows: Sequence[tuple[str, int]]) -> str:
-    """Bar chart of sizes; the first is what the others are compared with."""
+    """Bar chart of sizes, each with its ratio to the first."""
     first = max(1, rows[0][1])
     largest = max(1, *(total for _, total in rows))
     lines = [
-        _bar("name", escape(name), 0 if k else "o", total, largest, f"{total / first:.2f}x")
+        _bar(escape(name), total, largest, kind="name", colour=0 if k else "o", remark=f"{total / first:.2f}x")
         for k, (name, total) in enumerate(rows)
     ]
     return f'<table class="bars"><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _bar(kind: str, title: str, colour: int | str, total: int, largest: int, remark: str) -> str:
+def _bar(title: str, total: int, largest: int, *, kind: str, colour: int | str, remark: str) -> str:
     drawn = f'<span class="f{colour}" style="width:{100 * total / largest:.2f}%"></span>' if total else ""
     return (
         f'<tr><th scope="row" class="{kind}">{title}</th><td class="bar">{drawn}</td>'
@@ -100,21 +101,21 @@ def _bar(kind: str, title: str, colour: int | str, total: int, largest: int, rem
 
 
 def stacks(shown: ReportContent) -> str:
-    """Stacked bar chart: bytes of each layer, by kind."""
+    """Stacked bar chart of the bytes of each layer, by kind."""
     layers = _layers(shown.layered)
     place = {layer: k for k, layer in enumerate(layers)}
     sums = np.zeros(len(layers))
     drawn = []
     kinds: dict[str | None, list[ReportRow]] = {}
-    for one in shown.layered:
-        kinds.setdefault(one.kind if one.kind in shown.colours else None, []).append(one)
+    for row in shown.layered:
+        kinds.setdefault(row.kind if row.kind in shown.colours else None, []).append(row)
     names = labels(by_size(shown.layered))
     gap = 0.1 if len(layers) <= 128 else 0
     for kind in [*shown.colours, None]:
         heights = np.zeros(len(layers))
-        for one in kinds.get(kind, ()):
-            if one.layer in place:
-                heights[place[one.layer]] += one.nbytes
+        for row in kinds.get(kind, ()):
+            if row.layer in place:
+                heights[place[row.layer]] += row.nbytes
         if heights.any():
             drawn.append((kind, sums.copy(), heights))
             sums += heights
@@ -131,16 +132,16 @@ def stacks(shown: ReportContent) -> str:
         marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{title}</title></path>')
     per_unit, unit_name = unit(int(top))
     ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit, 4)]
-    said = f"Bytes of {plural(len(layers), 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
-    return _plot("", said, len(layers), ticks, "".join(marks), _layer_axis(layers, 12), "layer")
+    label = f"Bytes of {plural(len(layers), 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
+    return _plot("".join(marks), len(layers), ticks, label=label, axis=_layer_axis(layers, 12), caption="layer")
 
 
 def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) -> str:
-    """Line charts on the same scale, one for each kind: values over the layers."""
+    """Line charts of values over the layers, a chart per kind, all on one scale."""
     layers = _layers(tensors)
     place = {layer: k for k, layer in enumerate(layers)}
-    groups = by_kind([one for one in tensors if one.layer in place])
-    series = [(kind, [_points(same, line, place, log=log) for line in lines]) for kind, same in groups.items()]
+    groups = by_kind([row for row in tensors if row.layer in place])
+    series = [(kind, [_points(rows, line, place, log=log) for line in lines]) for kind, rows in groups.items()]
     every = [y for _, drawn in series for points in drawn for _, y in points]
     if not every:
         return ""
@@ -148,37 +149,37 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
     names = labels(groups)
     figures = []
     for kind, drawn in series:
-        marks, said = [], []
+        marks, extents = [], []
         for line, points in zip(lines, drawn, strict=True):
             marks.append(_line(points, line.colour, lambda y: _HEIGHT * (top - y) / (top - bottom)))
             values = [10**y if log else y for _, y in points]
-            said.append(f"{line.title} {min(values):.3g} to {max(values):.3g}" if values else f"no {line.title}")
-        label = f"{names[kind]}, {plural(len(layers), 'layer')}: {', '.join(said)}"
+            extents.append(f"{line.title} {min(values):.3g} to {max(values):.3g}" if values else f"no {line.title}")
+        label = f"{names[kind]}, {plural(len(layers), 'layer')}: {', '.join(extents)}"
         axis = _layer_axis(layers, 3)
-        figures.append(_plot(names[kind], label, len(layers), ticks, "".join(marks), axis, ""))
+        figures.append(_plot("".join(marks), len(layers), ticks, title=names[kind], label=label, axis=axis))
     return f'<div class="panels">{"".join(figures)}</div>'
 
 
 def legend(lines: Iterable[Line]) -> str:
-    """What the lines of `panels` show."""
+    """Return the legend of `panels`."""
     items = "".join(f'<span><i class="f{line.colour}"></i>{escape(line.title)}</span>' for line in lines)
     return f'<p class="legend">{items}</p>'
 
 
 def _layers(tensors: Iterable[ReportRow]) -> list[int]:
-    return sorted({one.layer for one in tensors if one.layer is not None})[:LAYERS]
+    return sorted({row.layer for row in tensors if row.layer is not None})[:LAYERS]
 
 
 def _points(
     tensors: Iterable[ReportRow], line: Line, place: Mapping[int, int], *, log: bool
 ) -> list[tuple[int, float]]:
-    """Places and heights of one line, without values that the scale does not have."""
-    found = []
-    for one in tensors:
-        value = line.value(one)
-        if one.layer is not None and math.isfinite(value) and (value > 0 or not log):
-            found.append((place[one.layer], math.log10(value) if log else value))
-    return sorted(found)
+    """Return places and heights of a line, without values outside the scale."""
+    points = []
+    for row in tensors:
+        value = line.value(row)
+        if row.layer is not None and math.isfinite(value) and (value > 0 or not log):
+            points.append((place[row.layer], math.log10(value) if log else value))
+    return sorted(points)
 
 
 def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[float], float]) -> str:
@@ -193,21 +194,28 @@ def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[fl
 
 
 def _plot(
-    title: str, label: str, width: int, ticks: Sequence[tuple[float, str]], marks: str, axis: str, caption: str
+    marks: str,
+    width: int,
+    ticks: Sequence[tuple[float, str]],
+    *,
+    title: str = "",
+    label: str,
+    axis: str,
+    caption: str = "",
 ) -> str:
-    """A chart with its axes.
+    """Return a chart with its axes.
 
     Args:
-        title: caption above it.
-        label: what it shows, in words.
-        width: width of the drawing in its own units.
-        ticks: places of the vertical axis between 0 and 1, and their texts.
         marks: the drawing.
-        axis: texts of the horizontal axis.
+        width: width of the drawing in SVG units.
+        ticks: positions on the vertical axis, between 0 and 1, and their texts.
+        title: caption above the chart.
+        label: description for screen readers.
+        axis: the horizontal axis.
         caption: name of the horizontal axis.
     """
     rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
-    scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(said)}</span>' for at, said in ticks)
+    scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(text)}</span>' for at, text in ticks)
     return (
         f'<figure class="plot">{f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""}'
         f'<div class="y">{scale}</div><div class="area">'
@@ -217,9 +225,9 @@ def _plot(
     )
 
 
-def _layer_axis(layers: Sequence[int], most: int) -> str:
-    """Numbers of some layers, the first and the last among them."""
-    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(layers) <= n * most or n == 500)
+def _layer_axis(layers: Sequence[int], limit: int) -> str:
+    """Return an axis with layer numbers, including the first and the last."""
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(layers) <= n * limit or n == 500)
     last = len(layers) - 1
     shown = [k for k in range(0, len(layers), step) if k == 0 or last - k >= 0.8 * step]
     places = [*shown, *([last] if last and last not in shown else [])]
@@ -227,36 +235,37 @@ def _layer_axis(layers: Sequence[int], most: int) -> str:
 
 
 def _axis(ticks: Iterable[tuple[float, str]], *, edges: bool = False) -> str:
-    """Texts below a chart, every second of which a phone leaves out where there are many.
+    """Return the texts below a chart; a phone omits every second text if there are many.
 
-    With ``edges`` the first and the last do not stick out of the chart.
+    Args:
+        edges: keep the first and the last text within the chart.
     """
     listed = list(ticks)
     last = len(listed) - 1
 
-    def span(k: int, at: float, said: str) -> str:
+    def span(k: int, at: float, text: str) -> str:
         kinds = ["between"] if last > 3 and k % 2 and not (edges and k == last) else []
         if edges and k in (0, last):
             at, kind = (0, "first") if k == 0 else (1, "last")
             kinds.append(kind)
         chosen = f' class="{" ".join(kinds)}"' if kinds else ""
-        return f'<span{chosen} style="left:{100 * at:.2f}%">{escaped(said)}</span>'
+        return f'<span{chosen} style="left:{100 * at:.2f}%">{escaped(text)}</span>'
 
-    return f'<div class="x">{"".join(span(k, at, said) for k, (at, said) in enumerate(listed))}</div>'
+    return f'<div class="x">{"".join(span(k, at, text) for k, (at, text) in enumerate(listed))}</div>'
 
 
-def _steps(top: float, most: int) -> list[float]:
-    """At most ``most`` round numbers from 0 to ``top``, and 0."""
+def _steps(top: float, limit: int) -> list[float]:
+    """Return 0 and at most ``limit`` round numbers up to ``top``."""
     power = 10.0 ** (math.log10(top) // 1)
-    step = next(n * power / 10 for n in (1, 2, 2.5, 5, 10, 20, 25, 50, 100) if top <= most * n * power / 10)
+    step = next(n * power / 10 for n in (1, 2, 2.5, 5, 10, 20, 25, 50, 100) if top <= limit * n * power / 10)
     return [k * step for k in range(int(top / step + 1e-9) + 1)]
 
 
 def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tuple[float, str]]]:
-    """Ends of the vertical axis of values, and ticks as places between 0 and 1 with texts.
+    """Return the ends of the vertical axis, and its ticks as positions between 0 and 1 with texts.
 
-    On a logarithmic scale values and ends are powers of ten, and ticks are at 1, 10, 100; at 1, 2, 5, 10 if those would
-    be fewer than two.
+    On a logarithmic scale, values and ends are exponents of ten. Ticks are at 1, 10, 100; if these are
+    fewer than two, at 1, 2, 5, 10.
     """
     room = max(0.06 * (high - low), 0.05 if log else 1e-3 * max(abs(low), abs(high), 1e-3))
     bottom, top = low - room, high + room
@@ -272,11 +281,11 @@ def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tu
     else:
         apart = _steps(top - bottom, 4)[1]
         shown = [(k * apart, f"{k * apart:g}") for k in range(math.ceil(bottom / apart), int(top // apart) + 1)]
-    return bottom, top, [((tick - bottom) / (top - bottom), said) for tick, said in shown]
+    return bottom, top, [((tick - bottom) / (top - bottom), text) for tick, text in shown]
 
 
 def _power(exponent: int) -> str:
-    """A power of ten: "0.01", "10⁻⁶"."""
+    """Format a power of ten: "0.01", "10⁻⁶"."""
     if -3 <= exponent <= 4:
         return f"{10.0**exponent:g}"
     return f"10{str(exponent).translate(_RAISED)}"
@@ -286,14 +295,14 @@ def _power(exponent: int) -> str:
 
 
 def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
-    """Heat map: share of the values of each kind by binary order of magnitude.
+    """Heat map of the values of each kind by binary order of magnitude.
 
     Args:
         tensors: tensors with statistics.
-        lowest: power of two where the first bin of the histograms begins.
+        lowest: exponent of two at the start of the first histogram bin.
     """
-    groups = by_kind([one for one in tensors if one.stats.histogram is not None], _ROWS)
-    counts = {kind: np.sum([one.stats.histogram for one in same], axis=0, dtype=float) for kind, same in groups.items()}
+    groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
+    counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}
     if not counts:
         return ""
@@ -304,18 +313,18 @@ def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
     for kind, bins in counts.items():
         middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
         low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
-        said = escaped(f"{names[kind]}: most absolute values lie between {low} and {high}")
+        label = escaped(f"{names[kind]}: most absolute values lie between {low} and {high}")
         rows.append(
             f'<tr><th scope="row" class="name mono">{breakable(names[kind])}</th><td class="map"><svg role="img" '
-            f'aria-label="{said}" viewBox="0 0 {last - first} 1" preserveAspectRatio="none" '
-            f'shape-rendering="crispEdges"><title>{said}</title>{_cells(bins[first:last])}</svg></td></tr>'
+            f'aria-label="{label}" viewBox="0 0 {last - first} 1" preserveAspectRatio="none" '
+            f'shape-rendering="crispEdges"><title>{label}</title>{_cells(bins[first:last])}</svg></td></tr>'
         )
     axis = f'<tr class="axis"><td></td><td>{_axis(_powers(first + lowest, last + lowest))}</td></tr>'
     return f'<table class="heat"><tbody>{"".join(rows)}{axis}</tbody></table>'
 
 
 def _cells(bins: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    """The bins of a row in a few shades; the strongest is that of its fullest bin."""
+    """Draw the bins of a row in a few shades, relative to its fullest bin."""
     levels = np.ceil(np.sqrt(bins / bins.max()) * len(_SHADES)).astype(int)
     return "".join(
         f'<path fill-opacity="{shade:g}" d="{"".join(f"M{k} 0h1v1h-1z" for k in places)}"/>'
@@ -325,7 +334,7 @@ def _cells(bins: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
 
 
 def _powers(low: int, high: int) -> list[tuple[float, str]]:
-    """Powers of ten between two powers of two, as places between 0 and 1 with texts."""
+    """Return the powers of ten between two powers of two, as positions between 0 and 1 with texts."""
     tens = range(math.ceil(low * math.log10(2)), int(high * math.log10(2) // 1) + 1)
     step = -(-len(tens) // 6) or 1
     at = [(power / math.log10(2) - low) / (high - low) for power in tens]
@@ -333,6 +342,6 @@ def _powers(low: int, high: int) -> list[tuple[float, str]]:
 
 
 def shades() -> str:
-    """The shades of the heat map."""
+    """Return the legend of the heat map."""
     steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)
     return f'<p class="legend"><span>few values {steps} many</span></p>'

@@ -1,4 +1,4 @@
-"""``safeload stats``: statistics of the values of tensors."""
+"""``safeload stats``: statistics of tensor values."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .common import (
     shown,
 )
 
-# Most rows on a terminal.
+# Maximum number of rows on a terminal.
 _ROWS = 100
 
-# At this width and above the table has more columns.
+# Width from which the table has more columns.
 _WIDE = 110
 
 _KEYS = ("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros")
@@ -48,13 +48,13 @@ _EPILOG = f"""examples:
 
 
 def register(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "stats",
         help="show statistics of the values",
-        description="Shows minimum, maximum, mean and standard deviation of the finite values of each tensor, and "
-        "counts NaN, infinite and zero values. Quantized tensors are dequantized first.",
+        description="Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and count "
+        "NaN, infinite and zero values. Quantized tensors are dequantized first.",
         epilog=_EPILOG,
     )
     add_path(parser)
@@ -70,11 +70,11 @@ def register(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the statistics of ``options.path``; returns the exit status."""
-    from ..operations.measure.stats import stats  # imported here: it would add milliseconds to other commands
+    """Print the statistics of ``options.path`` and return the exit status."""
+    from ..operations.measure.stats import stats  # imported here: it costs milliseconds
 
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
-        found = stats(
+        results = stats(
             opened,
             histogram=options.histogram,
             only=options.only,
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             threads=options.threads,
             progress=progress,
         )
-    rows = _sorted(found, options.sort)
+    rows = _sorted(results, options.sort)
     if options.json:
         from ..operations.validate.findings import stats_json
 
@@ -98,8 +98,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sorted(found: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
-    rows = list(found.items())
+def _sorted(results: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
+    rows = list(results.items())
     if key == "name":
         return sorted(rows, key=lambda row: natural_key(row[0]))
     if key is None:
@@ -142,7 +142,7 @@ def _number(value: float) -> str:
 
 
 def _sparkline(bins: list[int]) -> str:
-    """Bars from the first to the last nonempty bin, with the powers of two at both ends."""
+    """Draw bars from the first to the last nonempty bin, between their powers of two."""
     from ..operations.measure.stats import HISTOGRAM_EDGES
 
     filled = [k for k, count in enumerate(bins) if count]

@@ -468,7 +468,7 @@ def test_resume_goes_on_where_a_conversion_stopped(folder, capsys):
     safeload.run_piece(plan.pieces[0])
     before = os.stat(os.path.join("out", plan.pieces[0]["file"])).st_mtime_ns
     assert run(capsys, "convert", "good.safetensors", "out", *options)[2] == (
-        "safeload: File exists, --overwrite replaces it: out\n"
+        "safeload: out already exists; pass --overwrite to replace it\n"
     )
     status, _, err = run(capsys, "convert", "good.safetensors", "out", *options[:2], "--resume")
     assert status == 2
@@ -483,7 +483,7 @@ def test_resume_goes_on_where_a_conversion_stopped(folder, capsys):
 def test_what_is_for_folders_is_refused_for_a_file(option, folder, capsys):
     status, out, err = run(capsys, "convert", "good.safetensors", "out.safetensors", *option)
     assert (status, out) == (2, "")
-    assert err == f"safeload: {option[0]} is for a folder of shards, which --max-shard-size makes\n"
+    assert err == f"safeload: {option[0]} needs a folder of shards; pass --max-shard-size\n"
 
 
 @pytest.mark.parametrize("command", ["check", "stats", "diff", "convert"])

@@ -102,9 +102,9 @@ def test_hundreds_of_problems_are_listed_at_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"peft_type": "LOHA"}, "merging refuses it: "),
-        ({"r": "many"}, "merging refuses it: "),
-        ({"alpha_pattern": {"(?=w)": 2}}, "merging refuses it: "),
+        ({"peft_type": "LOHA"}, "it cannot be merged: "),
+        ({"r": "many"}, "it cannot be merged: "),
+        ({"alpha_pattern": {"(?=w)": 2}}, "it cannot be merged: "),
         ({"use_dora": True}, "has no magnitude, against 'use_dora'"),
     ],
 )
@@ -121,7 +121,7 @@ def test_what_is_not_merged_is_listed_all_the_same(config, words, base, tmp_path
 def test_a_base_is_for_adapters(base, tmp_path, capsys):
     status, _, error = info(capsys, base, "--base", base)
     assert status == 2
-    assert "--base is for LoRA adapters" in error
+    assert "--base needs a LoRA adapter" in error
     adapter = write(tmp_path / "a", pair())
     assert info(capsys, adapter, "--base", tmp_path / "nothing")[0] == 1
     (adapter / "adapter_config.json").unlink()

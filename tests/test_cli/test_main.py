@@ -338,7 +338,7 @@ def test_info_of_a_suspicious_file(tmp_path, capsys):
     assert "not on the allowlist: os.system" in err
     status, out, _ = run(capsys, "info", path, "--unknown-globals", "inert")
     assert status == 0
-    assert "  os.system  off the list, kept inert\n" in out
+    assert "  os.system  not on the allowlist, kept inert\n" in out
     _, out, _ = run(capsys, "info", path, "--unknown-globals", "inert", "--json")
     found = json.loads(out)
     assert found["globals"]["os.system"] is False

@@ -58,7 +58,7 @@ def test_a_file_of_something_else_stays(folder, write, name):
     status, out, err = write("m", name)
     kind = write.kind
     assert (status, out) == (1, "")
-    assert err == f"safeload: File exists, and safeload did not write it as a {kind}; --overwrite replaces it: {name}\n"
+    assert err == f"safeload: {name} already exists and is not a safeload {kind}; pass --overwrite to replace it\n"
     assert content(folder) == before
     assert write("m", name, "--overwrite")[0] == 0
     assert write("m", name)[0] == 0  # now safeload has written it
@@ -100,16 +100,14 @@ def test_no_source_is_replaced(folder, write, case, more):
     source, path = SOURCES[case]
     status, _, err = write(source, path, *more)
     assert (status, err) == (2, err)
-    assert err.endswith(f"{path} is a file of the source, choose another\n")
+    assert err.endswith(f"{path} is a source file; choose another path\n")
     assert content(folder) == before
 
 
 def test_a_source_by_its_url(folder, write):
     path = folder / "alone.safetensors"
     assert write(path.as_uri(), path, "--overwrite")[0] == 2
-    assert write(path, path.as_uri(), "--overwrite")[2].endswith(
-        f"writes a file of this machine, got {path.as_uri()}\n"
-    )
+    assert write(path, path.as_uri(), "--overwrite")[2].endswith(f"needs a local file, got {path.as_uri()}\n")
     assert write(path, "s3://key:secret@bucket/page", "--overwrite")[2].count("secret") == 0
 
 
@@ -117,7 +115,7 @@ def test_a_source_by_its_url(folder, write):
 def test_the_files_of_options_are_sources(folder, capsys, option, name):
     (folder / name).write_text('{"safeload_manifest": 1}')
     assert main(["check", "m", option, name, "--write-manifest", name, "--overwrite"]) == 2
-    assert "is a file of the source" in capsys.readouterr().err
+    assert "is a source file" in capsys.readouterr().err
 
 
 def test_a_neighbour_of_a_file_is_no_source(folder, write):
@@ -172,7 +170,7 @@ def test_a_file_that_comes_meanwhile_stays(folder, write, monkeypatch):
 
     monkeypatch.setattr(safeload.cli.output.Output, "check", late)
     status, _, err = write("m", "new")
-    assert (status, "--overwrite replaces it" in err) == (1, True)
+    assert (status, "pass --overwrite to replace it" in err) == (1, True)
     assert (folder / "new").read_text() == "somebody's"
     assert not list(folder.rglob("*.tmp"))
 

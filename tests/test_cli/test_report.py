@@ -87,7 +87,7 @@ def test_a_good_folder(folder, capsys):
     assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", text)
     assert "viewport" in text
     words = " ".join(page.words)
-    for wanted in ("Where the bytes are", "Values over the layers", "How large the values are", "quantized to q4_0"):
+    for wanted in ("Size breakdown", "Values by layer", "Magnitude distribution", "quantized to q4_0"):
         assert wanted in words
     assert "llama" in page.words
     assert "model.layers.2.mlp.up_proj.weight" in name_cells(text)
@@ -125,7 +125,7 @@ def test_the_same_file_gives_the_same_page_at_the_same_date(folder, capsys, monk
 def test_a_date_that_is_not_one(folder, capsys, monkeypatch, given):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", given)
     status, _, err = report(capsys, "tiny")
-    assert (status, err) == (2, f"safeload: SOURCE_DATE_EPOCH is {given!r}, expected seconds since 1970\n")
+    assert (status, err) == (2, f"safeload: SOURCE_DATE_EPOCH must be seconds since 1970, got {given!r}\n")
 
 
 def test_the_head_says_what_the_page_is_about(folder, capsys):
@@ -212,7 +212,7 @@ def test_many_findings_and_tensors_are_listed_up_to_a_limit(folder, capsys):
     save_file({f"t{k}": np.float32([[999, k]]) for k in range(5100)}, "many.safetensors")
     assert report(capsys, "many.safetensors")[0] == 0
     text = text_of(folder)
-    assert "and 4,099 more; safeload check --json lists every one" in text
+    assert "and 4,099 more; safeload check --json lists all" in text
     assert "the first 5,000 of 5,100 tensors" in text
     assert "Not printed: the first 5,000 of 5,100 tensors." in text
     assert len(text) < 2 << 20
@@ -324,7 +324,7 @@ def test_the_page_does_not_replace_the_file_that_it_is_about(folder, capsys):
     before = (folder.parent / shard).read_bytes()
     for path in ("tiny", shard):
         status, _, err = report(capsys, path, "-o", shard)
-        assert (status, err) == (2, f"safeload: --output {shard} is a file of the source, choose another\n")
+        assert (status, err) == (2, f"safeload: --output {shard} is a source file; choose another path\n")
     assert (folder.parent / shard).read_bytes() == before
 
 
@@ -375,7 +375,7 @@ def test_no_file_of_the_source_is_replaced_by_the_page(name, tmp_path, capsys, m
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     before = (tmp_path / "model" / name).read_bytes()
     assert main(["report", "model", "-o", f"model/{name}"]) == 2
-    assert "is a file of the source, choose another" in capsys.readouterr().err
+    assert "is a source file; choose another path" in capsys.readouterr().err
     assert (tmp_path / "model" / name).read_bytes() == before
     for _ in range(2):
         assert main(["report", "model", "-o", "model/report.html"]) == 0

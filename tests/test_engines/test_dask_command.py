@@ -160,7 +160,7 @@ def test_a_cluster_without_workers_is_said_and_waited_for(source, local, tmp_pat
     try:
         arguments = ("convert", source, tmp_path / "bf16", *ARGUMENTS, "--dask", started.address)
         running = program(*arguments)
-        assert running.stderr.readline() == f"safeload: --dask {started.address}: no workers yet, waiting for one\n"
+        assert running.stderr.readline() == f"safeload: --dask {started.address}: waiting for a worker\n"
         started.worker()
         assert "Traceback" not in running.communicate(timeout=30)[1]
         assert running.returncode == 0
@@ -190,7 +190,10 @@ def test_control_c_ends_the_command_and_resume_goes_on(source, local, tmp_path, 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("raise ModuleNotFoundError('No module named x', name='x')", "No module named x: every worker needs what is"),
+        (
+            "raise ModuleNotFoundError('No module named x', name='x')",
+            "No module named x: install safeload and its packages on every worker",
+        ),
         ("__version__ = '9.9'", "it has safeload 9.9, and this is safeload 0"),
     ],
     ids=["no safeload", "another version"],

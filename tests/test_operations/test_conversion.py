@@ -412,7 +412,7 @@ def test_command_line(source, tmp_path):
     assert (status, out, err) == (0, "out.safetensors: safetensors, 6 tensors, 31 KiB\n", "")
     same(load_file(tmp_path / "out.safetensors"), load_file(source, dtype="float16"))
     status, out, err = command(source, "out.safetensors", cwd=tmp_path)
-    assert (status, out, err) == (1, "", "safeload: File exists, --overwrite replaces it: out.safetensors\n")
+    assert (status, out, err) == (1, "", "safeload: out.safetensors already exists; pass --overwrite to replace it\n")
     status, out, _ = command(source, "shards", "--max-shard-size", "10KB", "--quantize", "int8", "--json", cwd=tmp_path)
     assert status == 0
     assert json.loads(out)["tensors"] == 7  # with the tied head

@@ -739,7 +739,7 @@ def test_the_command_line(model, want, capsys):
         assert capsys.readouterr().out.startswith("memory://cli/model: safetensors, 30 tensors")
         assert contents(fs, "/cli/model") == want
         assert main(arguments) == 1
-        assert "--overwrite replaces it" in capsys.readouterr().err
+        assert "pass --overwrite to replace it" in capsys.readouterr().err
         assert main([*arguments, "--resume", "--overwrite", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["files"][0].startswith("memory://cli/model/model-")
         assert main(["convert", str(model), "memory://cli/x.safetensors"]) == 2
