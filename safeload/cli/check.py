@@ -50,8 +50,8 @@ def register(commands: Any) -> None:
         help="find faults in weights",
         description="Find faults in weights: files that violate their format, missing shards, incomplete downloads, "
         "wrong CRC-32 in zip archives, NaN and infinity, names and shapes that differ from config.json, missing "
-        "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed dtypes. "
-        "List the parts that could not be checked.",
+        "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed "
+        "dtypes. List the parts that could not be checked.",
         epilog=_EPILOG,
     )
     add_path(parser)
