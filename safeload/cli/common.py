@@ -253,8 +253,8 @@ def complain(error: Exception) -> None:
     """Flush stdout and print an error to stderr."""
     sys.stdout.flush()
     text = one_line(error)
-    if isinstance(error, FileExistsError) and str(error.strerror).startswith(_EXISTS):
-        text = f"{error.filename} already exists{error.strerror.removeprefix(_EXISTS)}"
+    if isinstance(error, FileExistsError) and (reason := error.strerror or "").startswith(_EXISTS):
+        text = f"{error.filename} already exists{reason.removeprefix(_EXISTS)}"
     text = text.replace("storage_options= (which may be empty)", "--storage-option KEY=VALUE")
     print(f"safeload: {printable(text)}", file=sys.stderr)
 
