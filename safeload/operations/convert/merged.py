@@ -44,14 +44,14 @@ class _Base:
         return iter(self._catalog)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(Catalog.about(self._catalog, name).shape)
+        return tuple(self._catalog.about(name).shape)
 
     def target(self, name: str) -> AdapterTarget:
         origin, file, index = self._catalog.place(name)
         if file is not None:
             owner: Any = origin  # tensors of a dict have no file
             return of_file(owner, name, file, index)
-        about = Catalog.about(self._catalog, name)
+        about = self._catalog.about(name)
         if not about.quantized:
             check_floating(name, about.row, None)
         work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
@@ -60,7 +60,7 @@ class _Base:
 
 
 def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
-    values: Array = Catalog.array(catalog, name)[at].astype(work)
+    values: Array = catalog.array(name)[at].astype(work)
     return values
 
 
