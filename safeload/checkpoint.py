@@ -25,7 +25,7 @@ from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRe
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .packed import codes_without_scale  # here, because a child forked during a later import would hang
-from .packed.quantization import quantization_of
+from .packed.quantization import Quantization, quantization_of
 from .stores.files import Location
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Checkpoint(Mapping[str, Any]):
         self._hidden: Mapping[str, str] = {}
         self.ignored = {}
         self._refused: Mapping[str, str] = {}
-        self._quantization = None if opened.config is None else quantization_of(opened.config)
-        self._searched = False  # for a quantization in and beside the files
+        self._quantization: Quantization | None = None
+        self._searched = False  # for a quantization in the config, in the files and beside the files
         if opened.format == SAFETENSORS and not stored:
             where = unpack_all(opened.files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
@@ -87,7 +87,7 @@ class Checkpoint(Mapping[str, Any]):
             logical = families_to_tables.make_logical(
                 opened.files,
                 where,
-                self._quantization,
+                quantization_of(opened.config),
                 title=opened.title,
                 complete=opened.complete,
                 in_gguf=opened.format == GGUF,
@@ -388,7 +388,7 @@ def codes_of(checkpoint: Checkpoint) -> Mapping[str, codes_without_scale.Codes]:
         checkpoint._codes = codes_without_scale.codes_of(
             checkpoint.weight_files,
             tensors_of(checkpoint),
-            checkpoint._quantization,
+            checkpoint._quantization if checkpoint._searched else quantization_of(checkpoint.config),
             search=alone and not checkpoint._searched,
             incomplete=alone and checkpoint.index is None,
             refused=checkpoint._refused,
