@@ -141,7 +141,7 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 
 
 def open_index(path: str, request: OpenRequest) -> Shards:
-    """Open every shard of an ``index.json``. The index is authoritative: tensors outside of it are ignored.
+    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
 
     Raises:
         FormatError: the index is malformed, or a shard lacks a tensor of the index.
@@ -261,7 +261,7 @@ def sets_of(names: Sequence[str]) -> list[_NumberedFiles]:
 
 
 def open_folder(path: str, request: OpenRequest) -> Shards:
-    """Open the weights of a folder: the first of the following, if it exists.
+    """Open the weights of a folder, in this order of preference.
 
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
     ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
@@ -383,7 +383,7 @@ def read_config(path: str, files: Files) -> dict[str, Any] | None:
 
 # ---- messages and notes ----
 
-# Marks of a diffusers pipeline and of a PEFT adapter.
+# Files that identify a diffusers pipeline and a PEFT adapter.
 _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 # Spelling of adapter types; PEFT stores capitals.
 _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
@@ -392,7 +392,7 @@ _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 _WEIGHT_FILE = re.compile(
     rf".*({'|'.join(map(re.escape, sorted({*WEIGHT_SUFFIXES, '.h5', '.msgpack'})))}|\.index(\.\w+)?\.json)", re.DOTALL
 )
-# Prefixes of trainers' files beside weights.
+# Prefixes of files with training state.
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 # Most names in a message, and most characters of a name.
 _MAX_LISTED, _MAX_NAME = 20, 100

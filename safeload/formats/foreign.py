@@ -181,7 +181,7 @@ def describe_text(head: bytes) -> Kind | None:
 
 
 def unfinished(file: WeightFile) -> FormatError | None:
-    """Return the error for a file of zeros from a byte in its header on, or None.
+    """Return the error for a file that has only zeros after some byte of its header, or None.
 
     Downloaders that allocate a file first leave it like this if they are interrupted. The middle of a large file is not
     read.

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """Convert metadata to text: strings stay, other values become JSON. Other types are dropped."""
+    """Convert metadata to text: strings stay, other values become JSON. Values without a JSON form are dropped."""
     import json  # would add a millisecond to every import
 
     texts = {}

@@ -98,7 +98,7 @@ def _entries(reader: _MoonReader, file: WeightFile) -> Iterator[Listing]:
     names: set[str] = set()
     while reader.position < file.size:
         if len(names) == MAX_TENSORS:
-            raise error_about(LimitError, f"more than {MAX_TENSORS} tensors", path=file.path)
+            raise error_about(LimitError, f"the file has more than {MAX_TENSORS} tensors", path=file.path)
         begin = reader.position
         entry = _read_entry(reader, file.size)
         if entry.name in names:

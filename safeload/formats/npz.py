@@ -33,7 +33,7 @@ _MAX_NAME = (1 << 16) - 1
 # Alignment of arrays in the temporary file of a compressed archive.
 _ALIGNMENT = 64
 
-# The oldest time in zip, as numpy writes it, to write equal bytes for equal tensors.
+# The oldest time in zip, as numpy writes it, so that equal tensors give equal bytes.
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
 
 

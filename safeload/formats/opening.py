@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # How to treat a pickle with classes or functions outside the allowlist.
 UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
 
-# Absolute path of each file, and its identity when it was opened, whole or its first fields.
+# Absolute path of each file, and its identity when it was opened or the first fields of that identity.
 Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 
 

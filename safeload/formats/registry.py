@@ -35,23 +35,23 @@ class Format(NamedTuple):
     """A row: one format."""
 
     name: str  # value of `Checkpoint.format` and of ``format=``
-    title: str  # name in the list of supported formats, which lists equal titles once
+    title: str  # name in the list of supported formats; equal titles are listed once
     kind: str  # completes "this is ...", as far as the first bytes tell
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can have this format
     module: str  # reads and writes the format; relative to this package
-    suffixes: tuple[str, ...] = ()  # usual suffixes; if the format is written, `convert` selects it by them
+    suffixes: tuple[str, ...] = ()  # usual suffixes, by which `convert` selects a format that is written
     extra_suffixes: tuple[str, ...] = ()  # suffixes of another format; `convert` also needs ``format=`` or ``layout=``
     writes: bool = False
     ambiguous: bool = False  # other rows match the same first bytes, so `claims` of the module decides
     metadata: bool = False  # written files can hold metadata
     nested: bool = False  # has containers for ``root=`` to select
-    family: str | None = None  # a value of ``format=`` for several rows
+    family: str | None = None  # value of ``format=`` shared by several rows
     public: bool = False  # ``safeload.NAME`` is a module of functions for this format
-    peer: str | None = None  # reader to compare with in ``safeload bench``, a key of its table
+    peer: str | None = None  # key of another reader in the table of ``safeload bench``
     ranges: bool = True  # False if reading the table takes most of the file
 
     def load(self) -> Any:
-        """Return the reader and writer of the format."""
+        """Return the module of the format."""
         return _module(self.module)
 
 

@@ -52,7 +52,7 @@ Columns: TypeAlias = np.ndarray[Any, Any]  # of `_FIELDS`
 _MAGIC = int.from_bytes(b"PK\x01\x02", "little")
 _LENGTHS = struct.Struct("<3H").unpack_from  # of name, extra field and comment
 _LENGTHS_AT = 28
-# Newest version of the format in zipfile.
+# Newest version that zipfile reads.
 _NEWEST = 63
 
 # The local header: flags, method, compressed and full size, lengths of name and extra field; then the name.

@@ -12,7 +12,7 @@ import numpy as np
 KEY = "general.file_type"
 
 # Numbers of dtypes and block types in enum llama_ftype of
-# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h. K-quants have a number for each mixture; here stand
+# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h. K-quants have a number for each mixture; these are
 # the numbers of a single type (S).
 _NUMBERS = {
     "float32": 0, "float16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16,

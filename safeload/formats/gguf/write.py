@@ -347,7 +347,7 @@ def _array_type(dtype: np.dtype[Any]) -> int:
 
 
 def _number_type(values: Sequence[Any]) -> int:
-    """Return the type for numbers: their common declared type, else the first with exact values of all."""
+    """Return the type for numbers: their common declared type, else the first type that holds all exactly."""
     declared = {_declared_type(value) for value in values}
     if len(declared) == 1 and None not in declared:
         return int(declared.pop() or 0)

@@ -103,7 +103,7 @@ def _open_file(text: str, loaded: Any, brief: bool) -> WeightFile:
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of a file that was opened without the C core's parser.
+    """Read the table of an open file, such as a remote file.
 
     Raises:
         FormatError: the file breaks the format.
@@ -160,7 +160,7 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
 # Arrays of at most _TINY bytes are copied into buffers of about _TOGETHER bytes, to write them in few calls.
 _TINY, _TOGETHER = 64 << 10, 1 << 20
 
-# Types without masked arrays.
+# Types that are never masked arrays.
 _PLAIN = (np.ndarray, Lazy)
 
 

@@ -61,7 +61,7 @@ class _Node:
         links: steps to tensors, and to containers with tensors below.
         tensors: number of names below the container.
         text: characters of these names.
-        values: number of values of the rest, expanded.
+        values: number of values after expansion, tensors aside.
         depth: levels below the container.
         plain: the rest as scalars, list, tuple, dict and set; `_NOTHING` if the container holds only tensors.
     """

@@ -15,7 +15,7 @@ from ..unpickle.numpy_arrays import ROWS
 
 
 class Storage:
-    """Bytes, shared by tensors.
+    """Bytes shared by tensors.
 
     Attributes:
         type: row of its class or dtype.

@@ -74,7 +74,7 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
     if protocol.value != PROTOCOL:
         raise FormatError(f"protocol is {describe(protocol.value)}, but only {PROTOCOL} is supported", file.path, at)
     at += protocol.end
-    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, which nobody needs
+    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, unused
     storages: dict[str, Storage] = {}
     pickled = pickle_at(file, at, storages, request.inert)
     at += pickled.end
@@ -104,7 +104,7 @@ def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storag
         count = int.from_bytes(head, "little", signed=True)
         if len(head) < 8 or count * storage.type.itemsize > file.size - at - 8:
             message = f"storage {show(key)}: {count if len(head) == 8 else 'an unknown number of'} elements of "
-            message += f"{storage.type.itemsize} bytes end past the end of the file, which has {file.size} bytes"
+            message += f"{storage.type.itemsize} bytes extend past the end of the file, which has {file.size} bytes"
             raise FormatError(message, file.path, at)
         if count != storage.count:
             message = f"storage {show(key)} has {count} elements, but the pickle says {storage.count}"

@@ -1,4 +1,4 @@
-"""The format of torch.package: a zip archive of code, data and pickles with common storages.
+"""The format of torch.package: a zip archive of code, data and pickles that share storages.
 
 1. ``<top>/.data/version`` and ``<top>/.data/extern_modules`` are in every package.
 2. ``save_pickle("package", "resource", value)`` makes ``<top>/package/resource``, with any suffix. Saved text, saved

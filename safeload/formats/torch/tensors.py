@@ -138,7 +138,7 @@ class _TensorPlaces:
         first, size = (0, storage.nbytes) if storage.part is None else (x * storage.type.itemsize for x in storage.part)
         begin += first
         if not array_fits(shape, itemsize):
-            raise self._refusal(name, f"shape {list(shape)} has more bytes than memory can have")
+            raise self._refusal(name, f"shape {list(shape)} needs more bytes than any memory has")
         if 0 in shape:
             return self._logical(Listing(name, row, shape, begin, begin))
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -154,7 +154,7 @@ class _TensorPlaces:
             raise error_about(LimitError, text, path=self._path, tensor=name)
         steps = tuple(stride * itemsize for stride in strides)
         if max((0, *steps)) > MAX_ARRAY:  # possible on an axis of one element, which never uses its stride
-            raise self._refusal(name, f"strides {list(strides)} are more than memory can have")
+            raise self._refusal(name, f"strides {list(strides)} need more bytes than any memory has")
         begin += offset * itemsize
         end = begin + (last + 1 - offset) * itemsize
         return self._logical(
@@ -200,7 +200,7 @@ class _TensorPlaces:
             if value < 0:
                 raise self._refusal(name, f"{label} must not be negative, got {describe(value)}")
             if value > MAX_ARRAY:
-                raise self._refusal(name, f"{label}: {describe(value)} is more than memory can have")
+                raise self._refusal(name, f"{label}: {describe(value)} needs more bytes than any memory has")
         return tuple(values)
 
     def _refusal(self, name: str, text: str) -> FormatError:

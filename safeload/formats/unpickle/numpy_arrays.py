@@ -4,7 +4,7 @@ numpy writes ``_reconstruct(ndarray, (0,), b"b")`` and a state of (1, shape, dty
 protocol 5, it writes ``_frombuffer(bytes, dtype, shape, order)``. A scalar is ``scalar(dtype, bytes)``. Bytes are
 ``_codecs.encode(text, "latin1")`` below protocol 3. numpy 1 has ``numpy.core``, numpy 2 has ``numpy._core``.
 
-Uncompressed bytes of a pickle, text aside, are read from the file directly. All other arrays, and arrays
+Elements that a pickle stores as uncompressed bytes are read from the file directly. All other arrays, and arrays
 whose byte order differs from the rest of the file, are written to an unnamed temporary file when we open the pickle.
 """
 

@@ -57,7 +57,7 @@ class Unpickled(NamedTuple):
     size: int  # in bytes
     harmless: list[str]  # names of its globals in the table
     foreign: list[str]  # names of its globals outside the table
-    data: bytes = b""  # the bytes around it
+    data: bytes = b""  # the bytes that hold it
     places: Mapping[int, int] = MappingProxyType({})  # see `Machine`
     base: int | None = None  # offset of `data` in the file; None if the file stores it compressed
 
