@@ -35,20 +35,20 @@ def parts_of(packed: Packed, rows: Range, name: str, read: Read) -> Mapping[str,
         return parts
     first, stop = rows.row, rows.row + rows.rows
     codes, width = parts[packing.CODES], mask_bytes(spec)
-    own = {**parts, packing.MASK: _bytes_of(parts[packing.MASK], first * width, stop * width)}
+    sliced = {**parts, packing.MASK: _bytes_of(parts[packing.MASK], first * width, stop * width)}
     begin, end = first * spec.row_bytes, stop * spec.row_bytes
     if packing.OFFSETS in parts:
         offsets = parts[packing.OFFSETS]
         size = offsets.row.block_bytes
-        own[packing.OFFSETS] = _bytes_of(offsets, first * size, stop * size)
+        sliced[packing.OFFSETS] = _bytes_of(offsets, first * size, stop * size)
         starts = _integers(offsets, read(offsets, first * size, (min(stop + 1, spec.rows) - first) * size))
         if stop == spec.rows:
             starts = np.append(starts, _count(codes))
         _check(starts, _count(codes), first, name, offsets)
         size = codes.row.block_bytes
         begin, end = int(starts[0]) * size, int(starts[-1]) * size
-    own[packing.CODES] = _bytes_of(codes, begin, end)
-    return own
+    sliced[packing.CODES] = _bytes_of(codes, begin, end)
+    return sliced
 
 
 def fields_of(packed: Packed, rows: Range, name: str, read: Read) -> dict[str, Any]:

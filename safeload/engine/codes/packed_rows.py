@@ -50,60 +50,60 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
     _check_unit(packed, rows, unit)
     if packing.NESTED in parts:
         _check_unit(packed, rows, packed.nested_block // math.gcd(packed.nested_block, scales))
-    own = dict(parts)
-    if packing.SHAPE in own:
-        own[packing.SHAPE] = _with_length(own[packing.SHAPE], packed.shape, count)
-    if packing.STATE in own:
-        own[packing.STATE] = _with_state(own[packing.STATE], (count, *packed.shape[1:]))
-    if packing.NESTED in own:
-        own[packing.NESTED] = _nested_of(packed, parts, rows.start * scales, rows.stop * scales)
+    sliced = dict(parts)
+    if packing.SHAPE in sliced:
+        sliced[packing.SHAPE] = _with_length(sliced[packing.SHAPE], packed.shape, count)
+    if packing.STATE in sliced:
+        sliced[packing.STATE] = _with_state(sliced[packing.STATE], (count, *packed.shape[1:]))
+    if packing.NESTED in sliced:
+        sliced[packing.NESTED] = _nested_of(packed, parts, rows.start * scales, rows.stop * scales)
     if stacked:
         matrices = packed.matrices // max(1, packed.shape[0])  # per index of the first axis
         for role, array in parts.items():
             if role == packing.CODES or _is_apart(packed, role, array):
-                own[role] = _along(array, rows, packed.shape[0])
-        return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * matrices), own
+                sliced[role] = _along(array, rows, packed.shape[0])
+        return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * matrices), sliced
     if by_columns(packed):
-        return _rows_by_columns(packed, parts, rows, own)
-    return _rows_of_matrix(packed, parts, rows, own)
+        return _rows_by_columns(packed, parts, rows, sliced)
+    return _rows_of_matrix(packed, parts, rows, sliced)
 
 
 def _rows_by_columns(
-    packed: Packing, parts: Mapping[str, Array], rows: slice, own: dict[str, Array]
+    packed: Packing, parts: Mapping[str, Array], rows: slice, sliced: dict[str, Array]
 ) -> tuple[Packing, dict[str, Array]]:
-    """`rows_of` for a matrix with codes in columns; ``own`` is extended."""
+    """`rows_of` for a matrix with codes in columns; ``sliced`` is extended."""
     count = rows.stop - rows.start
     for role in (packing.CODES, packing.SCALE, packing.ZERO):
         if role in parts:
-            own[role] = _columns_of(parts[role], rows, packed.columns)
+            sliced[role] = _columns_of(parts[role], rows, packed.columns)
     assert packed.grid is not None
     grid, zeros = packed.grid._replace(columns=count), packed.zeros
     if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
         zeros = _settled(packed, zeros, parts[packing.ZERO])
     changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
-    return changed._replace(shape=(count, packed.rows)), own
+    return changed._replace(shape=(count, packed.rows)), sliced
 
 
 def _rows_of_matrix(
-    packed: Packing, parts: Mapping[str, Array], rows: slice, own: dict[str, Array]
+    packed: Packing, parts: Mapping[str, Array], rows: slice, sliced: dict[str, Array]
 ) -> tuple[Packing, dict[str, Array]]:
-    """`rows_of` for a matrix with codes in rows; ``own`` is extended."""
+    """`rows_of` for a matrix with codes in rows; ``sliced`` is extended."""
     count, grid, block = rows.stop - rows.start, packed.grid, row_unit(packed)
     if packed.layout == packing.MASKED:
-        own.update(masked.rows_of(packed, parts, rows))
+        sliced.update(masked.rows_of(packed, parts, rows))
     else:
-        own[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
+        sliced[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
     if grid is not None and grid.rows > 1:
         whole_blocks = slice(rows.start // block, -(-rows.stop // block))
         for role in (packing.SCALE, packing.ZERO, packing.BIAS):
             if role in parts:
                 shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
                 words = slice(whole_blocks.start // shared, -(-whole_blocks.stop // shared))
-                own[role] = _along(parts[role], words, -(-grid.rows // shared))
+                sliced[role] = _along(parts[role], words, -(-grid.rows // shared))
         grid = grid._replace(rows=whole_blocks.stop - whole_blocks.start)
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
-    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), own
+    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), sliced
 
 
 def _rows_in_word(zeros: Zeros | None) -> int:
@@ -127,16 +127,16 @@ def _rows_of_flat(packed: Packing, parts: Mapping[str, Array], rows: slice) -> t
     begin, end = begin // 2, codes.nbytes if end == packed.columns > begin else end // 2
     if begin % codes.itemsize or end % codes.itemsize:
         codes = jobs.native_order(codes).view(np.uint8)
-    own = {
+    sliced = {
         **parts,
         packing.CODES: codes[begin // codes.itemsize : end // codes.itemsize],
         packing.SCALE: parts[packing.SCALE].reshape(-1)[first:last],
         packing.STATE: _with_state(parts[packing.STATE], shape),
     }
     if packing.NESTED in parts:
-        own[packing.NESTED] = _nested_of(packed, parts, first, last)
+        sliced[packing.NESTED] = _nested_of(packed, parts, first, last)
     grid = grid._replace(columns=last - first)
-    return packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid), own
+    return packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid), sliced
 
 
 def _nested_of(packed: Packing, parts: Mapping[str, Array], first: int, last: int) -> Array:

@@ -71,8 +71,10 @@ def _unpacked(words: Array, zeros: Zeros, span: slice, low: int = 0) -> Array:
     if per_word:
         order = np.array(_PERMUTED if zeros.layout == WORDS or zeros.permuted else range(per_word), np.uint32)
         begin = span.start // per_word
-        own = words[..., begin - low : -(-span.stop // per_word) - low]
-        codes = (own[..., None] >> order * np.uint32(bits) & mask).reshape(*own.shape[:-1], own.shape[-1] * per_word)
+        span_words = words[..., begin - low : -(-span.stop // per_word) - low]
+        codes = (span_words[..., None] >> order * np.uint32(bits) & mask).reshape(
+            *span_words.shape[:-1], span_words.shape[-1] * per_word
+        )
         unpacked: Array = codes[..., span.start - begin * per_word : span.stop - begin * per_word]
         return unpacked
     index = np.arange(span.start, span.stop)
@@ -143,8 +145,8 @@ def read_numbers(
     if zeros.layout == WORDS:  # see _PERMUTED
         values = values.reshape(-1, 2, 4).swapaxes(1, 2).reshape(values.shape)
     skipped = columns.start - begin * per_word
-    own: Array = values[..., skipped : skipped + columns.stop - columns.start]
-    return own
+    selected: Array = values[..., skipped : skipped + columns.stop - columns.start]
+    return selected
 
 
 def numbers_of(zeros: Zeros, codes: Array, table: Array) -> Array:

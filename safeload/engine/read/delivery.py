@@ -62,7 +62,7 @@ def deliver(
         if array is not None:
             return {tensors.names[0]: array}, True
     tensors, packed = tensors.without_packed()
-    plans = [decide(own, target, view) for own in tensors.by_file()]
+    plans = [decide(file_tensors, target, view) for file_tensors in tensors.by_file()]
     if out is not None:
         _check_out(plans, packed, target, out)
     delivered, to_read, allowed = _map(plans, target, mappings)

@@ -79,7 +79,7 @@ class ReadPlan(NamedTuple):
         count = self.ways.count(way)
         if count == len(self.ways):
             return range(count)
-        return [k for k, own in enumerate(self.ways) if own == way] if count else ()
+        return [k for k, tensor_way in enumerate(self.ways) if tensor_way == way] if count else ()
 
 
 def viewable(dtype: np.dtype[Any], begin: int) -> bool:
@@ -218,9 +218,9 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
     """
     tensors = Tensors.of(tensors)
     entries: dict[str, Entry] = {}
-    for own in tensors.by_file():
-        file, table = own.files[0], own.files[0].table
-        plain, packed = own.without_packed()
+    for file_tensors in tensors.by_file():
+        file, table = file_tensors.files[0], file_tensors.files[0].table
+        plain, packed = file_tensors.without_packed()
         plan = decide(plain, target, False)
         columns = zip(
             *(plan.names, plain.indices, plan.begins, plan.ends, plan.shapes),
@@ -231,7 +231,7 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
             codes = packed_of(file, index) if way == DEQUANTIZE else None
             strided = way == STRIDED and (table.strides(index) is not None or table.big_endian(index))
             entries[name] = Entry(name, file, index, begin, end, shape, source, to, codes, strided)
-        indices = dict(zip(own.names, own.indices, strict=True)) if packed else {}
+        indices = dict(zip(file_tensors.names, file_tensors.indices, strict=True)) if packed else {}
         for name, tensor in packed.items():
             index = indices[name]
             place = *table.byte_range(index), tensor.packing.shape, table.row(index).number

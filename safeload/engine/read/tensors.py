@@ -133,8 +133,8 @@ class Tensors(Sequence[FileTensor]):
             rows[file].append(k)
         names, indices = self.names, self.indices
         return [
-            Tensors([self.files[self.file[own[0]]]], [names[k] for k in own], [indices[k] for k in own])
-            for own in sorted(filter(None, rows))
+            Tensors([self.files[self.file[ks[0]]]], [names[k] for k in ks], [indices[k] for k in ks])
+            for ks in sorted(filter(None, rows))
         ]
 
     @cached_property

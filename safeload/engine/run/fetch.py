@@ -64,7 +64,7 @@ class Fetch:
         self._files = list(dict.fromkeys(file for job in remote for file in job.files))
         rank = {file: k for k, file in enumerate(self._files)}
         self._jobs = sorted(remote, key=lambda job: (rank.get(job.file, 0), job.offset))  # type: ignore[arg-type]
-        self._most = RANGE if sum(job.size for job in remote) < _LONG_FROM else LONG_RANGE
+        self._request_size = RANGE if sum(job.size for job in remote) < _LONG_FROM else LONG_RANGE
 
     def run(self, report: Callable[[int], object]) -> list[Job]:
         """Run all jobs that read from the network, and return the remaining jobs.
@@ -77,7 +77,7 @@ class Fetch:
             RemoteError, OSError: bytes cannot be read; with the tensor, URL and range.
             SafeloadError: a job failed.
         """
-        windows = _windows(self._jobs, self._most)
+        windows = _windows(self._jobs, self._request_size)
         first = list(islice(windows, 2))
         tasks = self._tasks(chain(first, windows))
         if len(first) < 2:
@@ -96,7 +96,7 @@ class Fetch:
         for window in windows:
             if window.staged:
                 window.place(self._take(window.staged))
-            for request in window.requests(self._most):
+            for request in window.requests(self._request_size):
                 yield partial(self._serve, window, request)
 
     def _take(self, nbytes: int) -> Array:
@@ -237,7 +237,7 @@ class _Window:
             piece.address = address
             address += -(-(piece.end - piece.begin) // ALIGNMENT) * ALIGNMENT
 
-    def requests(self, most: int) -> Iterator[list[tuple[_Piece, int, int]]]:
+    def requests(self, request_size: int) -> Iterator[list[tuple[_Piece, int, int]]]:
         """Yield requests: byte ranges of pieces, in the order of the file."""
         rank = {file: k for k, file in enumerate(dict.fromkeys(piece.file for piece in self.pieces))}
         request: list[tuple[_Piece, int, int]] = []
@@ -248,12 +248,12 @@ class _Window:
                 if request:
                     gap = at - reach
                     near = 0 <= gap <= max(_SMALL_GAP, min(_GAP, used))
-                    if request[0][0].file is not piece.file or not near or at - first >= most:
+                    if request[0][0].file is not piece.file or not near or at - first >= request_size:
                         yield request
                         request = []
                 if not request:
                     first, used = at, 0
-                end = min(piece.end, first + most)
+                end = min(piece.end, first + request_size)
                 request.append((piece, at, end))
                 used += end - at
                 at = reach = end
@@ -261,9 +261,9 @@ class _Window:
             yield request
 
 
-def _windows(jobs: Iterable[Job], most: int) -> Iterator[_Window]:
+def _windows(jobs: Iterable[Job], request_size: int) -> Iterator[_Window]:
     window, size = _Window(), 0
-    for job in chain.from_iterable(_divided(job, most) for job in jobs):
+    for job in chain.from_iterable(_divided(job, request_size) for job in jobs):
         cost = _extent(job)
         if size and size + cost > WINDOW:
             yield window
@@ -300,7 +300,7 @@ def _extent(job: Job) -> int:
     return job.size
 
 
-def _divided(job: Job, most: int) -> Iterator[Job]:
+def _divided(job: Job, request_size: int) -> Iterator[Job]:
     """Divide a large job if possible: a part can run while the next part is fetched."""
     if _is_direct(job):
         unit = to = 1
@@ -311,7 +311,7 @@ def _divided(job: Job, most: int) -> Iterator[Job]:
     else:
         yield job
         return
-    step = max(1, most // unit) * unit
+    step = max(1, request_size // unit) * unit
     for begin in range(0, job.size, step):
         origin = job.origin
         if begin and origin is not None and not _is_direct(job):

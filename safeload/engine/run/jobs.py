@@ -123,10 +123,10 @@ class Runner:
         """Open as many files as the budget and the system allow, at least one; return handles, and True if all."""
         distinct = dict.fromkeys(files)
         each = 2 if self._direct else 1  # for direct reads a file has a second handle
-        most = max(1, claim.share(each * len(distinct)) // each)
+        allowed = max(1, claim.share(each * len(distinct)) // each)
         handles = claim.held
         try:
-            for file in distinct if most >= len(distinct) else islice(distinct, most):
+            for file in distinct if allowed >= len(distinct) else islice(distinct, allowed):
                 handles[file] = _descriptor(file)
         except OSError as error:
             if not handles or not none_free(error):

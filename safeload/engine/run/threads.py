@@ -33,8 +33,8 @@ def _cgroup_cpus() -> float:
             return file.read().strip()
 
     try:
-        own = os.path.normpath(f"{root}/{read('/proc/self/cgroup').rpartition('::')[2]}")
-        for folder in (own, root):
+        cgroup = os.path.normpath(f"{root}/{read('/proc/self/cgroup').rpartition('::')[2]}")
+        for folder in (cgroup, root):
             if os.path.exists(f"{folder}/cpu.max"):
                 quota, period = read(f"{folder}/cpu.max").split()
                 return float("inf") if quota == "max" else int(quota) / int(period)
