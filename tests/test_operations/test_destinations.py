@@ -272,7 +272,7 @@ REFUSED = [
     ("ftp://host/a", UnsupportedError, "needs storage_options="),
     (Path("s3://bucket/model"), ValueError, "pathlib drops a slash"),
     (7, TypeError, "got int"),
-    (b"abc\0", TypeError, "a path, not the content"),
+    (b"abc\0", TypeError, "expected a path, got the content"),
 ]
 
 
@@ -622,7 +622,7 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     folder = destinations.of(destinations.where(url, s3))
     runner = run_plan.PieceRunner(folder, s3)
     written = contents(s3fs.S3FileSystem(**s3), f"{BUCKET}/secret", records=True).values()
-    told = [plan, results, report, str(report), folder, folder.title, runner, *written]
+    told = [plan, results, report, str(report), folder, folder.location.shown, runner, *written]
     told += [pickle.dumps(one).decode("latin-1") for one in (plan, folder, runner)]
     with pytest.raises(OSError, match="bucket") as caught:
         safeload.convert(model, "s3://no-such-bucket/x", storage_options=s3, **HALF)

@@ -246,10 +246,10 @@ def test_equality_repr_pickle():
         (("q4_0", (32,), np.zeros(18, np.int8)), ValueError, r"must be uint8 \[18\]"),
         (("q4_0", (33,), np.zeros(18, np.uint8)), ValueError, "has rows of 33, which is not a multiple of 32"),
         (("q4_0", (32,), np.zeros(18, np.uint8), np.float32(1)), ValueError, "scale must be None"),
-        (("int8", (2,), np.zeros(2, np.int8)), TypeError, "scale must be a numpy array"),
+        (("int8", (2,), np.zeros(2, np.int8)), TypeError, "scale must be a NumPy array"),
         (("int8", (2,), np.zeros(2, np.int8), np.zeros(2, np.float32)), ValueError, r"must be float32 \[\]"),
         (("int8", (2,), np.zeros(2, np.int8), np.zeros(2, np.float64), 0), ValueError, r"must be float32 \[2\]"),
-        (("int8", (2,), [0, 0], np.zeros(2, np.float32), 0), TypeError, "data must be a numpy array"),
+        (("int8", (2,), [0, 0], np.zeros(2, np.float32), 0), TypeError, "data must be a NumPy array"),
     ],
 )
 def test_parts_that_do_not_fit(arguments, kind, fragment):
