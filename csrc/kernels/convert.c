@@ -8,7 +8,7 @@ bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *o
     if (source == NULL || target == NULL || sl_tier_name(tier) == NULL) return false;
     sl_conversion found = {sl_tier_convert(tier, from, to), NULL, source, target};
     if (found.first == NULL) {
-        bool narrows = target->kind == SL_KIND_FLOAT && target->bits < 32; /* blocks are made of f32 by definition */
+        bool narrows = target->kind == SL_KIND_FLOAT && target->bits < 32; /* blocks are always made from f32 */
         if (narrows) found.first = sl_tier_convert(tier, from, SL_F32_ODD);
         if (found.first == NULL) found.first = sl_tier_convert(tier, from, SL_F32);
         found.second = sl_tier_convert(tier, SL_F32, to);

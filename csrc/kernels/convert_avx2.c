@@ -44,7 +44,7 @@ TARGET static void sl_f16_to_f32_avx2(const void *source, void *destination, siz
     sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
-/* NaN lanes of `value` replaced by the one NaN with the sign of `value`. */
+/* Replaces NaN lanes of `value` by the canonical NaN with the sign of `value`. */
 TARGET static __m256 one_nan(__m256 value) {
     __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
     __m256i sign = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32((int)0x80000000u));
@@ -66,8 +66,8 @@ TARGET static void sl_f8_e5m2_to_f32_avx2(const void *source, void *destination,
     sl_convert_rest(SL_F8_E5M2, SL_F32, in + i, out + 4 * i, count - i);
 }
 
-/* e4m3 with its bits moved to their places in an f16 is exactly 2^-8 of the value, subnormals included (bias 15 against
- * 7); only the code of all ones is then not a NaN. */
+/* e4m3 with its bits moved to their places in an f16 is exactly 2^-8 times the value, subnormals included (bias 15
+ * instead of 7), except that the code of all ones is then not a NaN. */
 TARGET static __m256 e4m3_from_words(__m128i words) {
     __m128i sign = _mm_and_si128(_mm_slli_epi16(words, 8), _mm_set1_epi16((short)0x8000));
     __m128i magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7f));
@@ -130,7 +130,7 @@ TARGET static void sl_f32_to_f16_avx2(const void *source, void *destination, siz
     sl_convert_rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
 }
 
-/* Eight results in the low halves of the lanes. */
+/* Eight results, in the low halves of the lanes. */
 TARGET static __m256i round_to_bf16(__m256 value) {
     __m256i bits = _mm256_castps_si256(value);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

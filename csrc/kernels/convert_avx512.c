@@ -1,4 +1,5 @@
-/* Conversions with AVX-512. Only where it beats AVX2 by 1.2x with the data in cache; otherwise memory limits both. */
+/* Conversions with AVX-512, only if it is clearly faster than AVX2 with the data in cache; otherwise memory limits
+ * both. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 

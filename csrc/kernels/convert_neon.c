@@ -10,7 +10,7 @@ static uint16x8_t load8(const uint8_t *source) { return vreinterpretq_u16_u8(vld
 
 static void store4(uint8_t *destination, uint32x4_t bits) { vst1q_u8(destination, vreinterpretq_u8_u32(bits)); }
 
-/* All ones in the lanes that hold a NaN. */
+/* Sets all bits of the lanes with a NaN. */
 static uint32x4_t nan_lanes(uint32x4_t bits) {
     float32x4_t value = vreinterpretq_f32_u32(bits);
     return vmvnq_u32(vceqq_f32(value, value));
@@ -32,7 +32,7 @@ static void sl_bf16_to_f32_neon(const void *source, void *destination, size_t co
     sl_convert_rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
-/* FCVTL keeps the payload of a NaN and quiets it (FPCR.DN is 0 when a process starts). */
+/* FCVTL keeps the payload of a NaN and makes it quiet (FPCR.DN is 0 when a process starts). */
 static void sl_f16_to_f32_neon(const void *source, void *destination, size_t count) {
     const uint8_t *in = source;
     uint8_t *out = destination;

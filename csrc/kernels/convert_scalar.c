@@ -15,11 +15,11 @@ static void sl_f16_to_f32_scalar(const void *source, void *destination, size_t c
 
 /* ---- small floats ---- */
 
-/* The meaning of the codes of all ones and of minus zero. */
+/* The meaning of the code of all ones and of the code of minus zero. */
 enum { IEEE, ONE_NAN, MINUS_ZERO_IS_NAN, FINITE };
 
-/* sign, exponent, mantissa from high to low bits. F8_E4M3, F8_E5M2: arXiv:2209.05433. FNUZ: arXiv:2206.02915. F4, F6:
- * OCP Microscaling Formats v1.0. */
+/* sign, exponent and mantissa, from high to low bits. F8_E4M3, F8_E5M2: arXiv:2209.05433. FNUZ: arXiv:2206.02915. F4,
+ * F6: OCP Microscaling Formats v1.0. */
 typedef struct small_float {
     int exponent_bits, mantissa_bits, bias, special;
 } small_float;
@@ -28,7 +28,7 @@ static const small_float E5M2 = {5, 2, 15, IEEE}, E4M3FN = {4, 3, 7, ONE_NAN}, E
                          E4M3FNUZ = {4, 3, 8, MINUS_ZERO_IS_NAN}, E2M1 = {2, 1, 1, FINITE}, E2M3 = {2, 3, 1, FINITE},
                          E3M2 = {3, 2, 3, FINITE};
 
-/* 2^n as f32 bits, for normal results. */
+/* 2^n as f32 bits; the result must be normal. */
 static uint32_t power_of_two(int n) { return (uint32_t)(n + 127) << 23; }
 
 static uint32_t decode(const small_float *format, uint32_t code) {
@@ -37,7 +37,7 @@ static uint32_t decode(const small_float *format, uint32_t code) {
     uint32_t sign = (code & sign_bit) != 0 ? 0x80000000 : 0, rest = code & ones;
     uint32_t exponent = rest >> mantissa_bits, mantissa = rest & ((1u << mantissa_bits) - 1);
     if (format->special == MINUS_ZERO_IS_NAN && code == sign_bit)
-        return 0xffc00000; /* with its sign, as in ml_dtypes */
+        return 0xffc00000; /* with the sign bit, as in ml_dtypes */
     if (format->special == ONE_NAN && rest == ones) return sign | 0x7fc00000;
     if (format->special == IEEE && exponent == (1u << exponent_bits) - 1)
         return sign | (mantissa == 0 ? 0x7f800000 : 0x7fc00000);
@@ -49,7 +49,8 @@ static uint32_t decode(const small_float *format, uint32_t code) {
     return sign | bits;
 }
 
-/* Bytes through a table of 256 results: one load per element, and filling the table costs as much as 256 elements. */
+/* Converts bytes through a table of 256 results: a load per element. Filling the table costs as much as 256 elements.
+ */
 static void convert_bytes(const small_float *format, const void *source, void *destination, size_t count) {
     uint32_t table[256];
     const uint8_t *bytes = source;
@@ -73,14 +74,14 @@ static void sl_f8_e5m2fnuz_to_f32_scalar(const void *source, void *destination, 
     convert_bytes(&E5M2FNUZ, source, destination, count);
 }
 
-/* 2^(code - 127); 255 is NaN; code 0 is the one subnormal result. */
+/* 2^(code - 127); 255 is NaN, and only code 0 gives a subnormal. */
 static void sl_f8_e8m0_to_f32_scalar(const void *source, void *destination, size_t count) {
     const uint8_t *codes = source;
     for (size_t i = 0; i < count; i++)
         store32(destination, i, codes[i] == 255 ? 0x7fc00000 : codes[i] == 0 ? 0x00400000 : (uint32_t)codes[i] << 23);
 }
 
-/* Elements of `bits` bits, the first in the low bits of the first byte. */
+/* Converts elements of `bits` bits; the first is in the low bits of the first byte. */
 static void convert_packed(const small_float *format, uint32_t bits, const void *source, void *destination,
                            size_t count) {
     uint32_t table[64], mask = (1u << bits) - 1, held = 0, have = 0;
@@ -149,7 +150,7 @@ static void sl_u64_to_f32_scalar(const void *source, void *destination, size_t c
 
 /* ---- narrowing ---- */
 
-/* NaN becomes the canonical NaN with its sign, as in ml_dtypes. */
+/* A NaN becomes the canonical NaN with its sign, as in ml_dtypes. */
 static uint16_t f32_to_bf16(uint32_t bits) {
     if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16 & 0x8000) | 0x7fc0);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -163,7 +164,7 @@ static void sl_f32_to_bf16_scalar(const void *source, void *destination, size_t 
     for (size_t i = 0; i < count; i++) store16(destination, i, f32_to_bf16(load32(source, i)));
 }
 
-/* Past the largest finite number: e4m3fn has no infinity and gives NaN, e5m2 gives infinity. */
+/* Beyond the largest finite number e4m3fn, which has no infinity, gives NaN, and e5m2 gives infinity. */
 static void sl_f32_to_f8_e4m3_scalar(const void *source, void *destination, size_t count) {
     uint8_t *codes = destination;
     for (size_t i = 0; i < count; i++) {
@@ -192,9 +193,9 @@ static void sl_f64_to_f32_scalar(const void *source, void *destination, size_t c
     for (size_t i = 0; i < count; i++) store_float(destination, i, (float)double_of(load64(source, i)));
 }
 
-/* To SL_F32_ODD: an inexact result is the odd one of the two nearest f32. It then lies on the side of every tie of a
- * narrower type where `value` lies, so rounding it again gives what rounding `value` once would give. The largest f32
- * is odd: what overflows becomes that, not infinity. */
+/* Rounds to SL_F32_ODD: an inexact result is the odd one of the two nearest f32. It lies on the same side of every tie
+ * of a narrower type as `value`, so rounding it again equals a single rounding of `value`. The largest f32 is odd, so
+ * overflow gives this number, not infinity. */
 static void store_odd(void *destination, size_t i, double value) {
     float nearest = (float)value;
     uint32_t bits;
@@ -204,7 +205,7 @@ static void store_odd(void *destination, size_t i, double value) {
     store32(destination, i, (bits - away) | above | below);
 }
 
-/* An integer that f64 may lack is rounded to odd at its bit 11, which leaves 53 bits. */
+/* Rounds an integer too large for f64 to odd at bit 11, which leaves 53 bits. */
 static uint64_t odd_at_11(uint64_t value) {
     return (value & ~UINT64_C(0x7ff)) | (uint64_t)((value & 0x7ff) != 0) << 11;
 }

@@ -1,7 +1,7 @@
-/* Two-dimensional copies with any strides. */
+/* Two-dimensional copies with arbitrary strides. */
 #include "kernels/copy2d.h"
 
-#if defined(__SSE2__) || defined(_M_X64) /* MSVC has no __SSE2__ */
+#if defined(__SSE2__) || defined(_M_X64) /* MSVC does not define __SSE2__ */
 #define HAS_REGISTERS
 #include <emmintrin.h>
 
@@ -10,7 +10,7 @@ typedef __m128i lanes;
 static inline lanes load(const uint8_t *memory) { return _mm_loadu_si128((const __m128i *)(const void *)memory); }
 static inline void store(uint8_t *memory, lanes a) { _mm_storeu_si128((__m128i *)(void *)memory, a); }
 
-/* Elements of the lower or upper halves of two registers, in turn. */
+/* Interleaves the elements of the lower or upper halves of two registers. */
 SL_INLINE lanes lower(size_t element, lanes a, lanes b) {
     switch (element) {
     case 1: return _mm_unpacklo_epi8(a, b);
@@ -62,11 +62,11 @@ SL_INLINE lanes upper(size_t element, lanes a, lanes b) {
 #endif
 
 /* Side of the square that is copied element by element: its cache lines on both sides stay in the first-level cache,
- * even where strides are powers of two and lines compete for the same sets. */
+ * even if strides are powers of two and lines compete for the same sets. */
 #define TILE ((uint64_t)16)
 
-/* Bytes of a cache line. Transposing 100 MB of f16 in rows of 4 KiB on Zen 5, one thread: 38 ms where each register is
- * stored to its destination, 12 in whole lines, past the caches or not; memcpy: 5. */
+/* Bytes of a cache line. Transposing writes whole lines, which is several times faster than storing each register to
+ * its destination. */
 #define LINE ((uint64_t)64)
 
 static sl_plane at(sl_plane plane, uint64_t row, uint64_t column) {
@@ -74,7 +74,7 @@ static sl_plane at(sl_plane plane, uint64_t row, uint64_t column) {
     return plane;
 }
 
-/* `element` is a constant at each call, so that each memcpy is one move. Writes follow the destination's rows. */
+/* `element` is a constant at each call, so that each memcpy is a single move. Writes follow the destination's rows. */
 SL_INLINE void copy_tile(size_t element, uint64_t rows, uint64_t columns, sl_plane source, sl_plane destination) {
     for (uint64_t r = 0; r < rows; r++) {
         const uint8_t *in = source.memory + (int64_t)r * source.row;
@@ -103,8 +103,8 @@ static void copy_tiles(size_t element, uint64_t rows, uint64_t columns, sl_plane
 
 #ifdef HAS_REGISTERS
 
-/* Transposes as many lines of 16 bytes as these have elements: interleaving line i with the line half of all lines
- * after it, again and again, brings the elements of one column together. Every x86-64 has SSE2, every AArch64 NEON. */
+/* Transposes 16-byte lines, as many as each has elements. Repeatedly interleaving line i with the line half the lines
+ * later gathers the elements of each column. Every x86-64 has SSE2, and every AArch64 NEON. */
 SL_INLINE void transpose_registers(size_t element, const uint8_t *in, int64_t in_step, uint8_t *out, int64_t out_step) {
     const size_t side = sizeof(lanes) / element;
     lanes a[sizeof(lanes)], b[sizeof(lanes)];
@@ -119,8 +119,8 @@ SL_INLINE void transpose_registers(size_t element, const uint8_t *in, int64_t in
     SL_UNROLL for (size_t i = 0; i < side; i++) store(out + (int64_t)i * out_step, a[i]);
 }
 
-/* Transposes a square of whole lines on both sides. They meet in a block that stays in the first-level cache: where
- * strides are powers of two, lines of either side would drive each other out before they are complete. */
+/* Transposes a square with whole lines on both sides, through a block in the first-level cache: if strides are powers
+ * of two, the lines of either side would evict each other before they are complete. */
 SL_INLINE void transpose_square(size_t element, sl_plane source, sl_plane destination) {
     const uint64_t side = LINE / element, step = sizeof(lanes) / element;
     uint8_t block[LINE * LINE];
@@ -130,8 +130,8 @@ SL_INLINE void transpose_square(size_t element, sl_plane source, sl_plane destin
     for (uint64_t r = 0; r < side; r++) memcpy(at(destination, r, 0).memory, block + r * LINE, LINE);
 }
 
-/* Transposes what whole squares cover, from the first row and column on. Source lines are asked for while the square
- * before them is transposed: those of a column are too far apart for the processor to foresee. */
+/* Transposes the part covered by whole squares, from the first row and column on. The source lines of the next square
+ * are prefetched, because the lines of a column are too far apart for the processor's own prefetcher. */
 SL_INLINE void transpose_squares(size_t element, uint64_t rows, uint64_t columns, sl_plane source,
                                  sl_plane destination) {
     const uint64_t side = LINE / element;
@@ -142,7 +142,7 @@ SL_INLINE void transpose_squares(size_t element, uint64_t rows, uint64_t columns
         }
 }
 
-/* Transposes what no whole square covers. */
+/* Transposes the part outside of whole squares. */
 SL_INLINE void transpose_rest(size_t element, uint64_t rows, uint64_t columns, sl_plane source, sl_plane destination) {
     const uint64_t step = sizeof(lanes) / element;
     for (uint64_t r = 0; r < rows; r += step)
@@ -160,7 +160,7 @@ SL_INLINE void transpose_elements(size_t element, uint64_t rows, uint64_t column
                                   sl_plane destination) {
     const uint64_t side = LINE / element;
     uint64_t head = sl_min_u64(-(uintptr_t)destination.memory % LINE / element, columns);
-    if (destination.row % (int64_t)LINE != 0) head = 0; /* each row begins elsewhere in a line */
+    if (destination.row % (int64_t)LINE != 0) head = 0; /* each row begins at another position in a line */
     transpose_rest(element, rows, head, source, destination);
     source = at(source, 0, head);
     destination = at(destination, 0, head);
@@ -171,7 +171,7 @@ SL_INLINE void transpose_elements(size_t element, uint64_t rows, uint64_t column
     transpose_rest(element, rows - down, across, at(source, down, 0), at(destination, down, 0));
 }
 
-/* Source columns and destination rows are contiguous. */
+/* Transposes if source columns and destination rows are contiguous. */
 static void transpose(size_t element, uint64_t rows, uint64_t columns, sl_plane source, sl_plane destination) {
     switch (element) {
     case 1: transpose_elements(1, rows, columns, source, destination); break;
@@ -198,7 +198,7 @@ void sl_copy_2d(size_t element, uint64_t rows, uint64_t columns, sl_plane source
             rows = 1;
         }
         for (uint64_t r = 0; r < rows; r++) memcpy(at(destination, r, 0).memory, at(source, r, 0).memory, (size_t)run);
-    } else if (destination.row == step && destination.column != step) { /* its rows, not its columns, are contiguous */
+    } else if (destination.row == step && destination.column != step) { /* rows are contiguous, not columns */
         sl_plane in = {source.memory, source.column, source.row};
         sl_plane out = {destination.memory, destination.column, destination.row};
         sl_copy_2d(element, columns, rows, in, out);

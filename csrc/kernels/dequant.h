@@ -1,46 +1,46 @@
-/* Blocks of ggml to f32: each type once, in terms of 16 codes at a time, for all tiers. The source of all is
- * https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Products and sums are rounded one by one in the order
- * of ggml and gguf-py.
+/* Dequantization of ggml blocks: a single implementation per type for all tiers, in terms of 16 codes at a time. All
+ * layouts are from https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Products and sums are rounded
+ * separately, in the order of ggml and gguf-py.
  *
- * A type is the struct of a block, a function that restores one, and its row at the end. Values are made of runs of 16:
- * codes of 8 bits that become f32, times a scale, and perhaps plus a constant.
+ * A type consists of the struct of a block, a function that dequantizes it, and its row at the end. Values are computed
+ * in runs of 16: 8-bit codes become f32, are multiplied by a scale, and in some types a constant is added.
  *
- * Only the files of the tiers include this, hence no prefix. Each defines before:
+ * Included only by the files of the tiers, hence no prefix. The including file must define:
  *
  *   TARGET                                marks functions of its instruction set
  *   KERNEL(type)                          the name of a kernel
  *   codes                                 16 integers of 8 bits
- *   codes_at(bytes)                       those in memory, at any alignment
- *   codes_of(low, high)                   those in two 64-bit words
- *   take(codes, shift, mask)              (code >> shift) & mask, where a negative shift is one to the left; constants.
- *                                         `mask` has no bit that a neighbour could reach
- *   spread(bits, weight)                  weight where the bit is set, otherwise 0; bit k of 16 is that of code k
+ *   codes_at(bytes)                       loads from memory, at any alignment
+ *   codes_of(low, high)                   takes two 64-bit words
+ *   take(codes, shift, mask)              (code >> shift) & mask, where a negative shift goes to the left; constants.
+ *                                         `mask` excludes all bits of neighbouring codes
+ *   spread(bits, weight)                  weight if the bit is set, otherwise 0; bit k of 16 belongs to code k
  *   either(a, b)                          a | b
  *   less(codes, bias)                     code - bias
  *   thrice(codes)                         the low 8 bits of 3 * code
- *   top_digit(codes)                      3 * code >> 8 of codes without a sign: 0, 1 or 2
- *   scales_of(floats, codes, factor)      code * factor, in the byte order of this machine
- *   put(out, codes, scale)                code * scale, in the byte order of files
+ *   top_digit(codes)                      3 * code >> 8 of unsigned codes: 0, 1 or 2
+ *   scales_of(floats, codes, factor)      code * factor, in this machine's byte order
+ *   put(out, codes, scale)                code * scale, in file byte order
  *   put_plus(out, codes, scale, more)     code * scale + more
  *   put_nibbles(out, codes, bias, scale)  (code - bias) * scale; codes are below 16
- *   put_from(out, table, codes, scale)    table[code] * scale, of 16 numbers of 8 bits; codes are below 16
+ *   put_from(out, table, codes, scale)    table[code] * scale, with 16 numbers of 8 bits; codes are below 16
  *   half_at(bytes)                        an f16 as f32
  *
- * Codes are signed where they become f32. */
+ * Codes that become f32 are signed. */
 #ifndef SL_DEQUANT_H
 #define SL_DEQUANT_H
 
 #include "kernels/quant.h"
 #include "kernels/scalar.h"
 
-/* Elements of super-blocks (QK_K). */
+/* Elements of a super-block (QK_K). */
 #define SUPER 256
 
 /* Bytes of a run of 16 f32. */
 #define RUN 64
 
-/* A scale and what is added to its products. Where one is a NaN both become it: the result is a NaN in any case, but
- * which one a sum of two NaNs gives depends on the order of its operands, which compilers choose. */
+/* A scale and a constant to add. If either is a NaN, both become NaN: the result is a NaN in any case, but the NaN of a
+ * sum of two NaNs depends on the order of the operands, which compilers choose. */
 typedef struct affine {
     float scale, more;
 } affine;
@@ -90,7 +90,7 @@ TARGET SL_INLINE void restore_q8_0(const sl_q8_0 *block, uint8_t *out) {
     put(out + RUN, codes_at(block->codes + 16), d);
 }
 
-/* Codes are indices into a table. */
+/* Dequantizes codes that are indices into a table. */
 TARGET SL_INLINE void restore_table(const uint8_t nibbles[16], const int8_t table[16], float d, uint8_t *out) {
     codes bytes = codes_at(nibbles);
     put_from(out, table, take(bytes, 0, 15), d);
@@ -108,11 +108,11 @@ TARGET SL_INLINE void restore_iq4_nl(const sl_iq4_nl *block, uint8_t *out) {
     restore_table(block->codes, IQ4_TABLE, half_at(block->d), out);
 }
 
-/* Twice the values of E2M1 (OCP Microscaling Formats v1.0), so that they are integers; scales are halved. Code 8 is 0,
+/* Twice the values of E2M1 (OCP Microscaling Formats v1.0), which makes them integers; scales are halved. Code 8 is 0,
  * not -0. */
 static const int8_t E2M1_TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-/* The scale is 2^(exponent - 128), half that of E8M0. */
+/* The scale is 2^(exponent - 128), half of E8M0's. */
 typedef struct sl_mxfp4 {
     uint8_t exponent, codes[16];
 } sl_mxfp4;
@@ -124,7 +124,7 @@ TARGET SL_INLINE void restore_mxfp4(const sl_mxfp4 *block, uint8_t *out) {
     restore_table(block->codes, E2M1_TABLE, d, out);
 }
 
-/* ---- blocks of 64: four runs of 16, whose first 8 elements are in the low nibbles of 8 bytes ---- */
+/* ---- blocks of 64: four runs of 16; the low nibbles of 8 bytes hold the first 8 elements of a run ---- */
 
 typedef struct sl_nvfp4 {
     uint8_t scales[4], codes[32];
@@ -133,7 +133,7 @@ _Static_assert(sizeof(sl_nvfp4) == 36, "blocks have no padding in files");
 
 #define LOW_NIBBLES UINT64_C(0x0f0f0f0f0f0f0f0f)
 
-/* Half of a scale: E4M3 without a sign, whose only NaN means 0. */
+/* Half of a scale: E4M3 without a sign. Its only NaN means 0. */
 SL_INLINE float half_ue4m3(uint8_t scale) {
     uint32_t bits = scale & 0x7f;
     if (bits < 8) return (float)bits * 0x1p-10f;
@@ -148,16 +148,16 @@ TARGET SL_INLINE void restore_nvfp4(const sl_nvfp4 *block, uint8_t *out) {
     }
 }
 
-/* ---- super-blocks of 256: an f16 scale of scales, and small integers that scale runs of 16 or 32 ---- */
+/* ---- super-blocks of 256: an f16 scale of scales, and small integers as scales of runs of 16 or 32 ---- */
 
-/* 16 runs of 16: the low nibble of a run's entry in `scales` scales its codes, the high one its minimum. x = (d *
- * scale) * code - dmin * minimum. Codes have 2 bits: a byte holds those of elements 32 apart. */
+/* 16 runs of 16: in the run's entry of `scales`, the low nibble scales the codes and the high nibble the minimum. x =
+ * (d * scale) * code - dmin * minimum. Codes have 2 bits: a byte holds the codes of elements 32 apart. */
 typedef struct sl_q2_k {
     uint8_t scales[16], codes[64], d[2], dmin[2];
 } sl_q2_k;
 _Static_assert(sizeof(sl_q2_k) == 84, "blocks have no padding in files");
 
-/* Two runs. */
+/* Dequantizes two runs. */
 TARGET SL_INLINE void q2_k_runs(uint8_t *out, const uint8_t bytes[32], int shift, const float scales[2],
                                 const float minima[2]) {
     put_plus(out, take(codes_at(bytes), shift, 3), scales[0], minima[0]);
@@ -186,7 +186,7 @@ typedef struct sl_q3_k {
 } sl_q3_k;
 _Static_assert(sizeof(sl_q3_k) == 110, "blocks have no padding in files");
 
-/* Bits 0 and 1 of the bytes of two words, as bits 4 and 5 of eight bytes. */
+/* Moves bits 0 and 1 of the bytes of two words to bits 4 and 5 of eight bytes. */
 SL_INLINE uint64_t top_bits(uint32_t first, uint32_t second) {
     return ((uint64_t)(second & 0x03030303) << 32 | (first & 0x03030303)) << 4;
 }
@@ -199,7 +199,7 @@ TARGET SL_INLINE codes q3_k_scales(const uint8_t scales[12]) {
     return less(six, 32);
 }
 
-/* Runs `run` and run + 1, which is even. */
+/* Dequantizes runs `run`, which is even, and run + 1. */
 TARGET SL_INLINE void q3_k_runs(uint8_t *out, const uint8_t bytes[32], int shift, const uint8_t high[32], int run,
                                 const float scales[2]) {
     codes first = either(take(codes_at(bytes), shift, 3), take(codes_at(high), run / 2 - 2, 4));
@@ -221,10 +221,10 @@ TARGET SL_INLINE void restore_q3_k(const sl_q3_k *block, uint8_t *out) {
     q3_k_runs(out + 14 * RUN, block->codes + 32, 6, block->high, 14, scales + 14);
 }
 
-/* Scale and minimum of run k of 8, 6 bits each: for runs 0 to 3 they are the low bits of bytes k and k + 4; for the
- * others the low 4 bits are in byte k + 4 and the high 2 are the top bits of the bytes of runs 0 to 3. */
+/* Scale and minimum of run k of 8, 6 bits each. For runs 0 to 3 they are the low bits of bytes k and k + 4; for other
+ * runs, byte k + 4 holds the low 4 bits, and the top bits of the bytes of runs 0 to 3 hold the high 2. */
 typedef struct scaling {
-    float scales[16], minima[16]; /* of run k: scales[k] and minima[8 + k]; minima are negative */
+    float scales[16], minima[16]; /* scales[k] and minima[8 + k] of run k; minima are negative */
 } scaling;
 
 TARGET SL_INLINE void scaling_of(scaling *self, const uint8_t stored[12], const uint8_t d[2], const uint8_t dmin[2]) {
@@ -237,7 +237,7 @@ TARGET SL_INLINE void scaling_of(scaling *self, const uint8_t stored[12], const 
     scales_of(self->minima, six, by.more);
 }
 
-/* The codes of runs `run` and run + 1, and their fifth bits out of `high` unless that is NULL. */
+/* Dequantizes runs `run` and run + 1; `high` holds the fifth bits of the codes, or is NULL. */
 TARGET SL_INLINE void q4_k_runs(uint8_t *out, const uint8_t bytes[32], const uint8_t *high, int run,
                                 const scaling *by) {
     codes a = codes_at(bytes), b = codes_at(bytes + 16);
@@ -271,7 +271,7 @@ TARGET SL_INLINE void restore_q5_k(const sl_q5_k *block, uint8_t *out) {
     q4_k_runs(out + 12 * RUN, block->codes + 96, block->high, 6, &by);
 }
 
-/* Two runs. */
+/* Dequantizes two runs. */
 TARGET SL_INLINE void q6_k_runs(uint8_t *out, const uint8_t low[32], int low_shift, const uint8_t high[32],
                                 int high_shift, const float scales[2]) {
     codes first = either(take(codes_at(low), low_shift, 15), take(codes_at(high), high_shift - 4, 48));
@@ -292,14 +292,14 @@ TARGET SL_INLINE void restore_q6_k(const sl_q6_k *block, uint8_t *out) {
     }
 }
 
-/* 8 runs of 32, whose first 16 elements are in the low nibbles. x = (d * (scale - 32)) * table[code]. Scales have 6
- * bits: the low 4 of runs 2k and 2k + 1 share byte k of `low`, the high 2 of run k are bits 2k and 2k + 1 of `high`. */
+/* 8 runs of 32; the low nibbles hold the first 16 elements. x = (d * (scale - 32)) * table[code]. Scales have 6 bits:
+ * the low 4 of runs 2k and 2k + 1 share byte k of `low`, and the high 2 of run k are bits 2k and 2k + 1 of `high`. */
 typedef struct sl_iq4_xs {
     uint8_t d[2], high[2], low[4], codes[128];
 } sl_iq4_xs;
 _Static_assert(sizeof(sl_iq4_xs) == 136, "blocks have no padding in files");
 
-/* The nibbles of a word as bytes, and its pairs of bits. */
+/* Spreads the nibbles of a word, or its pairs of bits, over bytes. */
 SL_INLINE uint64_t nibbles_apart(uint32_t word) {
     uint64_t apart = word;
     apart = (apart | apart << 16) & UINT64_C(0x0000ffff0000ffff);
@@ -322,7 +322,7 @@ TARGET SL_INLINE void restore_iq4_xs(const sl_iq4_xs *block, uint8_t *out) {
         restore_table(block->codes + 16 * run, IQ4_TABLE, scales[run], out);
 }
 
-/* ---- types in headers of their own, in the same words ---- */
+/* ---- types in headers of their own, which use the functions above ---- */
 
 #include "kernels/dequant_iq.h"
 #include "kernels/dequant_ternary.h"

@@ -1,4 +1,4 @@
-/* Blocks of ggml to f32 with AVX2: eight values in a register. */
+/* Dequantization of ggml blocks with AVX2: eight values per register. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 
@@ -16,7 +16,7 @@ TARGET SL_INLINE codes spread(uint16_t bits, int8_t weight) {
     return _mm_and_si128(_mm_cmpeq_epi8(own, bit), _mm_set1_epi8(weight));
 }
 
-/* The first eight codes, times a scale. */
+/* Multiplies the first eight codes by a scale. */
 TARGET SL_INLINE __m256 products(codes all, __m256 scale) {
     return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)), scale);
 }

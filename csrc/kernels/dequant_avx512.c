@@ -1,4 +1,4 @@
-/* Blocks of ggml to f32 with AVX-512: sixteen values in a register. */
+/* Dequantization of ggml blocks with AVX-512: sixteen values per register. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 
@@ -21,7 +21,7 @@ TARGET SL_INLINE void put_plus(uint8_t *out, codes all, float scale, float more)
     _mm512_storeu_ps(out, _mm512_add_ps(products(all, scale), _mm512_set1_ps(more)));
 }
 
-/* One register holds the 16 values that a block can have. */
+/* A register holds the 16 values that a block can have. */
 TARGET SL_INLINE void choose(uint8_t *out, codes all, __m512 values) {
     _mm512_storeu_ps(out, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(all), values));
 }

@@ -1,27 +1,29 @@
-/* Blocks of ggml's IQ types to f32, in the words of dequant.h, the only file that includes this: super-blocks of 256
- * whose codes are indices into grids (iq_grids.h).
+/* Dequantization of ggml's IQ types, in terms of dequant.h, which includes this file: super-blocks of 256 with codes
+ * that are indices into grids (iq_grids.h).
  *
- * d has 11 bits, a scale at most 5 and a value at most 6: no product is ever rounded, and their order is free. Hence d
- * takes the halves and eighths of ggml's formulas first, and scales and values are integers. */
+ * d has 11 bits, a scale at most 5 and a value at most 6, so that no product is ever rounded and their order is free.
+ * Hence the halves and eighths of ggml's formulas are applied to d first, and scales and values are integers. */
 #ifndef SL_DEQUANT_IQ_H
 #define SL_DEQUANT_IQ_H
 
 #include "kernels/iq_grids.h"
 #include "kernels/scalar.h"
 
-/* 16 codes of 2 or 3 bits by their values, negative where the bit of `signs` is set: the table has those from 8 on. */
+/* Stores the values of 16 codes of 2 or 3 bits, negative if the bit of `signs` is set: entries from 8 on are negatives.
+ */
 TARGET SL_INLINE void put_signed(uint8_t *out, const int8_t table[16], uint64_t low, uint64_t high, uint16_t signs,
                                  float scale) {
     put_from(out, table, either(codes_of(low, high), spread(signs, 8)), scale);
 }
 
-/* d * (2 * scale + 1) of scales that are nibbles: those in low nibbles of 8 bytes, then those in high ones. */
+/* d * (2 * scale + 1) for scales in nibbles: first the low nibbles of 8 bytes, then the high nibbles. */
 TARGET SL_INLINE void odd_scales(float scales[16], uint64_t nibbles, float d) {
     const uint64_t one = UINT64_C(0x0101010101010101), nibble = UINT64_C(0x0f0f0f0f0f0f0f0f);
     scales_of(scales, codes_of((nibbles & nibble) << 1 | one, (nibbles >> 4 & nibble) << 1 | one), d);
 }
 
-/* Eight signs are stored as seven: their number of minuses is even. Adds the eighth to the low seven of each byte. */
+/* Eight signs are stored as seven bits, because the number of minus signs is even. Adds the eighth to the low seven
+ * bits of each byte. */
 SL_INLINE uint64_t with_eighth(uint64_t signs) {
     uint64_t odd = signs ^ signs >> 4;
     odd ^= odd >> 2;
@@ -29,13 +31,13 @@ SL_INLINE uint64_t with_eighth(uint64_t signs) {
     return signs | (odd & UINT64_C(0x0101010101010101)) << 7;
 }
 
-/* The signs of 32 elements out of four times seven. */
+/* Returns the signs of 32 elements from four times seven bits. */
 SL_INLINE uint32_t signs_of(uint32_t word) {
     uint32_t sevens = (word & 0x7f) | (word & 0x3f80) << 1 | (word & 0x1fc000) << 2 | (word & 0xfe00000) << 3;
     return (uint32_t)with_eighth(sevens);
 }
 
-/* d * (2 * scale + 1) of a scale in the high 4 bits of a word. */
+/* d * (2 * scale + 1) for a scale in the high 4 bits of a word. */
 SL_INLINE float top_scale(uint32_t word, float d) { return (float)(int32_t)(word >> 27 | 1) * d; }
 
 /* 8 runs of 32: four indices, then 28 bits of signs and 4 of the scale. x = (d * (2 * scale + 1) / 8) * value. */
@@ -56,8 +58,8 @@ TARGET SL_INLINE void restore_iq2_xxs(const sl_iq2_xxs *block, uint8_t *out) {
     }
 }
 
-/* 16 runs of 16, scales of 4 bits: the low nibble of byte k is that of run 2k. Each 8 elements have an index of 9 bits
- * and 7 of signs. x = (d * (2 * scale + 1) / 8) * value. */
+/* 16 runs of 16, scales of 4 bits: the low nibble of byte k belongs to run 2k. Each 8 elements have an index of 9 bits
+ * and signs of 7 bits. x = (d * (2 * scale + 1) / 8) * value. */
 typedef struct sl_iq2_xs {
     uint8_t d[2], codes[64], scales[8];
 } sl_iq2_xs;
@@ -76,7 +78,8 @@ TARGET SL_INLINE void restore_iq2_xs(const sl_iq2_xs *block, uint8_t *out) {
     }
 }
 
-/* Like IQ2_XS, with indices of 10 bits, the high two of four in a byte of `high`, and all signs. */
+/* Like IQ2_XS, with indices of 10 bits, of which a byte of `high` holds the high two for four indices, and with all
+ * signs. */
 typedef struct sl_iq2_s {
     uint8_t d[2], low[32], signs[32], high[8], scales[8];
 } sl_iq2_s;
@@ -96,7 +99,7 @@ TARGET SL_INLINE void restore_iq2_s(const sl_iq2_s *block, uint8_t *out) {
     }
 }
 
-/* 8 runs of 32, an index for 4 elements. 28 bits of signs and 4 of the scale for a run are apart from the indices.
+/* 8 runs of 32, with an index for 4 elements. 28 bits of signs and 4 of the scale of a run are apart from the indices.
  * x = (d * (2 * scale + 1) / 4) * value. */
 typedef struct sl_iq3_xxs {
     uint8_t d[2], codes[64], signs[32];
@@ -119,14 +122,14 @@ TARGET SL_INLINE void restore_iq3_xxs(const sl_iq3_xxs *block, uint8_t *out) {
     }
 }
 
-/* 8 runs of 32, an index of 9 bits for 4 elements, the ninth in `high`. Scales have 4 bits: the low nibble of byte k is
- * that of run 2k. x = (d * (2 * scale + 1)) * value. */
+/* 8 runs of 32, with an index of 9 bits for 4 elements; `high` holds the ninth bits. Scales have 4 bits: the low nibble
+ * of byte k belongs to run 2k. x = (d * (2 * scale + 1)) * value. */
 typedef struct sl_iq3_s {
     uint8_t d[2], low[64], high[8], signs[32], scales[4];
 } sl_iq3_s;
 _Static_assert(sizeof(sl_iq3_s) == 110, "blocks have no padding in files");
 
-/* The codes of 8 elements. */
+/* Returns the codes of 8 elements. */
 SL_INLINE uint64_t iq3_s_codes(const uint8_t low[2], unsigned high) {
     return both(sl_grid_iq3_s[low[0] | (high << 8 & 0x100)], sl_grid_iq3_s[low[1] | (high << 7 & 0x100)]);
 }
@@ -145,12 +148,13 @@ TARGET SL_INLINE void restore_iq3_s(const sl_iq3_s *block, uint8_t *out) {
     }
 }
 
-/* The codes of 8 elements: bits 0 to 2 of `high` belong to the index, `minus` (0 or 1) says whether to subtract. */
+/* Returns the codes of 8 elements. Bits 0 to 2 of `high` belong to the index; `minus` (0 or 1) is whether to subtract.
+ */
 SL_INLINE uint64_t iq1_codes(uint8_t low, unsigned high, unsigned minus) {
     return sl_grid_iq1[low | (high << 8 & 0x700)] | minus * UINT64_C(0x0808080808080808);
 }
 
-/* 8 runs of 32, each with a word in `high`: 3 bits of the index for each 8 elements, 3 of the scale, and whether to
+/* 8 runs of 32, each with a word in `high`: 3 bits of the index per 8 elements, 3 bits of the scale, and whether to
  * subtract. x = (d * (2 * scale + 1) / 8) * value. */
 typedef struct sl_iq1_s {
     uint8_t d[2], low[32], high[16];
@@ -170,9 +174,9 @@ TARGET SL_INLINE void restore_iq1_s(const sl_iq1_s *block, uint8_t *out) {
     }
 }
 
-/* 16 runs of 16, each with a byte in `high`: for each 8 elements 3 bits of the index, and whether to subtract. The four
- * words of `scales` have scales of 3 bits for four runs each, and in their top nibbles d. x = (d * (2 * scale + 1) / 8)
- * * value. */
+/* 16 runs of 16, each with a byte in `high`: per 8 elements 3 bits of the index, and whether to subtract. Each of the
+ * four words of `scales` holds four scales of 3 bits, and a nibble of d at the top. x = (d * (2 * scale + 1) / 8) *
+ * value. */
 typedef struct sl_iq1_m {
     uint8_t low[32], high[16], scales[8];
 } sl_iq1_m;

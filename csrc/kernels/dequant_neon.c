@@ -1,4 +1,4 @@
-/* Blocks of ggml to f32 with NEON: four values in a register. */
+/* Dequantization of ggml blocks with NEON: four values per register. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 

@@ -1,7 +1,7 @@
-/* Blocks of ggml to f32 in scalar C: the reference for all tiers.
+/* Dequantization of ggml blocks in scalar C: the reference for all tiers.
  *
- * The speed comes from loops that compilers vectorize: their lengths are constants, their bodies apply one operation to
- * adjacent bytes or floats, and shifts are constants after inlining. */
+ * The loops are written for vectorizing compilers: constant lengths, a single operation on adjacent bytes or floats per
+ * body, and shifts that are constants after inlining. */
 #include "kernels/convert.h"
 #include "kernels/scalar.h"
 
@@ -18,7 +18,7 @@ SL_INLINE codes codes_at(const void *bytes) {
     return all;
 }
 
-/* In one store each where they can be: compilers join single bytes only after they have taken the words apart. */
+/* A single store per word if possible, because compilers join single bytes only after they have split the words. */
 SL_INLINE codes codes_of(uint64_t low, uint64_t high) {
     codes all;
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
@@ -73,7 +73,7 @@ SL_INLINE void scales_of(float floats[16], codes all, float factor) {
     for (size_t l = 0; l < 16; l++) floats[l] = (float)all.at[l] * factor;
 }
 
-/* Stores 16 values in one copy: compilers do not vectorize stores of single bytes. */
+/* Stores 16 values in a single copy, because compilers do not vectorize stores of single bytes. */
 SL_INLINE void store_all(uint8_t *out, const float values[16]) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
     for (size_t l = 0; l < 16; l++) store_float(out, l, values[l]);

@@ -1,5 +1,5 @@
-/* Sixteen codes in a register of x86: shared by AVX2 and AVX-512, which differ in how they make f32 of them. The
- * including file defines TARGET. */
+/* Sixteen codes in an x86 register, shared by AVX2 and AVX-512, which convert codes to f32 differently. The including
+ * file defines TARGET. */
 #ifndef SL_DEQUANT_X86_H
 #define SL_DEQUANT_X86_H
 

@@ -1,4 +1,4 @@
-/* Differences of two runs of numbers, block by block. */
+/* Differences between two runs of numbers, block by block. */
 #include "kernels/difference.h"
 
 #include "kernels/tier.h"
@@ -13,14 +13,14 @@ static double total(const double lanes[LANES]) {
     return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
 }
 
-/* A run on its way through the blocks. */
+/* The state of a run. */
 typedef struct run {
     sl_difference_fn add;
     sl_difference_lanes sums;
     sl_difference *found;
 } run;
 
-/* Adds a block, whose first element is `first` of the run. */
+/* Adds a block that begins at element `first` of the run. */
 static void add_block(run *self, const double *a, const double *b, size_t count, uint64_t first) {
     double largest = self->add(a, b, count, &self->sums);
     if (!(largest > self->found->largest)) return;
@@ -30,7 +30,7 @@ static void add_block(run *self, const double *a, const double *b, size_t count,
     self->found->at = first + i;
 }
 
-/* Copies a block without the elements of which one is not finite: both are 0 there. */
+/* Adds a copy of a block in which pairs with NaN or infinity are replaced by 0. */
 static void add_finite(run *self, const double *a, const double *b, size_t count, uint64_t first) {
     double x[BLOCK], y[BLOCK];
     for (size_t i = 0; i < count; i++) {
@@ -44,7 +44,7 @@ static void add_finite(run *self, const double *a, const double *b, size_t count
     add_block(self, x, y, count, first);
 }
 
-/* Elements [first, first + count) as f64; `spare` holds them where they are f32. */
+/* Elements [first, first + count) as f64, in `spare` if they are f32. */
 static const double *doubles(int32_t dtype, const void *values, uint64_t first, size_t count, double *spare) {
     if (dtype == SL_F64) return (const double *)values + first;
     const float *floats = (const float *)values + first;

@@ -1,14 +1,14 @@
-/* Differences of two runs of f64, in terms of eight f64 at a time. Only the files of the tiers include this, hence no
- * prefix. Each defines before:
+/* Differences between two runs of f64, in vectors of eight f64. Included only by the files of the tiers, hence no
+ * prefix. The including file must define:
  *
  *   TARGET               marks functions of its instruction set
  *   KERNEL               the name of the kernel
  *   lanes                8 f64
- *   lanes_at(values)     those in memory
- *   put(out, lanes)      stores them
+ *   lanes_at(values)     loads from memory
+ *   put(out, lanes)      stores to memory
  *   plus(a, b), less(a, b), times(a, b), larger(a, b)
  *   size_of(lanes)       |x|
- *   ones(lanes)          1.0 where it is not zero, otherwise 0 */
+ *   ones(lanes)          1.0 if the lane is not zero, otherwise 0 */
 #ifndef SL_DIFFERENCE_LANES_H
 #define SL_DIFFERENCE_LANES_H
 

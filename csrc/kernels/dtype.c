@@ -39,8 +39,8 @@ static const sl_dtype_info TABLE[SL_DTYPE_LIMIT] = {
     BLOCK(SL_Q5_0, "Q5_0", "q5_0", 32, 22, 0, 1),
     BLOCK(SL_Q5_1, "Q5_1", "q5_1", 32, 24, 0, 2),
     BLOCK(SL_Q8_0, "Q8_0", "q8_0", 32, 34, 0, 1),
-    /* The size that gguf-py gives. ggml itself now uses 36 bytes, but never stores this type: it holds intermediate
-     * products. */
+    /* The size in gguf-py. ggml itself now uses 36 bytes, but never stores this type: it is for intermediate products.
+     */
     BLOCK(SL_Q8_1, "Q8_1", "q8_1", 32, 40, 0, 0),
     BLOCK(SL_Q2_K, "Q2_K", "q2_k", 256, 84, 80, 2),
     BLOCK(SL_Q3_K, "Q3_K", "q3_k", 256, 110, 108, 1),

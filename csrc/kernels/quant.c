@@ -1,4 +1,4 @@
-/* Quantization: functions that need no instruction set, and int8 in memory. */
+/* Quantization: functions without special instructions, and int8 in memory. */
 #include "kernels/quant.h"
 
 #include "kernels/tier.h"
@@ -19,7 +19,7 @@ uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
     return first;
 }
 
-/* ---- the same in memory, for tests and benches ---- */
+/* ---- the kernels in memory, for tests and benches ---- */
 
 int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count, uint32_t *bits) {
     if (!sl_tier_available(tier)) return SL_E_ARGUMENT;

@@ -1,11 +1,11 @@
-/* Quantization. Scalar C is the reference; every other tier gives the same bits.
+/* Quantization. Scalar C is the reference; every other tier produces the same bits.
  *
  * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0; to SL_Q4_1,
- * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only; to SL_Q4_K, SL_Q5_K and SL_Q6_K (quant_k.h). The way back is
- * in dequant.h. Each block of SL_QK elements has its own scale d, an f16. d is not finite exactly where an element is
- * not finite or f16 cannot hold the scale: sl_blocks_finite finds such blocks, whose codes are meaningless.
+ * SL_Q5_0 and SL_Q5_1 (ggml's rounding) in scalar C only; to SL_Q4_K, SL_Q5_K and SL_Q6_K (quant_k.h). Dequantization
+ * is in dequant.h. Each block of SL_QK elements has its own scale d, an f16. d is NaN or infinite if and only if an
+ * element is, or the scale does not fit into f16: sl_blocks_finite finds such blocks, and their codes are meaningless.
  *
- * int8 has one scale for a tensor or a channel and therefore takes two passes: the largest |x|, then the codes.
+ * int8 has a scale for a tensor or a channel and therefore takes two passes: the largest |x|, then the codes.
  */
 #ifndef SL_QUANT_H
 #define SL_QUANT_H
@@ -15,7 +15,7 @@
 /* Elements in a block, QK4_0 and QK8_0 of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h */
 #define SL_QK ((size_t)32)
 
-/* Value j is (low nibble of codes[j] - 8) * d, value j + 16 the same with the high nibble. */
+/* Value j is (low nibble of codes[j] - 8) * d; value j + 16 uses the high nibble. */
 typedef struct sl_q4_0 {
     uint8_t d[2]; /* f16 */
     uint8_t codes[16];
@@ -27,13 +27,13 @@ typedef struct sl_q8_0 {
     int8_t codes[32];
 } sl_q8_0;
 
-/* Value j is (low nibble of codes[j]) * d + m, value j + 16 the same with the high nibble. */
+/* Value j is (low nibble of codes[j]) * d + m; value j + 16 uses the high nibble. */
 typedef struct sl_q4_1 {
     uint8_t d[2], m[2]; /* f16 */
     uint8_t codes[16];
 } sl_q4_1;
 
-/* As sl_q4_0 and sl_q4_1, with codes of five bits, (code - 16) * d and code * d + m: the fifth bit of code j is bit j
+/* Like sl_q4_0 and sl_q4_1 with codes of five bits, (code - 16) * d and code * d + m: the fifth bit of code j is bit j
  * of `high`. */
 typedef struct sl_q5_0 {
     uint8_t d[2], high[4], codes[16];
@@ -55,8 +55,8 @@ typedef struct sl_q5_k {
     uint8_t d[2], dmin[2], scales[12], high[32], codes[128];
 } sl_q5_k;
 
-/* 16 runs of 16, scales of 8 bits. x = (d * scale) * (code - 32). For each half of 128 elements `low` has the low 4
- * bits (elements 64 apart share a byte), `high` the others (elements 32 apart). */
+/* 16 runs of 16, scales of 8 bits. x = (d * scale) * (code - 32). For each half of 128 elements, `low` has the low 4
+ * bits (elements 64 apart share a byte) and `high` the high 2 bits (elements 32 apart). */
 typedef struct sl_q6_k {
     uint8_t low[128], high[64];
     int8_t scales[16];
@@ -67,24 +67,23 @@ _Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1)
                    sizeof(sl_q5_1) == 24 && sizeof(sl_q4_k) == 144 && sizeof(sl_q5_k) == 176 && sizeof(sl_q6_k) == 210,
                "blocks have no padding in files");
 
-/* The f32 bits of infinity. Without the sign, the bits of infinity and NaN are not below this: as integers, NaN >
- * infinity > finite. */
+/* The f32 bits of infinity. As integers without the sign, the bits order as NaN > infinity > finite. */
 #define SL_F32_INFINITY 0x7f800000u
 
 /* The scale of a block with NaN or infinity: the bits of a NaN in f16. */
 #define SL_NOT_FINITE 0x7e00
 
-/* The largest scale whose inverse f32 cannot hold: 2^128 is infinity, and the inverse of the next larger scale, 2^-128
- * + 2^-149, is finite. */
+/* The largest scale without an inverse in f32: 2^128 is infinity, while the inverse of the next larger scale, 2^-128 +
+ * 2^-149, is finite. */
 #define SL_SCALE_WITHOUT_INVERSE 0x1p-128f
 
-/* trunc(x + copysign(SL_BELOW_HALF, x)) rounds half away from zero, for every f32. One half itself would not do: the
+/* trunc(x + copysign(SL_BELOW_HALF, x)) rounds half away from zero for every f32. One half itself would fail: the
  * largest f32 below 0.5, plus 0.5, rounds to 1. */
 #define SL_BELOW_HALF 0x1.fffffep-2f
 
-/* f32 and 16-bit elements have any alignment and the byte order of files; factors and `absmax` have this machine's. */
+/* f32 and 16-bit elements have any alignment and file byte order; factors and `absmax` have this machine's. */
 typedef struct sl_quant {
-    /* f32 bits of the largest |x|, 0 when count is 0; not below SL_F32_INFINITY when some x is not finite. */
+    /* f32 bits of the largest |x|; 0 if count is 0; SL_F32_INFINITY or more if some x is NaN or infinite. */
     uint32_t (*absmax_f32)(const void *source, size_t count);
     uint32_t (*absmax_bf16)(const void *source, size_t count);
     uint32_t (*absmax_f16)(const void *source, size_t count);
@@ -96,7 +95,7 @@ typedef struct sl_quant {
 } sl_quant;
 
 extern const sl_quant sl_quant_scalar;
-extern const sl_quant sl_quant_avx2; /* each exists only where isa.h has it; NULL where the tier below is as fast */
+extern const sl_quant sl_quant_avx2; /* each exists only if isa.h defines it; NULL if the tier below is as fast */
 extern const sl_quant sl_quant_avx512;
 extern const sl_quant sl_quant_neon;
 

@@ -6,7 +6,7 @@
 #define TARGET SL_AVX2
 #define SPLAT _mm256_set1_ps
 
-/* 32 elements: four registers of f32, one of int8, one block. */
+/* 32 elements: four registers of f32, a register of int8, a block. */
 #define STEP ((size_t)32)
 
 /* Register k of 32 f32. */
@@ -39,7 +39,7 @@ TARGET static uint32_t sl_absmax_f32_avx2(const void *source, size_t count) {
     return absmax;
 }
 
-/* The largest of the first count / 64 * 64 16-bit floats, ignoring signs. */
+/* Returns the largest of the first count / 64 * 64 16-bit floats, ignoring signs. */
 TARGET static uint16_t absmax_half(const uint8_t *in, size_t count) {
     const __m256i magnitude = _mm256_set1_epi16(0x7fff);
     __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
@@ -86,16 +86,18 @@ TARGET static void sl_absmax_each_avx2(const void *source, uint32_t *absmax, siz
 
 /* ---- int8 ---- */
 
-/* Rounded half away from zero; 0x80000000 for values out of range, of either sign. */
+/* Rounds half away from zero; values out of range, of either sign, become 0x80000000. */
 TARGET static __m256i round_away(__m256 value) {
     __m256 sign = _mm256_and_ps(value, _mm256_set1_ps(-0.0f));
     return _mm256_cvttps_epi32(_mm256_add_ps(value, _mm256_or_ps(sign, _mm256_set1_ps(SL_BELOW_HALF))));
 }
 
-/* The minimum with NaN is the second argument, 127; values far below -128 become 0x80000000, which packs saturates. */
+/* The minimum with a NaN is the second argument, 127; values far below -128 become 0x80000000, which packs saturates.
+ */
 TARGET static __m256i int8_codes(__m256 value) { return round_away(_mm256_min_ps(value, _mm256_set1_ps(127.0f))); }
 
-/* 32 values, saturated. packs works within 128-bit lanes; the permutation restores the order of the eighths. */
+/* Packs 32 values with saturation. packs works within 128-bit lanes; the permutation restores the order of the eighths.
+ */
 TARGET static __m256i pack_int8(__m256i a, __m256i b, __m256i c, __m256i d) {
     __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
     return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -139,7 +141,7 @@ const sl_quant sl_quant_avx2 = {
 
 /* ---- f32 to blocks ---- */
 
-/* Lane k of the result is the largest lane of the k-th argument. */
+/* Lane k of the result is the largest lane of argument k. */
 TARGET static __m128i largest_of_each(__m256i v0, __m256i v1, __m256i v2, __m256i v3) {
     __m256i a = _mm256_max_epi32(_mm256_unpacklo_epi32(v0, v1), _mm256_unpackhi_epi32(v0, v1));
     __m256i b = _mm256_max_epi32(_mm256_unpacklo_epi32(v2, v3), _mm256_unpackhi_epi32(v2, v3));
@@ -160,13 +162,13 @@ TARGET static __m256i absmax_lanes(const uint8_t *x) {
     return _mm256_max_epi32(a, b);
 }
 
-/* Bits of the largest |x| of each of four blocks. */
+/* Returns the bits of the largest |x| of each of four blocks. */
 TARGET static __m128i absmax_of_blocks(const uint8_t *in) {
     return largest_of_each(absmax_lanes(in), absmax_lanes(in + BLOCK), absmax_lanes(in + 2 * BLOCK),
                            absmax_lanes(in + 3 * BLOCK));
 }
 
-/* The low bytes of 16 words in [0, 255], which packs has left in the order 0-3, 8-11 | 4-7, 12-15. */
+/* Returns the low bytes of 16 words in [0, 255], which packs leaves in the order 0-3, 8-11 | 4-7, 12-15. */
 TARGET static __m128i bytes_of_words(__m256i words) {
     __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     return _mm_shuffle_epi32(bytes, 0xd8);
@@ -176,7 +178,7 @@ TARGET static __m256i scaled(const uint8_t *in, int k, __m256 inverse) {
     return round_away(_mm256_mul_ps(load_f32(in, k), inverse));
 }
 
-/* |x * inverse| < 7.5 in every block that gets here, so that no clamping is needed. */
+/* |x * inverse| < 7.5 in every block that gets here, so clamping is not needed. */
 TARGET static __m128i nibbles_absmax(const uint8_t *in, __m256 inverse) {
     __m256i low = _mm256_packs_epi32(scaled(in, 0, inverse), scaled(in, 1, inverse));
     __m256i high = _mm256_packs_epi32(scaled(in, 2, inverse), scaled(in, 3, inverse));
@@ -208,7 +210,7 @@ TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
     return signed_max(most, lowest, in);
 }
 
-/* Truncated codes, from 0 to 16. */
+/* Returns truncated codes, from 0 to 16. */
 TARGET static __m256i truncated(const uint8_t *in, int k, __m256 inverse) {
     return _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(load_f32(in, k), inverse), _mm256_set1_ps(8.5f)));
 }

@@ -1,5 +1,5 @@
-/* Quantization with AVX-512, only where it beats AVX2 by 1.2x with the data in cache: otherwise memory is the limit.
- * quant_avx2.c explains the rest. */
+/* Quantization with AVX-512, only if it is clearly faster than AVX2 with the data in cache; otherwise memory is the
+ * limit. quant_avx2.c explains the rest. */
 #include "kernels/quant_x86.h"
 
 #ifdef SL_X86
@@ -14,14 +14,14 @@ TARGET static __m512i load_bits(const uint8_t *source, int k) { return _mm512_lo
 
 /* ---- int8 ---- */
 
-/* Rounded half away from zero; 0x80000000 for values out of range, of either sign. 0xf8: a | (b & c). */
+/* Rounds half away from zero; values out of range, of either sign, become 0x80000000. 0xf8: a | (b & c). */
 TARGET static __m512i round_away(__m512 value) {
     __m512i half = _mm512_castps_si512(_mm512_set1_ps(SL_BELOW_HALF)), sign = _mm512_set1_epi32((int)0x80000000u);
     half = _mm512_ternarylogic_epi32(half, _mm512_castps_si512(value), sign, 0xf8);
     return _mm512_cvttps_epi32(_mm512_add_ps(value, _mm512_castsi512_ps(half)));
 }
 
-/* As in quant_avx2.c. */
+/* Like int8_codes in quant_avx2.c. */
 TARGET static __m128i int8_codes(__m512 value) {
     return _mm512_cvtsepi32_epi8(round_away(_mm512_min_ps(value, _mm512_set1_ps(127.0f))));
 }
@@ -53,7 +53,7 @@ const sl_quant sl_quant_avx512 = {
 
 /* ---- f32 to blocks ---- */
 
-/* Lane k of the result is the largest lane of the k-th argument. */
+/* Lane k of the result is the largest lane of argument k. */
 TARGET static __m128i largest_of_each(__m512i v0, __m512i v1, __m512i v2, __m512i v3) {
     __m512i a = _mm512_max_epi32(_mm512_unpacklo_epi32(v0, v1), _mm512_unpackhi_epi32(v0, v1));
     __m512i b = _mm512_max_epi32(_mm512_unpacklo_epi32(v2, v3), _mm512_unpackhi_epi32(v2, v3));

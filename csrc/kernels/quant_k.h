@@ -1,23 +1,23 @@
-/* Quantization to the K-quants of ggml, for the tiers: eight runs of elements at a time, one in each lane. What a run
- * goes through is that of ggml's reference (quantize_row_q4_K_ref and the like without an importance matrix, in
- * https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c), step by step, each rounded to f32 and none fused, so
- * that the bytes are those of the reference compiled without contraction.
+/* Quantization to ggml's K-quants, for the tiers: eight runs of elements at a time, each in a lane. The steps are
+ * ggml's reference (quantize_row_q4_K_ref and others without an importance matrix, in
+ * https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c), each rounded to f32 and none fused, so that the
+ * bytes equal the reference compiled without contraction.
  *
- * Only the files of the tiers include this, hence no prefix. Each defines before:
+ * Included only by the files of the tiers, hence no prefix. The including file must define:
  *
  *   TARGET                  marks functions of its instruction set
  *   KERNEL(type)            the name of a kernel
  *   lanes                   8 f32
  *   truths                  8 truth values
  *   all_of(value)           the value in each lane
- *   lanes_at(values), put(out, lanes)   those of an array of 8
+ *   lanes_at(values), put(out, lanes)   load and store of an array of 8
  *   plus(a, b), minus(a, b), times(a, b), over(a, b)
  *   root(lanes)             square roots
  *   size_of(lanes)          |x|
- *   nearest(lanes)          rounded to an integer as ggml does, half to even, for |x| < 2^22
+ *   nearest(lanes)          rounded to an integer like ggml, half to even, for |x| < 2^22
  *   below(a, b), same(a, b) a < b, a == b
  *   both(p, q)              p and q
- *   choose(p, a, b)         a where p, otherwise b */
+ *   choose(p, a, b)         a if p, otherwise b */
 #ifndef SL_QUANT_K_H
 #define SL_QUANT_K_H
 
@@ -27,7 +27,7 @@
 #define SUPER 256
 #define LANES 8
 
-/* Below this ggml takes all elements of a run for zeros (GROUP_MAX_EPS). */
+/* Below this magnitude ggml treats all elements of a run as zeros (GROUP_MAX_EPS). */
 #define ALL_ZEROS 1e-15f
 
 TARGET SL_INLINE lanes within(lanes values, float least, float most) {
@@ -35,10 +35,10 @@ TARGET SL_INLINE lanes within(lanes values, float least, float most) {
     return choose(below(all_of(most), values), all_of(most), values);
 }
 
-/* Whether all elements of a super-block are. */
+/* Returns true if the super-block has no NaN or infinity. */
 SL_INLINE bool all_finite(const uint8_t *x) { return sl_quant_scalar.absmax_f32(x, SUPER) < SL_F32_INFINITY; }
 
-/* Eight runs: element i of each is in runs[i]. */
+/* Transposes eight runs: runs[i] holds element i of each. */
 TARGET SL_INLINE void transposed(const uint8_t *x, size_t length, lanes *runs) {
     for (size_t i = 0; i < length; i++) {
         float values[LANES];
@@ -49,19 +49,19 @@ TARGET SL_INLINE void transposed(const uint8_t *x, size_t length, lanes *runs) {
 
 /* ---- runs of 32 with a scale and a minimum: x = scale * code - minimum (make_qkx2_quants) ---- */
 
-/* How the scale of a run is searched for: codes from 0 to `most`; `steps` + 1 tries, in which the codes span
- * most + first + step * k of them. */
+/* The search for the scale of a run: codes go from 0 to `most`, and each of `steps` + 1 attempts spreads the range over
+ * most + first + step * k codes. */
 typedef struct search {
     float most, first, step;
     int steps;
 } search;
 
-/* What was found for eight runs. */
+/* The scales and minima of eight runs. */
 typedef struct affine_runs {
     lanes codes[32], scale, minimum;
 } affine_runs;
 
-/* The weighted error of codes. */
+/* Returns the weighted error of codes. */
 TARGET SL_INLINE lanes error_of(const lanes *x, const lanes *weights, const lanes *codes, lanes scale, lanes minimum) {
     lanes error = all_of(0.0f);
     for (size_t i = 0; i < 32; i++) {
@@ -136,13 +136,13 @@ SL_INLINE void pack_scales(uint8_t packed[12], size_t k, uint8_t scale, uint8_t 
     }
 }
 
-/* A scale in 63rds of the largest; out of range as ggml's conversion to a byte. */
+/* Returns a scale in 63rds of the largest scale; values out of range behave like ggml's conversion to a byte. */
 SL_INLINE uint8_t six_bits(float inverse, float value) {
     uint8_t code = (uint8_t)nearest_int(inverse * value);
     return code < 63 ? code : 63;
 }
 
-/* The codes of a super-block, and its scales. False where an element is not finite. */
+/* Sets the codes and scales of a super-block. Returns false if an element is NaN or infinite. */
 TARGET static bool quantize_affine(const uint8_t *x, const search *how, uint8_t d[2], uint8_t dmin[2],
                                    uint8_t packed[12], uint8_t codes[SUPER]) {
     if (!all_finite(x)) {
@@ -208,7 +208,7 @@ TARGET SL_INLINE void quantize_q5_k(const uint8_t *x, sl_q5_k *block) {
 
 /* ---- runs of 16 with a scale: x = scale * (code - 32) (make_qx_quants) ---- */
 
-/* Sums over codes, weighted by x^2: of x * code and code^2. */
+/* Sums x * code and code^2 over codes, weighted by x^2. */
 TARGET SL_INLINE void sums_of(const lanes *x, const lanes *codes, lanes *sum_xl, lanes *sum_l2) {
     *sum_xl = *sum_l2 = all_of(0.0f);
     for (size_t i = 0; i < 16; i++) {
@@ -218,7 +218,7 @@ TARGET SL_INLINE void sums_of(const lanes *x, const lanes *codes, lanes *sum_xl,
     }
 }
 
-/* The codes, from 0 to 63, and the scale of each of eight runs; codes are 0 where the scale is. */
+/* Returns the scale of each of eight runs and sets the codes, from 0 to 63; codes are 0 if the scale is 0. */
 TARGET static lanes find_linear(const lanes *x, lanes *codes) {
     const lanes zero = all_of(0.0f);
     lanes size = zero, largest = zero, tried[16], sum_xl, sum_l2;

@@ -34,19 +34,19 @@ SL_INLINE void put(float *out, lanes values) { memcpy(out, values.of, sizeof val
         return out;                                        \
     }
 
-/* Correctly rounded, as IEEE 754 has it: no function of the system's library. `value` is not negative. */
+/* Correctly rounded square root (IEEE 754), without the system's library. `value` must not be negative. */
 SL_INLINE float root_of(float value) {
-    double wide = (double)value; /* no subnormals */
+    double wide = (double)value; /* never subnormal */
     uint64_t bits;
     memcpy(&bits, &wide, sizeof bits);
     int32_t exponent = (int32_t)(bits >> 52) - 1023;
     if (bits == 0 || exponent > 127) return value;                              /* 0, infinity, NaN */
-    uint64_t mantissa = (bits & UINT64_C(0xfffffffffffff)) | UINT64_C(1) << 52; /* of which 24 bits are not 0 */
+    uint64_t mantissa = (bits & UINT64_C(0xfffffffffffff)) | UINT64_C(1) << 52; /* at most 24 significant bits */
     mantissa = mantissa >> 29 << (exponent & 1 ? 26 : 25);
-    uint64_t found = 0; /* the square root, of 25 bits: one more than an f32 has */
+    uint64_t found = 0; /* the square root, with 25 bits: one more than f32 has */
     for (uint64_t bit = UINT64_C(1) << 25; bit != 0; bit >>= 1)
         if ((found | bit) * (found | bit) <= mantissa) found |= bit;
-    if (found * found != mantissa) found += found & 1; /* more than half of the last place: not to the even one */
+    if (found * found != mantissa) found += found & 1; /* more than half of the last place, so not to even */
     return (float)found * float_of((uint32_t)((exponent - (exponent & 1)) / 2 - 24 + 127) << 23);
 }
 

@@ -4,7 +4,7 @@
 
 #ifdef SL_NEON
 
-/* 16 elements: four registers of f32, one of int8. */
+/* 16 elements: four registers of f32, a register of int8. */
 #define STEP ((size_t)16)
 /* Bytes of f32 in a block. */
 #define BLOCK (4 * SL_QK)
@@ -35,7 +35,7 @@ static uint32_t sl_absmax_f32_neon(const void *source, size_t count) {
     return absmax > rest ? absmax : rest;
 }
 
-/* The largest of the first count / 16 * 16 16-bit floats, ignoring signs. */
+/* Returns the largest of the first count / 16 * 16 16-bit floats, ignoring signs. */
 static uint16_t absmax_half(const uint8_t *in, size_t count) {
     const uint16x8_t magnitude = vdupq_n_u16(0x7fff);
     uint16x8_t a = vdupq_n_u16(0), b = a;
@@ -72,7 +72,7 @@ static void sl_absmax_each_neon(const void *source, uint32_t *absmax, size_t cou
 
 /* ---- int8 ---- */
 
-/* FCVTAS rounds half away from zero and saturates, FMINNM of a number and a quiet NaN is the number. */
+/* FCVTAS rounds half away from zero and saturates; FMINNM of a number and a quiet NaN is the number. */
 static int32x4_t int8_codes(float32x4_t value) { return vcvtaq_s32_f32(vminnmq_f32(value, vdupq_n_f32(127.0f))); }
 
 static int8x16_t pack_int8(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
@@ -132,13 +132,13 @@ static void store_f16(uint8_t *destination, float value) {
     memcpy(destination, &half, sizeof half);
 }
 
-/* Registers k and k + 1 as words. */
+/* Returns registers k and k + 1 as words. */
 static int16x8_t scaled(const uint8_t *x, int k, float32x4_t inverse) {
     int32x4_t low = vcvtaq_s32_f32(vmulq_f32(load_f32(x, k), inverse));
     return vcombine_s16(vmovn_s32(low), vmovn_s32(vcvtaq_s32_f32(vmulq_f32(load_f32(x, k + 1), inverse))));
 }
 
-/* |x * inverse| < 7.5 in every block that gets here, so that no clamping is needed. */
+/* |x * inverse| < 7.5 in every block that gets here, so clamping is not needed. */
 static void sl_f32_to_q4_0_absmax_neon(const void *source, void *destination, size_t count) {
     const int16x8_t offset = vdupq_n_s16(8 + 8 * 16);
     sl_q4_0 *block = destination;
@@ -173,7 +173,7 @@ static uint32_t most_negative(const uint8_t *x) {
     return bits > 0x80000000 ? bits & 0x7fffffff : 0;
 }
 
-/* Registers k and k + 1 as words, from 0 to 15. */
+/* Returns registers k and k + 1 as words, from 0 to 15. */
 static int16x8_t truncated(const uint8_t *x, int k, float32x4_t inverse) {
     const float32x4_t offset = vdupq_n_f32(8.5f);
     int32x4_t low = vcvtq_s32_f32(vaddq_f32(vmulq_f32(load_f32(x, k), inverse), offset));
@@ -181,8 +181,8 @@ static int16x8_t truncated(const uint8_t *x, int k, float32x4_t inverse) {
     return vminq_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)), vdupq_n_s16(15));
 }
 
-/* The scalar kernel takes blocks that are not finite or whose scale has no inverse, and those whose largest positive
- * and most negative elements have the same magnitude, so that the first one decides. */
+/* The scalar kernel takes blocks with NaN or infinity, blocks with a scale without an inverse, and blocks in which the
+ * largest positive and the most negative element have equal magnitudes, so that the order decides. */
 static void sl_f32_to_q4_0_neon(const void *source, void *destination, size_t count) {
     sl_q4_0 *block = destination;
     for (size_t b = 0; b < count / SL_QK; b++, block++) {

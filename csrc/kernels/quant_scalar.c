@@ -21,8 +21,8 @@ static uint32_t absmax_half(const void *source, size_t count) {
 
 static uint32_t sl_absmax_bf16_scalar(const void *source, size_t count) { return absmax_half(source, count) << 16; }
 
-/* All NaNs become one: quieted NaNs are not ordered by their codes, so that the maximum of a tensor would depend on how
- * it is partitioned. */
+/* All NaNs become the same NaN: quieted NaNs are not ordered by their codes, so the maximum of a tensor would depend on
+ * its partition. */
 static uint32_t sl_absmax_f16_scalar(const void *source, size_t count) {
     uint32_t absmax = absmax_half(source, count);
     return absmax > 0x7c00 ? 0x7fc00000 : f16_to_f32((uint16_t)absmax);
@@ -34,8 +34,8 @@ static void sl_absmax_each_scalar(const void *source, uint32_t *absmax, size_t c
 
 /* ---- int8 ---- */
 
-/* Rounded half away from zero; |value| < 2^31. A sum stored in a variable is rounded to f32 even where C computes in
- * f64 (FLT_EVAL_METHOD 1, GCC for s390x). */
+/* Rounds half away from zero; |value| must be < 2^31. A sum stored in a variable is rounded to f32 even if C computes
+ * in f64 (FLT_EVAL_METHOD 1, GCC for s390x). */
 static int32_t round_away(float value) {
     float sum = value + (value < 0.0f ? -SL_BELOW_HALF : SL_BELOW_HALF);
     return (int32_t)sum;
@@ -65,9 +65,9 @@ const sl_quant sl_quant_scalar = {
 
 /* ---- f32 to blocks ---- */
 
-/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zero: d is
- * 0 and every nibble 8. Only the stored d is rounded to f16: from 2^-25 down it becomes 0, while the codes, computed
- * from the f32, are not 0 but dequantize to 0. */
+/* d = absmax / 7 and 1 / d in f32. If 1 / d is infinite (absmax is 0, or below about 2^-125) the block is zero: d is 0
+ * and every nibble 8. Only the stored d is rounded to f16: from 2^-25 down it becomes 0, while the codes, which are
+ * computed from the f32, are not 0 but dequantize to 0. */
 static void q4_0_absmax_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -93,7 +93,7 @@ static void sl_f32_to_q4_0_absmax_scalar(const void *source, void *destination, 
     for (size_t b = 0; b < count / SL_QK; b++) q4_0_absmax_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* The first element with the largest |x|; +0 when all are zeros of either sign. */
+/* Returns the first element with the largest |x|; +0 if all are zeros of either sign. */
 static float signed_max(const uint8_t *x, uint32_t absmax) {
     if (absmax == 0) return 0.0f;
     size_t i = 0;
@@ -101,9 +101,9 @@ static float signed_max(const uint8_t *x, uint32_t absmax) {
     return float_of(load32(x, i));
 }
 
-/* The result of ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) compiled for x86, even for scales without an
- * inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is the code. A
- * block of zeros of either sign has scale -0. */
+/* Produces the result of ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) compiled for x86, even for scales
+ * without an inverse: x * infinity is then infinity or NaN, cvttps2dq turns both into 0x80000000, and the low byte is
+ * the code. A block of zeros of either sign has scale -0. */
 static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -128,7 +128,7 @@ static void sl_f32_to_q4_0_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q4_0_ggml_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* ggml's quantize_row_q8_0_ref; there too every code is 0 without an inverse (x * infinity, by cvttss2si). */
+/* ggml's quantize_row_q8_0_ref; without an inverse every code is 0 there too (x * infinity, by cvttss2si). */
 static void q8_0_block(const uint8_t *x, sl_q8_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -146,7 +146,7 @@ static void sl_f32_to_q8_0_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q8_0_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* Stores codes of five bits, the fifth bits separately. */
+/* Stores codes of five bits, with the fifth bits separate. */
 static void store_five_bits(const uint8_t codes[SL_QK], uint8_t high[4], uint8_t nibbles[16]) {
     uint32_t fifth = 0;
     for (size_t j = 0; j < 16; j++) {
@@ -156,7 +156,7 @@ static void store_five_bits(const uint8_t codes[SL_QK], uint8_t high[4], uint8_t
     store32(high, 0, fifth);
 }
 
-/* ggml's quantize_row_q5_0_ref. The comment on q4_0_ggml_block applies. */
+/* ggml's quantize_row_q5_0_ref; see q4_0_ggml_block. */
 static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -177,16 +177,16 @@ static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
     store_five_bits(codes, block->high, block->codes);
 }
 
-/* Sets `d` and `m` to the scale and minimum that map codes from 0 to `most` onto the range of the elements. False when
- * all codes are zero: all elements are equal, the scale has no inverse, the difference overflows (the scale is infinite
- * then), or some element is not finite (the scale is a NaN). */
+/* Sets `d` and `m` to the scale and minimum that map codes from 0 to `most` onto the range of the elements. Returns
+ * false if all codes are zero: all elements are equal, the scale has no inverse, the difference overflows (to an
+ * infinite scale), or an element is NaN or infinite (the scale is then a NaN). */
 static bool scale_of_range(const uint8_t *x, float most, uint8_t d[2], uint8_t m[2], float *least, float *inverse) {
     if (sl_absmax_f32_scalar(x, SL_QK) >= SL_F32_INFINITY) {
         store16(d, 0, SL_NOT_FINITE);
         return false;
     }
     float smallest = float_of(load32(x, 0)), largest = smallest;
-    for (size_t i = 1; i < SL_QK; i++) { /* between zeros of both signs the first wins */
+    for (size_t i = 1; i < SL_QK; i++) { /* of zeros with both signs, the first wins */
         float value = float_of(load32(x, i));
         if (value < smallest) smallest = value;
         if (value > largest) largest = value;
@@ -200,7 +200,7 @@ static bool scale_of_range(const uint8_t *x, float most, uint8_t d[2], uint8_t m
     return *inverse > 0.0f;
 }
 
-/* A code for scale_of_range; ggml adds a half and truncates. */
+/* Returns a code for scale_of_range; ggml adds a half and truncates. */
 static uint8_t code_in_range(const uint8_t *x, size_t i, float least, float inverse) {
     float above = float_of(load32(x, i)) - least, product = above * inverse, sum = product + 0.5f;
     return (uint8_t)(int32_t)sum;

@@ -1,5 +1,5 @@
-/* Shared by the block quantizers of AVX2 and AVX-512: from the largest elements of four blocks to their scales. No
- * other file includes this, hence no prefix. */
+/* Shared by the block quantizers of AVX2 and AVX-512: the scales of four blocks from their largest elements. Included
+ * only by these files, hence no prefix. */
 #ifndef SL_QUANT_X86_H
 #define SL_QUANT_X86_H
 
@@ -10,29 +10,28 @@
 
 /* Bytes of f32 in a block. */
 #define BLOCK (4 * SL_QK)
-/* Number of blocks that share reductions and divisions. Fewer go to the scalar kernel. */
+/* Number of blocks that share reductions and divisions. Smaller rests go to the scalar kernel. */
 #define GROUP ((size_t)4)
-/* Number of blocks whose scales are computed before any of their codes: a scale takes some 60 cycles from load to
- * inverse, which only other scales can hide (2.9 ns a block instead of 5.5). 4 KiB of f32 stay in the first-level
- * cache. */
+/* Number of blocks for which scales are computed before any codes: a scale has a long latency from load to inverse,
+ * which only other scales can hide. 4 KiB of f32 stay in the first-level cache. */
 #define BATCH ((size_t)32)
 
-/* Prefetches the block two batches ahead, if there is one: nothing is read while the codes of a batch are computed, and
- * the hardware prefetcher falls behind (10 ns a block from memory instead of 3.5). */
+/* Prefetches the block two batches ahead, if it exists: nothing is read while the codes of a batch are computed, and
+ * the hardware prefetcher falls behind. */
 static inline void fetch_ahead(const uint8_t *x) {
-    const char *line = (const char *)((uintptr_t)x + 2 * BLOCK * BATCH); /* past the end this has no effect */
+    const char *line = (const char *)((uintptr_t)x + 2 * BLOCK * BATCH); /* no effect past the end */
     _mm_prefetch(line, _MM_HINT_T0);
     _mm_prefetch(line + 64, _MM_HINT_T0);
 }
 
 static inline size_t batch(size_t blocks) { return blocks < BATCH ? blocks / GROUP * GROUP : BATCH; }
 
-/* Whether four largest |x| are all finite. */
+/* Returns whether all four largest |x| are finite. */
 SL_AVX2 static inline bool all_finite(__m128i absmax) {
     return _mm_movemask_epi8(_mm_cmpgt_epi32(absmax, _mm_set1_epi32((int)SL_F32_INFINITY - 1))) == 0;
 }
 
-/* Mask of the lanes whose scale has an inverse; `d` is the magnitude of the scale. */
+/* Returns a mask of lanes with invertible scales; `d` is the magnitude of the scale. */
 SL_AVX2 static inline __m128 invertible(__m128 d) {
     return _mm_cmp_ps(d, _mm_set1_ps(SL_SCALE_WITHOUT_INVERSE), _CMP_GT_OQ);
 }
@@ -50,8 +49,8 @@ SL_AVX2 static inline void store_f16(uint8_t *out, size_t block_bytes, __m128 d)
     memcpy(out + 3 * block_bytes, &halves[3], sizeof *halves);
 }
 
-/* The scales of four blocks and their inverses from the bits of their largest |x|. False when the scalar kernel must
- * take the blocks: here, when some element is not finite. */
+/* Computes the scales of four blocks and their inverses from the bits of their largest |x|. Returns false if the scalar
+ * kernel must take the blocks, because an element is NaN or infinite. */
 SL_AVX2 static inline bool scales_absmax(__m128i absmax, sl_q4_0 *out, float *inverses) {
     __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(7.0f)), invertible_lanes = invertible(d);
     store_inverses(inverses, d, invertible_lanes);
@@ -66,7 +65,7 @@ SL_AVX2 static inline bool scales_q8_0(__m128i absmax, sl_q8_0 *out, float *inve
     return all_finite(absmax);
 }
 
-/* The sign bit of the first element whose |x| has these bits. */
+/* Returns the sign bit of the first element with these bits of |x|. */
 static inline uint32_t sign_of_first(const uint8_t *in, uint32_t absmax) {
     uint32_t bits;
     do {
@@ -76,9 +75,9 @@ static inline uint32_t sign_of_first(const uint8_t *in, uint32_t absmax) {
     return bits & 0x80000000;
 }
 
-/* The largest |x| of each of four blocks, with the sign of the first element that has it; +0 for zeros. `most` are
- * their largest bits as i32, those of the largest positive if there is one, `lowest` as u32, those of the most negative
- * if there is one. Only where these two are equal in magnitude does the order of the elements matter. */
+/* Returns the largest |x| of each of four blocks with the sign of its first occurrence; +0 for zeros. `most` holds the
+ * largest bits as i32, which are the largest positive element if there is one; `lowest` the largest bits as u32, which
+ * are the most negative element if there is one. The order of elements matters only if both have equal magnitudes. */
 SL_AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uint8_t *in) {
     const __m128i zero = _mm_setzero_si128(), sign = _mm_set1_epi32((int)0x80000000u);
     __m128i positive = _mm_max_epi32(most, zero);
@@ -97,7 +96,7 @@ SL_AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uin
     return _mm_or_si128(absmax, signs);
 }
 
-/* The same from signed_max. The scalar kernel also takes scales that are not zero but have no inverse. */
+/* Like scales_absmax, from signed_max. The scalar kernel also takes nonzero scales without an inverse. */
 SL_AVX2 static inline bool scales_ggml(__m128i max, sl_q4_0 *out, float *inverses) {
     const __m128i magnitude = _mm_set1_epi32(0x7fffffff);
     __m128 d = _mm_mul_ps(_mm_castsi128_ps(max), _mm_set1_ps(-0.125f));
@@ -108,9 +107,9 @@ SL_AVX2 static inline bool scales_ggml(__m128i max, sl_q4_0 *out, float *inverse
     return all_finite(_mm_and_si128(max, magnitude)) && _mm_movemask_ps(_mm_or_ps(invertible_lanes, zero)) == 15;
 }
 
-/* Defines a kernel from f32 to blocks. In the including file TARGET marks functions of its instruction set and SPLAT
- * fills a register; `reduce` takes four blocks to what `scales` takes, and `store` writes the codes of one block. The
- * scalar kernel gets batches where `scales` returns false, and the last blocks. */
+/* Defines a kernel from f32 to blocks. In the including file, TARGET marks functions of its instruction set and SPLAT
+ * fills a register; `reduce` prepares four blocks for `scales`, and `store` writes the codes of a block. Batches for
+ * which `scales` returns false, and the last blocks, go to the scalar kernel. */
 #define BLOCK_QUANTIZER(name, block, dtype, reduce, scales, store)                                                  \
     TARGET static void name(const void *source, void *destination, size_t count) {                                  \
         const uint8_t *in = source;                                                                                 \

@@ -1,4 +1,4 @@
-/* Dequantization with AVX2: a table of 16 numbers is two registers. */
+/* Dequantization with AVX2: a table of 16 numbers takes two registers. */
 #include "kernels/isa.h"
 #include "kernels/restore.h"
 
@@ -51,14 +51,15 @@ TARGET static inline numbers scaled(numbers all, const sl_scaling *scaling, size
     return all;
 }
 
-/* Codes in the lowest 4 bits of the lanes, whatever is above them: the bit of value 8 chooses between the two halves of
- * the table. */
+/* Looks up codes in the lowest 4 bits of the lanes, ignoring higher bits: the bit of value 8 selects a half of the
+ * table. */
 TARGET static inline __m256 look_up(__m256i codes, numbers all) {
-    __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)); /* blendv looks at the highest bit */
+    __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)); /* blendv uses the highest bit */
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(all.low, codes), _mm256_permutevar8x32_ps(all.high, codes), upper);
 }
 
-/* Codes [0, count) with one scale. A word of 8 codes goes to 8 lanes, which each shift theirs to the lowest 4 bits. */
+/* Codes [0, count) with a single scale. A word of 8 codes is copied to 8 lanes, and each shifts its code to the lowest
+ * 4 bits. */
 TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool high_first, size_t count, numbers all,
                                       uint8_t *out) {
     __m256i by = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
@@ -78,7 +79,7 @@ TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool h
     if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
 }
 
-/* A table of 4 numbers is in every lane of both registers, so that it does not matter what is above the code. */
+/* A table of 4 numbers is repeated in both registers, so that the bits above the code do not matter. */
 TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, numbers all,
                                     uint8_t *out) {
     __m128i by = _mm_cvtsi32_si128(shift);
@@ -107,7 +108,7 @@ TARGET static inline void words_run(const uint8_t *words, int shift, size_t coun
     sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
 }
 
-/* The values of 8 columns of a row. */
+/* Returns the values of 8 columns of a row. */
 TARGET static inline __m256 grouped_row(const sl_grouped *all, size_t row) {
     size_t bits = (size_t)all->bits, shift = row * bits % 32, at = all->groups[row] * all->step;
     const uint8_t *words = all->words + row * bits / 32 * all->pitch;
@@ -125,7 +126,7 @@ TARGET static inline __m256 grouped_row(const sl_grouped *all, size_t row) {
     return value;
 }
 
-/* 4 values from value `at` of row i on, and as many of row i + 4. */
+/* Returns 4 values of row i, starting with value `at`, and 4 of row i + 4. */
 TARGET static inline __m256 halves(const float (*rows)[8], size_t i, size_t at) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[i] + at)), _mm_loadu_ps(rows[i + 4] + at), 1);
 }
@@ -136,8 +137,8 @@ TARGET static inline void put_both(uint8_t *out, size_t line, __m256 a, __m256 b
     store(out + line, _mm256_castpd_ps(_mm256_unpackhi_pd(first, second)));
 }
 
-/* 8 rows of 8 columns. They meet in memory, from which they come back by halves: a transposition in registers alone
- * would need more permutations. */
+/* Transposes 8 rows of 8 columns through memory, loading halves of registers: a transposition in registers alone would
+ * need more permutations. */
 TARGET static inline void square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
     float rows[8][8];
     for (size_t i = 0; i < 8; i++) _mm256_storeu_ps(rows[i], grouped_row(all, row + i));
@@ -151,8 +152,8 @@ TARGET static inline void square(const sl_grouped *all, size_t row, uint8_t *out
 
 #include "kernels/restore_lanes.h"
 
-/* Of the next eight values each set bit takes the one whose number is that of the set bits below it. Bits before a
- * whole byte and the last ones in scalar C. */
+/* Each set bit takes, from the next eight values, the value with the number of set bits below it. Scalar C takes the
+ * bits before a whole byte and the last bits. */
 TARGET static void sl_expand_avx2(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held,
                                   void *values) {
     static const uint8_t COUNTS[16] = {0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4};

@@ -1,4 +1,4 @@
-/* Dequantization with AVX-512: a table of 16 numbers is one register. */
+/* Dequantization with AVX-512: a table of 16 numbers takes a single register. */
 #include "kernels/isa.h"
 #include "kernels/restore.h"
 
@@ -25,8 +25,8 @@ TARGET static inline numbers scaled(numbers all, const sl_scaling *scaling, size
     return all;
 }
 
-/* Codes [0, count) with one scale. A word of 8 codes goes to 8 lanes, which each shift theirs to the lowest 4 bits: a
- * permutation looks at no others. */
+/* Codes [0, count) with a single scale. A word of 8 codes is copied to 8 lanes, and each shifts its code to the lowest
+ * 4 bits: a permutation ignores all other bits. */
 TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool high_first, size_t count, numbers all,
                                       uint8_t *out) {
     const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), two = _mm512_set1_epi32(2);
@@ -57,7 +57,7 @@ TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool h
     if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
 }
 
-/* A table of 4 numbers is in all quarters of the register, so that it does not matter what is above the code. */
+/* A table of 4 numbers is repeated in the register, so that the bits above the code do not matter. */
 TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, numbers all,
                                     uint8_t *out) {
     __m128i by = _mm_cvtsi32_si128(shift);
@@ -85,7 +85,7 @@ TARGET static inline void words_run(const uint8_t *words, int shift, size_t coun
     sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
 }
 
-/* The values of 16 columns of a row. */
+/* Returns the values of 16 columns of a row. */
 TARGET static inline __m512 grouped_row(const sl_grouped *all, size_t row) {
     size_t bits = (size_t)all->bits, shift = row * bits % 32, at = all->groups[row] * all->step;
     const uint8_t *words = all->words + row * bits / 32 * all->pitch;
@@ -102,7 +102,7 @@ TARGET static inline __m512 grouped_row(const sl_grouped *all, size_t row) {
     return value;
 }
 
-/* Lane k of the result: 4 values from value `at` of row i + 4 * k on. */
+/* Lane k of the result: 4 values of row i + 4 * k, starting with value `at`. */
 TARGET static inline __m512 quarters(const float (*rows)[16], size_t i, size_t at) {
     __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + at));
     all = _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 4] + at), 1);
@@ -110,8 +110,8 @@ TARGET static inline __m512 quarters(const float (*rows)[16], size_t i, size_t a
     return _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 12] + at), 3);
 }
 
-/* 16 rows of 16 columns. They meet in memory, from which they come back by lanes: a transposition in registers would
- * need twice as many permutations. */
+/* Transposes 16 rows of 16 columns through memory, loading lanes: a transposition in registers would need twice as many
+ * permutations. */
 TARGET static inline void square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
     float rows[16][16];
     for (size_t i = 0; i < 16; i++) _mm512_storeu_ps(rows[i], grouped_row(all, row + i));
@@ -130,7 +130,7 @@ TARGET static inline void square(const sl_grouped *all, size_t row, uint8_t *out
 
 #include "kernels/restore_lanes.h"
 
-/* Bits before a whole byte, and those after the last 16, in scalar C. */
+/* Scalar C takes the bits before a whole byte, and the bits after the last 16. */
 TARGET static void sl_expand_avx512(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held,
                                     void *values) {
     uint8_t *out = values;
@@ -147,7 +147,7 @@ TARGET static void sl_expand_avx512(const uint8_t *mask, size_t first, size_t co
     for (; i + 16 <= count; i += 16, bytes += 2) {
         __mmask16 bits = (__mmask16)(bytes[0] | bytes[1] << 8);
         size_t own = (size_t)_mm_popcnt_u32(bits);
-        /* The load of an expansion is slower, and only needed where others would read too far. */
+        /* An expanding load is slower, and only needed if a plain load would read too far. */
         __m512 some = held >= 16 ? _mm512_maskz_expand_ps(bits, _mm512_loadu_ps(next))
                                  : _mm512_maskz_expandloadu_ps(bits, next);
         _mm512_storeu_ps(out + 4 * i, some);

@@ -1,25 +1,25 @@
-/* Dequantization in terms of a vector of f32 and a table of 16 f32 in registers. Only the files of the tiers include
- * this, hence no prefix. Each defines before:
+/* Dequantization in terms of a vector of f32 and a table of 16 f32 in registers. Included only by the files of the
+ * tiers, hence no prefix. The including file must define:
  *
  *   TARGET                        marks functions of its instruction set
  *   NAME(stem)                    the name of a kernel
  *   WIDTH                         lanes of a vector
- *   lanes, load, store, same      a vector; from memory, to memory, with one number in all lanes
- *   minus, times, plus            of two vectors
+ *   lanes, load, store, same      a vector; from memory, to memory, with a number in all lanes
+ *   minus, times, plus            operations on two vectors
  *   square(all, row, out, line)   WIDTH rows of WIDTH columns of grouped codes, transposed
  *   numbers, load_numbers         a table of 16 numbers; from memory
  *   repeat_four(table)            a table of 4 numbers, 4 times
- *   scaled(numbers, scaling, at)  the numbers of a table for the codes of element `at` of a scaling
- *   nibbles_run, plane_run, words_run   codes [0, count) with one scale */
+ *   scaled(numbers, scaling, at)  the table's numbers for the codes of element `at` of a scaling
+ *   nibbles_run, plane_run, words_run   codes [0, count) with a single scale */
 #ifndef SL_RESTORE_LANES_H
 #define SL_RESTORE_LANES_H
 
 #include "kernels/restore.h"
 
-/* Scales that at least this many values share are applied to the table, not to the values. */
+/* A scale shared by at least this number of values is applied to the table instead of the values. */
 #define TABLE ((size_t)16)
 
-/* Values [0, count) with one scale; the scalar kernel takes the remainder. */
+/* Values [0, count) with a single scale; the scalar kernel takes the remainder. */
 TARGET static inline void scale_run(uint8_t *out, size_t count, const sl_scaling *one) {
     lanes factor = same(*one->scales), zero = same(one->zeros != NULL ? *one->zeros : 0);
     lanes bias = same(one->biases != NULL ? *one->biases : 0);

@@ -1,10 +1,10 @@
-/* Dequantization with NEON: a table of 16 numbers is four registers, which are looked up byte by byte. */
+/* Dequantization with NEON: a table of 16 numbers takes four registers, with byte by byte lookups. */
 #include "kernels/isa.h"
 #include "kernels/restore.h"
 
 #ifdef SL_NEON
 
-/* The four bytes of the number of each code in the low byte of a lane: 4 * code + (0, 1, 2, 3). */
+/* Indices of the four bytes of each number, from the code in the low byte of a lane: 4 * code + (0, 1, 2, 3). */
 static uint8x16_t places(uint32x4_t codes) {
     uint32x4_t spread = vmulq_n_u32(codes, 0x04040404u);
     return vreinterpretq_u8_u32(vaddq_u32(spread, vdupq_n_u32(0x03020100u)));
@@ -73,7 +73,7 @@ static void nibbles_run(const uint8_t *codes, size_t first, bool high_first, siz
     if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
 }
 
-/* A table of 4 numbers is that of 16 four times, so that no code of 2 bits reads beyond it. */
+/* A table of 4 numbers is repeated four times, so that codes of 2 bits never read beyond it. */
 static void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, numbers all, uint8_t *out) {
     uint8x8_t mask = vdup_n_u8((uint8_t)((1 << bits) - 1));
     int8x8_t by = vdup_n_s8((int8_t)-shift);
@@ -103,7 +103,7 @@ static void words_run(const uint8_t *words, int shift, size_t count, numbers all
     sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
 }
 
-/* The values of 4 columns of a row. */
+/* Returns the values of 4 columns of a row. */
 static inline float32x4_t grouped_row(const sl_grouped *all, size_t row) {
     size_t bits = (size_t)all->bits, shift = row * bits % 32, at = all->groups[row] * all->step;
     const uint8_t *words = all->words + row * bits / 32 * all->pitch;
@@ -120,7 +120,7 @@ static inline float32x4_t grouped_row(const sl_grouped *all, size_t row) {
     return value;
 }
 
-/* 4 rows of 4 columns, transposed. */
+/* Transposes 4 rows of 4 columns. */
 static inline void square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
     float rows[16];
     for (size_t i = 0; i < 4; i++) vst1q_f32(rows + 4 * i, grouped_row(all, row + i));

@@ -1,8 +1,8 @@
-/* Dequantization in scalar C: the definition. */
+/* Dequantization in scalar C: the reference for all tiers. */
 #include "kernels/restore.h"
 #include "kernels/scalar.h"
 
-/* Values [0, count) with one scale. */
+/* Values [0, count) with a single scale. */
 static void scale_run(void *values, size_t count, const sl_scaling *one) {
     for (size_t i = 0; i < count; i++) {
         float value = float_of(load32(values, i));
@@ -53,7 +53,7 @@ static void sl_grouped_scalar(const sl_grouped *codes, size_t begin, size_t end,
         const uint8_t *words = codes->words + row * bits / 32 * codes->pitch;
         for (size_t c = 0; c < columns; c++) {
             uint32_t code = load32(words, c) >> shift;
-            if (shift + bits > 32) code |= load32(words + codes->pitch, c) << (32 - shift); /* begins in one word */
+            if (shift + bits > 32) code |= load32(words + codes->pitch, c) << (32 - shift); /* spans two words */
             float value = codes->first + (float)(code & mask);
             if (codes->zeros != NULL) value -= codes->zeros[at + c];
             value *= codes->scales[at + c];
@@ -66,7 +66,7 @@ static void sl_grouped_scalar(const sl_grouped *codes, size_t begin, size_t end,
 static void sl_expand_scalar(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held,
                              void *values) {
     size_t i = 0;
-    /* Without a branch for each bit, which nothing foretells. */
+    /* No branch per bit, because the bits are unpredictable. */
     for (size_t at = 0; at < held && i < count; i++) {
         uint32_t bit = (uint32_t)mask[(first + i) / 8] >> (first + i) % 8 & 1;
         store32(values, i, load32(stored, at) & (0u - bit));
@@ -85,7 +85,7 @@ void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t coun
         available = 8 - (int)(first % 8);
     }
     size_t i = 0;
-    /* Eight codes fill `bits` bytes, and are taken out of as many as one load has, if these are codes too. */
+    /* Eight codes fill `bits` bytes, and are extracted from a single load if all of its bytes are codes too. */
     if (available == 0)
         for (; i + 8 <= count && (count - i) * (size_t)bits >= 64; i += 8, codes += bits) {
             uint64_t eight = sl_load_le64(codes);
@@ -134,12 +134,12 @@ uint64_t sl_restore_count_bits(const uint8_t *mask, uint64_t first, uint64_t cou
     for (; at + 8 <= last; at += 8) found += count_set(sl_load_le64(mask + at));
     for (; at < last; at++) found += count_set(mask[at]);
     if (end % 8 != 0) found += count_set(mask[last] & ((1u << end % 8) - 1));
-    return found - count_set(mask[first / 8] & ((1u << first % 8) - 1)); /* counted above */
+    return found - count_set(mask[first / 8] & ((1u << first % 8) - 1)); /* subtracts the bits before `first` */
 }
 
 size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8_t code) {
     const uint64_t ones = UINT64_C(0x0101010101010101);
-    uint64_t differing = (uint64_t)(code ^ 3) * ones; /* a pair of bits is `code` where pair ^ this is 3 */
+    uint64_t differing = (uint64_t)(code ^ 3) * ones; /* pair ^ differing is 3 if the pair is `code` */
     size_t i = 0;
     for (; i + 8 <= count; i += 8) {
         uint64_t pair = (sl_load_le64(bytes + i) >> shift & 3 * ones) ^ differing;

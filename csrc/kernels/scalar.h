@@ -1,11 +1,11 @@
-/* Element by element: loads, stores and 16-bit floats for the scalar kernels. No other file includes this, hence no
+/* Loads, stores and 16-bit floats for the scalar kernels, element by element. Included only by these kernels, hence no
  * prefix. */
 #ifndef SL_SCALAR_H
 #define SL_SCALAR_H
 
 #include "base/base.h"
 
-/* ---- loads and stores at any alignment, in the byte order of files on both sides ---- */
+/* ---- loads and stores at any alignment, in file byte order ---- */
 
 static inline uint16_t load16(const void *source, size_t i) {
     const uint8_t *b = (const uint8_t *)source + 2 * i;
@@ -68,31 +68,31 @@ static inline uint32_t f16_to_f32(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 0x1f, mantissa = half & 0x3ff;
     if (exponent == 0x1f) return sign | 0x7f800000 | mantissa << 13 | (mantissa != 0 ? 0x00400000 : 0);
     if (exponent != 0) return sign | (exponent + 112) << 23 | mantissa << 13;
-    /* Subnormal: mantissa * 2^-24, a normal f32. */
+    /* Subnormal: mantissa * 2^-24, which is a normal f32. */
     uint32_t bits;
     float value = (float)mantissa * 0x1p-24f;
     memcpy(&bits, &value, sizeof bits);
     return sign | bits;
 }
 
-/* value >> shift, rounded to nearest, ties to even; shift >= 1. */
+/* value >> shift, rounded to nearest, ties to even; shift must be >= 1. */
 static inline uint64_t round_shift(uint64_t value, int shift) {
     if (shift > 63) return 0;
     uint64_t kept = value >> shift, rest = value & (((uint64_t)1 << shift) - 1), half = (uint64_t)1 << (shift - 1);
     return kept + (rest > half || (rest == half && (kept & 1) != 0));
 }
 
-/* A finite positive binary float of `from_mantissa` and `from_bias`, given as its bits without sign, to a narrower one:
- * exponent and mantissa, so that the mantissa carries into the exponent. May exceed the target's largest code. */
+/* Narrows a finite positive float, given as its bits without sign, and returns exponent and mantissa, so that a rounded
+ * mantissa carries into the exponent. The result may exceed the target's largest code. */
 static inline uint64_t narrow(uint64_t bits, int from_mantissa, int from_bias, int to_mantissa, int to_bias) {
     int exponent = (int)(bits >> from_mantissa), shift = from_mantissa - to_mantissa;
-    int target = exponent - from_bias + to_bias; /* the exponent field it would have */
+    int target = exponent - from_bias + to_bias; /* the exponent field if the result is normal */
     if (target >= 1) return round_shift(bits, shift) + ((uint64_t)((int64_t)to_bias - from_bias) << to_mantissa);
     uint64_t mantissa = bits & (((uint64_t)1 << from_mantissa) - 1);
     if (exponent > 0)
         mantissa |= (uint64_t)1 << from_mantissa;
     else
-        target++; /* a subnormal has the exponent of the smallest normal */
+        target++; /* subnormals have the exponent of the smallest normal */
     return round_shift(mantissa, shift + 1 - target);
 }
 
@@ -112,7 +112,7 @@ static inline void store_half(void *destination, float value) {
     store16(destination, 0, f32_to_f16(bits));
 }
 
-/* A float as ggml rounds it, half to even. Where it is not below 2^22 the result is some integer, as there. */
+/* Rounds a float like ggml, half to even. From 2^22 on the result is some integer, as in ggml. */
 static inline int32_t nearest_int(float value) {
     float sum = value + 12582912.0f;
     uint32_t bits;

@@ -1,4 +1,4 @@
-/* Statistics: one block from its lanes, in two passes where one is not exact enough; merging. */
+/* Statistics: a block from its lanes, in two passes if a single pass is not exact enough; merging. */
 #include "kernels/stats.h"
 
 #include "kernels/scalar.h"
@@ -17,9 +17,9 @@ void sl_stats_clear(sl_stats *stats) {
     stats->least = UINT64_MAX;
 }
 
-/* ---- one block ---- */
+/* ---- a block ---- */
 
-/* The sum of all lanes, always in this order; overwrites the lanes. */
+/* Sums all lanes in a fixed order; overwrites the lanes. */
 static double reduce(double lanes[SL_STATS_LANES]) {
     for (size_t half = SL_STATS_LANES / 2; half > 0; half /= 2)
         for (size_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
@@ -31,11 +31,12 @@ static double reduce(double lanes[SL_STATS_LANES]) {
 #define LEAST_SQUARES 0x1p-900
 #define MOST_SQUARES 0x1p960
 
-/* The fraction of the sum of squares that must remain after the mean is subtracted: 1/64, so that at most six bits
- * cancel. In weights the mean is small and nearly all remains. */
+/* The fraction of the sum of squares that must remain after subtracting the mean: 1/64, so that at most six bits
+ * cancel. The mean of weights is small, and nearly all remains. */
 #define LEAST_LEFT 0x1p-6
 
-/* Statistics of a block of `count` > 0 from its lanes. False, with nothing set, when one pass is not exact enough. */
+/* Sets the statistics of a block of `count` > 0 from its lanes. Returns false, and sets nothing, if a single pass is
+ * not exact enough. */
 static bool summarize(sl_lanes *lanes, size_t count, sl_stats *block) {
     double sum = reduce(lanes->sums), squares = reduce(lanes->squares), mean = sum / (double)count,
            left = squares - sum * mean;
@@ -51,7 +52,8 @@ static bool summarize(sl_lanes *lanes, size_t count, sl_stats *block) {
     return true;
 }
 
-/* Copies the finite ones of `count` f64 to `values`, which may be `source`, and counts the others. */
+/* Copies the finite elements of `count` f64 to `values`, which may be `source`, and counts NaN and infinite elements.
+ */
 static void filter_finite(const void *source, size_t count, uint64_t index, double *values, sl_stats *block) {
     size_t finite = 0;
     for (size_t i = 0; i < count; i++) {
@@ -68,13 +70,13 @@ static void filter_finite(const void *source, size_t count, uint64_t index, doub
     block->finite = finite;
 }
 
-/* Beyond these magnitudes a block is multiplied by 2^-SCALE or 2^SCALE first, so that squares neither overflow nor
- * underflow: 2^1024 becomes 2^424, 2^-1074 becomes 2^-474. Within them sums of squares obey MOST_SQUARES. */
+/* Beyond these magnitudes a block is first multiplied by 2^-SCALE or 2^SCALE, so that squares neither overflow nor
+ * underflow: 2^1024 becomes 2^424, 2^-1074 becomes 2^-474. Between the bounds, sums of squares obey MOST_SQUARES. */
 #define MOST_UNSCALED 0x1p480
 #define LEAST_UNSCALED 0x1p-440
 #define SCALE 600
 
-/* 2^by, -SCALE <= by <= SCALE. */
+/* Returns 2^by for -SCALE <= by <= SCALE. */
 static double power(int64_t by) { return double_of((uint64_t)(1023 + by) << 52); }
 
 static int64_t exponent_of(double min, double max) {
@@ -82,8 +84,8 @@ static int64_t exponent_of(double min, double max) {
     return absmax >= MOST_UNSCALED ? SCALE : absmax < LEAST_UNSCALED && absmax > 0.0 ? -SCALE : 0;
 }
 
-/* Statistics in two passes: of the finite elements minus their mean. `source` is f64 and may be `values`; `lanes` are
- * those of `source`. */
+/* Computes statistics in two passes: of the finite elements minus their mean. `source` is f64 and may be `values`;
+ * `lanes` must be the lanes of `source`. */
 static void summarize_twice(sl_lanes_fn sum_f64, const void *source, size_t count, uint64_t index, double *values,
                             sl_lanes *lanes, sl_stats *block) {
     sl_stats_clear(block);
@@ -138,9 +140,9 @@ void sl_stats_add(sl_stats *stats, const sl_accumulator *accumulator, const void
 
 /* ---- integers ---- */
 
-/* Up to this magnitude the sums of a block are exact as f64: 2^12 elements of 2^40. */
+/* Up to this magnitude, the sums of a block are exact in f64: 2^12 elements of 2^40. */
 #define MOST_SUMMED 0x1p40
-/* Up to this magnitude 64-bit integers are exact as f64. */
+/* Up to this magnitude, 64-bit integers are exact in f64. */
 #define MOST_EXACT 0x1p53
 
 static void add_to_sum(sl_stats *stats, uint64_t low, int64_t high) {
@@ -148,7 +150,7 @@ static void add_to_sum(sl_stats *stats, uint64_t low, int64_t high) {
     stats->sum_high += high + (stats->sum_low < low ? 1 : 0);
 }
 
-/* Mean and squares of 64-bit integers, from their differences from the first of them. */
+/* Computes mean and squares of 64-bit integers from their differences to the first integer. */
 static void measure_differences(const sl_accumulator *accumulator, const void *integers, uint64_t flip, size_t count,
                                 double *spare, sl_stats *block) {
     uint64_t first = load64(integers, 0) ^ flip, low = load64(integers, 0) & 0x7ff, high = load64(integers, 0) - low;
@@ -199,7 +201,7 @@ static void rescale(sl_stats *stats, int64_t exponent) {
     }
 }
 
-/* Merges mean and sum of squares of b into a; both have finite elements. */
+/* Merges mean and sum of squares of b into a; both must have finite elements. */
 static void join_moments(sl_stats *a, const sl_stats *b) {
     sl_stats next = *b;
     rescale(&next, a->exponent);

@@ -1,7 +1,7 @@
 /* Statistics with AVX2.
  *
- * A fused multiply-add gives the same bits as a multiplication and an addition here: the square of an f32 is exact in
- * f64. Squares of f64 are not, hence no FMA where they are summed. */
+ * For f32, a fused multiply-add has the same bits as a multiplication and an addition, because squares of f32 are exact
+ * in f64. Squares of f64 are not exact, so their sums use no FMA. */
 #include "kernels/isa.h"
 #include "kernels/stats.h"
 
@@ -32,7 +32,7 @@ TARGET_FMA static inline void add_4(sums *all, int k, __m128 values) {
     all->squares[k] = _mm256_fmadd_pd(x, x, all->squares[k]);
 }
 
-/* Elements 0 to 7 or 8 to 15 of a step. */
+/* Adds elements 0 to 7 or 8 to 15 of a step. */
 TARGET_FMA static inline void add_8(sums *all, int k, __m256 values) {
     all->min = _mm256_min_ps(values, all->min);
     all->max = _mm256_max_ps(values, all->max);
@@ -109,7 +109,7 @@ TARGET_FMA static void sl_lanes_f16_avx2(const void *source, size_t count, sl_la
     sl_lanes_rest(SL_F16, in + 2 * i, count - i, lanes);
 }
 
-/* Sixteen lanes in four registers. Multiplications and additions are separate, because squares of f64 are not exact. */
+/* Sixteen lanes in four registers. Multiplication and addition are separate, because squares of f64 are not exact. */
 TARGET static void sl_lanes_f64_avx2(const void *source, size_t count, sl_lanes *lanes) {
     const uint8_t *in = source;
     __m256d sum[4], square[4], min = _mm256_set1_pd(SL_F64_MAX), max = _mm256_set1_pd(-SL_F64_MAX);

@@ -3,7 +3,7 @@
 
 #include "kernels/scalar.h"
 
-/* The f32 exponents of 1 and of values that are not finite. */
+/* The f32 exponents of 1, and of NaN and infinity. */
 #define BIAS 127
 #define NOT_FINITE 255
 
@@ -16,7 +16,7 @@ static inline uint32_t exponent_f64(const void *source, size_t i) {
     return exponent == 2047 ? NOT_FINITE : NOT_FINITE - 1;
 }
 
-/* Unrolled by hand to four elements: half the time of one element per iteration. */
+/* Unrolled by hand to four elements, which halves the time. */
 void sl_exponents_f32(sl_exponents *exponents, const void *source, size_t count) {
     size_t i = 0;
     for (; i + 4 <= count; i += 4) {

@@ -19,8 +19,9 @@ static inline void start(sums *all) {
     all->zeros = vdupq_n_u32(0);
 }
 
-/* The square of an f32 is exact in f64, so that a fused multiply-add gives the same bits as a multiplication and an
- * addition. */
+/* A fused multiply-add has the same bits as a multiplication and an addition here, because squares of f32 are exact in
+ * f64.
+ */
 static inline void add_2(sums *all, int k, float64x2_t x) {
     all->sums[k] = vaddq_f64(all->sums[k], x);
     all->squares[k] = vfmaq_f64(all->squares[k], x, x);

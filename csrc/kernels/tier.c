@@ -1,4 +1,4 @@
-/* Instruction sets: one row for each. The only place where one falls back to another. */
+/* Instruction sets, a row for each. Only this file lets a tier fall back to another. */
 #include "kernels/tier.h"
 
 #include "kernels/isa.h"
@@ -19,10 +19,10 @@ static bool has_neon(void) { return sl_cpu_detect().neon; }
 
 static const struct {
     const char *name;
-    bool (*available)(void);     /* on this processor; NULL where the compiler does not have it */
+    bool (*available)(void);     /* on this processor; NULL if the compiler does not support the tier */
     int32_t below;               /* the tier to fall back to */
     const sl_kernel *convert[5]; /* tables, NULL-terminated */
-    const sl_quant *quant;       /* may hold NULLs, as may `restore` */
+    const sl_quant *quant;       /* may hold NULLs, like `restore` */
     const sl_restore *restore;
     const sl_lanes_kernel *stats;
     sl_difference_fn difference;
@@ -71,7 +71,7 @@ static const struct {
 #endif
 };
 
-/* The tier and those below it, best first. */
+/* Visits the tier and all tiers below it, best first. */
 #define FOR_EACH(t, tier) for (int32_t t = (tier); t != NOTHING_BELOW; t = TIERS[t].below)
 
 const char *sl_tier_name(int32_t tier) { return tier >= 0 && tier < SL_TIER_COUNT ? TIERS[tier].name : NULL; }

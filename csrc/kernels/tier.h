@@ -1,5 +1,5 @@
-/* Instruction sets by number (sl_api.h): the kernels of each, falling back to the tier below where it has none. The
- * tier must be available. */
+/* Instruction sets by number (sl_api.h): the kernels of each tier, or of a tier below if it has none. The tier must be
+ * available. */
 #ifndef SL_TIER_H
 #define SL_TIER_H
 
@@ -9,7 +9,7 @@
 #include "kernels/restore.h"
 #include "kernels/stats.h"
 
-/* The kernel of a direct conversion; NULL when there is none. */
+/* The kernel of a direct conversion, or NULL. */
 sl_convert_fn sl_tier_convert(int32_t tier, int32_t from, int32_t to);
 
 /* The kernels of int8; none is NULL. */
@@ -18,7 +18,7 @@ sl_quant sl_tier_quant(int32_t tier);
 /* The kernels of dequantization; none is NULL. */
 sl_restore sl_tier_restore(int32_t tier);
 
-/* The kernel of statistics of a dtype; NULL when there is none. */
+/* The kernel of a dtype's statistics, or NULL. */
 sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from);
 
 /* The kernel of differences. */
