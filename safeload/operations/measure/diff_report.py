@@ -116,6 +116,9 @@ class DiffReport:
             sort: order of tensors with different values: "name", or worst first by "max", "rms", "cosine" or
                 "unequal". None keeps the order of `unequal`.
             tolerance: the last line says if the checkpoints agree `within` the tolerance; None requires `same`.
+
+        Returns:
+            Lines without line ends.
         """
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
 

@@ -162,6 +162,9 @@ class ValidationReport:
 
         Args:
             columns: width in characters; None never shortens names.
+
+        Returns:
+            Lines without line ends.
         """
         details = [] if self.format is None else [self.format]
         if self.tensors:
