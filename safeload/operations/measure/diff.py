@@ -76,7 +76,7 @@ def diff(
         only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None compares all.
         drop: shell pattern, or several, of names to skip.
         storage_options: options of the filesystems behind URLs, see `open`.
-        executor: compares groups of tensors in other processes or on other machines that can read the same files: any
+        executor: compares groups of tensors in other processes or on other machines with access to the same files: any
             object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The report is identical to that of a single process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.

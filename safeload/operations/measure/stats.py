@@ -154,7 +154,7 @@ def stats(
             ``names``.
         drop: shell pattern, or several, of names to skip.
         storage_options: options of the filesystem behind a URL, see `open`.
-        executor: reads groups of tensors in other processes or on other machines that can read the same files: any
+        executor: reads groups of tensors in other processes or on other machines with access to the same files: any
             object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The statistics are identical to those of a single process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.

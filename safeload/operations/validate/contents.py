@@ -1,4 +1,4 @@
-"""The checks of `validate` that read tensors: CRC-32 of archives, scales, statistics, tied heads.
+"""Checks of tensor and archive contents: CRC-32 of archives, scales, statistics, tied heads.
 
 `Contents` reads in this process. `GatheredContents` reads in pieces on an executor, and then replays the results in the
 order of a single process.
@@ -89,7 +89,7 @@ def check_contents(
     pairs: Mapping[str, str],
     zero: set[str],
 ) -> None:
-    """Run all checks that read tensors, and add findings and statistics to the report as they come.
+    """Run all checks of contents, and add findings and statistics to the report as they come.
 
     Args:
         names: tensors with values to check.
@@ -129,7 +129,7 @@ def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], ba
 
 
 class GatheredContents(Contents):
-    """Contents that the pieces of an executor have read.
+    """Contents read by the pieces of an executor.
 
     Args:
         names: tensors with values to read.
@@ -201,7 +201,7 @@ def _field(result: Mapping[str, Any], key: str, name: str | None = None) -> Any:
 
 
 class PlannedArchive(NamedTuple):
-    """An archive whose entries a piece reads."""
+    """An archive, and the entries for a piece to read."""
 
     path: str | PlannedPath
     size: int  # bytes
@@ -211,7 +211,7 @@ class PlannedArchive(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArchivesPiece(PlannedPiece):
-    """A piece that compares checksums of archives."""
+    """A piece to compare checksums of archives."""
 
     check: str
     sources: tuple[PieceSource, ...] = ()
@@ -220,7 +220,7 @@ class ArchivesPiece(PlannedPiece):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ValuesPiece(TensorPiece):
-    """A piece that checks values; see `Limits`."""
+    """A piece to check values; see `Limits`."""
 
     check: str
     histogram: bool = False
@@ -230,7 +230,7 @@ class ValuesPiece(TensorPiece):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TiedPiece(PlannedPiece):
-    """A piece that compares a tied head with its embedding."""
+    """A piece to compare a tied head with its embedding."""
 
     check: str
     names: tuple[str, str]

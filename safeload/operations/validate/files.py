@@ -33,8 +33,8 @@ _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.
 # count as a stopped download, unless it is a hole.
 _TAIL_AT_LEAST = 1 << 20
 
-# A hole below both limits without a whole tensor is only a warning, because writers that skip blocks of zeros make such
-# holes.
+# A hole below both limits without a whole tensor is only a warning, because writers can skip blocks
+# of zeros.
 _HOLE_AT_LEAST = 64 << 10
 _HOLE_OF_FILE = 1000
 
@@ -218,15 +218,15 @@ class Tail(NamedTuple):
 
     begin: int  # offset of the first zero
     end: int  # end offset of the tensors
-    whole: list[str]  # tensors that lie wholly in the tail, in the order of their bytes
-    cut: str | None  # tensor that the tail begins in; None if it begins between tensors
-    hole: int  # bytes that are a hole in the file system
+    whole: list[str]  # tensors entirely in the tail, in the order of their bytes
+    cut: str | None  # tensor cut by the begin of the tail; None if the tail begins between tensors
+    hole: int  # number of bytes in a hole of the file system
 
 
 def check_tails(
     catalog: Catalog, role: Callable[[str], str | None], *, values: bool
 ) -> Iterator[tuple[Finding, list[str]]]:
-    """Find files with an unwritten tail, and yield findings with the names of the tensors that are zero.
+    """Find files with an unwritten tail, and yield findings with the names of their zero tensors.
 
     Args:
         role: returns the role of a tensor in the schema.

@@ -35,12 +35,12 @@ _DETAILS = re.compile(
 
 
 class Finding(NamedTuple):
-    """A fault, a suspicion, or a note about a check that was skipped.
+    """A fault, a suspicion, or a note about a skipped check.
 
     Attributes:
         severity: "error", "warning" or "note".
         code: kind of finding, for programs, such as "value.nan". Stable between versions.
-        tensor: name of the tensor; for a layer, the prefix that all its names share; None for the file itself.
+        tensor: name of the tensor; for a layer, the common prefix of its names; None for the file itself.
         message: description, with numbers.
 
     Example:
@@ -61,12 +61,12 @@ class Finding(NamedTuple):
 
 
 def error(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding that makes the file unsound."""
+    """Return a finding about a fault, which makes the file unsound."""
     return Finding(ERROR, code, tensor, message)
 
 
 def warning(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding that can be intended."""
+    """Return a finding about a suspicion, which can turn out to be intended."""
     return Finding(WARNING, code, tensor, message)
 
 
@@ -80,9 +80,9 @@ class ValidationReport:
 
     Attributes:
         ok: True if there are no errors.
-        errors: findings that make the file unsound.
-        warnings: findings that can be intended.
-        notes: findings about skipped checks, with the reasons.
+        errors: faults, which make the file unsound.
+        warnings: suspicions, which can turn out to be intended.
+        notes: skipped checks, with the reasons.
         stats: `TensorStats` by name, for every tensor of real numbers.
         source: path, URL or title of the checkpoint.
         format: format of the file; None for arrays.

@@ -1,4 +1,4 @@
-"""Manifests: SHA-256 digests of all tensors, to find the tensors that a download or an edit changed.
+"""Manifests: SHA-256 digests of all tensors, to find tensors changed by a download or an edit.
 
 A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}}``.
 
@@ -57,7 +57,7 @@ def make(
     Args:
         given: see `Catalog.of`.
         storage_options: options of the filesystem behind a URL, see `open`.
-        executor: hashes groups of tensors in other processes or on other machines that can read the same files: any
+        executor: hashes groups of tensors in other processes or on other machines with access to the same files: any
             object with the ``submit`` of `concurrent.futures.Executor`. The manifest is identical to that of a single
             process.
         threads: None chooses automatically; pieces of an executor get a single thread.
@@ -132,7 +132,7 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
 def _settings_digest(packed: Packed) -> str:
     """Return the SHA-256 of the settings for decoding a packed tensor.
 
-    Fields with default values are left out, so that digests survive new fields.
+    Fields with default values are left out: a new field must not change existing digests.
     """
     settings = {key: _plain(value) for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
     parts = {
@@ -143,7 +143,7 @@ def _settings_digest(packed: Packed) -> str:
 
 
 def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
-    """Return the fields of a named tuple that differ from their defaults."""
+    """Return the fields of a named tuple without default values."""
     defaults = fields._field_defaults
     return {key: value for key, value in fields._asdict().items() if key not in defaults or value != defaults[key]}
 

@@ -47,7 +47,7 @@ from .contents import Contents, GatheredContents, Model, check_contents
 from .findings import Finding, ValidationReport, error, warning
 from .settings import CheckSettings, Limits, settings
 
-# Codes of findings about files that cannot be opened, by error class.
+# Codes of findings about unreadable files, by error class.
 _REFUSALS = (
     (MissingShardError, "index.shard"),
     (ForbiddenError, "file.forbidden"),
@@ -82,12 +82,12 @@ def validate(
 ) -> ValidationReport:
     """Check weights for faults, and report them. Findings are never raised.
 
-    Errors are: a file that violates its format, or with an end that was never written; a missing shard; a zip entry
-    with a wrong CRC-32; no tensors; NaN and infinity; tensors that are missing, unexpected or of the wrong shape
-    according to the config; gaps in the layers; scales of quantized tensors that are not finite or not as expected.
+    Errors are: a file that violates its format, or ends in unwritten bytes; a missing shard; a zip entry with a wrong
+    CRC-32; no tensors; NaN and infinity; missing and unexpected tensors, and wrong shapes, according to the config;
+    gaps in the layers; scales of quantized tensors that are not finite or not as expected.
     Warnings are: values outside ``limits``, constant matrices, tensors without elements or axes, layers with different
-    dtypes, an index with a wrong total_size, a tied head with values of its own. Notes name the checks that were
-    skipped: for quantized weights of other libraries, and for heads and models without a schema.
+    dtypes, an index with a wrong total_size, a tied head with values of its own. Notes name skipped checks:
+    for quantized weights of other libraries, and for heads and models without a schema.
 
     Args:
         source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single
@@ -106,7 +106,7 @@ def validate(
             tensors are left out of the report. Missing tensors are always reported.
         drop: shell pattern, or several, of tensors to leave out in the same way.
         storage_options: options of the filesystem behind a URL, see `open`.
-        executor: reads values in other processes or on other machines that can read the same files: any object with
+        executor: reads values in other processes or on other machines with access to the same files: any object with
             the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``. The
             findings are identical to those of a single process. Headers are read in this process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
@@ -178,7 +178,7 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
 
 
 def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], options: CheckSettings) -> ValidationReport:
-    """Validate a path or URL that ``open`` opens."""
+    """Validate the checkpoint at a path or URL, which ``open`` opens."""
     (place,), where = places_of([path])
     text = where.shown(place)
     report = ValidationReport(text)
@@ -252,7 +252,7 @@ class _Validation:
         config = self._config()
         report.add(files.check_index(catalog))
         choice, inner = self._choose_schema(config)
-        own_config = config if inner is None else inner.config  # of the part that the schema covers
+        own_config = config if inner is None else inner.config  # of the part covered by the schema
         schema = None if choice is None else choice.schema
         report.add(structure.check_sizes(tensors, schema))
         quantization = quantization_of(config)
@@ -279,7 +279,7 @@ class _Validation:
         self._read(Model(tensors, frozenset(codes), quantized, schema), pairs)
 
     def _config(self) -> Mapping[str, Any] | None:
-        """Return the config: the given config, or that of the checkpoint."""
+        """Return the config passed to `validate`, or the config of the checkpoint."""
         if self._options.config is not None:
             return self._options.config
         try:
@@ -289,7 +289,7 @@ class _Validation:
             return None
 
     def _choose_schema(self, config: Mapping[str, Any] | None) -> tuple[Choice | None, Inner | None]:
-        """Return the schema, and the part of the model that it covers; None for the whole model."""
+        """Return the schema, and the covered part of the model; None for the whole model."""
         options, names = self._options, self._tensors.keys()
         choice = Choice(options.schema, True) if options.schema is not None else None
         inner = None
@@ -300,7 +300,7 @@ class _Validation:
         return (choice if inner is None else inner.choice), inner
 
     def _read(self, model: Model, pairs: Mapping[str, str]) -> None:
-        """Run the checks that read tensors.
+        """Run the checks of contents.
 
         Args:
             pairs: tied heads and their embeddings.
@@ -335,7 +335,7 @@ class _Validation:
 def _tied_pairs(
     schema: Schema, config: Mapping[str, Any] | None, tensors: Mapping[str, TensorDescription]
 ) -> dict[str, str]:
-    """Return tied heads that are stored along with their embedding, as names of heads to names of embeddings."""
+    """Return the names of tied heads stored along with their embeddings, and the names of the embeddings."""
     try:
         expected = schema.expand(config, tensors.keys()).values()
     except ValueError:  # already reported by check_schema

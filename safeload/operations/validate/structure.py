@@ -50,7 +50,7 @@ _HEAD = re.compile(
 
 
 def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None = None) -> Iterator[Finding]:
-    """Find models without tensors, tensors without elements, and scalars that the schema does not have as scalars."""
+    """Find models without tensors, tensors without elements, and unexpected scalars."""
     if not tensors:
         yield error("model.empty", None, "there are no tensors")
     for name, about in tensors.items():
@@ -93,7 +93,7 @@ def quantized_parts(
         codes: tensors known to hold codes.
     """
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
-    if quantization is not None:  # includes parts of methods with codes that look like plain integers
+    if quantization is not None:  # includes methods with plain integers as codes
         for name in tensors:
             role = None if schema is None else schema.role(name)
             unlisted = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
@@ -131,7 +131,7 @@ def _last(name: str) -> str:
 
 
 def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
-    """Find gaps in layer numbers, and layers that lack tensors of most other layers.
+    """Find gaps in layer numbers, and layers without some tensors of most other layers.
 
     Args:
         modules: modules with quantized weights; their tensors can differ between layers.
@@ -178,7 +178,7 @@ def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
 def check_dtypes(
     tensors: Mapping[str, TensorDescription], config: Mapping[str, Any] | None, quantized: Quantized | None = None
 ) -> Iterator[Finding]:
-    """Find tensors with a different dtype in other layers, and a dtype in the config that no tensor has."""
+    """Find tensors with a different dtype in other layers, and a wrong dtype in the config."""
     groups: dict[str, list[str]] = {}
     parts: frozenset[str] = frozenset() if quantized is None else quantized.names
     for name, about in tensors.items():
@@ -226,8 +226,8 @@ def check_schema(
 
     Args:
         config: parsed config.json, or its part for the language model if the schema only covers that part.
-        quantized: tensors that the schema does not cover.
-        inner: the part of the model that the schema covers; None for the whole model.
+        quantized: tensors outside the schema.
+        inner: the part of the model covered by the schema; None for the whole model.
     """
     schema = choice.schema
     parts: frozenset[str] = frozenset() if quantized is None else quantized.names
@@ -350,7 +350,7 @@ def _check_unexpected(
     quantized: Quantized | None,
     inner: Inner | None,
 ) -> Iterator[Finding]:
-    """Find tensors that the schema does not expect; note heads and other parts as unchecked."""
+    """Find tensors outside the schema; note heads and other parts as unchecked."""
     report, schema = error if choice.complete else warning, choice.schema
     unexpected = [name for name in tensors if name not in expected]
     if not unexpected:
@@ -414,7 +414,7 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
 
 
 def _heads_of(choice: Choice, expected: Mapping[str, ExpectedTensor]) -> Callable[[str], bool]:
-    """Return a function that is True for names of head tensors outside the schema.
+    """Return a predicate for the names of head tensors outside the schema.
 
     If the schema covers only a part of the model, everything outside is a head. Otherwise the name decides.
     """

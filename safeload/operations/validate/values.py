@@ -150,7 +150,7 @@ def _bad_scales(name: str, bad: Array, fault: str, first: str) -> Finding:
 def _check_packed(
     name: str, packed: Packing, names: Mapping[str, str], parts: Mapping[str, Array]
 ) -> Iterator[Finding]:
-    """Find scales that no writer of the family stores: not finite, or negative."""
+    """Find bad scales: not finite, or negative in a family without negative scales."""
     for role in _SCALES:
         array = parts.get(role)
         if array is None or array.size == 0:
@@ -171,7 +171,7 @@ def _check_packed(
 
 
 def _check_zeros(name: str, packed: Packed) -> Iterator[Finding]:
-    """Find zero points that AutoGPTQ stores with an overflow into the rest of their word."""
+    """Find zero points with an overflow into the rest of their word, as AutoGPTQ stores them."""
     count = wrapped_zeros(packed)
     if count:
         zeros = f"{count:,} zero {'point is' if count == 1 else 'points are'} 0, stored as -1"
