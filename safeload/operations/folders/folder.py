@@ -82,7 +82,8 @@ class Folder(ABC):
                 if store.size != size:
                     return False
                 present = list(store.version[:2])
-                return (identity == present and present[-1] is not None) or _digest_of(store) == sha256
+                unchanged = location.files.remote and present[-1] is not None and identity == present
+                return unchanged or _digest_of(store) == sha256
         except self._unreadable:
             return False
 

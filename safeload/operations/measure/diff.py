@@ -25,7 +25,7 @@ from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import is_remote
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
-from ..sources.codec import decode, encode
+from ..sources.codec import encode, from_list
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor
 from ..sources.piece_files import PieceSource, Sources, opened
@@ -188,7 +188,7 @@ def _in_pieces(
         threads=threads,
         progress=progress,
     )
-    return {name: decode(TensorDiff, plain[name], "invalid result") for name in sizes}
+    return {name: from_list(TensorDiff, plain[name]) for name in sizes}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

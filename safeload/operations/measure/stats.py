@@ -23,7 +23,7 @@ from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.codec import decode, encode
+from ..sources.codec import encode, from_list
 from ..sources.executors import Executor
 from ..sources.piece_files import in_memory
 from ..sources.plan import TensorPiece, open_piece
@@ -269,14 +269,13 @@ def run(
 
 def as_plain(row: TensorStats) -> list[Any]:
     """Return statistics as plain data."""
-    plain: list[Any] = encode(row._replace(histogram=None))
-    return [*plain[:-1], None if row.histogram is None else row.histogram.tolist()]
+    return [*encode(row[:-1]), None if row.histogram is None else row.histogram.tolist()]
 
 
 def of_plain(plain: Sequence[Any]) -> TensorStats:
     """Return the statistics that `as_plain` wrote."""
     histogram = None if plain[-1] is None else np.array(plain[-1], np.int64)
-    return decode(TensorStats, [*plain[:-1], None], "invalid result")._replace(histogram=histogram)
+    return from_list(TensorStats, [*plain[:-1], histogram])
 
 
 # ---- parts ----

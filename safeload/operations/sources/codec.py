@@ -6,16 +6,17 @@ from files and other processes and cannot be trusted, so `decode` checks every f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...base.text import show
 from ...errors import FormatError
 
 _T = TypeVar("_T")
+_Row = TypeVar("_Row", bound=tuple[Any, ...])
 
 _KINDS: Mapping[Any, str] = {
     str: "a string",
@@ -31,11 +32,13 @@ _KINDS: Mapping[Any, str] = {
 
 def encode(value: Any) -> Any:
     """Return a record, or a container of records, as plain data."""
+    if type(value) in _SCALARS:
+        return value
     if is_dataclass(value):
         content = ((field, getattr(value, field.name)) for field in fields(value))
         return {field.name: encode(item) for field, item in content if item or item != _default(field)}
     if isinstance(value, (list, tuple)):
-        return [encode(item) for item in value]
+        return [item if type(item) in _SCALARS else encode(item) for item in value]
     if isinstance(value, dict):
         return {key: encode(item) for key, item in value.items()}
     return value
@@ -57,6 +60,14 @@ def decode(cls: type[_T], plain: Any, prefix: str, *, extra: bool = False) -> _T
     return record
 
 
+def from_list(cls: type[_Row], items: Iterable[Any]) -> _Row:
+    """Return a NamedTuple of numbers, texts and tuples from a list that `encode` returned.
+
+    Nothing is checked, because results of our own pieces can be trusted and come in large numbers.
+    """
+    return cls(*[tuple(item) if type(item) is list else item for item in items])
+
+
 class _Decoder:
     """Decodes values by the annotations of their fields; see `decode`."""
 
@@ -71,29 +82,32 @@ class _Decoder:
             kind: annotation of the value.
             path: path of the value in the record: "sources[0].files".
         """
-        if kind is Any or (kind in _SCALARS and _is_scalar(kind, value)):
+        form, arguments = _form_of(kind)
+        if form is Any:
             return value
-        origin = get_origin(kind) or kind
-        if origin in (Union, UnionType):
-            return self._union(kind, value, path)
-        if origin in (list, tuple) and isinstance(value, (list, tuple)):
-            return self._items(origin, get_args(kind), value, path)
-        if origin is dict and isinstance(value, Mapping):
-            each = (get_args(kind) or (str, Any))[1]
-            return {self._key(key, path): self.value(each, item, f"{path}[{show(key)}]") for key, item in value.items()}
-        if is_dataclass(kind) and isinstance(value, Mapping):
+        if form is object:
+            if type(value) is kind or _is_scalar(kind, value):
+                return value
+        elif form is Union:
+            return self._union(arguments, value, path)
+        elif form is dict and isinstance(value, Mapping):
+            each = arguments[1]
+            items = value.items()
+            return {self._key(key, path): self.value(each, item, f"{path}[{show(key)}]") for key, item in items}
+        elif form is Mapping and isinstance(value, Mapping):
             return self._object(kind, value, path)
-        if _is_row(kind) and isinstance(value, (list, tuple)):
+        elif form is NamedTuple and isinstance(value, (list, tuple)):
             return self._row(kind, value, path)
+        elif form in (list, tuple) and isinstance(value, (list, tuple)):
+            return self._items(form, arguments, value, path)
         raise self._error(path, kind, value)
 
-    def _union(self, kind: Any, value: Any, path: str) -> Any:
+    def _union(self, kinds: tuple[Any, ...], value: Any, path: str) -> Any:
         """Decode as the first kind with the right form: messages should name its fields."""
-        kinds = get_args(kind)
-        for member in kinds:
-            if _has_form(member, value):
-                return self.value(member, value, path)
-        raise self._error(path, kind, value)
+        for kind in kinds:
+            if _has_form(kind, value):
+                return self.value(kind, value, path)
+        raise self._error(path, Union[kinds], value)  # noqa: UP007 # a tuple of kinds
 
     def _items(self, origin: Callable[[Any], Any], kinds: tuple[Any, ...], value: Any, path: str) -> Any:
         if origin is tuple and kinds and kinds[-1] is not ...:
@@ -153,15 +167,30 @@ def _is_scalar(kind: Any, value: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _is_row(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+@cache
+def _form_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the form of a kind, and its arguments: object for scalars, Mapping for dataclasses, or the kind itself."""
+    origin = get_origin(kind) or kind
+    if kind is Any:
+        return Any, ()
+    if kind in _SCALARS:
+        return object, ()
+    if origin in (Union, UnionType):
+        return Union, get_args(kind)
+    if origin is dict:
+        return dict, get_args(kind) or (str, Any)
+    if is_dataclass(kind):
+        return Mapping, ()
+    if hasattr(kind, "_fields"):
+        return NamedTuple, ()
+    return origin, get_args(kind)
 
 
 @cache
 def _fields_of(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the annotations of all fields, and the names of the required fields."""
     hints = get_type_hints(cls)
-    if _is_row(cls):
+    if _form_of(cls)[0] is NamedTuple:
         return {name: hints[name] for name in cls._fields}, cls._fields[: len(cls._fields) - len(cls._field_defaults)]
     kinds = {field.name: hints[field.name] for field in fields(cls)}
     return kinds, tuple(field.name for field in fields(cls) if _default(field) is MISSING)
@@ -173,21 +202,19 @@ def _default(field: Field[Any]) -> Any:
 
 def _has_form(kind: Any, value: Any) -> bool:
     """Return True if a value has the type of a kind, whatever its content."""
-    origin = get_origin(kind) or kind
-    if kind is Any:
-        return True
-    if kind in _SCALARS:
-        return _is_scalar(kind, value)
-    if origin is dict or is_dataclass(kind):
+    form, _ = _form_of(kind)
+    if form is object:
+        return type(value) is kind or _is_scalar(kind, value)
+    if form in (dict, Mapping):
         return isinstance(value, Mapping)
-    return isinstance(value, (list, tuple))
+    return form is Any or isinstance(value, (list, tuple))
 
 
 def _described(kind: Any) -> str:
-    origin = get_origin(kind) or kind
-    if origin in (Union, UnionType):
-        *first, last = map(_described, get_args(kind))
+    form, arguments = _form_of(kind)
+    if form is Union:
+        *first, last = map(_described, arguments)
         return f"{', '.join(first)} or {last}"
-    if _is_row(kind):
+    if form is NamedTuple:
         return f"[{', '.join(kind._fields)}]"
-    return _KINDS.get(origin, "an object")
+    return _KINDS.get(kind if form is object else form, "an object")
