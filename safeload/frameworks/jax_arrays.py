@@ -31,7 +31,7 @@ Place: TypeAlias = jax.sharding.Sharding | Any
 
 # Below this size `jnp.array` is faster than a transfer.
 _COPIED_BELOW = 64 << 10
-# On a CPU, XLA uses host memory at multiples of this as it is.
+# On a CPU, XLA aliases host memory with this alignment.
 _ALIGNMENT = 64
 
 

@@ -34,18 +34,18 @@ _RANK, _ALPHA = 8, 8
 _MAX_RANK = 1 << 20
 # Initializations that change the base, unless the adapter was converted after training.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# Settings under which the adapter changes tensors of other names.
+# Settings that give the adapter further targets in the base.
 _REFUSED = {
     "layer_replication": "repeats layers of the base",
     "trainable_token_indices": "changes rows of embeddings",
 }
-# Variants with a formula other than s * B A, or with a base changed when training begins.
+# Variants that compute more than s * B A, or change the base before training.
 _VARIANTS = (
     "use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config",
 )  # fmt: skip
 # Limits on lists of names, which are compared with the names of modules.
 _MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
-# A plain pattern: the end of a name; "." matches any character. There can be as many as modules.
+# A plain pattern: the end of a name; "." matches any character. A config may have one for each module.
 _PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
 # Limit on patterns of any other form, because each is tried on each module.
 _MAX_PATTERNS = 256
@@ -318,7 +318,7 @@ def listed(adapters: Any) -> list[Weighted]:
         path, weight = item if _is_pair(item) else (item, 1.0)
         if isinstance(path, (list, tuple, Mapping, bool, int, float)) or path is None:
             raise TypeError(f"adapters must be a path, a pair (path, weight) or a list of these, got {show(item)}")
-        if not abs(weight) <= 1e30:  # also true for NaN
+        if not abs(weight) <= 1e30:  # `not <=` also catches NaN
             raise ValueError(f"adapters: the weight of {show(path)} must be a finite number, got {show(weight)}")
         weighted.append(Weighted(path, float(weight)))
     return weighted

@@ -270,7 +270,7 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
         if name not in base or sizes is None or module in unclear:
             continue
         shape = base.shape(name)
-        if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # one expert is added as it is
+        if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
             continue
         if sizes == shape[-2:] == sizes[::-1]:
             square.append(module)

@@ -31,14 +31,14 @@ from .adapter_fit import Fit, Heads, fitted, heads_of, tensor_of
 _TILE = 1 << 22
 # Rows of a tall tile are a multiple of this, because blocks of scales have at most this many rows.
 _BLOCK = 128
-# Elements of a product B A: small enough for the cache, because its memory is reused.
+# Elements of a product B A. Its buffer is reused and should stay in the cache.
 _PRODUCT = 1 << 20
 # Limit on problems with a list of similar names: comparing thousands of names takes milliseconds.
 _MAX_COMPARED = 3
 # Name endings of the weights a head may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _NO_HEADS = Heads({}, {})
-# Stacks of separately stored experts to keep factors of in memory: enough for a layer or two.
+# Stacks whose factors stay in memory if experts are stored separately: enough for a layer or two.
 _CACHED_STACKS = 4
 
 # ---- changes of a tensor ----
