@@ -173,22 +173,6 @@ def test_truncated_at_every_byte(path):
     assert complete == 5
 
 
-def test_bent_bytes(path):
-    moon.save_file(tensors(), path)
-    whole = path.read_bytes()
-    for _ in range(1000):
-        bent = bytearray(whole)
-        for _ in range(rng.integers(1, 4)):
-            bent[rng.integers(len(bent))] = rng.integers(256)
-        path.write_bytes(bent)
-        try:
-            opened = safeload.open(path)
-            dict(opened)
-            del opened  # Windows does not write to a mapped file
-        except safeload.SafeloadError:
-            pass
-
-
 # ---- many tensors ----
 
 

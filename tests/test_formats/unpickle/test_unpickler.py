@@ -641,27 +641,6 @@ SEEDS = [
 ]
 
 
-@given(st.sampled_from(SEEDS), st.data())
-@settings(max_examples=examples(1000), deadline=None)
-def test_bent_pickles_give_a_value_or_an_error_of_ours(seed, data):
-    bent = bytearray(seed)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(bent) - 1))
-        kind = data.draw(st.sampled_from(["set", "insert", "delete", "opcode"]))
-        if kind == "set":
-            bent[at] = data.draw(st.integers(0, 255))
-        elif kind == "insert":
-            bent[at:at] = data.draw(st.binary(max_size=4))
-        elif kind == "opcode":
-            bent[at] = data.draw(
-                st.sampled_from(list(b"().0125BCGIJKLMNQRSTUVX]abcdeghijloprstqu}\x81\x85\x87\x93\x8a"))
-            )
-        elif len(bent) > 1:
-            del bent[at]
-    for inert in (False, True):
-        attempt(bytes(bent), inert=inert)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_truncation_at_every_byte_is_refused(seed):
     for size in range(len(seed)):
