@@ -7,6 +7,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.executors import Plain
 from builders.packed_codes import AWQ_ORDER, COLUMNS, pack, stream, words
 from builders.quantized import FIXTURES
 
@@ -143,6 +144,9 @@ def test_a_zero_point_of_zero_wraps_and_is_reported(tmp_path):
         found = safeload.validate(given).warnings
         assert [(one.code, one.tensor) for one in found] == [("quantization.zero", "a.weight")]
         assert found[0].message.startswith("1 zero point is 0, stored as -1")
+    in_pieces = safeload.validate(folder, executor=Plain())
+    assert in_pieces.warnings == found
+    assert in_pieces.stats == safeload.validate(folder).stats != {}
     folder = write(folder, tensors, **{**GPTQ, "checkpoint_format": "gptq_v2"})
     assert not safeload.validate(folder).warnings
 

@@ -143,7 +143,7 @@ def faults_of(entries: Sequence[FileEntry], threads: int | None) -> list[str | N
 def crc_finding(entry: FileEntry, fault: str) -> Finding:
     """Return the finding for a fault of an entry."""
     name = entry.info.name
-    more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
+    more = f" (with {plural(len(entry.tensors) - 1, 'more tensor')})" if len(entry.tensors) > 1 else ""
     message = f"zip entry {show(name)} of {entry.file.path}{more}: {fault}"
     return error("file.crc", entry.tensors[0] if entry.tensors else None, message)
 
