@@ -40,7 +40,7 @@ class StoreFolder(Folder):
     """A folder in a store. A pickle has no secrets, like a plan.
 
     Args:
-        files: leads to the store.
+        files: file system of the store.
         path: URL of the folder, secrets included.
 
     Raises:

@@ -46,7 +46,7 @@ class NotedPiece:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnfinishedNote:
-    """The plan of a conversion. It has an id and pieces only if the conversion replaces its own source."""
+    """The plan of a conversion: with an id if it ran in pieces, and with pieces if it replaces its own source."""
 
     safeload_unfinished: int = VERSION
     id: str | None = None  # of the plan

@@ -130,7 +130,7 @@ class _Decoder:
         before = f"{path}." if path else ""
         unknown = None if self._extra else next((key for key in value if key not in kinds), None)
         if unknown is not None:
-            raise self._fail(path, f"unknown field {show(unknown)}")
+            raise self._fail("", f"unknown field {show(f'{before}{unknown}')}")
         missing = next((key for key in required if key not in value), None)
         if missing is not None:
             raise self._fail(before + missing, "is missing")
@@ -140,7 +140,7 @@ class _Decoder:
         except FormatError:
             raise
         except (TypeError, ValueError) as error:  # of __post_init__
-            raise self._fail(path, str(error)) from None
+            raise self._fail(f"{path}:" if path else "", str(error)) from None
 
     def _row(self, cls: Any, value: Any, path: str) -> Any:
         kinds, required = _fields_of(cls)
