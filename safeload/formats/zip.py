@@ -146,11 +146,11 @@ def _read_end(file: WeightFile) -> End | None:
     """Find the end record of an archive as zipfile does; None if no record ends with the file."""
     start = max(0, file.size - _END.size - 0xFFFF)
     tail = file.read_at(start, file.size - start)
-    found = tail.rfind(b"PK\x05\x06")
-    if found < 0 or found + _END.size > len(tail):
+    begin = tail.rfind(b"PK\x05\x06")
+    if begin < 0 or begin + _END.size > len(tail):
         return None
-    _, _, _, _, *small, comment = _END.unpack_from(tail, found)
-    at = start + found
+    _, _, _, _, *small, comment = _END.unpack_from(tail, begin)
+    at = start + begin
     if at + _END.size + comment != file.size:
         return None
     locator = file.read_at(at - _LOCATOR.size, _LOCATOR.size) if at >= _LOCATOR.size + _END64.size else b""
