@@ -62,8 +62,8 @@ def _holding() -> dict[str, Any]:
         lock: Any = getattr(sys.modules.get(name), attribute, None)
         if lock is None or name in _OLDER:
             continue
-        held = getattr(lock, "_is_owned", None) or lock.locked
-        if not _initializing(name) or held():
+        is_held = getattr(lock, "_is_owned", None) or lock.locked
+        if not _initializing(name) or is_held():
             locks[name] = lock
     return locks
 

@@ -51,8 +51,8 @@ class LocalUrls:
     def upload(self, source: str, url: str) -> None:
         _copy(source, urls.local_path(url), urls.shown(url))
 
-    def remove(self, several: Sequence[str]) -> None:
-        for url in several:
+    def remove(self, targets: Sequence[str]) -> None:
+        for url in targets:
             with suppress(FileNotFoundError):
                 os.remove(urls.local_path(url))
 
@@ -130,13 +130,13 @@ class Filesystem:
         else:
             _upload_and_rename(handle, source, path, shown)
 
-    def remove(self, several: Sequence[str]) -> None:
+    def remove(self, targets: Sequence[str]) -> None:
         def remove_one(url: str) -> None:
             handle, path = self._handles.find_writable(url)
             with suppress(FileNotFoundError):
                 handle.ask(urls.shown(url), "rm_file", path)
 
-        each(remove_one, several)
+        each(remove_one, targets)
 
     def check_writable(self, url: str) -> None:
         self._handles.find_writable(url)

@@ -68,8 +68,8 @@ class Web:
     def upload(self, source: str, url: str) -> NoReturn:
         self.check_writable(url)
 
-    def remove(self, several: Sequence[str]) -> NoReturn:
-        self.check_writable(several[0])
+    def remove(self, targets: Sequence[str]) -> NoReturn:
+        self.check_writable(targets[0])
 
     def check_writable(self, url: str) -> NoReturn:
         raise UnsupportedError(f"{urls.shown(url)}: https is read-only: write to a local folder, s3, gs or az")

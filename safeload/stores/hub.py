@@ -237,14 +237,14 @@ class Hub:
         retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
         self._forget(place)
 
-    def remove(self, several: Sequence[str]) -> None:
+    def remove(self, targets: Sequence[str]) -> None:
         """Remove all files in a single commit."""
         from huggingface_hub import CommitOperationDelete
 
-        place, shown = place_of(several[0]), urls.shown(several[0])
+        place, shown = place_of(targets[0]), urls.shown(targets[0])
         self._forget(place)
-        files = self.snapshot(place, several[0]).files
-        existing = sorted({path for url in several if (path := place_of(url).path) in files})
+        files = self.snapshot(place, targets[0]).files
+        existing = sorted({path for url in targets if (path := place_of(url).path) in files})
         if not existing:
             return
 

@@ -98,8 +98,8 @@ class Single:
     def upload(self, source: str, url: str) -> None:
         self.check_writable(url)
 
-    def remove(self, several: Sequence[str]) -> None:
-        self.check_writable(several[0])
+    def remove(self, targets: Sequence[str]) -> None:
+        self.check_writable(targets[0])
 
     def check_writable(self, url: str) -> None:
         raise UnsupportedError(f"{urls.shown(url)}: a single store is read-only")
@@ -161,13 +161,13 @@ class Obstore:
         place = self._place(url)
         checked_call(lambda: self._store.put(place, Path(source)), url, self._secrets)
 
-    def remove(self, several: Sequence[str]) -> None:
+    def remove(self, targets: Sequence[str]) -> None:
         def remove_one(url: str) -> None:  # for a list, obstore would not report which objects do not exist
             place = self._place(url)
             with suppress(FileNotFoundError):
                 checked_call(lambda: self._store.delete(place), url, self._secrets)
 
-        each(remove_one, several)
+        each(remove_one, targets)
 
     def check_writable(self, url: str) -> None:
         self._place(url)

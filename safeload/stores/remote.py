@@ -209,11 +209,11 @@ def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
     begin, end = spans[0].offset, spans[-1].end
     if isinstance(store, RemoteStore):
         store.check_open()
-        held = store.held(begin, end - begin)
-        if held is None:
+        content = store.held(begin, end - begin)
+        if content is None:
             store.read_spans(spans)
         else:
-            fill(spans, begin, held)
+            fill(spans, begin, content)
         return
     memory = bytearray(end - begin)
     store.read_into(begin, memory)

@@ -43,7 +43,7 @@ class Backend(Protocol):
             RemoteError, OSError: the file cannot be written.
         """
 
-    def remove(self, several: Sequence[str]) -> None:
+    def remove(self, targets: Sequence[str]) -> None:
         """Remove files, of which some may not exist.
 
         Raises:
