@@ -128,3 +128,14 @@ def test_convert_reads_shards_again_only_if_their_identity_has_changed(model, tm
             with pytest.raises(FormatError, match="not what its piece wrote"):
                 safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, executor=executor)
             assert len(hashed) == 1
+
+
+def test_a_local_shard_is_hashed_whatever_its_record_says_of_an_object(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"weights")
+    status, sha256 = path.stat(), hashlib.sha256(b"weights").hexdigest()
+    folder = destination.LocalFolder(str(tmp_path))
+    assert folder.holds("x", 7, sha256)
+    assert not folder.holds("x", 7, "0" * 64, [status.st_size, status.st_mtime_ns])
+    assert not folder.holds("x", 8, sha256)
+    assert not folder.holds("y", 7, sha256)

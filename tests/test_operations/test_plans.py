@@ -412,6 +412,35 @@ def test_a_piece_writes_into_its_folder_only(model, tmp_path, name):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda piece: piece.update(colour="red"), r"unknown field '(pieces\[0\]\.)?colour'"),
+        (lambda piece: piece.pop("nbytes"), r"nbytes is missing"),
+        (lambda piece: piece.update(nbytes="7"), r"nbytes must be an integer, got '7'"),
+        (lambda piece: piece["tensors"][0].update(names=[1]), r"tensors\[0\]\.names\[0\] must be a string, got 1"),
+        (lambda piece: piece["tensors"][0].update(dtype="F99"), r"unknown dtype 'F99'"),
+        (lambda piece: piece["sources"][0].update(more=1), r"unknown field '.*sources\[0\]\.more'"),
+        (lambda piece: piece["sources"][0].update(files=[]), r"sources\[0\]: a source must have files"),
+        (lambda piece: piece.update(sources=[7]), r"sources\[0\] must be an object, got 7"),
+    ],
+)
+def test_a_wrong_field_of_a_piece_or_a_plan_is_named(model, tmp_path, change, message):
+    plan = json.loads(json.dumps(safeload.plan_convert(model, tmp_path / "made", dtype="f16", max_shard_size=LIMIT)))
+    change(plan["pieces"][0])
+    with pytest.raises(FormatError, match=message):
+        safeload.run_piece(plan["pieces"][0])
+    with pytest.raises(FormatError, match=message):
+        safeload.finalize(plan, [])
+    assert not (tmp_path / "made").exists()
+
+
+def test_results_can_have_more_fields(model, tmp_path):
+    plan = safeload.plan_convert(model, tmp_path / "made", max_shard_size=LIMIT)
+    results = [{**safeload.run_piece(piece), "worker": 7} for piece in plan.pieces]
+    assert safeload.finalize(plan, results).tensors == len(safeload.open(model))
+
+
 def damaged(piece, rng):
     """A piece with one value replaced or removed, somewhere."""
     copy = json.loads(json.dumps(piece))

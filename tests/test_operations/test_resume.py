@@ -206,6 +206,16 @@ def test_a_store_keeps_the_shards_whose_sources_are_unchanged(source, tmp_path):
     fs.store.clear()
 
 
+def test_records_with_more_fields_keep_their_shards(source, tmp_path):
+    made = tmp_path / "made"
+    safeload.convert(source, made, resume=True, **LIMIT)
+    before = inodes(made)
+    for path in made.glob("*" + RECORD):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "later": [1]}))
+    safeload.convert(source, made, resume=True, **LIMIT)
+    assert not changed(before, inodes(made))
+
+
 def test_records_of_an_older_safeload_keep_nothing(source, tmp_path):
     made = tmp_path / "made"
     safeload.convert(source, made, resume=True, **LIMIT)
