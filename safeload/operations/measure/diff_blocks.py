@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from threading import local
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ EQUAL = TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
 BYTES = 512 << 10
 # Numbers per block: handing a block to a thread takes as long as comparing 100,000 numbers.
 NUMBERS = 1 << 19
+
+# Joining this many ranges takes longer than reading them separately.
+_FEW_RANGES = 8
 
 _DIFFERENCE = struct_dtype("sl_difference")
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
@@ -110,16 +113,28 @@ class _Buffers(local):
     """Memory of a thread for a block of each side."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self.memory = aligned_bytes(size), aligned_bytes(size)
+        self.floats: dict[int, Array] = {}  # by side
 
     def read(self, side: int, spans: Spans) -> Array:
         """Read ranges into consecutive bytes; the next block of this side can overwrite them."""
-        spans = spans.joined() if len(spans) > 1 else spans
+        spans = spans.joined() if len(spans) > _FEW_RANGES else spans
         file, begins, sizes, sources, targets = spans.columns
         if len(spans) == 1 and spans.files[int(file[0])] is None and sources[0] == targets[0]:
             return np.frombuffer(ffi.buffer(ffi.cast("char *", int(begins[0])), int(sizes[0])), np.uint8)
         memory = self.memory[side]
         return memory[: spans.fill(memory, threads=1)]
+
+    def as_floats(self, side: int, values: Array, dtype: np.dtype[Any]) -> Array:
+        """Convert values in memory of their own, unless they have the dtype."""
+        if values.dtype == dtype:
+            return values
+        if side not in self.floats:
+            self.floats[side] = aligned_bytes(self.size).view(np.float64)
+        floats = self.floats[side][: values.size]
+        np.copyto(floats, values, casting="unsafe")
+        return floats
 
 
 # ---- bytes ----
@@ -192,7 +207,7 @@ def _differences(
     def compare_block(block: slice) -> _Sums:
         x = native_order(buffers.read(0, a.pick(block)).view(dtype_a))
         y = native_order(buffers.read(1, b.pick(block)).view(dtype_b))
-        sums = _sum_up(x, y, pieces.counts[block])
+        sums = _sum_up(x, y, pieces.counts[block], buffers)
         meter.add(int(progress[block].sum()))
         return sums
 
@@ -217,10 +232,10 @@ def _converted(spans: Spans, target: dtypes.Dtype) -> Spans:
     return spans.divided(NUMBERS * target.block_bytes)
 
 
-def _sum_up(x: Array, y: Array, counts: Array) -> _Sums:
+def _sum_up(x: Array, y: Array, counts: Array, buffers: _Buffers) -> _Sums:
     """Compare consecutive pieces: in the C core, or exactly if 64-bit integers exceed float64."""
     target = np.dtype(np.float32 if x.dtype == y.dtype == np.float32 else np.float64)
-    floats = x.astype(target, copy=False), y.astype(target, copy=False)
+    floats = [buffers.as_floats(side, values, target) for side, values in enumerate((x, y))]
     sums = np.zeros(len(counts), _DIFFERENCE)
     lengths = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(counts, np.uint64))
     places = [ffi.cast("void *", address_of(values)) for values in floats]
