@@ -113,6 +113,8 @@ def _rows_for(names: Iterable[str]) -> list[_Companions]:
             suffix = next(suffix for suffix in absent if name.endswith(suffix))
             present.add(suffix)
             absent = tuple(other for other in absent if other != suffix)
+    if not present:
+        return []
     rows = (row._replace(suffixes=tuple(suffix for suffix in row.suffixes if suffix in present)) for row in _COMPANIONS)
     return [row for row in rows if row.suffixes]
 
