@@ -23,10 +23,10 @@ from ..folders.destinations import Destination, replacement_of
 from ..folders.folder import Folder
 from ..folders.shards import divide, weight_map
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.codec import encode
+from ..sources.codec import decode, encode
 from ..sources.piece_files import FileVersion, Sources, path_in_plan
 from ..sources.plan import Plan
-from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, runs_of
+from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, TensorRun, runs_of
 from .make import Outputs, prepare
 from .request import ConvertOptions, ConvertRequest, open_sources, request_of
 from .run_plan import versions_of
@@ -35,8 +35,6 @@ from .write import config_without_codes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-KEY, VERSION = "safeload_plan", 1
 
 _LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
 _ID_DIGITS = 16
@@ -117,12 +115,12 @@ def _continued(folder: Folder, call: str) -> Plan | None:
         ValueError: a shard is gone.
     """
     note = unfinished.continued(folder, call)
-    if note is None or note.pieces is None:
+    if note is None or note.pieces is None or note.id is None:
         return None
     files = {piece.id: piece.file for piece in note.pieces}
     present = folder.names()
     places = _complete_shards(folder, present, journal.recorded(folder, present), files)
-    options = note.options or {}
+    options, prefix = note.options or {}, f"invalid {unfinished.NAME}"
     pieces = []
     for piece in note.pieces:
         if piece.file not in places:
@@ -131,32 +129,35 @@ def _continued(folder: Folder, call: str) -> Plan | None:
                 f"restore them, and delete {unfinished.NAME}"
             )
         place, name = places[piece.file]
-        content = {"id": piece.id, "nbytes": piece.nbytes, "tensors": piece.tensors, "sources": [], "continued": True}
-        where = {"plan": note.id, "folder": place.place, "file": name, "options": options}
-        pieces.append({"operation": "convert", "version": __version__, **content, **where})
-    plan = Plan(
-        {
-            KEY: VERSION,
-            "operation": "convert",
-            "version": __version__,
-            "options": options,
-            "pieces": pieces,
-            "id": note.id,
-            "folder": folder.place,
-            "in_place": True,
-            "call": call,
-            "tensors": note.tensors,
-            "extras": {},
-        }
+        pieces.append(
+            ConversionPiece(
+                operation="convert",
+                sources=(),
+                file=name,
+                nbytes=piece.nbytes,
+                tensors=tuple(decode(TensorRun, run, prefix) for run in piece.tensors),
+                continued=True,
+                id=piece.id,
+                plan=note.id,
+                folder=place.place,
+                options=options,
+            )
+        )
+    plan = ConversionPlan(
+        operation="convert",
+        options=options,
+        pieces=tuple(pieces),
+        id=note.id,
+        folder=folder.place,
+        in_place=True,
+        call=call,
+        outdated=tuple(replacement_of(folder).outdated([name for _, name in places.values()])),
+        tensors=note.tensors,
+        config=None if note.config is None else PlannedConfig(content=note.config),
+        extras={},
+        quantized=None if note.quantized is None else decode(PlannedSummary, note.quantized, prefix),
     )
-    outdated = replacement_of(folder).outdated([name for _, name in places.values()])
-    optional = {
-        "outdated": outdated,
-        "config": None if note.config is None else {"content": note.config},
-        "quantized": note.quantized,
-    }
-    plan.update({key: value for key, value in optional.items() if value})
-    return plan
+    return Plan(encode(plan))
 
 
 def _plan(

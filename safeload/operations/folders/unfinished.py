@@ -92,7 +92,10 @@ def continued(folder: Folder, call: str) -> UnfinishedNote | None:
         return None
     prefix = f"invalid {NAME}"
     check_version(plain, prefix)
-    return decode(UnfinishedNote, plain, prefix)
+    content = decode(UnfinishedNote, plain, prefix)
+    if content.id is None:
+        raise FormatError(f"{prefix}: id is missing", folder.shown(NAME))
+    return content
 
 
 def _read(folder: Folder) -> dict[str, Any] | None:
