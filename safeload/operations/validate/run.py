@@ -275,7 +275,7 @@ class _Validation:
         unknown = catalog.unknown()
         report.add(_check_unknown(catalog.about(name)) for name in unknown)
         self._selected -= unknown.keys()
-        pairs = {} if choice is None else _tied_pairs(choice.schema, own_config, tensors)
+        pairs = {} if schema is None or not report.values else _tied_pairs(schema, own_config, tensors)
         self._read(Model(tensors, frozenset(codes), quantized, schema), pairs)
 
     def _config(self) -> Mapping[str, Any] | None:
