@@ -54,7 +54,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
         >>> stream.close()
     """
 
-    def __init__(self, entries: Sequence[Entry], reader: _Reader, limit: int, progress: Progress) -> None:
+    def __init__(self, entries: Sequence[Entry], reader: _TensorReader, limit: int, progress: Progress) -> None:
         share = max(1, min(_UNIT, limit // _SHARE))
         self._memory = memory = Recycler(limit)
         weakref.finalize(self, memory.close)
@@ -111,7 +111,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
             self._meter.close()
 
 
-class _Reader(NamedTuple):
+class _TensorReader(NamedTuple):
     """Options for reading tensors."""
 
     target: dtypes.Dtype | None  # for floating and packed tensors; None to convert nothing
@@ -157,7 +157,7 @@ class _Reader(NamedTuple):
 class _Unit:
     """Tensors to read together."""
 
-    def __init__(self, number: int, entries: Sequence[Entry], reader: _Reader, memory: Recycler) -> None:
+    def __init__(self, number: int, entries: Sequence[Entry], reader: _TensorReader, memory: Recycler) -> None:
         self._number = number
         self._memory = memory
         self.nbytes = sum(map(reader.cost, entries))
@@ -215,7 +215,7 @@ class _Unit:
         return loaded, failed
 
 
-def _units(entries: Sequence[Entry], reader: _Reader, share: int) -> Iterator[list[Entry]]:
+def _units(entries: Sequence[Entry], reader: _TensorReader, share: int) -> Iterator[list[Entry]]:
     """Divide tensors into units."""
     unit: list[Entry] = []
     size = 0
@@ -265,7 +265,7 @@ def stream(
     if out is not None and not callable(out):
         _check_out(out, entries)
     give = out if out is None or callable(out) else out.__getitem__
-    return TensorStream(entries, _Reader(target, give, threads, [], order != "ready"), limit, progress)
+    return TensorStream(entries, _TensorReader(target, give, threads, [], order != "ready"), limit, progress)
 
 
 def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
