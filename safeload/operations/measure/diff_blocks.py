@@ -24,8 +24,8 @@ from .diff_report import TensorDiff
 
 EQUAL = TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
 
-# Bytes per block: the blocks of both sides fit into a core's cache.
-BYTES = 512 << 10
+# Bytes per block: enough to amortize the cost of a read, but the blocks of both sides still fit into a cache.
+BYTES = 1 << 20
 # Numbers per block: handing a block to a thread takes as long as comparing 100,000 numbers.
 NUMBERS = 1 << 19
 
