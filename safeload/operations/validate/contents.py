@@ -53,7 +53,7 @@ class Model(NamedTuple):
 
 
 class Contents:
-    """Read tensors and archives, and check them. All methods raise FormatError or OSError for an unreadable file."""
+    """Read and check tensors and archives. All methods raise FormatError or OSError for an unreadable file."""
 
     def __init__(self, catalog: Catalog, options: CheckSettings) -> None:
         self._catalog = catalog

@@ -59,7 +59,7 @@ _REFUSALS = (
 # The name of a single array in reports.
 ARRAY = "array"
 
-# File names in the original releases of Llama and Mistral: the weights, and the config beside them.
+# File names in the original releases of Llama and Mistral: weights and config.
 _CONSOLIDATED, _PARAMS = "consolidated", "params.json"
 
 Source = Given | Array | QuantizedTensor
@@ -80,7 +80,7 @@ def validate(
     threads: int | None = None,
     progress: Progress = None,
 ) -> ValidationReport:
-    """Check weights for faults, and report them. Findings are never raised.
+    """Check weights and report faults. Findings are never raised.
 
     Errors are: a file that violates its format, or ends in unwritten bytes; a missing shard; a zip entry with a wrong
     CRC-32; no tensors; NaN and infinity; missing and unexpected tensors, and wrong shapes, according to the config;

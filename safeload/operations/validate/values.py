@@ -171,7 +171,7 @@ def _check_packed(
 
 
 def _check_zeros(name: str, packed: Packed) -> Iterator[Finding]:
-    """Find zero points with an overflow into the rest of their word, as AutoGPTQ stores them."""
+    """Find zero points of 0: AutoGPTQ stores -1, with an overflow into the rest of the word."""
     count = wrapped_zeros(packed)
     if count:
         zeros = f"{count:,} zero {'point is' if count == 1 else 'points are'} 0, stored as -1"
