@@ -85,14 +85,14 @@ def plan_convert(
     plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
     shared = folder.location.files.public_options()
     if shared is not None:
-        for plain in (plan, *plan.pieces):
-            plain["storage_options"] = shared
-    return plan
+        pieces = tuple(replace(piece, storage_options=shared) for piece in plan.pieces)
+        plan = replace(plan, pieces=pieces, storage_options=shared)
+    return Plan(encode(plan))
 
 
 def planned(
     src: Given | Sequence[Given], dst: Destination, options: ConvertOptions, *, overwrite: bool, resume: bool
-) -> tuple[Plan, Folder]:
+) -> tuple[ConversionPlan, Folder]:
     """Return the plan of a conversion, without storage options, and its destination; see `plan_convert`."""
     request = request_of(dst, options)
     if request.folder is None:
@@ -108,7 +108,7 @@ def planned(
     return plan, request.folder
 
 
-def _continued(folder: Folder, call: str) -> Plan | None:
+def _continued(folder: Folder, call: str) -> ConversionPlan | None:
     """Return the plan of an interrupted conversion of a folder onto itself, with all shards complete.
 
     Raises:
@@ -143,7 +143,7 @@ def _continued(folder: Folder, call: str) -> Plan | None:
                 options=options,
             )
         )
-    plan = ConversionPlan(
+    return ConversionPlan(
         operation="convert",
         options=options,
         pieces=tuple(pieces),
@@ -157,12 +157,11 @@ def _continued(folder: Folder, call: str) -> Plan | None:
         extras={},
         quantized=None if note.quantized is None else decode(PlannedSummary, note.quantized, prefix),
     )
-    return Plan(encode(plan))
 
 
 def _plan(
     prepared: Outputs, request: ConvertRequest, folder: Folder, call: str, *, overwrite: bool, resume: bool
-) -> Plan:
+) -> ConversionPlan:
     options = _options(request)
     adapters: tuple[Any, ...] = ()
     if request.options.get("adapters") is not None:
@@ -185,7 +184,7 @@ def _plan(
     if config is None and overwrite:
         content = config_without_codes(prepared, folder, request.target)
         config = None if content is None else PlannedConfig(content=content)
-    plan = ConversionPlan(
+    return ConversionPlan(
         operation="convert",
         options=options,
         pieces=tuple(pieces),
@@ -199,7 +198,6 @@ def _plan(
         extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
         quantized=_summary(prepared),
     )
-    return Plan(encode(plan))
 
 
 def _pieces(

@@ -25,14 +25,14 @@ from ..sources.catalog import Catalog
 from ..sources.codec import decode, encode
 from ..sources.executors import Executor
 from ..sources.piece_files import config_from, location_of, opened, version_of
-from ..sources.plan import INVALID_PLAN, Plan, check_version, decode_piece
+from ..sources.plan import INVALID_PLAN, check_version, decode_piece
 from .decide import ConversionPiece, ConversionPlan, ShardResult, decisions_of, row_of
 from .make import Maker
 from .write import ConvertReport
 
 
 def run_all(
-    plan: Plan,
+    plan: ConversionPlan,
     folder: Folder,
     storage_options: Mapping[str, Any] | None,
     *,
@@ -44,13 +44,13 @@ def run_all(
 
     Each shard is put in place and recorded as soon as it is complete.
     """
-    sizes = [piece["nbytes"] for piece in plan.pieces]
+    pieces, sizes = [encode(piece) for piece in plan.pieces], [piece.nbytes for piece in plan.pieces]
     run = PieceRunner(folder, storage_options)
     with ExitStack() as stack:
-        for place in {piece["folder"]: run.folder_of(piece) for piece in plan.pieces}.values():
+        for place in {piece["folder"]: run.folder_of(piece) for piece in pieces}.values():
             stack.enter_context(replacement_of(place).undone())
-        results = executors.run(run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
-    return complete(decode_plan(plan), results, folder, storage_options, at_once=True)
+        results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
+    return complete(plan, results, folder, storage_options, at_once=True)
 
 
 def run(

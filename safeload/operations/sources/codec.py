@@ -7,7 +7,7 @@ from files and other processes and cannot be trusted, so `decode` checks every f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -34,9 +34,10 @@ def encode(value: Any) -> Any:
     """Return a record, or a container of records, as plain data."""
     if type(value) in _SCALARS:
         return value
-    if is_dataclass(value):
-        content = ((field, getattr(value, field.name)) for field in fields(value))
-        return {field.name: encode(item) for field, item in content if item or item != _default(field)}
+    cls: Any = type(value)
+    if _form_of(cls)[0] is Mapping:
+        content = ((name, getattr(value, name), default) for name, default in _defaults_of(cls))
+        return {name: encode(item) for name, item, default in content if item or item != default}
     if isinstance(value, (list, tuple)):
         return [item if type(item) in _SCALARS else encode(item) for item in value]
     if isinstance(value, dict):
@@ -193,11 +194,16 @@ def _fields_of(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if _form_of(cls)[0] is NamedTuple:
         return {name: hints[name] for name in cls._fields}, cls._fields[: len(cls._fields) - len(cls._field_defaults)]
     kinds = {field.name: hints[field.name] for field in fields(cls)}
-    return kinds, tuple(field.name for field in fields(cls) if _default(field) is MISSING)
+    return kinds, tuple(name for name, default in _defaults_of(cls) if default is MISSING)
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+@cache
+def _defaults_of(cls: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the name and the default value of each field of a dataclass; MISSING if the field is required."""
+    return tuple(
+        (field.name, field.default if field.default_factory is MISSING else field.default_factory())
+        for field in fields(cls)
+    )
 
 
 def _has_form(kind: Any, value: Any) -> bool:
