@@ -141,17 +141,35 @@ class TensorNotFoundError(SafeloadError, KeyError):
 
 
 class UnsupportedDtypeError(SafeloadError, KeyError):
-    """A tensor has a dtype that safetensors lacks. Also a KeyError, which safetensors raises for torch."""
+    """A tensor has a dtype that safetensors lacks. Also a KeyError, which safetensors raises for torch.
+
+    Example:
+        >>> from safeload.errors import UnsupportedDtypeError
+        >>> issubclass(UnsupportedDtypeError, KeyError)
+        True
+    """
 
     __str__ = SafeloadError.__str__
 
 
 class InvalidDeviceError(SafeloadError, RuntimeError, ValueError):
-    """The ``device`` argument names no device. Also a RuntimeError, which torch raises."""
+    """The ``device`` argument names no device. Also a RuntimeError, which torch raises.
+
+    Example:
+        >>> from safeload.errors import InvalidDeviceError
+        >>> issubclass(InvalidDeviceError, RuntimeError)
+        True
+    """
 
 
 class MissingDeviceError(UnsupportedError, RuntimeError):
-    """This machine, or this build of torch, lacks the device. Also a RuntimeError, which torch raises."""
+    """This machine, or this build of torch, lacks the device. Also a RuntimeError, which torch raises.
+
+    Example:
+        >>> from safeload.errors import MissingDeviceError
+        >>> issubclass(MissingDeviceError, RuntimeError)
+        True
+    """
 
 
 class _MissingFileError(FileNotFoundError):

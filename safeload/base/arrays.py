@@ -111,7 +111,7 @@ def _is_numbers(value: Any) -> bool:
     if not isinstance(value, (int, float, complex, list, tuple)):
         return False
     try:
-        return np.asarray(value).dtype.name in dtypes.BY_NAME
+        return dtypes.row_of(np.asarray(value).dtype) is not None
     except (ValueError, OverflowError):
         return False
 

@@ -202,19 +202,19 @@ def of_array(array: Any, name: str) -> Dtype:
     Raises:
         SafeloadError: safetensors does not have the array's dtype.
     """
-    row = _stored_row(array.dtype)
-    if row is None:
+    row = row_of(array.dtype)
+    if row is None or row.packed:
         raise not_stored(shown(array.dtype), name)
     return row
 
 
 @lru_cache(maxsize=256)  # bounded, because a program can create any number of dtypes
-def _stored_row(dtype: np.dtype[Any]) -> Dtype | None:
-    """Return safetensors' row for an array's dtype, or None. Cached because numpy computes a name on each access."""
-    row = BY_NAME.get(dtype.name)
-    return None if row is None or row.packed else row
+def row_of(dtype: np.dtype[Any]) -> Dtype | None:
+    """Return the row with the name of a NumPy dtype, or None. Cached because NumPy computes a name on each access."""
+    return BY_NAME.get(dtype.name)
 
 
+@lru_cache(maxsize=256)
 def shown(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype; for text its code "<U2", because numpy does not accept its own name "str64"."""
     return str(dtype.str if dtype.kind in "SU" else dtype.name)

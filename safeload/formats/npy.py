@@ -102,7 +102,7 @@ def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
     if dtype.hasobject:
         text = f"{subject} holds Python objects, which are pickled: refused"
         raise error_about(UnsupportedError, text, path=file.path)
-    row = dtypes.BY_NAME.get(dtype.name)
+    row = dtypes.row_of(dtype)
     if row is None or row.packed:
         hint = ": numpy forgets bfloat16 and float8" if dtype.kind == "V" and dtype.names is None else ""
         raise error_about(UnsupportedError, f"{subject} is {dtype}, not a dtype of weights{hint}", path=file.path)
@@ -222,7 +222,7 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
         raise error_about(UnsupportedError, text, tensor=name)
     refuse_masked(value, f"tensor {show(name)}")
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
-        advice = ': pass dtype="float32"' if value.dtype.name in dtypes.BY_NAME else ""
+        advice = ': pass dtype="float32"' if dtypes.row_of(value.dtype) else ""
         text = f"is {dtypes.shown(value.dtype)}, which {format} does not have{advice}"
         raise error_about(UnsupportedError, text, tensor=name)
     return value

@@ -89,7 +89,7 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
         TypeError: the array does not hold real numbers.
     """
     array = as_array(x, name)
-    row = dtypes.BY_NAME.get(array.dtype.name)
+    row = dtypes.row_of(array.dtype)
     if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
         raise TypeError(f"{subject(name)}{array.dtype} holds no real numbers")
     if row is None or not row.floating or row.packed:
@@ -114,7 +114,7 @@ def of_array(name: str, value: Any) -> Source:
         TypeError: weight files do not have the dtype.
     """
     array = as_array(value, name)
-    row = dtypes.BY_NAME.get(array.dtype.name)
+    row = dtypes.row_of(array.dtype)
     if row is None or row.packed:
         raise TypeError(f"{subject(name)}{array.dtype} is not a dtype of weight files")
     return of_numbers(name, array, row, None)

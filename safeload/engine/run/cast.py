@@ -50,7 +50,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     narrows = target.floating and target.bits < _F32.bits
     if narrows:
         array = _real(array)
-    source = dtypes.BY_NAME.get(array.dtype.name)
+    source = dtypes.row_of(array.dtype)
     if source is not None and _in_core(source, target, array):
         _convert(array, out, source, target.number, threads)
         return out

@@ -159,7 +159,7 @@ def _plan(name: Any, value: Any) -> _Plan:
 
 
 def _element_type(name: str, dtype: np.dtype[Any]) -> int:
-    row = dtypes.BY_NAME.get(dtype.name)
+    row = dtypes.row_of(dtype)
     if row is not None and row.ggml >= 0:
         return row.ggml
     if row is not None and row.floating and not row.packed:

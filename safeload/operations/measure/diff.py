@@ -295,7 +295,7 @@ def _pair(name: str, a: _Reader, b: _Reader) -> tuple[Source, Source]:
 
 
 def _as_source(name: str, array: Array) -> Source:
-    row = dtypes.BY_NAME.get(array.dtype.name)
+    row = dtypes.row_of(array.dtype)
     return of_array(name, array.astype(np.float64) if row is None or row.packed else array)
 
 

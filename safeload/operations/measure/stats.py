@@ -286,7 +286,7 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
     if isinstance(value, QuantizedTensor):
         return _quantized_part(name, value, threads)
     array = as_array(value, name)
-    row = dtypes.BY_NAME.get(array.dtype.name)
+    row = dtypes.row_of(array.dtype)
     code = array.dtype.name if row is None else row.code
     if row is None or row.packed:  # not supported by the core, or elements share bytes
         wider = _wider(array.dtype, row)

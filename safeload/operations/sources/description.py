@@ -52,7 +52,7 @@ def stored_as(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
         array = np.asarray(value)  # a scale may be a number
     except Exception:  # a foreign __array__ can raise anything; reading the tensor reports it
         return None, ()
-    return dtypes.BY_NAME.get(array.dtype.name), array.shape
+    return dtypes.row_of(array.dtype), array.shape
 
 
 def about_value(name: str, value: Any) -> TensorDescription:
@@ -72,7 +72,7 @@ def about_value(name: str, value: Any) -> TensorDescription:
         row = row_of(value.scheme)
         return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
     array = as_array(value, name)
-    stored = dtypes.BY_NAME.get(array.dtype.name)
+    stored = dtypes.row_of(array.dtype)
     # Packed elements take one byte each in memory, unlike in files.
     element = None if stored is None or stored.packed else stored
     floating = stored is not None and stored.floating
