@@ -350,7 +350,7 @@ def save_model(
     from .frameworks import torch_arrays
 
     if metadata is not None:
-        check_mapping(metadata, "metadata", "text to text")
+        check_mapping(metadata, "metadata", "str to str")
     state = dict(model.state_dict())
     torch_arrays.check_tensors(state)
     texts = dict(metadata or {})

@@ -187,7 +187,7 @@ def test_patterns_are_the_ends_of_names(tmp_path, pattern, module, matches):
         (pair(rows=7), ["w.lora_B.weight", "[7, 2]", "w.weight", "[6, 5]", "needs [6, 2]"]),
         (pair(columns=4), ["w.lora_A.weight", "[2, 4]", "[6, 5]", "needs [2, 5]"]),
         (pair(rank=3), ["has rank 3", "'r'", "says 2"]),
-        ({"w.lora_A.weight": np.ones((2, 5), np.float32)}, ["w.lora_A.weight", "stands alone"]),
+        ({"w.lora_A.weight": np.ones((2, 5), np.float32)}, ["w.lora_A.weight", "has no counterpart"]),
         ({**pair(), "w.lora_B.bias": np.ones(6, np.float32)}, ["w.lora_B.bias", "w.bias", "no bias in the base"]),
         ({"w.weight": np.ones((5, 6), np.float32)}, ["[5, 6]", "[6, 5]", "replaces"]),
         ({"other": np.ones(4, np.float32)}, ["other", "I64"]),

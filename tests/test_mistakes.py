@@ -403,12 +403,12 @@ def test_schemes_are_taken_in_any_case(scheme, here, capsys):
 
 WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k"
 SCHEMES = {
-    "Q4_K_M": ["scheme 'Q4_K_M' is one of llama.cpp's mixtures: use 'q4_k' for all matrices, or a dict with a scheme"],
+    "Q4_K_M": ["scheme 'Q4_K_M' is a llama.cpp mixture: use 'q4_k' for all matrices, or a dict with a scheme"],
     "Q3_K_M": [f"scheme 'Q3_K_M': Q3_K can only be read; writable schemes are {WRITTEN}"],
     "q2_k": [f"Q2_K can only be read; writable schemes are {WRITTEN}"],
     "int4": [f"unknown scheme 'int4', expected one of {WRITTEN}", "not: int8'?"],
     "q40": ["unknown scheme 'q40': did you mean 'q4_0'?"],
-    "bf16": ["unknown scheme 'bf16': it is a dtype; pass it as dtype= of safeload.load or convert"],
+    "bf16": ["unknown scheme 'bf16': it is a dtype; pass it as "],
 }
 
 
@@ -486,14 +486,14 @@ def foreign_array(library, name, dtype):
 
 
 ARRAYS = {
-    "a nested dict": ({"b": W}, ["tensor 'a' is a dict, not a numpy array", "safeload.flatten(tree)"]),
-    "a list": ([1.0, 2.0], ["tensor 'a' is a list, not a numpy array", "numpy.asarray(x)"]),
-    "a ragged list": ([[1.0], [2.0, 3.0]], ["tensor 'a' is a list, not a numpy array", "not: asarray"]),
+    "a nested dict": ({"b": W}, ["tensor 'a' is a dict, not a NumPy array", "safeload.flatten(tree)"]),
+    "a list": ([1.0, 2.0], ["tensor 'a' is a list, not a NumPy array", "numpy.asarray(x)"]),
+    "a ragged list": ([[1.0], [2.0, 3.0]], ["tensor 'a' is a list, not a NumPy array", "not: asarray"]),
     "a list of text": (["x"], ["tensor 'a' is a list", "not: asarray"]),
-    "an int": (1, ["tensor 'a' is an int, not a numpy array", "numpy.asarray(x)"]),
-    "a large int": (10**400, ["tensor 'a' is an int, not a numpy array", "not: asarray"]),
-    "text": ("x", ["tensor 'a' is a str, not a numpy array", "not: asarray"]),
-    "None": (None, ["tensor 'a' is None, not a numpy array", "not: asarray"]),
+    "an int": (1, ["tensor 'a' is an int, not a NumPy array", "numpy.asarray(x)"]),
+    "a large int": (10**400, ["tensor 'a' is an int, not a NumPy array", "not: asarray"]),
+    "text": ("x", ["tensor 'a' is a str, not a NumPy array", "not: asarray"]),
+    "None": (None, ["tensor 'a' is None, not a NumPy array", "not: asarray"]),
     "JAX": (foreign_array("jaxlib._jax", "ArrayImpl", "float32"), ["tensor 'a' is an ArrayImpl", "numpy.asarray(x)"]),
     "torch": (
         foreign_array("torch", "Tensor", "torch.float32"),
@@ -600,7 +600,7 @@ def test_a_json_file_that_is_no_index(name, here):
     content, what = JSONS[name]
     filled(here / "model", {name: content})
     text = message(lambda: safeload.open(f"model/{name}"), safeload.FormatError)
-    assert_says(text, f"this is {what}, not an index: there are no weights beside it", f"model/{name}")
+    assert_says(text, f"this is {what}, not an index: no weights beside it", f"model/{name}")
     save_file({"w": W}, "model/model.safetensors", durable=False)
     text = message(lambda: safeload.open(f"model/{name}"), safeload.FormatError)
     assert_says(text, f"this is {what}, not an index: open its folder")
@@ -670,7 +670,7 @@ def test_a_name_to_read_must_be_text(here, name, source):
     safeload.convert({"w": W, "embed": W}, "sharded", max_shard_size="1.5KB")
     np.savez("z.npz", w=W, embed=W)
     opened = safeload.open(source)
-    wanted = f"a tensor name must be str, not {type(name).__name__}"
+    wanted = f"a tensor name must be str, got {type(name).__name__}"
     for call in (
         lambda: opened[name],
         lambda: opened.get(name),
@@ -689,7 +689,7 @@ def test_a_name_to_read_must_be_text(here, name, source):
 @pytest.mark.parametrize("suffix", ["safetensors", "npz", "npy", "gguf", "moon", "folder"])
 def test_a_name_to_write_must_be_text(here, name, suffix):
     tensors = {name: W.astype(np.float16)}
-    wanted = f"a tensor name must be str, not {type(name).__name__}"
+    wanted = f"a tensor name must be str, got {type(name).__name__}"
     given = {"max_shard_size": "1KB"} if suffix == "folder" else {}
     assert message(lambda: safeload.convert(tensors, f"x.{suffix}", **given), TypeError) == wanted
     assert message(lambda: save_file(tensors, "y.safetensors"), TypeError) == wanted
@@ -708,4 +708,4 @@ def test_a_name_in_a_dict_must_be_text(here, name):
         lambda: safeload.validate(tensors),
         lambda: safeload.load_quantized(tensors, "int8"),
     ):
-        assert message(call, TypeError) == f"a tensor name must be str, not {type(name).__name__}"
+        assert message(call, TypeError) == f"a tensor name must be str, got {type(name).__name__}"

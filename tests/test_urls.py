@@ -145,7 +145,7 @@ LASTING = {
     "another range": (lambda: faults.moved(8, path=LAST, first=1), RemoteError, "another range"),
     "403": (lambda: faults.status(403, path=LAST, first=1), RemotePermissionError, "refuses access"),
     "garbage": (lambda: faults.garbage(path=LAST, first=1), RemoteError, "not HTTP"),
-    "redirects in a circle": (lambda: faults.redirect(LAST, path=LAST, first=1), RemoteError, "in a circle"),
+    "redirects in a circle": (lambda: faults.redirect(LAST, path=LAST, first=1), RemoteError, "in a loop"),
 }
 CHANGED = {
     "another ETag": lambda: faults.header("ETag", '"another"', path=LAST, first=1),

@@ -79,7 +79,7 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[:1] in tuple('AEIOaeio') else 'a'} {noun}"
 
 
-def not_an_array(subject: str, value: Any, expected: str = "a numpy array", *, safetensors: bool = False) -> TypeError:
+def not_an_array(subject: str, value: Any, expected: str = "a NumPy array", *, safetensors: bool = False) -> TypeError:
     """Return the error for a value that is not an array, with advice on how to make one.
 
     Args:
@@ -127,7 +127,7 @@ def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
         TypeError: the argument is not a mapping.
     """
     if not isinstance(value, Mapping) and not all(hasattr(value, method) for method in _METHODS):
-        raise TypeError(f"{what} must be a mapping of {of}, not {type(value).__name__}")
+        raise TypeError(f"{what} must be a mapping of {of}, got {type(value).__name__}")
 
 
 def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> ArraySpec:

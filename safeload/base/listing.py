@@ -21,7 +21,7 @@ class TensorInfos(dict[str, TensorInfo]):
     """Descriptions of tensors by name, in a read-only dict; ``dict(infos)`` is a copy that can be changed."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("the descriptions of tensors are read-only")
+        raise TypeError("tensor descriptions are read-only")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse

@@ -39,5 +39,5 @@ def encode(text: str, subject: str, errors: str = "strict", *, tensor: str | Non
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError:
-        message = f"{subject} {show(text)} holds a lone surrogate, which UTF-8 cannot write"
+        message = f"{subject} {show(text)} contains a lone surrogate, which UTF-8 cannot encode"
         raise SafeloadError(message, tensor=tensor) from None

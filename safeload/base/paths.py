@@ -44,7 +44,7 @@ def _refuse_content(path: bytes | bytearray | memoryview) -> None:
     if not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or bytes(1) in path:
         raise TypeError(
             f"expected a path, got the content of a file ({type(path).__name__} of length {len(path):,}): "
-            "load content by safeload.numpy.load(data)"
+            "load it with safeload.numpy.load(data)"
         )
 
 

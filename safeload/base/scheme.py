@@ -107,14 +107,14 @@ def parse(scheme: object) -> str:
     of_mixture = name[:-2] if name.endswith(("_s", "_m", "_l")) else name
     if of_mixture in SCHEMES:
         raise ValueError(
-            f"scheme {show(scheme)} is one of llama.cpp's mixtures: use {of_mixture!r} for all matrices, or a dict "
+            f"scheme {show(scheme)} is a llama.cpp mixture: use {of_mixture!r} for all matrices, or a dict "
             "with a scheme for each name pattern"
         )
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:
         raise ValueError(f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}")
     if is_name(name):
-        raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype; pass it as dtype= of safeload.load or convert")
+        raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype; pass it as dtype=")
     close = nearest(name, SCHEMES)
     raise ValueError(
         f"unknown scheme {show(scheme)}"

@@ -90,9 +90,9 @@ def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
 def distinct(names: Iterable[str]) -> Iterable[str]:
     """Return exact names without duplicates; TypeError for a single str, whose characters would count as names."""
     if isinstance(names, str):
-        raise TypeError("names must be an iterable of names, not a single str")
+        raise TypeError("names must be an iterable of names, got a single str")
     if not isinstance(names, Iterable):
-        raise TypeError(f"names must be an iterable of names, not {type(names).__name__}")
+        raise TypeError(f"names must be an iterable of names, got {type(names).__name__}")
     return dict.fromkeys(names)
 
 
@@ -190,16 +190,16 @@ def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
     if renames is None:
         return []
     if isinstance(renames, (str, bytes)):
-        raise TypeError(f"rename must be pairs (expression, replacement), got {show(renames)}")
+        raise TypeError(f"rename must be (expression, replacement) pairs, got {show(renames)}")
     pairs: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
     if len(pairs) == 2 and isinstance(pairs[0], (str, re.Pattern)):
         pairs = [tuple(pairs)]
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"rename must be pairs (expression, replacement), got {show(pair)}")
+            raise TypeError(f"rename must be (expression, replacement) pairs, got {show(pair)}")
         pattern, replacement = pair
         if not isinstance(pattern, (str, re.Pattern)) or not (isinstance(replacement, str) or callable(replacement)):
-            raise TypeError(f"rename must be pairs of text (expression, replacement), got {show(pair)}")
+            raise TypeError(f"rename must be (expression, replacement) pairs of str, got {show(pair)}")
     return [(pattern, replacement) for pattern, replacement in pairs]
 
 

@@ -84,7 +84,7 @@ def check_name(name: Any) -> None:
         TypeError: the message names its type.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a tensor name must be str, not {type(name).__name__}")
+        raise TypeError(f"a tensor name must be str, got {type(name).__name__}")
 
 
 def plural(count: int, noun: str) -> str:

@@ -166,7 +166,7 @@ class WebUrl:
             if place is None:
                 raise UrlError("it is not http or https")
             if "@" in place:
-                raise UrlError("it has a user or a password")
+                raise UrlError("it contains a user name or a password")
             return web_url(divided(f"{scheme or self.scheme}://{place}{path}{_query(query)}"))[0]
         if not path:
             path, query = self.path, self.query if query is None else query
@@ -207,7 +207,7 @@ def parsed(url: str) -> tuple[Url, ...]:
 
 
 def shown(url: str) -> str:
-    """Return a URL, or a chain, for messages, reprs and pickles: without secrets."""
+    """Return a URL or a chain without its secrets, for messages, reprs and pickles."""
     return "::".join(link.shown for link in parsed(url))
 
 
@@ -262,11 +262,11 @@ def join(folder: str, name: str, literal: bool = False) -> str:
         path = f"{link.path.rstrip('/')}/{_quoted(name, '')}"
         return _chained(chain, at, replace(link, path=path, fragment=None))
     if _VERSIONED.get(link.scheme, _NEVER).search(name):
-        raise UrlError("the name ends in a version mark, which this store would apply to another file")
+        raise UrlError("the name ends in a version suffix, which this store would read as a version of another file")
     path = f"{link.path}{link.tail}".rstrip("/")
     joined = _chained(chain, at, replace(link, path=f"{path}/{name}", query=None, fragment=None))
     if len(links(joined)) != len(chain):
-        raise UrlError("the name contains ::, which would begin another link of a chain")
+        raise UrlError("the name contains ::, which would start another link of a chained URL")
     return joined
 
 
@@ -332,13 +332,13 @@ def _web_host(host: str) -> str:
         try:
             address = ipaddress.IPv6Address(match[1] if match is not None else "").compressed
         except ValueError:
-            raise UrlError("its host is not an IPv6 address") from None
+            raise UrlError("its host is not a valid IPv6 address") from None
         return f"[{address}%25{match[2]}]" if match is not None and match[2] else f"[{address}]"
     plain = host.lower()
     if not plain.isascii():
         plain = _ascii_host(plain)
     if _HOST.fullmatch(plain) is None:
-        raise UrlError("its host is not a host name")
+        raise UrlError("its host is not a valid host name")
     return plain
 
 
@@ -350,7 +350,7 @@ def _ascii_host(host: str) -> str:
     try:
         return str(idna.encode(host, strict=True, std3_rules=True).decode())
     except UnicodeError:
-        raise UrlError("its host is not a host name") from None
+        raise UrlError("its host is not a valid host name") from None
 
 
 def _web_path(path: str) -> str:

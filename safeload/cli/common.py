@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -248,6 +249,23 @@ def _is_terminal(stream: TextIO | None) -> bool:
 # How messages of `FileExistsError` begin.
 _EXISTS = "File exists"
 
+# Arguments in the advice of messages, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
+_ARGUMENT = re.compile(
+    r"""(?<![^ (])
+    (dtype|drop|format|keep|layout|max_shard_size|only|overwrite|quantize|resume|root|stored|unknown_globals)
+    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?=[ ,;:.)]|$) )
+       | (?<=max_shard_size)(?=[ ]|$))""",
+    re.VERBOSE,
+)
+
+
+def _option(argument: re.Match[str]) -> str:
+    option = f"--{argument[1].replace('_', '-')}"
+    value = argument[2] or argument[3]
+    if value is not None:
+        return f"{option} {value}"
+    return f"{option} " if argument.string.startswith("'", argument.end()) else option
+
 
 def complain(error: Exception) -> None:
     """Flush stdout and print an error to stderr."""
@@ -255,6 +273,7 @@ def complain(error: Exception) -> None:
     text = one_line(error)
     if isinstance(error, FileExistsError) and (reason := error.strerror or "").startswith(_EXISTS):
         text = f"{error.filename} already exists{reason.removeprefix(_EXISTS)}"
+    text = _ARGUMENT.sub(_option, text)
     text = text.replace("storage_options= (which may be empty)", "--storage-option KEY=VALUE")
     print(f"safeload: {printable(text)}", file=sys.stderr)
 
@@ -276,7 +295,7 @@ def verbose(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    import logging  # imported here: it costs milliseconds
+    import logging  # only here: importing it takes milliseconds
 
     class Escaped(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from contextlib import ExitStack
 from typing import Any
 
 from ..base.scheme import SCHEMES
 from ..engine.read.load import targets
-from ..errors import SafeloadError
 from ..formats.registry import SUFFIXES, WRITTEN
 from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
@@ -128,14 +126,7 @@ def run(options: argparse.Namespace) -> int:
     for option in ("resume", "dask"):
         if getattr(options, option) and options.max_shard_size is None and not is_url(options.destination):
             raise ValueError(f"--{option} needs a folder of shards; pass --max-shard-size")
-    try:
-        report = _convert(options)
-    except FileExistsError as error:
-        raise FileExistsError(error.errno, _in_options(str(error.strerror)), error.filename) from None
-    except ValueError as error:
-        if isinstance(error, SafeloadError):
-            raise
-        raise ValueError(_in_options(str(error))) from None
+    report = _convert(options)
     if options.json:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
         if report.summary is not None:
@@ -144,21 +135,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(report)
     return 0
-
-
-# Python arguments in messages, and the options to show instead.
-_ADVICE = {
-    " and overwrite=False": "; pass --overwrite to replace it",
-    "max_shard_size=": "--max-shard-size",
-    "overwrite=True": "--overwrite",
-    "resume=True": "--resume",
-}
-
-
-def _in_options(message: str) -> str:
-    for advice, option in _ADVICE.items():
-        message = message.replace(advice, option)
-    return re.sub(r"\bformat=([\"'])(\w+)\1", r"--format \2", message)
 
 
 def _convert(options: argparse.Namespace) -> ConvertReport:

@@ -322,7 +322,7 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
         if _zeros_disagree(opened):
-            yield "zero points: the format differs from the configuration and was recognised"
+            yield "zero points: the format differs from the configuration and was recognized"
     codes = codes_of(opened)
     if codes:
         count = plural(len(codes), "tensor")

@@ -56,7 +56,7 @@ class SafeSlice:
         return list(self._file.table.shapes[self._index])
 
     def get_dtype(self) -> str:
-        """Safetensors code, such as "F32"."""
+        """Return the dtype as a safetensors code, such as "F32"."""
         return self._file.table.rows[self._index].code
 
     @property

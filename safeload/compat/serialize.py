@@ -62,7 +62,7 @@ class TensorSpec:
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         if not isinstance(dtype, str):
-            raise TypeError(f"dtype must be str, not {type(dtype).__name__}")
+            raise TypeError(f"dtype must be str, got {type(dtype).__name__}")
         pairs = dtype == "float4_e2m1fn_x2"
         row = dtypes.BY_CODE["F4"] if pairs else dtypes.BY_NAME.get(dtype)
         if row is None or (row.code == "F4" and not pairs):
@@ -147,7 +147,7 @@ def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
     entries = {}
     for name, spec in tensor_dict.items():
         if not isinstance(spec, TensorSpec):
-            raise TypeError(f"tensor {show(name)} must be a TensorSpec, not {type(spec).__name__}")
+            raise TypeError(f"tensor {show(name)} must be a TensorSpec, got {type(spec).__name__}")
         entries[name] = Memory(spec._row, spec._shape, spec._data_ptr, spec._data_len)
     return entries
 

@@ -15,7 +15,7 @@ from ..formats.safetensors.file import Memory
 from ..frameworks import torch_arrays
 from .serialize import TensorSpec
 
-# Torch's small floats; None if this torch lacks one.
+# Torch's small float dtypes; None if this version of torch lacks the dtype.
 FLOAT4_E2M1_X2 = torch_arrays.TYPES.get("F4")
 FLOAT8_E4M3FN = torch_arrays.TYPES.get("F8_E4M3")
 FLOAT8_E4M3FNUZ = torch_arrays.TYPES.get("F8_E4M3FNUZ")

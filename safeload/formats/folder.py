@@ -304,7 +304,7 @@ def _choose_safetensors(names: Sequence[str], path: str) -> list[str] | None:
     if INDEX in indexes:
         return [INDEX]
     if len(indexes) > 1:
-        raise FormatError(f"several indexes: {_listed(indexes)}; open one of them", path)
+        raise FormatError(f"more than one index: {_listed(indexes)}; open one of them", path)
     if indexes:
         return indexes
     if SINGLE in names:
@@ -448,7 +448,7 @@ def _no_weights(path: str, names: Sequence[str], folders: Sequence[str], files: 
     if kind is not None:
         return f"this is {kind}"
     text = f"no weights here; found {_listed(sorted([*names, *folders])) or 'nothing'}"
-    return f"{text}. There are weights in {_listed(inner)}: open one of them" if inner else text
+    return f"{text}. Subfolders with weights: {_listed(inner)}; open one of them" if inner else text
 
 
 def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | None:
@@ -457,7 +457,7 @@ def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | 
     kind = next((kind for mark, keys, kind in _JSON if base == mark or keys & content.keys()), None)
     if kind is None:
         return None
-    advice = "open its folder" if _has_weights(folder, files) else "there are no weights beside it"
+    advice = "open its folder" if _has_weights(folder, files) else "no weights beside it"
     return f"this is {kind}, not an index: {advice}"
 
 

@@ -148,7 +148,7 @@ def _by_pattern(head: bytes, path: str) -> Kind | None:
 
 
 def _is_llama2(head: bytes) -> bool:
-    """Return True if a file begins with plausible sizes of a model, as legacy_export of llama2.c writes seven."""
+    """Return True if a file begins with seven plausible model sizes, as written by legacy_export of llama2.c."""
     if len(head) < 32:
         return False
     sizes = [int.from_bytes(head[k : k + 4], "little", signed=True) for k in range(0, 28, 4)]

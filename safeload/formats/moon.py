@@ -34,7 +34,7 @@ VERSION = 2
 # Limits of the format: its first reader stores names and dims in arrays of these lengths.
 MAX_NAME = 256
 MAX_DIMS = 4
-# Most tensors of a file: an entry of 14 bytes takes about 150 bytes of memory. Real files have a few hundred.
+# Maximum number of tensors: a 14-byte entry takes about 150 bytes of memory. Real files have a few hundred tensors.
 MAX_TENSORS = 1_000_000
 # Bytes to read at a time: the header of an entry takes at most 300, and small tensors lie close together.
 _WINDOW = 4096

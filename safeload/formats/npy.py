@@ -100,11 +100,11 @@ def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
         message = f"{subject}: its npy header cannot be read: {show(str(error))}"
         raise FormatError(message, file.path, begin) from None
     if dtype.hasobject:
-        text = f"{subject} holds Python objects, which are pickled: refused"
+        text = f"{subject} holds pickled Python objects, which safeload refuses to load"
         raise error_about(UnsupportedError, text, path=file.path)
     row = dtypes.row_of(dtype)
     if row is None or row.packed:
-        hint = ": numpy forgets bfloat16 and float8" if dtype.kind == "V" and dtype.names is None else ""
+        hint = ": NumPy files lose bfloat16 and float8" if dtype.kind == "V" and dtype.names is None else ""
         raise error_about(UnsupportedError, f"{subject} is {dtype}, not a dtype of weights{hint}", path=file.path)
     possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
     if possible and 0 in shape:
@@ -128,12 +128,12 @@ def _find_header(file: WeightFile, begin: int, size: int) -> tuple[bytes, int]:
     """Return the header, starting at its magic number, and its size."""
     head = file.read_at(begin, min(size, _WINDOW))
     if head[:6] != b"\x93NUMPY" or len(head) < 12:
-        raise ValueError("it does not begin with the magic number of npy")
+        raise ValueError("it does not begin with the npy magic number")
     if head[6] not in (1, 2, 3) or head[7] != 0:
-        raise ValueError(f"npy version {head[6]}.{head[7]}")
+        raise ValueError(f"unknown npy version {head[6]}.{head[7]}")
     end = _start(head) + int.from_bytes(head[8 : _start(head)], "little")
     if end > min(size, _HEADER_SIZE):
-        raise ValueError(f"a header of {end} bytes")
+        raise ValueError(f"its size of {end} bytes exceeds the limit")
     if end > len(head):
         head = file.read_at(begin, end)
     return head[:end], end
@@ -155,7 +155,7 @@ def _parse_header(head: bytes) -> _Header:
         raise ValueError("fortran_order must be a bool and shape a tuple")
     descr = fields["descr"]
     if isinstance(descr, str) and not _DESCR.fullmatch(descr):
-        raise ValueError(f"descr {show(descr)}")
+        raise ValueError(f"unsupported descr {show(descr)}")
     return _Header(np.lib.format.descr_to_dtype(descr), fields["fortran_order"], fields["shape"])
 
 
@@ -190,7 +190,7 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
     """
     check_mapping(tensors, "tensors")
     if len(tensors) != 1:
-        raise SafeloadError(f"an npy file holds one array, got {len(tensors)} tensors: choose one by its name")
+        raise SafeloadError(f"an npy file holds one array, got {len(tensors)} tensors: select one by its name")
     ((name, value),) = tensors.items()
     value = check_writable(name, value, "npy")
     out = io.BytesIO()
@@ -218,11 +218,11 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
         raise not_an_array(f"tensor {show(name)}", value)
     if not isinstance(value, (np.ndarray, Lazy)):
-        text = f'is {value.scheme}, which {format} does not have: pass dtype="float32"'
+        text = f'is {value.scheme}, which {format} does not support: pass dtype="float32"'
         raise error_about(UnsupportedError, text, tensor=name)
     refuse_masked(value, f"tensor {show(name)}")
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
         advice = ': pass dtype="float32"' if dtypes.row_of(value.dtype) else ""
-        text = f"is {dtypes.shown(value.dtype)}, which {format} does not have{advice}"
+        text = f"is {dtypes.shown(value.dtype)}, which {format} does not support{advice}"
         raise error_about(UnsupportedError, text, tensor=name)
     return value

@@ -166,7 +166,7 @@ def _entry(name: str) -> zipfile.ZipInfo:
     """
     size, limit = len(encode(name, "tensor name", tensor=name)), _MAX_NAME - len(SUFFIX)
     if "\0" in name:
-        raise SafeloadError(f"tensor name {show(name)} holds a NUL, where readers of npz would cut it", tensor=name)
+        raise SafeloadError(f"tensor name {show(name)} contains NUL, where npz readers would truncate it", tensor=name)
     if size > limit:
         text = f"has a name of {size} bytes, but npz allows at most {limit}"
         raise error_about(SafeloadError, text, tensor=name)

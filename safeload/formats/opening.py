@@ -240,7 +240,7 @@ def reopen_subset(
 
 def _open_list(texts: Sequence[str], recipe: Recipe) -> OpenedPath:
     if not texts:
-        raise ValueError("the list of paths is empty: there is nothing to open")
+        raise ValueError("the list of paths is empty; pass at least one")
     from . import folder
 
     first = recipe.files.shown(texts[0])

@@ -68,7 +68,7 @@ _LOCAL_FIELDS = np.dtype(
     }
 )
 _LOCAL_MAGIC = int.from_bytes(b"PK\x03\x04", "little")
-# Stands for a size in a ZIP64 field.
+# Marks a size that is stored in a ZIP64 field instead.
 _LARGE = 0xFFFFFFFF
 
 # The end record: numbers of two disks, entries on this disk and in total, size and offset of the directory, length of
@@ -298,7 +298,7 @@ class Archive:
         self._check_whole(end)
 
     def _check_whole(self, end: End | None) -> None:
-        """Refuse overlapping entries, and an archive that is not the whole file: other readers may see another archive.
+        """Refuse overlapping entries and archives that are not the whole file, because other readers could differ.
 
         zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
         """
@@ -314,7 +314,7 @@ class Archive:
         entries = self.entries.values()
         for entry in entries:
             if not 0 <= entry.at < end.offset:
-                raise self._fault(entry.name, "there is no local header at its offset", 0)
+                raise self._fault(entry.name, "no local header at its offset", 0)
         begins = [entry.at for entry in entries]
         begin = min(begins, default=end.offset)
         if begin:
@@ -337,14 +337,14 @@ class Archive:
         encoded = name.encode("utf-8" if info.flags & _UTF8 else "cp437", "surrogateescape")
         head = self._head(at, _LOCAL_SIZE + len(encoded))
         if len(head) < _LOCAL_SIZE or head[:4] != b"PK\x03\x04":
-            raise self._fault(name, "there is no local header at its offset", 0)
+            raise self._fault(name, "no local header at its offset", 0)
         flags, method, packed, size, name_size, extra_size = _LOCAL(head)
         if (flags | info.flags) & _ENCRYPTED:
             raise self._unsupported(name, "is encrypted")
         if name_size != len(encoded) or head[_LOCAL_SIZE:] != encoded:
             local = self._file.read_at(at + _LOCAL_SIZE, name_size)
-            raise self._fault(name, f"it is called {show(local)} in its local header", _LOCAL_SIZE)
-        # A size of 0 stands for a size behind the data, the largest value for a size in a ZIP64 field.
+            raise self._fault(name, f"its local header names it {show(local)}", _LOCAL_SIZE)
+        # A size can be 0 if the true size follows the data, or _LARGE if it is in a ZIP64 field.
         if method != info.method:
             raise self._differ(name, "compression", method, info.method, 8)
         if packed not in (0, _LARGE, info.packed):
@@ -456,7 +456,7 @@ class Archive:
         if info.method == STORED:
             self.check_stored(name)
         elif info.method != DEFLATED:
-            raise self._unsupported(name, f"has compression {info.method}")
+            raise self._unsupported(name, f"uses unsupported compression method {info.method}")
         elif info.size > info.packed * _DEFLATE_RATIO:
             raise self._fault(name, f"{info.packed} bytes cannot inflate to the {info.size} in the directory", 0)
 
@@ -504,11 +504,11 @@ class Archive:
         """Refuse a compressed entry."""
         info = self.entries[name]
         if info.method != STORED:
-            raise self._unsupported(
-                name, "is compressed; torch stores tensors uncompressed, and so must other writers of checkpoints"
-            )
+            raise self._unsupported(name, "is compressed, but torch checkpoints must store tensors uncompressed")
         if info.packed != info.size:
-            message = f"zip entry {show(name)} is stored, but has {info.packed} and {info.size} bytes"
+            message = (
+                f"zip entry {show(name)} is stored uncompressed, but its sizes are {info.packed} and {info.size} bytes"
+            )
             raise FormatError(message, self._file.path, self._place(name))
 
 

@@ -276,19 +276,19 @@ def _to_write(name: str, value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError(f"tensor {show(name)} is a jax.ShapeDtypeStruct, which has no values")
     if not isinstance(value, jax.Array):
-        raise not_an_array(f"tensor {show(name)}", value, "an array of JAX or numpy", safetensors=True)
+        raise not_an_array(f"tensor {show(name)}", value, "a JAX or NumPy array", safetensors=True)
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"tensor {show(name)} is traced: save it outside of jit, grad and vmap")
     if value.is_deleted():
         raise ValueError(f"tensor {show(name)} has been deleted or donated")
     if not isinstance(value.dtype, np.dtype):
-        raise TypeError(f"tensor {show(name)} holds random keys: save their numbers with jax.random.key_data(keys)")
+        raise TypeError(f"tensor {show(name)} holds random keys: save their data with jax.random.key_data(keys)")
     devices = value.devices()
     if len(devices) == 1 and next(iter(devices)).platform == "cpu":
         return np.asarray(value)  # shares memory
     if not value.is_fully_addressable and not value.is_fully_replicated:
         raise ValueError(
-            f"tensor {show(name)} is divided among processes: gather it with "
+            f"tensor {show(name)} is sharded across processes: gather it with "
             "jax.experimental.multihost_utils.process_allgather(x, tiled=True)"
         )
     return Lazy(value.dtype, value.shape, lambda: to_numpy(value))

@@ -218,7 +218,7 @@ class _Loader:
         return arrays
 
     def _own(self, view: NumpyArray) -> NumpyArray:
-        """Return the values in memory of their own."""
+        """Return a copy of the values."""
         return astype(view, view.dtype, threads=self._options.threads)
 
     def _by_slices(self, tensor: PlacedTensor, slices: Sequence[Slice]) -> Array:
@@ -294,7 +294,7 @@ def _chooser(sharding: Any) -> Callable[[PlacedTensor], Place]:
         def by_name(tensor: PlacedTensor) -> Place:
             if tensor.name not in sharding:
                 raise ValueError(
-                    f"sharding has nothing for tensor {show(tensor.name)}: None means JAX's default device"
+                    f"sharding has no entry for tensor {show(tensor.name)}: use None for JAX's default device"
                 )
             return jax_arrays.as_place(sharding[tensor.name])
 

@@ -120,7 +120,7 @@ def torch_dtype(row: dtypes.Dtype, name: str) -> Any:
     """
     dtype = TYPES.get(row.code)
     if dtype is None:
-        text = f'is {row.code}, which torch {torch.__version__} does not have: pass dtype="float32" to decode it'
+        text = f'is {row.code}, which torch {torch.__version__} does not support: pass dtype="float32" to decode it'
         raise error_about(UnsupportedError, text, tensor=name)
     return dtype
 
@@ -211,7 +211,7 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(
-                f"tensor {show(name)} is not contiguous; make it so with x.contiguous(). If it is a view of another "
+                f"tensor {show(name)} is not contiguous; copy it with x.contiguous(). If it is a view of another "
                 "tensor to save, save only that tensor"
             )
         entries[name] = memory_of(name, tensor, keep)

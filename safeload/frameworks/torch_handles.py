@@ -148,7 +148,7 @@ def _is_integer(item: Any) -> bool:
 
 
 def _is_basic(key: Any) -> bool:
-    """Return whether a key gives a view, for which NumPy's and torch's rules agree within bounds."""
+    """Return whether a key is basic indexing: it gives a view, and NumPy and torch agree on it within bounds."""
     return all(
         item is None
         or item is Ellipsis

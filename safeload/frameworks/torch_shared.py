@@ -132,8 +132,8 @@ def remove_duplicate_names(
             kept_parts.append((choice(candidates), group))
         else:
             raise RuntimeError(
-                f"no name to keep: none of {listed(sorted(group))} covers all of their shared memory, a storage of "
-                f"{storage_size(state_dict[min(group)]):,} bytes. Copy a tensor with x.clone()"
+                f"cannot choose a name to keep: none of {listed(sorted(group))} covers all of their shared memory, "
+                f"a storage of {storage_size(state_dict[min(group)]):,} bytes. Copy a tensor with x.clone()"
             )
     for kept, group in (*complete.values(), *kept_parts):
         if len(group) > 1:
@@ -167,8 +167,8 @@ def check_not_shared(state_dict: Mapping[str, Any]) -> None:
     if shared:
         groups = "; ".join(listed(sorted(group)) for group in shared[:_MAX_LISTED])
         raise RuntimeError(
-            f"tensors share memory, and would be stored and loaded apart: {groups}. Save one tensor of each group with "
-            "safeload.torch.save_model, or copy tensors with x.clone()"
+            f"tensors share memory, but would be stored and loaded separately: {groups}. Save one tensor of each group "
+            "with safeload.torch.save_model, or copy tensors with x.clone()"
         )
 
 

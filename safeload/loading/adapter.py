@@ -190,7 +190,7 @@ def _number(config: Mapping[str, Any], key: str, default: float | None, path: st
 def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = False) -> dict[str, float]:
     values = config.get(key) or {}
     if not isinstance(values, Mapping):
-        raise FormatError(f'"{key}" must be an object of patterns and numbers, got {show(values)}', path)
+        raise FormatError(f'"{key}" must map patterns to numbers, got {show(values)}', path)
     if sum(_PLAIN.fullmatch(pattern) is None for pattern in values) > _MAX_PATTERNS:
         raise error_about(UnsupportedError, f'"{key}" has more than {_MAX_PATTERNS} patterns', path=path)
     for pattern in values:
@@ -376,13 +376,13 @@ def _check_parts(parts: Mapping[str, str], settings: AdapterSettings, path: str)
         raise FormatError(f"{both} of the adapter change one module in two ways", path)
     for part, partners in _PARTNERS.items():
         if part in parts and not partners & parts.keys():
-            text = "of the adapter stands alone: A and B belong together"
+            text = "of the adapter has no counterpart: A and B belong together"
             raise error_about(FormatError, text, path=path, tensor=parts[part])
     if parts.keys() & {A, EMBEDDING_A} and settings.dora != (MAGNITUDE in parts):
         name = next(iter(parts.values()))
         state = "no magnitude" if settings.dora else "a magnitude"
         key = "fine_tune_type" if settings.mlx else "use_dora"
-        raise FormatError(f"the module of tensor {show(name)} has {state}, against {show(key)}", path)
+        raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
 
 
 def _parse_name(name: str, settings: AdapterSettings, path: str) -> tuple[str, str]:

@@ -129,7 +129,7 @@ def _equal(adapter: Adapter, first: str, second: str) -> bool:
 
 # ---- stacks of experts, and renamed tensors ----
 
-# transformers renames or stacks some weights when it loads them. Adapters use the model's names, files the stored ones.
+# transformers renames or stacks some weights on loading. Adapters use the model's names; files use the stored names.
 
 # Layers concatenated by transformers, row by row and in order, under the last part of the stack's name.
 _LAYERS = {

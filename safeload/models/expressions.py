@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..base.text import show
 
-# Most characters and nested parentheses of an expression: beyond real shapes, below recursion limits.
+# Maximum length and nesting of an expression: more than real shapes need, but below recursion limits.
 MAX_LENGTH = 1000
 MAX_DEPTH = 50
 # Values must fit into a signed 64-bit integer, like shapes.
@@ -118,9 +118,9 @@ class _Compiler:
     def parse(self) -> ast.expr:
         text = self._text.strip()
         if not text:
-            raise self._error("it is empty")
+            raise self._error("the expression is empty")
         if len(text) > MAX_LENGTH:
-            raise self._error(f"has {len(text)} characters, expected at most {MAX_LENGTH}")
+            raise self._error(f"expected at most {MAX_LENGTH} characters, got {len(text)}")
         if (foreign := _FOREIGN.search(text)) is not None:
             raise self._error(f"{foreign[0]!r} is neither a name, an integer, nor an operator")
         if max(accumulate({"(": 1, ")": -1}.get(character, 0) for character in text)) > MAX_DEPTH:

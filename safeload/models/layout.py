@@ -45,9 +45,9 @@ class StackedTensor:
     def __post_init__(self) -> None:
         for field, value in (("name", self.name), ("source", self.source)):
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{field} must be a nonempty string, not {show(value)}")
+                raise ValueError(f"{field} must be a nonempty string, got {show(value)}")
         if not isinstance(self.transpose, bool):
-            raise ValueError(f"{show(self.name)}: transpose must be true or false, not {show(self.transpose)}")
+            raise ValueError(f"{show(self.name)}: transpose must be true or false, got {show(self.transpose)}")
         if self.source.count(LAYER) > 1:
             raise ValueError(f"{show(self.name)}: {show(self.source)} has {{}} more than once")
 
@@ -81,7 +81,7 @@ class Layout:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         for tensor in self.tensors:
             if not isinstance(tensor, StackedTensor):
-                raise TypeError(f"layout {show(self.name)}: tensors must be StackedTensor, not {type(tensor).__name__}")
+                raise TypeError(f"layout {show(self.name)}: tensors must be StackedTensor, got {type(tensor).__name__}")
         names = [tensor.name for tensor in self.tensors]
         duplicate = next((name for k, name in enumerate(names) if name in names[:k]), None)
         if duplicate is not None:

@@ -49,7 +49,7 @@ def load(source: str | PathLike | _Content) -> Schema:
     if text in names():
         return _built_in(text)
     if not text.endswith(".json") and os.sep not in text:
-        raise ValueError(f"schema {show(text)} is unknown{_nearest(text)}; use a file.json, or one of {_list()}")
+        raise ValueError(f"unknown schema {show(text)}{_nearest(text)}; expected a JSON file or one of {_list()}")
     return parse(read_json(text, "the schema"), text)
 
 
@@ -179,7 +179,7 @@ def parse(content: _Content, path: str | None = None) -> Schema:
             _check_expression(text, "layers, counts or defaults", path)
     prefixes = tuple(whole.get("prefixes", ())) or ("",)
     if any("{" in prefix for prefix in prefixes):
-        raise FormatError("schema: prefixes must not contain {}, which belongs into names", path)
+        raise FormatError("schema: prefixes must not contain {}, which belongs in names", path)
     slots = {*counts, *([""] if layers is not None else [])} - {"prefix"}
     return Schema(
         name=whole["name"],
@@ -234,12 +234,12 @@ def _entry(name: str, entry: Any, slots: set[str], path: str | None) -> SchemaEn
     if role not in (*ROLES, WEIGHT):
         raise FormatError(f"schema: the role of {show(name)} is {show(role)}, expected one of {', '.join(ROLES)}", path)
     if not isinstance(entry.get("optional", False), bool):
-        raise FormatError(f"schema: optional of {show(name)} must be true or false", path)
+        raise FormatError(f"schema: optional must be true or false for {show(name)}", path)
     for field in ("also", "architectures"):
         if not _are_texts(entry.get(field, ())):
-            raise FormatError(f"schema: {field} of {show(name)} must be a list of names", path)
+            raise FormatError(f"schema: {field} must be a list of names for {show(name)}", path)
     if not isinstance(entry.get("tied"), (str, type(None))):
-        raise FormatError(f"schema: tied of {show(name)} must be a name", path)
+        raise FormatError(f"schema: tied must be a name for {show(name)}", path)
     for text in (name, *also):
         _check_name(text, name, slots, path)
     sizes = None if shape is None else tuple(str(size) if type(size) is int else size for size in shape)

@@ -56,5 +56,7 @@ def run_piece(
     check_threads(threads)
     operation = piece.get("operation") if isinstance(piece, Mapping) else None
     if not isinstance(operation, str) or operation not in _FUNCTIONS:
-        raise FormatError(f"{INVALID_PIECE}: operation must be {', '.join(_FUNCTIONS)}, got {show(operation)}")
+        raise FormatError(
+            f"{INVALID_PIECE}: unknown operation {show(operation)}, expected one of {', '.join(_FUNCTIONS)}"
+        )
     return _FUNCTIONS[operation](piece, threads, storage_options)

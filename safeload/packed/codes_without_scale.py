@@ -52,14 +52,14 @@ class Codes(NamedTuple):
 
 
 class _Companions(NamedTuple):
-    """Names of identifying companions."""
+    """Names of the tensors beside codes that identify their quantization."""
 
     main: str  # suffix of the name of the codes
     suffixes: tuple[str, ...]  # replace ``main`` in the names of companions
     fit: bool  # the shape of the companion must fit the codes
 
 
-# Names in neither a family nor a refusal.
+# Companions that neither a family nor a refusal lists.
 _MORE = (
     _Companions("", ("_scale_2", "_scales", "_scb"), True),
     _Companions("_quantized", ("_scale",), True),

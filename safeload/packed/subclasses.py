@@ -51,7 +51,7 @@ def torchao(group: PackedGroup) -> Packing:
     if group.has_beside("._weight_act_pre_scale"):
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
     if group.dtype(packing.SCALE) not in NUMBERS:
-        raise Refused(f"its {group.dtype(packing.SCALE)} scales are those of MXTensor, which can be swizzled")
+        raise Refused(f"its {group.dtype(packing.SCALE)} scales look like MXTensor's, which can be swizzled")
     zeros = group.has(packing.ZERO)
     if zeros and group.shape(packing.ZERO) != scale:
         raise Misfit(f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(scale)}")

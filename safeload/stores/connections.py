@@ -84,7 +84,7 @@ class _Line:
 
     def shut(self) -> None:
         """End all reads and writes of the connection, in all threads; a `SlicedSocket` ends by itself."""
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
 

@@ -26,9 +26,9 @@ _Result = TypeVar("_Result")
 
 # Number of attempts per range (most libraries retry within each), and seconds before the second attempt, which double.
 TRIES, PAUSE = 4, 0.5
-# A server may have us wait at most this many seconds.
+# Maximum number of seconds a server can make us wait.
 _LONGEST_PAUSE = 60.0
-# In Retry-After, and in the Hub's RateLimit header, where "r" is the rest of the quota.
+# Seconds to wait, from Retry-After or from the Hub's RateLimit header, in which "r" is the remaining quota.
 _SECONDS = re.compile(r"(?:^|\br=0;\s*t=)(\d{1,6})\s*$")
 # Permanent system errors.
 _PERMANENT = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR))
@@ -159,7 +159,7 @@ def _name(error: Exception) -> str:
 
 def changed(url: str, before: int, now: int | None = None) -> FormatError:
     """Return the error for a changed file, with its sizes before and now."""
-    what = "it was replaced" if now in (None, before) else f"it had {before:,} bytes, and has {now:,}"
+    what = "it was replaced" if now in (None, before) else f"it had {before:,} bytes, but now has {now:,}"
     return FormatError(f"the file has changed since it was opened: {what}", url)
 
 

@@ -137,7 +137,7 @@ class FsspecStore(RemoteStore):
         if info.get("type") == "directory":
             raise FormatError("this is a folder, not a file", url)
         if not isinstance(info.get("size"), int):
-            raise UnsupportedError(f"{url}: the store does not state the size of the file, so ranges are unavailable")
+            raise UnsupportedError(f"{url}: the store does not report the file size, so ranges are unavailable")
         self.size = info["size"]
         self.version = version_of(info)
         log.debug("%s: opened by %s", url, type(handle.fs).__name__)
@@ -170,7 +170,7 @@ class FsspecStore(RemoteStore):
 
 # Lifetime of a signature in seconds. Temporary credentials may expire earlier; the URL is then signed again.
 _VALID = 3600
-# Connection settings without support in our HTTP client.
+# Connection settings that our HTTP client does not support.
 _CONNECTION = frozenset(("client_cert", "proxies", "proxies_config"))
 
 

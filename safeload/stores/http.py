@@ -235,7 +235,7 @@ class HttpStore(RemoteStore):
             if isinstance(following, Failure):
                 return following
             url = following
-        return Failure(RemoteError("the server redirects in a circle", self.path))
+        return Failure(RemoteError("the server redirects in a loop", self.path))
 
     def _headers(self, route: _Route, url: WebUrl, transfer: _Transfer) -> dict[str, str]:
         headers = {"User-Agent": f"safeload/{__version__}"}
@@ -330,7 +330,7 @@ def _first_window(exchange: Exchange, path: str) -> tuple[int, bytes] | Failure:
     if exchange.status != 206:
         return of_status(exchange.status, None, path)
     if total is None:
-        return Failure(RemoteError("the server does not state the size of the file", path))
+        return Failure(RemoteError("the server does not report the file size", path))
     window = bytearray(min(WINDOW, total))
     failure = _misplaced(exchange, 0, len(window), path)
     if failure is not None:

@@ -123,9 +123,9 @@ def _context_maker(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
             raise TypeError("ssl_context and verify exclude each other: pass only one of them")
         return lambda: context
     if not isinstance(verify, (bool, str, os.PathLike)):
-        raise TypeError(f"verify must be a bool or the path of certificates, got {show(verify)}")
+        raise TypeError(f"verify must be a bool or a path to certificates, got {show(verify)}")
     if not isinstance(verify, bool) and not os.path.exists(verify):
-        raise FileNotFoundError(errno.ENOENT, "verify: no such file of certificates", os.fspath(verify))
+        raise FileNotFoundError(errno.ENOENT, "verify: no such certificate file or folder", os.fspath(verify))
     return partial(_context, verify)
 
 

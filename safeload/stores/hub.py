@@ -130,7 +130,7 @@ class Hub:
 
         info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
         if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-            raise RemoteError("the Hub does not state the commit", shown)
+            raise RemoteError("the Hub did not report the commit", shown)
         names = [file.rfilename for file in info.siblings or ()]
         for name in names:
             if not _is_path(name):

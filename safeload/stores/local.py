@@ -206,7 +206,7 @@ def compare(version: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
     if version[: len(seen)] != tuple(seen):
         what = "it was modified or replaced"
         if version[0] != seen[0]:
-            what = f"it had {seen[0]:,} bytes, and has {version[0]:,}"
+            what = f"it had {seen[0]:,} bytes, but now has {version[0]:,}"
         raise FormatError(f"the file has changed since it was opened: {what}", path)
 
 

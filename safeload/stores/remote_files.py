@@ -82,7 +82,7 @@ class RemoteFiles:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._backend is not None and self._options is None:
-            raise TypeError(f"{self._backend!r} holds a store of this process: a pickle cannot carry it")
+            raise TypeError(f"{self._backend!r} holds an open store and cannot be pickled")
         return RemoteFiles, (public_options(self._options),)
 
     def __repr__(self) -> str:
@@ -150,13 +150,13 @@ class RemoteFiles:
     def public_options(self) -> dict[str, Any] | None:
         if self._backend is not None and self._options is None:
             raise UnsupportedError(
-                f"{self._backend!r} is a store of this process: a plan cannot carry it, and workers cannot open it"
+                f"{self._backend!r} holds an open store: a plan cannot include it, and workers cannot open it"
             )
         return public_options(self._options)
 
 
 def _key(url: str) -> tuple[str, str]:
-    """Return the key of a URL's backend: each host has its own, so its redirects and credentials affect no other."""
+    """Return the key of a URL's backend. Each host has its own, so hosts never share redirects or credentials."""
     scheme, link = urls.scheme_of(url), divided(url)
     return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
 

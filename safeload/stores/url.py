@@ -77,8 +77,8 @@ def public(url: str) -> str:
     """
     if needs_query(url):
         raise UnsupportedError(
-            f"{shown(url)}: the query of this URL may be a secret, and stays in this process: "
-            "a pickle, a plan or a journal cannot carry it"
+            f"{shown(url)}: the query of this URL may be a secret and must stay in this process: "
+            "it cannot go into a pickle, a plan or a journal"
         )
     if any(link.hides_place for link in parsed(url)):
         raise UnsupportedError(f"{shown(url)}: the @ of this path may end a password: escape it as %40")

@@ -73,7 +73,7 @@ def deep(count):
         ({**GOOD, "lora_alpha": 1e200}, ['"lora_alpha" must be a number']),
         ({**GOOD, "use_dora": 0}, ['"use_dora" must be true or false']),
         ({**GOOD, "fan_in_fan_out": "false"}, ['"fan_in_fan_out" must be true or false']),
-        ({**GOOD, "rank_pattern": ["w"]}, ['"rank_pattern" must be an object']),
+        ({**GOOD, "rank_pattern": ["w"]}, ['"rank_pattern" must map patterns to numbers']),
         ({**GOOD, "rank_pattern": {"w": "2"}}, ['"w" must be a positive integer']),
         ({**GOOD, "alpha_pattern": {"w": None}}, ['"w" must be a number']),
         ({**GOOD, "alpha_pattern": {"(w+)+(?=x)": 3}}, ["alpha_pattern", "(w+)+(?=x)"]),
@@ -104,9 +104,9 @@ def without(tensors, end):
 @pytest.mark.parametrize(
     ("tensors", "config", "words"),
     [
-        (without(pair(), "lora_B.weight"), {}, ["w.lora_A.weight", "stands alone"]),
-        (without(pair(), "lora_A.weight"), {}, ["w.lora_B.weight", "stands alone"]),
-        ({"w.lora_B.bias": np.ones(6, F32)}, {}, ["w.lora_B.bias", "stands alone"]),
+        (without(pair(), "lora_B.weight"), {}, ["w.lora_A.weight", "has no counterpart"]),
+        (without(pair(), "lora_A.weight"), {}, ["w.lora_B.weight", "has no counterpart"]),
+        ({"w.lora_B.bias": np.ones(6, F32)}, {}, ["w.lora_B.bias", "has no counterpart"]),
         (pair(rank=3), {}, ["has rank 3", "says 2"]),
         ({**pair(), "w.lora_B.weight": np.ones((6, 3), F32)}, {}, ["w.lora_B.weight", "[6, 3]", "needs [6, 2]"]),
         (pair(rank=0), {}, ["has rank 0"]),

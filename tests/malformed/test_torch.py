@@ -113,7 +113,7 @@ bent(
 )
 bent(
     "complex128",
-    "tensor 'bad' is of torch.ComplexDoubleStorage",
+    "tensor 'bad' is torch.ComplexDoubleStorage",
     0,
     (1,),
     (1,),
@@ -122,7 +122,7 @@ bent(
 )
 bent(
     "quantized",
-    "tensor 'bad' is of torch.QInt8Storage",
+    "tensor 'bad' is torch.QInt8Storage",
     0,
     (1,),
     (1,),
@@ -356,17 +356,17 @@ U2, U4 = struct.Struct("<H").pack, struct.Struct("<I").pack
 NAME = "data/0"
 HERE, THERE = local(NAME), central(NAME)
 ENTRY = "zip entry 'archive/data/0'"
-fault("no local header", f"{ENTRY}: there is no local header", patch(HERE, b"PK\x03\x05"))
-fault("offset of another place", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(HERE + 1)))
-fault("offset past the end", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(len(GOOD) + 5)))
-fault("offset of 4 GiB", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(0xFFFFFFFE)))
+fault("no local header", f"{ENTRY}: no local header", patch(HERE, b"PK\x03\x05"))
+fault("offset of another place", f"{ENTRY}: no local header", patch(THERE + 42, U4(HERE + 1)))
+fault("offset past the end", f"{ENTRY}: no local header", patch(THERE + 42, U4(len(GOOD) + 5)))
+fault("offset of 4 GiB", f"{ENTRY}: no local header", patch(THERE + 42, U4(0xFFFFFFFE)))
 fault(
     "offset of another entry",
     "zip entry 'archive/data/1' begins within 'archive/data/0'",
     patch(THERE + 42, U4(local("data/1"))),
 )
-fault("another local name", f"{ENTRY}: it is called b'archive/data/X'", patch(HERE + 30 + 13, b"X"))
-fault("a longer local name", f"{ENTRY}: it is called ", patch(HERE + 26, U2(15)))
+fault("another local name", f"{ENTRY}: its local header names it b'archive/data/X'", patch(HERE + 30 + 13, b"X"))
+fault("a longer local name", f"{ENTRY}: its local header names it ", patch(HERE + 26, U2(15)))
 fault("encrypted in the directory", f"{ENTRY} is encrypted", patch(THERE + 8, U2(1)), UnsupportedError)
 fault("encrypted in the local header", f"{ENTRY} is encrypted", patch(HERE + 6, U2(1)), UnsupportedError)
 fault("strongly encrypted", f"{ENTRY} is encrypted", patch(THERE + 8, U2(0x41)), UnsupportedError)
@@ -386,7 +386,7 @@ fault(
 fault("encrypted pickle", "'archive/data.pkl' is encrypted", patch(central("data.pkl") + 8, U2(1)), UnsupportedError)
 fault(
     "pickle in an unknown compression",
-    "has compression 99",
+    "uses unsupported compression method 99",
     patch(local("data.pkl") + 8, U2(99))[: central("data.pkl") + 10]
     + U2(99)
     + patch(local("data.pkl") + 8, U2(99))[central("data.pkl") + 12 :],
@@ -394,7 +394,7 @@ fault(
 )
 fault(
     "pickle past the end",
-    "'archive/data.pkl': there is no local header",
+    "'archive/data.pkl': no local header",
     patch(central("data.pkl") + 42, U4(len(GOOD))),
 )
 END, DIRECTORY = GOOD.index(b"PK\x05\x06"), GOOD.index(b"PK\x01\x02")
@@ -515,7 +515,7 @@ for name, keys, message in (
     ("key of a number", [0, "1"], "key 0 in the list of storages is not used in the pickle"),
     ("key of a list", [[], "1"], "key list in the list of storages is not used in the pickle"),
     ("keys in a tuple", ("0", "1"), "the storage keys must be a list, got tuple"),
-    ("a storage in the keys", [Storage("0", SIX)], "a persistent id in a pickle without storages"),
+    ("a storage in the keys", [Storage("0", SIX)], "unexpected persistent id in a pickle without storages"),
 ):
     good_keys = pickle.dumps(["0", "1"], 2)
     fault(f"legacy: {name}", message, LEGACY.replace(good_keys, dump(keys, legacy=True), 1))

@@ -138,7 +138,7 @@ TAKE_DICTS = {
 @pytest.mark.parametrize("call", TAKE_DICTS)
 def test_what_is_no_mapping_is_named(call, value):
     what, function = TAKE_DICTS[call]
-    with pytest.raises(TypeError, match=f"{what} must be a mapping of .*, not {type(value).__name__}"):
+    with pytest.raises(TypeError, match=f"{what} must be a mapping of .*, got {type(value).__name__}"):
         function(value)
     assert os.listdir() == ["w.safetensors"]
 
@@ -175,20 +175,20 @@ def test_what_works_like_a_dict_is_taken():
 
 @pytest.mark.parametrize("layout", [1, "moondream2", None, {"name": "x", "tensors": []}, [StackedTensor("a", "b")]])
 def test_a_layout_is_a_layout(layout):
-    with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout, not"):
+    with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout, got"):
         safeload.stack({"h.0.w": W}, layout)
     if layout is not None:
-        with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout, not"):
+        with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout, got"):
             safeload.convert("w.safetensors", "new.npz", layout=layout)
 
 
 def test_a_layout_is_made_of_stacked_tensors():
-    with pytest.raises(TypeError, match="'x': tensors must be StackedTensor, not dict"):
+    with pytest.raises(TypeError, match="'x': tensors must be StackedTensor, got dict"):
         Layout("x", [{"name": "a", "source": "b"}])
 
 
 def test_what_has_been_quantized_must_be_in_the_source():
     with pytest.raises(safeload.TensorNotFoundError, match="w; similar names: w2"):
         safeload.quantization_error({"w2": W}, {"w": BLOCKS})
-    with pytest.raises(TypeError, match="a tensor name must be str, not int"):
+    with pytest.raises(TypeError, match="a tensor name must be str, got int"):
         safeload.quantization_error({1: W}, {"w": BLOCKS})

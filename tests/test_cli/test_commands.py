@@ -279,7 +279,7 @@ def test_stats(folder, capsys):
 
 def test_stats_of_no_tensor(folder, capsys):
     status, out, err = run(capsys, "stats", "good.safetensors", "--only", "x.*", "--only", "y")
-    assert (status, out, err) == (2, "", "safeload: only='x.*' matches none of 3 names\n")
+    assert (status, out, err) == (2, "", "safeload: --only 'x.*' matches none of 3 names\n")
 
 
 def test_stats_as_json(folder, capsys):
@@ -370,7 +370,7 @@ def test_diff_of_some_tensors(folder, capsys):
     assert "... and 1 more" in out
     assert run(capsys, "diff", *files, "--only", "new")[0] == 1
     status, _, err = run(capsys, "diff", *files, "--only", "nothing*")
-    assert (status, err) == (2, "safeload: only='nothing*' matches none of 4 names\n")
+    assert (status, err) == (2, "safeload: --only 'nothing*' matches none of 4 names\n")
 
 
 TWO_THIRDS = "different: 2 of 3 tensors in both have values within"

@@ -105,7 +105,7 @@ def test_hundreds_of_problems_are_listed_at_once(tmp_path, capsys):
         ({"peft_type": "LOHA"}, "it cannot be merged: "),
         ({"r": "many"}, "it cannot be merged: "),
         ({"alpha_pattern": {"(?=w)": 2}}, "it cannot be merged: "),
-        ({"use_dora": True}, "has no magnitude, against 'use_dora'"),
+        ({"use_dora": True}, "has no magnitude, which contradicts 'use_dora'"),
     ],
 )
 def test_what_is_not_merged_is_listed_all_the_same(config, words, base, tmp_path, capsys):

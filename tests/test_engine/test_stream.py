@@ -279,7 +279,7 @@ def test_names_and_patterns_are_those_of_load(checkpoint):
         checkpoint.stream(only="x*")
     with pytest.raises(ValueError, match="pass only one of them"):
         checkpoint.stream(["a"], only="a")
-    with pytest.raises(TypeError, match="not a single str"):
+    with pytest.raises(TypeError, match="got a single str"):
         checkpoint.stream("a")
 
 

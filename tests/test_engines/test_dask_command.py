@@ -121,7 +121,8 @@ def test_a_conversion_that_was_begun_is_resumed(programs, source, local, tmp_pat
     out = tmp_path / "bf16"
     safeload.run_piece(safeload.plan_convert(source, out, **OPTIONS).pieces[0])
     arguments = ("convert", source, "bf16", *ARGUMENTS, "--dask", programs.address)
-    said = "safeload: The folder holds a partial conversion: --resume continues, --overwrite starts over: bf16\n"
+    advice = "pass --resume to continue or --overwrite to start over"
+    said = f"safeload: The folder holds a partial conversion; {advice}: bf16\n"
     assert command(*arguments) == (1, "", said)
     status, _, err = command(*arguments, "--resume", "--dtype", "float16")
     assert status == 2

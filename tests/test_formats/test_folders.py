@@ -66,7 +66,7 @@ def test_an_index_comes_first(tmp_path):
     put_index(folder, "x.safetensors.index.json", "a.safetensors")
     assert chosen(folder) == ["a.safetensors"]
     put_index(folder, "y.safetensors.index.json", "a.safetensors")
-    with pytest.raises(FormatError, match=r"several indexes: x.safetensors.index.json, y.safetensors.index.json"):
+    with pytest.raises(FormatError, match=r"more than one index: x.safetensors.index.json, y.safetensors.index.json"):
         safeload.open(folder)
     put_index(folder, "model.safetensors.index.json", *SET)
     assert chosen(folder) == SET

@@ -92,7 +92,7 @@ def test_no_tensors(path):
         ({"a": np.zeros(2, np.float32)}, safeload.UnsupportedError, r"'a' is float32; .* pass dtype=\"float16\""),
         ({"a": np.zeros(2, np.int16)}, safeload.UnsupportedError, r"int16; .* leave it out"),
         ({"a": safeload.quantize(np.zeros(32), "q4_0")}, safeload.UnsupportedError, "'a' is q4_0; MOON"),
-        ({"a": [1.0]}, TypeError, "'a' is a list, not a numpy array"),
+        ({"a": [1.0]}, TypeError, "'a' is a list, not a NumPy array"),
         ({3: np.zeros(2, np.float16)}, TypeError, "int"),
         ({"": np.zeros(2, np.float16)}, safeload.SafeloadError, "0 bytes"),
         ({"é" * 129: np.zeros(2, np.float16)}, safeload.SafeloadError, "258 bytes"),
@@ -211,7 +211,7 @@ def test_heads_that_straddle_what_is_read_at_a_time(path, size):
 
 
 def test_a_lone_surrogate_is_refused(path):
-    with pytest.raises(safeload.SafeloadError, match=r"'\\ud800' holds a lone surrogate"):
+    with pytest.raises(safeload.SafeloadError, match=r"'\\ud800' contains a lone surrogate"):
         moon.save_file({"\ud800": np.ones(2, np.float16)}, path)
     assert not path.exists()
 

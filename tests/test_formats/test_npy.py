@@ -98,17 +98,17 @@ HEAD = header(good())
 
 
 FAULTS = [
-    (HEAD[:6], "does not begin with the magic", 0),
-    (HEAD[:11], "does not begin with the magic", 0),
+    (HEAD[:6], "does not begin with the npy magic", 0),
+    (HEAD[:11], "does not begin with the npy magic", 0),
     (HEAD, r"F32 \[2\] needs 8 bytes, but the file has 0", len(HEAD)),
     (HEAD + bytes(7), r"F32 \[2\] needs 8 bytes, but the file has 7", len(HEAD) + 7),
     (HEAD + bytes(9), r"F32 \[2\] needs 8 bytes, but the file has 9", len(HEAD) + 8),
     (HEAD + bytes(8) + HEAD + bytes(8), "needs 8 bytes, but the file has", len(HEAD) + 8),
-    (HEAD[:-3], r"a header of \d+ bytes", 0),
+    (HEAD[:-3], r"its size of \d+ bytes", 0),
     (header(good(), (4, 0)) + bytes(8), r"npy version 4\.0", 0),
     (header(good(), (1, 1)) + bytes(8), r"npy version 1\.1", 0),
-    (header(good(), (2, 0), 1 << 31) + bytes(8), "a header of 2147483660 bytes", 0),
-    (header(good() + " " * 11_000) + bytes(8), "a header of 11", 0),
+    (header(good(), (2, 0), 1 << 31) + bytes(8), "its size of 2147483660 bytes", 0),
+    (header(good() + " " * 11_000) + bytes(8), "its size of 11", 0),
     (header("(" * 9_000) + bytes(8), "its npy header cannot be read", 0),
     (header("{'descr': '<f4'}") + bytes(8), "must have the keys", 0),
     (header("__import__('os')") + bytes(8), "its npy header cannot be read", 0),
@@ -136,9 +136,9 @@ def test_faults(path, content, fragment, offset):
 @pytest.mark.parametrize(
     ("value", "fragment"),
     [
-        (np.array([1, "a", None], object), "the array holds Python objects, which are pickled"),
+        (np.array([1, "a", None], object), "the array holds pickled Python objects"),
         (np.array(["a", "b"]), "the array is <U1, not a dtype of weights"),
-        (np.ones(3, ml_dtypes.bfloat16), "numpy forgets bfloat16 and float8"),
+        (np.ones(3, ml_dtypes.bfloat16), "NumPy files lose bfloat16 and float8"),
         (np.zeros(3, [("a", "f4")]), r"not a dtype of weights$"),
         (np.ones(3, np.complex128), "complex128"),
     ],
@@ -167,7 +167,11 @@ def test_written_and_read_by_numpy(path, kind):
 def test_convert(path, tmp_path):
     source = tmp_path / "model.safetensors"
     safeload.numpy.save_file({"a": np.ones((2, 3), ml_dtypes.bfloat16), "b": np.zeros(2, np.float32)}, source)
-    for names, fragment in ((None, "2 tensors"), ([], "0 tensors"), (["a"], "bfloat16, which npy does not have: pass")):
+    for names, fragment in (
+        (None, "2 tensors"),
+        ([], "0 tensors"),
+        (["a"], "bfloat16, which npy does not support: pass"),
+    ):
         with pytest.raises(safeload.SafeloadError, match=fragment):
             safeload.convert(source, path, names=names)
         assert not path.exists()
@@ -178,7 +182,7 @@ def test_convert(path, tmp_path):
     np.testing.assert_array_equal(safeload.load(back)["tensor"], np.ones((2, 3), np.float32))
     with pytest.raises(FileExistsError):
         safeload.convert(path, back)
-    with pytest.raises(safeload.UnsupportedError, match="'w' is q4_0, which npy does not have"):
+    with pytest.raises(safeload.UnsupportedError, match="'w' is q4_0, which npy does not support"):
         safeload.convert({"w": safeload.quantize(np.ones((2, 32)), "q4_0")}, path, overwrite=True)
 
 

@@ -130,9 +130,9 @@ def test_a_real_file(shared):
 @pytest.mark.parametrize(
     ("value", "fragment"),
     [
-        (np.array([1, "a", None], object), "array 'bad' holds Python objects"),
+        (np.array([1, "a", None], object), "array 'bad' holds pickled Python objects"),
         (np.array(["a", "b"]), "array 'bad' is <U1, not a dtype of weights"),
-        (np.ones(3, ml_dtypes.bfloat16), "numpy forgets bfloat16"),
+        (np.ones(3, ml_dtypes.bfloat16), "NumPy files lose bfloat16"),
         (np.ones(3, np.complex128), "complex128"),
         (np.zeros(3, [("a", "f4")]), "not a dtype of weights"),
     ],
@@ -382,9 +382,9 @@ def test_an_end_that_is_cut_off(path, content, end):
 @pytest.mark.parametrize(
     ("name", "fragment"),
     [
-        ("a\0b", r"'a\\x00b' holds a NUL"),
-        ("\0", "holds a NUL"),
-        ("\ud800", "holds a lone surrogate"),
+        ("a\0b", r"'a\\x00b' contains NUL"),
+        ("\0", "contains NUL"),
+        ("\ud800", "contains a lone surrogate"),
         ("x" * 65_532, "has a name of 65532 bytes, but npz allows at most 65531"),
         ("é" * 32_766, "has a name of 65532 bytes"),
     ],

@@ -213,7 +213,7 @@ def test_files_without_tensors_and_names_given_twice(tmp_path):
     assert load_checkpoint(path, sharding=jax.devices()[0], progress=lambda done, total: None) == {}
     path.write_bytes(save({"w": np.ones((1,) * 33, np.float32)}))
     assert load_checkpoint([path], names=(name for name in ["w", "w"]))["w"].ndim == 33
-    with pytest.raises(TypeError, match="not a single str"):
+    with pytest.raises(TypeError, match="got a single str"):
         load_checkpoint(path, names="w")
     with pytest.raises(ZeroDivisionError):
         load_checkpoint(path, sharding=lambda name, array: 1 / 0)

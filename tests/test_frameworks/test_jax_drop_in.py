@@ -220,8 +220,8 @@ def test_bytes_of_four_and_six_bits_are_raw_unless_decoded(tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1.0], "tensor 'w' is a list, not an array of JAX or numpy: numpy.asarray"),
-        (3, "tensor 'w' is an int, not an array of JAX or numpy"),
+        ([1.0], "tensor 'w' is a list, not a JAX or NumPy array: numpy.asarray"),
+        (3, "tensor 'w' is an int, not a JAX or NumPy array"),
         ({"deeper": 1}, "safeload.flatten"),
         (None, "tensor 'w' is None"),
         ("text", "tensor 'w' is a str"),

@@ -69,7 +69,7 @@ assert seen["wide"] == ((8, 80), "float32") and seen["s"] == ((), "float32") and
 some = load_checkpoint(path, sharding={**by_name, "b": None})
 assert not some["b"].committed
 for sharding, error, message in (
-    ({"w": rows}, ValueError, "sharding has nothing for tensor"),
+    ({"w": rows}, ValueError, "sharding has no entry for tensor"),
     (P("x"), TypeError, "NamedSharding(mesh, spec)"),
     (mesh, TypeError, "NamedSharding(mesh, spec)"),
     (NamedSharding, TypeError, "NamedSharding(mesh, spec)"),

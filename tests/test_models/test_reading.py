@@ -167,9 +167,9 @@ def test_what_is_wrong_with_a_schema_that_extends_another(change, reason, tmp_pa
     ],
 )
 def test_a_name_that_is_not_one_of_a_schema(name, near):
-    with pytest.raises(ValueError, match=r"; use a file.json, or one of bert, .*, llama, .*, whisper$") as caught:
+    with pytest.raises(ValueError, match=r"; expected a JSON file or one of bert, .*, llama, .*, whisper$") as caught:
         reading.load(name)
-    assert (f", did you mean {near!r}?" if near else "unknown;") in str(caught.value)
+    assert (f", did you mean {near!r}?" if near else "; expected") in str(caught.value)
 
 
 def test_the_guide_lists_every_schema():

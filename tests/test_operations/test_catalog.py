@@ -114,7 +114,7 @@ def test_a_catalog_that_cannot_be_made_leaves_nothing_open(path, tmp_path, monke
     with pytest.raises(SafeloadError, match=r"tensor 'w' is in both .*all\.safetensors and a dict"):
         Catalog.of([path, {"w": W}])
     assert seen == [str(path)] * 2
-    with pytest.raises(ValueError, match="no source"):
+    with pytest.raises(ValueError, match="the list of sources is empty"):
         Catalog.of([])
 
 

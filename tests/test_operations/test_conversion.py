@@ -220,7 +220,7 @@ def test_moondream_to_moon(tmp_path):
         ({"dst": "x.npz", "dtype": "int32"}, safeload.UnsupportedError, "int32"),
         ({"dst": "x.safetensors", "quantize": "q3_k"}, ValueError, "writable schemes are int8"),
         ({"dst": "x.safetensors", "threads": 0}, ValueError, "threads"),
-        ({"dst": "source.safetensors"}, FileExistsError, "overwrite=False"),
+        ({"dst": "source.safetensors"}, FileExistsError, "pass overwrite=True to replace it"),
         ({"dst": "x.safetensors", "src": []}, ValueError, "src is an empty list"),
     ],
 )
@@ -248,7 +248,7 @@ HALF = {"w": np.ones((2, 2), np.float16)}
         ("x.bin", {"format": "safetensors"}, "use .safetensors"),
         ("x.pt", {"format": "moon"}, r"use \.moon or \.bin"),
         ("x.safetensors", {"format": "npz"}, "use .npz"),
-        ("x.moon", {"format": "torch"}, "format must be one of safetensors, gguf, npz, npy, moon, got 'torch'"),
+        ("x.moon", {"format": "torch"}, "unknown format 'torch', expected one of safetensors, gguf, npz, npy, moon"),
         ("x", {"format": "moon", "max_shard_size": "1GB"}, "folder of safetensors shards, got format='moon'"),
         ("x.bin", {"max_shard_size": "1GB"}, "the suffix of a file"),
         ("memory://made/x", {"format": "gguf"}, "folder of safetensors shards, got format='gguf'"),

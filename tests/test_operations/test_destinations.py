@@ -226,7 +226,7 @@ def test_tensors_in_memory(tmp_path):
     assert report.destination == "memory:///model"
     assert_same(tensors(fs.at()), arrays)
     assert set(contents(fs, "/model")) == {"model-00001-of-00001.safetensors", INDEX}
-    with pytest.raises(ValueError, match="in this process only"):
+    with pytest.raises(ValueError, match="only in this process"):
         safeload.convert(arrays, fs.at("/other"), resume=True)
 
 
@@ -345,7 +345,7 @@ def test_a_file_of_that_name(model):
     fs = Memory()
     fs.pipe_file("/model", b"mine")
     for overwrite in (False, True):
-        with pytest.raises(FileExistsError, match="This is a file, and shards need a folder"):
+        with pytest.raises(FileExistsError, match="This is a file, but shards need a folder"):
             safeload.convert(model, fs.at(), overwrite=overwrite)
     assert fs.cat_file("/model") == b"mine"
 
@@ -358,7 +358,7 @@ def test_a_disk_without_space(model, monkeypatch):
 
     monkeypatch.setattr(store_folder, "AtomicFile", full)
     fs = Memory()
-    with pytest.raises(OSError, match=r"No space for .* which wait here to be uploaded: TMPDIR") as caught:
+    with pytest.raises(OSError, match=r"No space for .* to be uploaded from here; set TMPDIR") as caught:
         safeload.convert(model, fs.at())
     assert caught.value.filename == tempfile.gettempdir()
     assert contents(fs, "/model") == {}
@@ -535,7 +535,9 @@ def test_two_plans_in_one_folder(model):
         safeload.finalize(plans[1], second)
         with pytest.raises(ValueError, match=r"resume: 'memory://twice/.*' was written with dtype='float16'"):
             safeload.plan_convert(model, "memory://twice", dtype="bf16", max_shard_size=LIMIT, resume=True)
-        with pytest.raises(FileExistsError, match="The folder holds a partial conversion: resume=True continues"):
+        with pytest.raises(
+            FileExistsError, match="The folder holds a partial conversion; pass resume=True to continue"
+        ):
             safeload.plan_convert(model, "memory://twice", **HALF)
     finally:
         MemoryFileSystem().rm("/twice", recursive=True)
@@ -598,11 +600,11 @@ def test_a_store_of_this_process(model, want):
         safeload.convert(model, path, executor=executor, **HALF)
     found = {name: path.files.open((path / name).path) for name in want}
     assert {name: bytes(one.read_at(0, one.size)) for name, one in found.items()} == want
-    with pytest.raises(UnsupportedError, match="a plan cannot carry it"):
+    with pytest.raises(UnsupportedError, match="a plan cannot include it"):
         safeload.plan_convert(model, safeload.remote.of_obstore(store, "b"), **HALF)
     safeload.convert(model, path, overwrite=True, max_shard_size=LIMIT)
     assert {array.dtype.name for array in tensors(path).values()} == {"bfloat16"}
-    with processes(1) as pool, pytest.raises(TypeError, match="a pickle cannot carry it"):
+    with processes(1) as pool, pytest.raises(TypeError, match="cannot be pickled"):
         safeload.convert(model, path, overwrite=True, executor=pool, **HALF)
 
 

@@ -79,7 +79,7 @@ def test_one_go_over_a_folder_with_records_forgets_them(model, tmp_path):
     safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
     safeload.convert(model, made, metadata={"a": "b"}, max_shard_size=LIMIT, overwrite=True)
     assert not list(made.glob(f"*{RECORD}"))
-    with pytest.raises(FileExistsError, match="no record of how"):
+    with pytest.raises(FileExistsError, match="no record of its conversion"):
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
 
 
@@ -110,7 +110,7 @@ def test_resume_never_replaces_what_has_no_record(model, tmp_path, there):
     else:
         (made / "config.json").write_text("{}")
     before = content(made)
-    with pytest.raises(FileExistsError, match="no record of this conversion: pass overwrite=True"):
+    with pytest.raises(FileExistsError, match="no record of this conversion; pass overwrite=True"):
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
     assert content(made) == before
 

@@ -72,7 +72,7 @@ def test_wrong_trees_are_told():
         safeload.flatten({"a": {"b": 1}, "a.b": 2})
     with pytest.raises(TypeError, match=r"keys in 'a' must be str or int, got True"):
         safeload.flatten({"a": {True: 1}})
-    with pytest.raises(TypeError, match="tree must be a mapping of names to arrays and nested dicts, not list"):
+    with pytest.raises(TypeError, match="tree must be a mapping of names to arrays and nested dicts, got list"):
         safeload.flatten([1])
     with pytest.raises(TypeError, match="weights must be a mapping"):
         safeload.nest([1])

@@ -236,7 +236,7 @@ def test_a_single_file_replaces_shards(model, new):
     for old in (shards, recorded):
         old(model)
         before = content(model)
-        with pytest.raises(FileExistsError, match=rf"beside {SINGLE} and overwrite=False"):
+        with pytest.raises(FileExistsError, match=rf"beside {SINGLE}; pass overwrite=True"):
             safeload.convert(new, model / SINGLE)
         assert content(model) == before
         safeload.convert(new, model / SINGLE, overwrite=True)
@@ -263,7 +263,7 @@ def test_shards_that_are_the_source_stay_if_tensors_would_be_lost(model, source,
 def test_shards_become_one_file(model, source, dtype):
     shards(model)
     before = content(model)
-    with pytest.raises(FileExistsError, match="overwrite=False"):
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
         safeload.convert(model, model / SINGLE, dtype=dtype)
     assert content(model) == before
     if source == "shards":
@@ -322,7 +322,7 @@ def test_a_single_file_by_another_spelling(model, new, monkeypatch):
     monkeypatch.chdir(model)
     for path in (SINGLE, "./model.safetensors", "../model/model.safetensors", model.parent / "link.safetensors"):
         with pytest.raises(
-            FileExistsError, match=INDEX if path != model.parent / "link.safetensors" else "overwrite=False"
+            FileExistsError, match=INDEX if path != model.parent / "link.safetensors" else "pass overwrite=True"
         ):
             safeload.convert(new, path)
     safeload.convert(new, model.parent / "link.safetensors", overwrite=True)

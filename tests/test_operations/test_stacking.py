@@ -93,8 +93,8 @@ def test_out_is_filled_or_refused_untouched():
     for change, fragment in (
         (lambda o: o.pop("b"), "no array for 'b'"),
         (lambda o: o.update(x=o["b"]), "'x' is not a tensor of this layout"),
-        (lambda o: o.update(b=o["b"].astype(np.float64)), "'b': out must be an array of float32"),
-        (lambda o: o.update(w=o["w"].swapaxes(1, 2)), "'w': out must be an array"),
+        (lambda o: o.update(b=o["b"].astype(np.float64)), "'b': out must be a NumPy array of float32"),
+        (lambda o: o.update(w=o["w"].swapaxes(1, 2)), "'w': out must be a NumPy array"),
     ):
         wrong = {name: np.full_like(array, 7) for name, array in out.items()}
         change(wrong)
@@ -114,14 +114,14 @@ def test_ten_layers_are_in_the_order_of_their_numbers():
         (
             lambda t: t.pop("layers.1.w.bias"),
             KeyError,
-            "'b': layer 1 of 3 is missing: there is no tensor 'layers.1.w.bias'",
+            "'b': layer 1 of 3 is missing: no tensor 'layers.1.w.bias'",
         ),
         (lambda t: t.pop("layers.2.w.bias"), KeyError, "'b': layer 2 of 3 is missing"),
-        (lambda t: t.pop("embed.weight"), KeyError, "'embed': there is no tensor 'embed.weight'"),
+        (lambda t: t.pop("embed.weight"), KeyError, "'embed': no tensor 'embed.weight'"),
         (
             lambda t: [t.pop(f"layers.{k}.w.bias") for k in range(3)],
             KeyError,
-            "'b': no tensor is called 'layers.{}.w.bias' with a layer number",
+            "'b': no tensor matches 'layers.{}.w.bias' with a layer number",
         ),
         (
             lambda t: t.update({"layers.2.w.weight": np.zeros((130, 71), np.float32)}),

@@ -172,7 +172,7 @@ def test_a_redirect_from_https_to_http_is_refused():
 @pytest.mark.parametrize(
     ("faults", "message", "requests"),
     [
-        ([server.redirect("/b", path="/a"), server.redirect("/a", path="/b")], "in a circle", 2),
+        ([server.redirect("/b", path="/a"), server.redirect("/a", path="/b")], "in a loop", 2),
         ([server.redirect("", path="/a")], "invalid http or https URL", 1),
         ([server.status(302)], "invalid http or https URL", 1),
         ([server.redirect("file:///etc/passwd")], "invalid http or https URL", 1),
@@ -370,7 +370,7 @@ def test_wrong_options_are_errors(options, message):
 
 
 def test_a_path_of_certificates_that_leads_nowhere_is_an_error_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"verify: no such file of certificates: '.*none\.pem'"):
+    with pytest.raises(FileNotFoundError, match=r"verify: no such certificate file or folder: '.*none\.pem'"):
         Web({"verify": tmp_path / "none.pem"})
 
 

@@ -183,10 +183,10 @@ def test_a_body_without_a_length_ends_where_the_range_does():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (server.total(5), "it had 3,145,728 bytes, and has 5"),
+        (server.total(5), "it had 3,145,728 bytes, but now has 5"),
         (server.header("ETag", '"other"'), "modified or replaced"),
         (server.status(412), "modified or replaced"),
-        (server.status(416, headers={"Content-Range": "bytes */17"}), "and has 17"),
+        (server.status(416, headers={"Content-Range": "bytes */17"}), "but now has 17"),
     ],
     ids=["another size", "another ETag", "412", "416"],
 )
@@ -242,7 +242,7 @@ def test_without_etag_and_time_the_size_is_compared():
         assert store.version == (len(CONTENT), None)
         assert read(store) == CONTENT[WINDOW:]
         there.files["/a"] = CONTENT + b"1"
-        with pytest.raises(FormatError, match="and has 3,145,729"):
+        with pytest.raises(FormatError, match="but now has 3,145,729"):
             read(store)
         store.close()
 
@@ -347,7 +347,7 @@ def test_a_server_without_ranges_does_not_give_large_files(length):
 
 def test_a_file_without_a_size_is_refused():
     fault = server.header("Content-Range", "bytes 0-131071/*")
-    with serve(fault) as there, pytest.raises(RemoteError, match="does not state the size"):
+    with serve(fault) as there, pytest.raises(RemoteError, match="does not report the file size"):
         Web({}).open(there.url("/a"))
 
 

@@ -364,5 +364,5 @@ def test_an_answer_of_the_api_that_is_nonsense_is_an_error(server, files):
         answer.headers["Content-Length"] = str(len(answer.content))
 
     server.faults = [http_faults.Fault(nonsense)]
-    with pytest.raises(RemoteError, match="does not state the commit"):
+    with pytest.raises(RemoteError, match="did not report the commit"):
         files.open(FILE)

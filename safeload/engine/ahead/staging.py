@@ -302,5 +302,5 @@ class StagedBytes:
             self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
 
     def close(self) -> None:
-        """Stop reading, and wait for the threads."""
+        """Stop reading and wait for the threads."""
         self._filled.close()

@@ -90,7 +90,9 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> dict[st
         return {**mask, packing.CODES: codes[rows]}
     edges = [int(offsets[k]) if k < packed.rows else codes.size for k in (rows.start, rows.stop)]
     if not 0 <= edges[0] <= edges[1] <= codes.size or (rows.start == 0 != edges[0]):
-        raise ValueError(f"row_offsets: rows {rows.start} to {rows.stop} are values {edges[0]} to {edges[1]}")
+        raise ValueError(
+            f"row_offsets: rows {rows.start} to {rows.stop} would be values {edges[0]} to {edges[1]} of {codes.size}"
+        )
     return {**mask, packing.CODES: codes[slice(*edges)], packing.OFFSETS: offsets[rows] - offsets[rows][:1]}
 
 

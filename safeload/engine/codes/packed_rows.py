@@ -149,7 +149,7 @@ def _nested_of(packed: Packing, parts: Mapping[str, Array], first: int, last: in
 def _check_unit(packed: Packing, rows: slice, unit: int) -> None:
     if rows.start % unit or (rows.stop % unit and rows.stop != packed.shape[0]):
         raise ValueError(
-            f"rows {rows.start} to {rows.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it, "
+            f"rows {rows.start} to {rows.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it "
             "and slice the values"
         )
 

@@ -84,7 +84,7 @@ class QuantizedTensor:
         _check(f"{scheme} data", data, data_storage)
         if scale_storage is None:
             if scale is not None:
-                raise ValueError(f"{scheme} has its scales in its blocks: scale must be None")
+                raise ValueError(f"{scheme} stores its scales in its blocks: scale must be None")
         else:
             _check(f"{scheme} scale", scale, scale_storage)
 
@@ -207,7 +207,7 @@ class QuantizedTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError("a quantized tensor cannot be an array without a copy: dequantizing makes a copy")
+            raise ValueError("a quantized tensor cannot become an array without a copy, because dequantizing makes one")
         values = self.dequantize()
         return values if dtype is None else values.astype(dtype, copy=False)
 
@@ -219,15 +219,15 @@ class QuantizedTensor:
             ValueError: a slice with a step, or rows that are not whole blocks.
         """
         if not isinstance(rows, slice):
-            raise TypeError("a quantized tensor is sliced along its first axis only, as in tensor[2:5]")
+            raise TypeError("a quantized tensor can only be sliced along its first axis, as in tensor[2:5]")
         start, stop, step = rows.indices(self.shape[0] if self.shape else 0)
         if step != 1 or not self.shape:
-            raise ValueError("a quantized tensor has slices of step 1 along its first axis only")
+            raise ValueError("a quantized tensor can only be sliced along its first axis, with step 1")
         rows = slice(start, max(start, stop))
         if self._packing is None:
             if self.scheme != INT8 and len(self.shape) == 1:
                 raise ValueError(
-                    f"{self.scheme} of one axis has its blocks along it: dequantize it and slice the values"
+                    f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
                 )
             return self._rows(rows)
         packing, arrays = packed_rows.rows_of(self._packing, self._roles, rows)
@@ -298,12 +298,12 @@ def storage_of(
     """
     if scheme == INT8:
         if axis is not None and not 0 <= axis < len(shape):
-            raise ValueError(f"axis {axis} is outside the axes of {list(shape)}")
+            raise ValueError(f"axis {axis} is out of range for shape {list(shape)}")
         scales = () if axis is None else (shape[axis],)
         return (np.dtype(np.int8), shape), (np.dtype(np.float32), scales)
     row = row_of(scheme)
     if axis is not None:
-        raise ValueError(f"{scheme} has a scale for each block: axis is for {INT8}")
+        raise ValueError(f"{scheme} has one scale per block: axis= applies only to {INT8}")
     if not shape or shape[-1] % row.block:
         reason = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "is that of a scalar"
         raise ValueError(f"{scheme} stores blocks of {row.block} elements, but shape {list(shape)} {reason}")

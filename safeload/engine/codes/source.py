@@ -91,7 +91,7 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
     array = as_array(x, name)
     row = dtypes.row_of(array.dtype)
     if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
-        raise TypeError(f"{subject(name)}{array.dtype} holds no real numbers")
+        raise TypeError(f"{subject(name)}{array.dtype} does not hold real numbers")
     if row is None or not row.floating or row.packed:
         row, array = _F32, astype(array, np.float32, threads=threads)
     return of_numbers(name, array, row, threads)
@@ -116,7 +116,7 @@ def of_array(name: str, value: Any) -> Source:
     array = as_array(value, name)
     row = dtypes.row_of(array.dtype)
     if row is None or row.packed:
-        raise TypeError(f"{subject(name)}{array.dtype} is not a dtype of weight files")
+        raise TypeError(f"{subject(name)}weight files do not support dtype {array.dtype}")
     return of_numbers(name, array, row, None)
 
 

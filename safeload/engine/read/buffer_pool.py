@@ -42,7 +42,7 @@ class Recycler:
         self._free = short.sl_memory_free  # at exit, globals may disappear before the last array
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array with undefined values, aligned to a page. A small array is new, and aligned to a cache line.
+        """Return a page-aligned array with undefined values. Small arrays bypass the pool, aligned to a cache line.
 
         Raises:
             MemoryError: the memory cannot be allocated.

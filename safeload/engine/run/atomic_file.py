@@ -80,7 +80,7 @@ class AtomicFile:
             existing = None
             check_place(self.path)
         if existing is not None and not self._overwrite:
-            raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", self.path)
+            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         self._in_order = existing is not None and not stat.S_ISREG(existing.st_mode)
@@ -315,7 +315,7 @@ def _move_without_replacing(source: str, target: str) -> None:
         raise
     except OSError:
         if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", target) from None
+            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", target) from None
         os.rename(source, target)
     else:
         os.unlink(source)

@@ -99,7 +99,7 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
         return private_array(shape, dtype)
     refuse_masked(out, "out")
     if not isinstance(out, np.ndarray) or out.dtype != dtype or out.shape != shape:
-        raise ValueError(f"out must be an array of {dtype} {list(shape)}")
+        raise ValueError(f"out must be a NumPy array of {dtype} {list(shape)}")
     if not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
         raise ValueError("out must be C-contiguous, aligned and writable")
     return out

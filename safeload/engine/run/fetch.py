@@ -25,15 +25,15 @@ from .job import Job, Origin
 from .memory import ALIGNMENT, address_of, aligned_bytes
 from .weight_file import WeightFile, is_remote
 
-# Bytes of a request, and of a request of a long download, as object stores advise. Larger requests are no faster, and
-# more is lost if a request is aborted.
+# Bytes of a request, and of a request in a long download, as object stores recommend. Larger requests are no faster
+# and lose more if aborted.
 RANGE, LONG_RANGE = 8 << 20, 16 << 20
 _LONG_FROM = 1 << 30
-# Largest gap between two tensors to read and drop to save a request: about the bytes received in the time of a
-# request. Gaps must not be most of a request, unless it is small.
+# Largest gap between two tensors that should be read and dropped to save a request: about as many bytes as arrive
+# during a round trip. Gaps must not make up most of a request, unless the request is small.
 _GAP, _SMALL_GAP = 1 << 20, 64 << 10
-# Bytes of jobs planned together, enough for many requests; callers reading in pieces use the same size. Then the
-# limit of staging memory, which a single job may exceed.
+# Bytes of jobs planned together: enough for many requests. Callers that read in pieces should use WINDOW, too.
+# _STAGED limits staging memory; a single job may exceed it.
 WINDOW, _STAGED = 64 << 20, 192 << 20
 # Seconds after which a thread waiting for staging memory checks if its call was stopped.
 _POLL = 0.05

@@ -59,7 +59,7 @@ class WeightFile:
 
     @property
     def place(self) -> str:
-        """Path of the file from any working directory."""
+        """Path of the file, valid in any working directory."""
         if self._origin is not None:
             return self._origin[0]
         return self.store.place if self.files is LOCAL and isinstance(self.store, LocalStore) else self._place
@@ -90,7 +90,7 @@ class WeightFile:
         """
         descriptor = descriptor_of(self.store)
         if descriptor is None:
-            raise UnsupportedError(f"{self.path} is not a local file, which this needs", path=self.path)
+            raise UnsupportedError(f"{self.path} must be a local file", path=self.path)
         return descriptor
 
     def check_open(self) -> None:

@@ -84,7 +84,7 @@ def save(
     if plans:
         head += bytes(-len(head) % alignment)
     if len(head) + offset >= 1 << 63:
-        raise SafeloadError(f"no file can have {len(head) + offset} bytes")
+        raise SafeloadError(f"a file cannot have {len(head) + offset} bytes")
     with AtomicFile(path, len(head) + offset, overwrite=overwrite, durable=durable) as file:
         _write(file, np.frombuffer(head, np.uint8), [plan.data for plan in plans], alignment)
 
@@ -131,11 +131,11 @@ def _plan(name: Any, value: Any) -> _Plan:
     data: Array | Lazy
     if isinstance(value, LazyPacked) or (isinstance(value, QuantizedTensor) and value.packing is not None):
         advice = 'dequantize it, or convert with quantize="q8_0" or dtype="float32"'
-        text = f"is {value.scheme}, which GGUF does not have: {advice}"
+        text = f"is {value.scheme}, which GGUF does not support: {advice}"
         raise error_about(UnsupportedError, text, tensor=name)
     if isinstance(value, (QuantizedTensor, LazyQuantized)):
         if value.scheme == INT8:
-            text = 'is int8 with scales, which GGUF does not have: pass quantize="q8_0" or dtype="float32"'
+            text = 'is int8 with scales, which GGUF does not support: pass quantize="q8_0" or dtype="float32"'
             raise error_about(UnsupportedError, text, tensor=name)
         number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
     elif isinstance(value, _Ternary):
@@ -144,10 +144,10 @@ def _plan(name: Any, value: Any) -> _Plan:
         refuse_masked(value, f"tensor {show(name)}")
         number, data = _element_type(name, value.dtype), value
     else:
-        raise not_an_array(f"tensor {show(name)}", value, "a numpy array or a QuantizedTensor")
+        raise not_an_array(f"tensor {show(name)}", value, "a NumPy array or a QuantizedTensor")
     raw, shape = encode(name, "tensor name", tensor=name), value.shape
     if b"\0" in raw:
-        raise SafeloadError(f"tensor name {show(name)} holds a NUL, where ggml would cut it", tensor=name)
+        raise SafeloadError(f"tensor name {show(name)} contains NUL, where ggml would truncate it", tensor=name)
     if len(raw) > MAX_NAME:
         text = f"has a name of {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
         raise error_about(SafeloadError, text, tensor=name)
@@ -163,11 +163,11 @@ def _element_type(name: str, dtype: np.dtype[Any]) -> int:
     if row is not None and row.ggml >= 0:
         return row.ggml
     if row is not None and row.floating and not row.packed:
-        text = f'is {dtype.name}, which GGUF does not have: pass dtype="float16"'
+        text = f'is {dtype.name}, which GGUF does not support: pass dtype="float16"'
         raise error_about(UnsupportedError, text, tensor=name)
     raise error_about(
         UnsupportedError,
-        f"is {dtype.name}, which GGUF does not have: its integers are int8 to int64. Convert the tensor with "
+        f"is {dtype.name}, which GGUF does not support: its integers are int8 to int64. Convert the tensor with "
         "safeload.astype, or leave it out",
         tensor=name,
     )
@@ -205,7 +205,7 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
     beside = f"{name.removesuffix('.weight')}.scale"
     if not name.endswith(".weight") or beside in tensors:
         reason = f"{show(beside)} is another tensor" if beside in tensors else "its name does not end in .weight"
-        raise error_about(SafeloadError, f"has no place for its scale: {reason}", tensor=name)
+        raise error_about(SafeloadError, f"cannot store its scale: {reason}", tensor=name)
     yield name, LazyQuantized(packing.numbers, packing.shape, _lazy(codes))
     yield beside, scale
 
@@ -240,7 +240,7 @@ def _text(text: str) -> bytes:
 
 def _key(key: Any) -> bytes:
     if not isinstance(key, str):
-        raise TypeError(f"a metadata key must be str, not {type(key).__name__}")
+        raise TypeError(f"a metadata key must be str, got {type(key).__name__}")
     raw = encode(key, "metadata key")
     if not 1 <= len(raw) <= MAX_KEY:
         raise SafeloadError(f"metadata key {show(key)} has {len(raw)} bytes, but GGUF allows 1 to {MAX_KEY}")
@@ -256,7 +256,7 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
     """
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"metadata {show(ALIGNMENT_KEY)} must be int, not {type(value).__name__}")
+        raise TypeError(f"metadata {show(ALIGNMENT_KEY)} must be int, got {type(value).__name__}")
     if not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
         raise SafeloadError(f"metadata {show(ALIGNMENT_KEY)} must be a power of two up to {MAX_ALIGNMENT}, got {value}")
     return int(value)
@@ -342,7 +342,7 @@ def _pack_inner(value: Any) -> Iterator[bytes]:
 def _array_type(dtype: np.dtype[Any]) -> int:
     number = _OF_DTYPE.get(dtype.newbyteorder("<"))
     if number is None:
-        raise TypeError(f"GGUF has no values of dtype {dtype}")
+        raise TypeError(f"GGUF cannot store values of dtype {dtype}")
     return number
 
 
@@ -371,7 +371,7 @@ def _declared_type(value: Any) -> int | None:
     if type(value) in _OF_NUMBER:
         return _OF_NUMBER[type(value)]
     if not isinstance(value, (int, float)):
-        raise TypeError(f"GGUF has no values of type {type(value).__name__}")
+        raise TypeError(f"GGUF cannot store values of type {type(value).__name__}")
     return None
 
 

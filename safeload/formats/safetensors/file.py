@@ -260,7 +260,7 @@ class Writer:
 
     Args:
         tensors: arrays, `Memory` or `Lazy` by name.
-        metadata: text to text, written in ascending order of keys.
+        metadata: str to str, written in ascending order of keys.
 
     Raises:
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
@@ -270,7 +270,7 @@ class Writer:
     def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
         check_mapping(tensors, "tensors")
         if metadata is not None:
-            check_mapping(metadata, "metadata", "text to text")
+            check_mapping(metadata, "metadata", "str to str")
         names = list(tensors)
         for name in names:
             if type(name) is not str:

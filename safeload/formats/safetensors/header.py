@@ -24,7 +24,7 @@ class Header:
         names: unique names of the tensors.
         numbers: of their dtypes.
         shapes: logical shapes.
-        metadata: text to text, written in ascending order of keys.
+        metadata: str to str, written in ascending order of keys.
 
     Attributes:
         memory: the length of the header and the header itself.
@@ -132,6 +132,6 @@ def text(value: Any, subject: str, *, tensor: str | None = None) -> str:
         SafetensorError: the text holds a lone surrogate.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{subject} must be str, not {type(value).__name__}")
+        raise TypeError(f"{subject} must be str, got {type(value).__name__}")
     encode(value, subject, tensor=tensor)
     return value

@@ -44,7 +44,7 @@ def pack(
     """
     check_mapping(tensors, "tensors")
     if metadata is not None:
-        check_mapping(metadata, "metadata", "text to text")
+        check_mapping(metadata, "metadata", "str to str")
     if not any(isinstance(value, _QUANTIZED) for value in tensors.values()):
         if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):  # they describe another file
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}

@@ -34,14 +34,14 @@ MAX_NAME_TEXT_A_BYTE = 20
 # Tensors and characters for a pickle of any size.
 _TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
 
-# Containers of up to this many scalars are scanned again in each container that holds them, instead of remembered.
+# Containers of up to this many scalars are not remembered, but scanned again in each container that holds them.
 _FLAT = 4
 # Characters of a file's name to show in metadata and messages.
 _SHOWN = 200
 
-# Steps of a name for the state that BUILD gave an inert object, and for its arguments.
+# Parts of a name: the state that BUILD set on an inert object, and the arguments of its constructor.
 STATE, ARGS = "<state>", "<args>"
-# Replaces a container within itself.
+# Stands for a container that contains itself.
 CYCLE = "<cycle>"
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
@@ -261,7 +261,7 @@ class Tree:
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
         containers = ", ".join(self._list_containers()) or "none"
-        text = f"there is no container {show(root)}; containers with tensors: {containers}"
+        text = f"no container {show(root)}; containers with tensors: {containers}"
         raise error_about(TensorNotFoundError, text, path=self._path)
 
     def _list_containers(self, limit: int = 20) -> list[str]:

@@ -36,7 +36,7 @@ def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None
 
     def persistent(value: Any) -> Any:
         if storages is None:
-            raise Fault("a persistent id in a pickle without storages")
+            raise Fault("unexpected persistent id in a pickle without storages")
         return read_persistent_id(value, storages)
 
     size = _WINDOW

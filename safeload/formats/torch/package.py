@@ -75,7 +75,7 @@ class Package:
             root = None if root == names[0] else (root or "")[len(names[0]) + 1 :]
         elif root is not None and len(names) > 1:
             shown = ", ".join(show(name)[1:-1] for name in names[:20]) + ", ..." * (len(names) > 20)
-            text = f"there is no container {show(root)}; the pickles are {shown}"
+            text = f"no container {show(root)}; the pickles are {shown}"
             raise error_about(TensorNotFoundError, text, path=self._path)
         pickles = {}
         for name in names:

@@ -27,8 +27,8 @@ from .globals import PickledTensor, Storage
 
 # numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
 MAX_RANK = 64
-# Most bytes of a tensor that is larger than its storage because it repeats elements (a stride of 0). Real examples are
-# masks and positions of some MiB. A converted or copied tensor takes its full size in memory.
+# Maximum size in bytes of a tensor that exceeds its storage by repeating elements (stride 0). Real examples are masks
+# and positions of a few MiB. A converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
 
 
@@ -41,7 +41,7 @@ class PickleTables(NamedTuple):
 
 
 def content_of(file: WeightFile, request: OpenRequest, read: Callable[[OpenRequest], PickleTables]) -> Content:
-    """Return the result of a reader of pickles. Errors recommend ``unknown_globals="inert"`` only if that works."""
+    """Run a pickle reader and return the content. Errors recommend ``unknown_globals="inert"`` only if that works."""
     try:
         with paused(file.size):  # a pickle can make an object per byte
             tables = read(request)
@@ -176,14 +176,14 @@ class _TensorPlaces:
         if not row.packed:
             return listing
         if not shape or listing.strides is not None:
-            text = f"is {row.code} with strides or without an axis, for which there is no array"
+            text = f"is {row.code} with strides or without an axis, which no array can represent"
             raise error_about(UnsupportedError, text, path=self._path, tensor=listing.name)
         return listing._replace(shape=(*shape[:-1], shape[-1] * 8 // row.bits))
 
     def _row(self, name: str, tensor: PickledTensor, type_: Global) -> dtypes.Dtype:
         """Return the row of a tensor's dtype."""
         if type_.code is None:
-            text = f"is of {type_.name}, for which there is no array"
+            text = f"is {type_.name}, which no array can represent"
             raise error_about(UnsupportedError, text, path=self._path, tensor=name)
         pending = tensor.pending
         if pending is not None and isinstance(pending, Mapping) and any(pending.get(bit) for bit in ("conj", "neg")):

@@ -151,8 +151,8 @@ class Machine:
     def remember(self, number: int, value: Any) -> None:
         """Set a memo entry.
 
-        Numbers in order become keys. Other numbers could collide in the dict by intent, so they become text, because
-        hashes of text are randomised.
+        Consecutive numbers are keys as they are. A pickle could choose other numbers to collide in the dict, so they
+        become str keys, which have randomized hashes.
         """
         if number <= len(self.memo) + NEAR:
             self.memo[number] = value

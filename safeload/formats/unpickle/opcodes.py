@@ -22,7 +22,7 @@ Opcode = Callable[[Machine], None]
 
 
 def _unknown(m: Machine) -> None:
-    raise Fault("there is no such opcode")
+    raise Fault("unknown opcode")
 
 
 OPCODES: list[Opcode] = [_unknown] * 256

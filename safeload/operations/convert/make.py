@@ -318,7 +318,7 @@ class Maker:
         assert kind is not None
         if self._format != SAFETENSORS and (self._format, kind.family) != ("gguf", packing.GGUF):
             raise UnsupportedError(
-                f"tensor {show(name)} is {tensor.scheme}, which {self._format} files do not hold: pass dtype="
+                f"tensor {show(name)} is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
             )
         if packed is not None:  # read in chunks, never mapped
             lazy = {role: _stored(part, self._threads) for role, part in packed.parts.items()}

@@ -360,7 +360,9 @@ def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: boo
         if resume:
             _check_resumable(pieces, folder, present, records, begun=begun)
         elif ours:
-            message = "The folder holds a partial conversion: resume=True continues, overwrite=True starts over"
+            message = (
+                "The folder holds a partial conversion; pass resume=True to continue or overwrite=True to start over"
+            )
             raise FileExistsError(errno.EEXIST, message, folder.location.shown)
         else:
             replacement.check_free(overwrite)
@@ -418,11 +420,11 @@ def _check_unrecorded(folder: Folder, present: Set[str], files: Sequence[str]) -
         FileExistsError: the folder is complete, or has other files.
     """
     if INDEX in present:
-        message = "The folder is complete, with no record of how: pass overwrite=True"
+        message = "The folder is complete, but has no record of its conversion; pass overwrite=True to replace it"
         raise FileExistsError(errno.EEXIST, message, folder.location.shown)
     leftovers = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
     if present >= set(files) or not present <= {*files, *leftovers}:
-        message = "The folder has other files, and no record of this conversion: pass overwrite=True"
+        message = "The folder has other files, but no record of this conversion; pass overwrite=True to replace them"
         raise FileExistsError(errno.EEXIST, message, folder.location.shown)
 
 
@@ -442,8 +444,8 @@ def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
             continue
         if folder.holds(name, record.size, record.sha256, record.object):
             raise ValueError(
-                f"resume: {show(folder.shown(name))} is a result of this call already, and nothing is left to do: "
-                "pass overwrite=True without resume=True to apply it once more"
+                f"resume: {show(folder.shown(name))} is already the result of this call: "
+                "pass overwrite=True without resume=True to apply it again"
             )
 
 

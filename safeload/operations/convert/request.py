@@ -105,7 +105,7 @@ def _format_of(place: Location, options: ConvertOptions) -> str:
     """
     format, path, sharded = options.get("format"), place.shown, options.get("max_shard_size") is not None
     if format is not None and format not in WRITTEN:
-        raise ValueError(f"format must be one of {', '.join(WRITTEN)}, got {show(format)}")
+        raise ValueError(f"unknown format {show(format)}, expected one of {', '.join(WRITTEN)}")
     suffix = os.path.splitext(path)[1].lower()
     if place.files.remote or sharded:
         if format not in (None, SAFETENSORS):
@@ -165,7 +165,7 @@ def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]
     update, format = request.options.get("metadata"), request.format
     if not update:
         return catalog.metadata
-    check_mapping(update, "metadata", "text to text")
+    check_mapping(update, "metadata", "str to str")
     metadata = dict(catalog.metadata)
     for key, value in update.items():
         if not isinstance(key, str):

@@ -311,7 +311,7 @@ def _shards_of(
     missing = [piece.file for piece in plan.pieces if piece.file not in by_file]
     if missing:
         count = f"{plural(len(missing), 'piece')} of {len(plan.pieces):,}"
-        raise ValueError(f"{count} without a result: {show(missing[0])}: run them first")
+        raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
     shards = {}
     for piece in plan.pieces:
         result = by_file[piece.file]
@@ -362,7 +362,7 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
         weight_file = open_shard(folder, file)
     with closing(weight_file):
         if weight_file.size != shard.size:
-            message = f"the shard has {weight_file.size:,} bytes, its piece wrote {shard.size:,}"
+            message = f"the shard has {weight_file.size:,} bytes, but its piece wrote {shard.size:,}"
             raise FormatError(message, weight_file.path)
         version = None if record is None else record.object
         recorded = record is None or record.sha256 == shard.sha256

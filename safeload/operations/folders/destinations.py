@@ -39,7 +39,7 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
     if not urls.is_url(text):
         if path_like and not isinstance(dst, str) and _PATH_OF_URL.match(text):
             url = urls.shown(_PATH_OF_URL.sub(r"\1://", text))
-            raise ValueError(f"{show(url)}: pathlib drops a slash of URLs: pass the URL as a str")
+            raise ValueError(f"{show(url)}: pathlib drops a slash of the URL; pass it as a str")
         return Location(LOCAL, native_path(text)[0])
     if path_like and len(urls.links(text)) == 1 and urls.scheme_of(text) == "file":
         return Location(LOCAL, native_path(urls.local_path(text))[0])

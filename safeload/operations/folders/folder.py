@@ -141,7 +141,7 @@ def check_free(path: str, overwrite: bool) -> None:
         FileExistsError: the file exists, and ``overwrite`` is False.
     """
     if not overwrite and os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
+        raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", path)
 
 
 def _digest_of(store: ByteStore) -> str:

@@ -12,7 +12,7 @@ from ...errors import FormatError
 from ..sources.codec import decode, encode
 from .folder import Folder
 
-# Follows the name of a shard in the name of its record.
+# Suffix of the record of a shard.
 RECORD = ".done.json"
 KEY, VERSION = "safeload_done", 2
 # Records of this version do not name the piece of a shard, so their shards are written again.

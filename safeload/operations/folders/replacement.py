@@ -63,7 +63,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def begun(self, plan: str) -> bool:
-        """Return True if shards of a plan wait aside."""
+        """Return True if shards of a plan were written aside and wait for its last piece."""
 
     @abstractmethod
     def asides(self) -> Sequence[Folder]:
@@ -295,7 +295,7 @@ class OldShards:
             if os.path.basename(place) != SINGLE or not os.path.isfile(folder.shown(INDEX)):
                 continue
             if not overwrite:
-                message = f"The checkpoint of {INDEX} exists beside {SINGLE} and overwrite=False"
+                message = f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
                 raise FileExistsError(errno.EEXIST, message, folder.shown(INDEX))
             shards = sorted(name for name in _indexed(folder) if _NUMBERED.fullmatch(name))
             self._shards.append((folder, [INDEX, *shards, *(name + RECORD for name in shards)]))

@@ -251,7 +251,7 @@ def write_beside(
 
 
 def _index(beside: Beside) -> bytes:
-    """Return the index as ``json.dumps(..., indent=2)`` would write it, five times faster."""
+    """Return the index as ``json.dumps(..., indent=2)`` would write it, but five times faster."""
     from json.encoder import encode_basestring_ascii as quoted
 
     rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(beside.weight_map.items())])

@@ -100,9 +100,9 @@ class StoreReplacement(Replacement):
         location = self._folder.location
         names = self._folder.names()
         if names and not overwrite:
-            raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", location.shown)
+            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", location.shown)
         if not names and not location.path.endswith("/") and self._is_file():
-            raise FileExistsError(errno.EEXIST, "This is a file, and shards need a folder", location.shown)
+            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
 
     def _is_file(self) -> bool:
         location = self._folder.location
@@ -151,7 +151,9 @@ class StoreReplacement(Replacement):
                 try:
                     self._folder.remove(self._uploaded)
                 except Exception as error:  # the first error is raised
-                    log.warning("%s: shards are left that no index names: %s", self._folder.location.shown, error)
+                    log.warning(
+                        "%s: cannot delete the shards of the failed save: %s", self._folder.location.shown, error
+                    )
             raise
 
     @contextmanager
@@ -184,7 +186,9 @@ class StoreReplacement(Replacement):
             self._folder.remove(outdated)
         except (OSError, RemoteError) as error:  # the new checkpoint is complete
             shown = self._folder.location.shown
-            log.warning("%s: %s of an older checkpoint left: %s", shown, plural(len(outdated), "file"), error)
+            log.warning(
+                "%s: cannot delete %s of the replaced checkpoint: %s", shown, plural(len(outdated), "file"), error
+            )
 
 
 def _marked(file: str, mark: str) -> str:
@@ -199,5 +203,5 @@ def _room(folder: str, nbytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        message = f"No space for {size(nbytes)}, which wait here to be uploaded: TMPDIR may name another folder"
+        message = f"No space for {size(nbytes)} to be uploaded from here; set TMPDIR to another folder"
         raise OSError(error.errno, message, os.path.dirname(folder)) from None

@@ -360,5 +360,5 @@ def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:
     if axis is None:
         return usual_axis(INT8, shape)
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"{subject(name)}axis {axis} is outside the axes of {list(shape)}")
+        raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
     return axis % len(shape)

@@ -89,7 +89,7 @@ def quantize(
     name = parse(scheme)
     target = SCHEMES[name].target(rounding)
     if name == INT8 and rounding is not None:
-        raise ValueError("rounding is for q4_0: int8 has a single rounding")
+        raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
     check_threads(threads)
     source = of_reals("", x, threads)
     if axis is not None and axis < 0:
@@ -109,7 +109,7 @@ def quantize(
 
 def _check_out(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
     if not isinstance(out, QuantizedTensor):
-        raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
+        raise TypeError(f"out must be a QuantizedTensor, got {type(out).__name__}")
     if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
         raise ValueError(f"out is {show(out)}, but the result is {scheme} {list(source.shape)} with axis={axis}")
     if not (out.data.flags.c_contiguous and out.data.flags.writeable):

@@ -150,7 +150,7 @@ def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtype
         TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
     """
     if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a safeload.Layout, not {type(layout).__name__}")
+        raise TypeError(f"layout must be a safeload.Layout, got {type(layout).__name__}")
     layers = {entry.source: _layers_of(tensors, entry) for entry in layout.tensors if entry.stacked}
     counts: dict[str, int] = {}
     for source, numbers in layers.items():
@@ -204,19 +204,17 @@ def _plan_entry(
     if layers is not None:
         prefix, suffix = entry.source.split(LAYER)
         if not layers:
-            raise TensorNotFoundError(
-                f"{show(entry.name)}: no tensor is called {show(entry.source)} with a layer number"
-            )
+            raise TensorNotFoundError(f"{show(entry.name)}: no tensor matches {show(entry.source)} with a layer number")
         count = counts[prefix]
         if len(layers) < count:  # checked before the names are built, because a large number can imply any count
             missing = next(k for k in range(count) if k not in layers)
             name = f"{prefix}{missing}{suffix}"
             raise TensorNotFoundError(
-                f"{show(entry.name)}: layer {missing} of {count} is missing: there is no tensor {show(name)}"
+                f"{show(entry.name)}: layer {missing} of {count} is missing: no tensor {show(name)}"
             )
         names = [f"{prefix}{k}{suffix}" for k in range(count)]
     elif entry.source not in tensors:
-        raise TensorNotFoundError(f"{show(entry.name)}: there is no tensor {show(entry.source)}")
+        raise TensorNotFoundError(f"{show(entry.name)}: no tensor {show(entry.source)}")
     first = tensors[names[0]]
     for name in names[1:]:
         if tensors[name].shape != first.shape:

@@ -107,7 +107,7 @@ class Catalog:
             return cls(source._origins, source.mapped)
         sources: Sequence[Given] = source if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item]
         if not sources:
-            raise ValueError("there is no source to read: the list is empty")
+            raise ValueError("the list of sources is empty; pass at least one")
         origins: list[Checkpoint | Mapping[str, Any]] = []
         with ExitStack() as stack:
             for item in sources:

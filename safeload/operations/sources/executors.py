@@ -154,7 +154,7 @@ def check_executor(executor: Any) -> None:
     usable = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
     if executor is not None and not usable:
         raise TypeError(
-            f"executor must have the submit() of concurrent.futures.Executor, got {type(executor).__name__}: "
+            f"executor must have a submit() method like concurrent.futures.Executor, got {type(executor).__name__}: "
             "for Dask, pass client.get_executor(pure=False)"
         )
 

@@ -43,7 +43,7 @@ def in_memory(tensors_are: str, argument: str) -> ValueError:
         tensors_are: subject and verb of the message.
         argument: see `check_paths`.
     """
-    return ValueError(f"{argument} needs the path of a checkpoint, or an open one: {tensors_are} in this process only")
+    return ValueError(f"{argument} needs the path of a checkpoint, or an open one: {tensors_are} only in this process")
 
 
 # ---- sources in a plan ----
@@ -106,7 +106,7 @@ class PieceSource:
         for path in (self.folder, *(file.path for file in self.files)):
             _check_path(path)
         if self.format is not None and self.format not in FORMATS:
-            raise ValueError(f"format must be a name of safeload.open, got {show(self.format)}")
+            raise ValueError(f"unknown format {show(self.format)}")
         if self.unknown_globals not in ("refuse", "inert"):
             raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(self.unknown_globals)}')
 

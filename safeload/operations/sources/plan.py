@@ -90,7 +90,7 @@ def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
         raise FormatError(f"{prefix}: version must be a string, got {show(version)}")
     if version != __version__:
         raise UnsupportedError(
-            f"safeload {printable(version)} made the plan, and this is safeload {__version__}: "
+            f"the plan was made by safeload {printable(version)}, but this is safeload {__version__}: "
             "every worker needs the same version"
         )
 

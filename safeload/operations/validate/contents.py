@@ -297,7 +297,7 @@ def run(
     """Run the check of a piece; see `run_piece`."""
     check = piece.get("check") if isinstance(piece, Mapping) else None
     if not isinstance(check, str) or check not in _CHECKS:
-        raise FormatError(f"{INVALID_PIECE}: check must be {', '.join(_CHECKS)}, got {show(check)}")
+        raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected one of {', '.join(_CHECKS)}")
     return _CHECKS[check](piece, threads, storage_options)
 
 

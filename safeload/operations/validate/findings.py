@@ -66,7 +66,7 @@ def error(code: str, tensor: str | None, message: str) -> Finding:
 
 
 def warning(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding about a suspicion, which can turn out to be intended."""
+    """Return a finding about something suspicious, which can be intended."""
     return Finding(WARNING, code, tensor, message)
 
 

@@ -52,7 +52,7 @@ _HEAD = re.compile(
 def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None = None) -> Iterator[Finding]:
     """Find models without tensors, tensors without elements, and unexpected scalars."""
     if not tensors:
-        yield error("model.empty", None, "there are no tensors")
+        yield error("model.empty", None, "no tensors")
     for name, about in tensors.items():
         if 0 in about.shape:
             yield warning("tensor.empty", name, f"has shape {list(about.shape)}, so it has no elements")

@@ -100,7 +100,7 @@ def test_the_scale_may_be_in_another_part(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (lambda b: {"b": b}, "'b' has no place for its scale: its name does not end in .weight"),
+        (lambda b: {"b": b}, "'b' cannot store its scale: its name does not end in .weight"),
         (lambda b: {"b.weight": b, "b.scale": np.ones(1, np.float32)}, "'b.scale' is another tensor"),
     ],
 )

@@ -199,7 +199,7 @@ def test_nothing_at_all(path):
 @pytest.mark.parametrize(
     ("given", "kind", "fragment"),
     [
-        ({"a": np.zeros(2, bool)}, UnsupportedError, "'a' is bool, which GGUF does not have: its integers"),
+        ({"a": np.zeros(2, bool)}, UnsupportedError, "'a' is bool, which GGUF does not support: its integers"),
         ({"a": np.zeros(2, np.uint8)}, UnsupportedError, "'a' is uint8"),
         ({"a": np.zeros(2, np.uint64)}, UnsupportedError, "'a' is uint64"),
         ({"a": np.zeros(2, np.complex64)}, UnsupportedError, "'a' is complex64"),
@@ -355,13 +355,13 @@ def test_every_number_class_keeps_its_type(path):
 @pytest.mark.parametrize(
     ("metadata", "kind", "fragment"),
     [
-        ({"k": None}, TypeError, "metadata 'k': GGUF has no values of type NoneType"),
+        ({"k": None}, TypeError, "metadata 'k': GGUF cannot store values of type NoneType"),
         ({"k": b"x"}, TypeError, "bytes"),
         ({"k": {"a": 1}}, TypeError, "dict"),
         ({"k": 1j}, TypeError, "complex"),
         ({"k": np.float16(1)}, TypeError, "float16"),
         ({"k": np.zeros(2, np.complex64)}, TypeError, "complex64"),
-        ({"k": np.array([b"x"])}, TypeError, "GGUF has no values of dtype"),
+        ({"k": np.array([b"x"])}, TypeError, "GGUF cannot store values of dtype"),
         ({"k": ["a", 1]}, TypeError, "str"),
         ({"k": [True, 1]}, TypeError, "bools and numbers"),
         ({"k": [[1], 2]}, TypeError, "list"),
@@ -383,8 +383,8 @@ def test_every_number_class_keeps_its_type(path):
         ({"general.alignment": -8}, SafeloadError, "got -8"),
         ({"general.alignment": 3}, SafeloadError, "got 3"),
         ({"general.alignment": 2**31}, SafeloadError, "got 2147483648"),
-        ({"general.alignment": "32"}, TypeError, "must be int, not str"),
-        ({"general.alignment": True}, TypeError, "must be int, not bool"),
+        ({"general.alignment": "32"}, TypeError, "must be int, got str"),
+        ({"general.alignment": True}, TypeError, "must be int, got bool"),
     ],
     ids=lambda value: repr(value)[:24] if isinstance(value, dict) else None,
 )
@@ -432,7 +432,7 @@ def test_a_file_of_gguf_py_is_written_as_it_was_read(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fragment"), [("a\0b", r"'a\\x00b' holds a NUL, where ggml would cut it"), ("\ud800", "surrogate")]
+    ("name", "fragment"), [("a\0b", r"'a\\x00b' contains NUL, where ggml would truncate it"), ("\ud800", "surrogate")]
 )
 def test_names_that_ggml_does_not_have(name, fragment, tmp_path):
     path = tmp_path / "x.gguf"
