@@ -82,7 +82,7 @@ class UnsupportedError(SafeloadError):
         >>> import safeload
         >>> safeload.convert("tiny-llama", "llama.npz")
         Traceback (most recent call last):
-        safeload.errors.UnsupportedError: tensor 'lm_head.weight' is bfloat16, which npz does not have: ...
+        safeload.errors.UnsupportedError: tensor 'lm_head.weight' is bfloat16, which npz does not support: ...
     """
 
 

@@ -236,7 +236,7 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
     Raises:
         ModuleNotFoundError: JAX is not installed.
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
-        ValueError: an array was deleted or donated, or is divided among processes.
+        ValueError: an array was deleted or donated, or is sharded across processes.
         SafetensorError: the format lacks a dtype or cannot store a name.
 
     Example:
