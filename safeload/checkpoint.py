@@ -236,7 +236,8 @@ class Checkpoint(Mapping[str, Any]):
                 of NumPy, ml_dtypes, torch or JAX. F4 and F6 tensors are decoded. Integer, bool and complex tensors keep
                 their dtype.
             backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
-                private memory on all cores. "direct" also bypasses the page cache. URLs are always read.
+                private memory on all cores, and should be used if another program may truncate the file. "direct" also
+                bypasses the page cache. URLs are always read.
             out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape. All are
                 checked before the first byte is written; if reading fails, some may be partly filled.
             threads: number of reading threads; None chooses it.
@@ -296,7 +297,8 @@ class Checkpoint(Mapping[str, Any]):
 
         Returns:
             Iterator of (name, array). Each array is new memory: writable, C-contiguous and aligned to 64 bytes
-            (repeated elements of a torch tensor stay repeated). Quantized tensors are `QuantizedTensor` unless
+            (repeated elements of a torch tensor stay repeated). Memory of dropped arrays is reused, so a loop should
+            drop each array before it takes the next. Quantized tensors are `QuantizedTensor` unless
             ``dtype`` dequantizes them.
 
         Raises:

@@ -89,6 +89,9 @@ class UnsupportedError(SafeloadError):
 class ForbiddenError(SafeloadError):
     """A pickle references a global that is not on the allowlist.
 
+    Other programs should not unpickle such a file from an untrusted source, because that could run code. safeload can
+    read the tensors around unknown objects with ``unknown_globals="inert"``.
+
     Example:
         >>> import safeload
         >>> safeload.open("lightning.ckpt")

@@ -138,8 +138,9 @@ def load_file(
         filename: path of the file.
         backend: "mmap" returns copy-on-write views of one private mapping. Loading takes microseconds, each page is
             read on first use, and writing to an array does not change the file. "pread" reads everything now, on all
-            cores, into private memory that later changes to the file cannot affect. "direct" also bypasses the page
-            cache, if system and disk support it; see `safeload.load`.
+            cores, into private memory that later changes to the file cannot affect; you should use it if another
+            program may truncate the file. "direct" also bypasses the page cache, if system and disk support it; see
+            `safeload.load`.
         dtype: dtype to convert floating tensors to while they are read, in one pass: float64, float32, float16,
             bfloat16, float8_e4m3fn or float8_e5m2, as a NumPy, ml_dtypes, torch or JAX type, a name ("bf16") or a code.
             F4 and F6 tensors are decoded. Integer, bool and complex tensors keep their dtype.

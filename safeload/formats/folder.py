@@ -394,7 +394,7 @@ _WEIGHT_FILE = re.compile(
 )
 # Prefixes of files with training state.
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-# Most names in a message, and most characters of a name.
+# Maximum number of names in a message, and of characters in a name.
 _MAX_LISTED, _MAX_NAME = 20, 100
 
 # Checkpoints of other libraries: a pattern for a file name, and the kind of folder.

@@ -13,15 +13,15 @@ from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
-# Most characters of a class name, because matching takes quadratic time.
+# Maximum length of a class name, because matching takes quadratic time.
 _CLASS_LENGTH = 200
 # Keys of the language model in the config of a multi-modal model, which are tried before other keys.
 LANGUAGE = ("text_config", "llm_config", "language_config")
 # A nested object with any of these keys is the config of a model.
 _WIDTHS = ("hidden_size", "dim", "encoder_args")
-# Most levels of a config to search for nested configs.
+# Number of levels of a config to search for nested configs.
 _NESTED = 3
-# Most nested configs and most prefixes of an embedding to try. No real model has more.
+# Maximum number of nested configs and of embedding prefixes to try. No real model has more.
 _CONFIGS, _MODELS = 16, 16
 # A prefix outside the schema is accepted if it puts at least 1 in this many names into the schema.
 _PLACED_OF = 4

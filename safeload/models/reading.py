@@ -18,9 +18,9 @@ from .expressions import ExpressionError, names_in
 from .schema import ANY, PLACEHOLDER, PREFIX, ROLES, WEIGHT, Schema, SchemaEntry
 
 _FOLDER = Path(__file__).parent / "schemas"
-# Most schemas in a chain of extensions.
+# Maximum length of a chain of extensions.
 _MAX_BASES = 8
-# Most numbers in a name: layer and expert.
+# Maximum number of placeholders in a name: layer and expert.
 _MAX_NUMBERS = 2
 # A placeholder beside a digit or another placeholder: the boundary between the numbers would be ambiguous.
 _AMBIGUOUS = re.compile(r"[0-9}]\{|\}[0-9]", re.ASCII)

@@ -47,7 +47,7 @@ WEIGHT = "weight"
 MAX_LAYERS = 10_000
 MAX_TENSORS = 500_000
 
-# Most architectures of a config to compare; models usually have only one.
+# Maximum number of architectures of a config to compare; models usually have only one.
 MAX_LISTED = 100
 
 # A layer number. ``int`` accepts at most 4300 digits.

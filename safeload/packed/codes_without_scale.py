@@ -31,10 +31,10 @@ _BESIDE_WIDE = (*STATES.values(), ".quant_map", GPTQMODEL_STATE, "_quant_map")
 _MARKERS = (".comfy_quant", ".input_rotation")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 
-# Most codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
+# Maximum number of codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 
-# Most indexes to read beside a shard: each variant of a model has its own.
+# Maximum number of indexes to read beside a shard: each variant of a model has its own.
 _MOST_INDEXES = 4
 
 

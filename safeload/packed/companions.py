@@ -36,7 +36,7 @@ _TELLING = (
     "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
     "codebook", "biases", "scb", "offset", "outlier",
 )  # fmt: skip
-# Most parts of a companion's name after the name of its codes: "_weight_scale_2" has three.
+# Maximum number of parts of a companion's name after the name of its codes: "_weight_scale_2" has three.
 _MOST_PARTS = 6
 
 

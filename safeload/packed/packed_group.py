@@ -32,7 +32,7 @@ _DTYPES = {
 _INTEGERS = frozenset(("I8", "U8", "offset", "signed", "unsigned"))
 # Settings of codes with zero points.
 _ASYMMETRIC = (("symmetric", False), ("sym", False), ("zero_point", True))
-# Most elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
+# Maximum number of elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
 MOST = 1 << 59
 
 

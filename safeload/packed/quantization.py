@@ -54,7 +54,7 @@ _PATTERN_CHARACTERS = "*^$|()[]?+\\"
 _MOST_BITS = 8
 # Longest side of a block. Tensors with a single scale have no block.
 _LONGEST_BLOCK = 1 << 31
-# Most characters of a configuration to quote in a message.
+# Maximum number of characters to quote from a configuration in a message.
 _QUOTED = 40
 
 # Files beside weights with their quantization.

@@ -109,7 +109,7 @@ _ROTATED = Refusal("compressed-tensors in a rotated basis (transform_config)", "
 
 
 def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quantization | None) -> Refusal | None:
-    """Return the reason why codes are not dequantized, or None if they are of no listed quantization.
+    """Return the reason why codes are not dequantized, or None if no listed quantization matches.
 
     Args:
         name: the name of the codes.

@@ -118,7 +118,7 @@ def values_before(packed: Packing, part: Range) -> int:
 
 
 def flat_ranges(packed: Packing, limit: int) -> Iterator[Range]:
-    """Divide flat codes into ranges of at most ``limit`` values, but at least a whole block of scales and any dtype."""
+    """Divide flat codes into ranges of up to ``limit`` values, but at least a block of the scales and of any dtype."""
     block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
     step = max(1, limit // block) * block
     for column in range(0, packed.columns, step):

@@ -27,7 +27,7 @@ class Lazy:
     """An array that is created later.
 
     Args:
-        make: creates the array, C-contiguous; a call may overwrite the array of the call before.
+        make: creates the array, C-contiguous; a call may overwrite the array of the previous call.
         staged: reads the bytes without `make`; None if only `make` can.
     """
 

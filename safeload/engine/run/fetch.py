@@ -70,7 +70,7 @@ class Fetch:
         """Run all jobs that read from the network, and return the remaining jobs.
 
         Args:
-            report: called in this thread now and then, with the bytes done.
+            report: called regularly in this thread, with the bytes done.
 
         Raises:
             FormatError: a file has changed since it was opened.

@@ -19,11 +19,12 @@ from .globals import PickledTensor, Storage
 # Deepest nesting. Real files have about 10 levels, three per module of a pickled network; repr and json fail at about
 # 1,000.
 MAX_NESTING = 200
-# Most values, tensors aside, after expansion: n nested lists, each with the next list twice, expand to 2^n values.
+# Maximum number of values, besides tensors, after expansion: n nested lists, each with the next twice, become 2^n.
 # Long text counts as one value per 100 characters, because JSON repeats it each time.
 MAX_VALUES = 10_000_000
 _LONG = 100
-# Most tensor names; a tensor in a shared container counts once per name. The largest real model has a tenth.
+# Maximum number of tensor names; a tensor in a shared container counts once per name. The largest real model has a
+# tenth.
 MAX_TENSORS = 5_000_000
 # Characters of all names: the size limit of a safetensors header.
 MAX_NAME_TEXT = 100_000_000
@@ -31,7 +32,7 @@ MAX_NAME_TEXT = 100_000_000
 # each container that holds it. Real pickles take more than 30 bytes per tensor, and a name is shorter than its entry.
 BYTES_A_TENSOR = 8
 MAX_NAME_TEXT_A_BYTE = 20
-# Tensors and characters for a pickle of any size.
+# Tensors and characters that a pickle of any size can have.
 _TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
 
 # Containers of up to this many scalars are not remembered, but scanned again in each container that holds them.

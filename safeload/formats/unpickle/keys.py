@@ -17,12 +17,12 @@ from typing import Any
 from ...errors import LimitError
 from .machine import Fault, Inert, describe
 
-# Most values in a dict key or set element, because hashing a tuple visits each. Real keys are strings and integers.
+# Maximum number of values in a dict key or set element: hashing a tuple visits each. Real keys are str and int.
 MAX_KEY_VALUES = 100
 # Tables up to this size are not watched, because the square of their size is small.
 MAX_UNWATCHED = 64
-# Most steps in a table per entry. Random hashes need 2, the worst regular hashes 57 (multiples of powers of two,
-# fractions and addresses, 300,000 keys each).
+# Maximum number of steps in a table per entry. Random hashes need 2, the worst regular hashes 57 (multiples of powers
+# of two, fractions and addresses, 300,000 keys each).
 MAX_STEPS = 100
 
 _64_BITS = (1 << 64) - 1

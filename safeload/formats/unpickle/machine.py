@@ -13,12 +13,12 @@ from ...errors import FormatError, LimitError
 MAX_INT_BYTES = 255
 # Longest line with a name or a number. Real names have about 100 characters.
 MAX_LINE = 10_000
-# Most bytes to copy per byte of the pickle read so far: a few bytes can request a copied value again and again (joined
-# text, a list made into a tuple, combined arguments). Real pickles copy fewer bytes than they have.
+# Maximum number of bytes to copy per byte of the pickle read so far: a few bytes can request a copy again and again
+# (joined text, a list made into a tuple, combined arguments). Real pickles copy fewer bytes than they have.
 MAX_COPIED = 50
-# Memo numbers count as in order up to this distance from the number of entries.
+# Memo numbers up to this distance from the number of entries count as consecutive.
 NEAR = 8
-# Bytes to copy for a pickle of any size.
+# Bytes that a pickle of any size can copy.
 _COPIED_FREE = 1 << 16
 
 

@@ -108,7 +108,7 @@ def convert(
             converted. If the source has no ``config.json``, the folder keeps its own, without the quantization of the
             old weights.
         resume: True to record each complete shard of a folder, and to continue an earlier call with the same options.
-            If such a call fails, it leaves the complete shards in place.
+            If such a call fails, it leaves the complete shards in place, so long conversions should set this.
         executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
             files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The result has the same bytes as with a single process. Complete shards

@@ -54,7 +54,7 @@ def plan_convert(
     any machine that has the same files under the same paths, or can reach the same URLs. `finalize` completes the
     folder from the results of all pieces. If the engine has an executor, ``convert(executor=...)`` does all of this.
 
-    Trust a plan like code: whoever can write a plan can have files read and shards written.
+    You should trust a plan like code: whoever can write a plan can have files read and shards written.
 
     Args:
         src: the path or URL of a checkpoint, a `Checkpoint` from `open`, or a list of these to merge.

@@ -41,7 +41,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """The path as plans carry it, without secrets."""
+        """The path as stored in plans, without secrets."""
 
     def shown(self, name: str) -> str:
         """Return the path of a file for messages."""

@@ -37,7 +37,7 @@ _STEM, _DIGITS = "model-", 8
 
 
 class StoreFolder(Folder):
-    """A folder in a store. A pickle has no secrets, like a plan.
+    """A folder in a store. Like a plan, its pickle contains no secrets.
 
     Args:
         files: file system of the store.
