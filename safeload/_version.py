@@ -1,3 +1,3 @@
-"""The version, in a file of its own, which the build reads without importing the package."""
+"""The version, in its own file, so that the build can read it without importing the package."""
 
 __version__ = "0.1.0"

@@ -92,7 +92,7 @@ def load_file(
         progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Tensors by name, in file order or in the order of ``names``. Each is contiguous and has a storage of its own. F4
+        Tensors by name, in file order or in the order of ``names``. Each is contiguous and has its own storage. F4
         tensors have torch's packed dtype, which counts pairs along the last axis. Copies to a device are complete.
 
     Raises:

@@ -14,7 +14,7 @@ from .text import clip, plural
 # Without a line limit, columns are padded to at most this width, so that a long name does not widen every line.
 _PADDED = 100
 
-#: If a table leaves less room for names, each name gets a line of its own.
+#: If a table leaves less room for names, each name gets its own line.
 NARROW = 20
 
 # `shorten` looks at this many characters and parts of a name.

@@ -267,13 +267,18 @@ def _option(argument: re.Match[str]) -> str:
     return f"{option} " if argument.string.startswith("'", argument.end()) else option
 
 
+def in_options(text: str) -> str:
+    """Return a message with options instead of Python arguments."""
+    return _ARGUMENT.sub(_option, text)
+
+
 def complain(error: Exception) -> None:
     """Flush stdout and print an error to stderr."""
     sys.stdout.flush()
     text = one_line(error)
     if isinstance(error, FileExistsError) and (reason := error.strerror or "").startswith(_EXISTS):
         text = f"{error.filename} already exists{reason.removeprefix(_EXISTS)}"
-    text = _ARGUMENT.sub(_option, text)
+    text = in_options(text)
     text = text.replace("storage_options= (which may be empty)", "--storage-option KEY=VALUE")
     print(f"safeload: {printable(text)}", file=sys.stderr)
 

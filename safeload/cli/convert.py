@@ -23,6 +23,7 @@ from .common import (
     add_patterns,
     add_threads,
     bar,
+    in_options,
     open_path,
     storage_options,
     suggest,
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
             result.update(quantized=report.summary.quantized, kept=report.summary.kept)
         print(json.dumps({**result, "seconds": round(report.seconds, 3)}, indent=1))
     else:
-        print(report)
+        print(in_options(str(report)))
     return 0
 
 

@@ -63,7 +63,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the differences between ``options.a`` and ``options.b`` and return the exit status."""
-    from ..operations.measure.diff import diff  # imported here: it costs milliseconds
+    from ..operations.measure.diff import diff  # only here: importing it takes milliseconds
 
     with (
         open_path(options.a, options) as a,

@@ -160,7 +160,7 @@ def _headers(opened: Checkpoint) -> dict[str, int]:
 
 def _memory(opened: Checkpoint) -> dict[str, int]:
     """Return the bytes of all loaded tensors by dtype or scheme; schemes only if they would quantize a tensor."""
-    from ..operations.measure.sizes import sizes  # imported here: it costs milliseconds
+    from ..operations.measure.sizes import sizes  # only here: importing it takes milliseconds
 
     loaded = sizes(opened)
     schemes = {name: nbytes for name, nbytes in loaded.schemes.items() if nbytes != loaded.dtypes.get("float32")}

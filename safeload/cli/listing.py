@@ -43,7 +43,7 @@ def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
     """Return rows in file order, with equal layers in one row.
 
     Args:
-        alone: give each tensor a row of its own, in natural order.
+        alone: give each tensor its own row, in natural order.
     """
     infos = list(infos)
     if alone:

@@ -221,7 +221,7 @@ def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tupl
             about = catalog.about(name)
             done += about.nbytes
             if name in catalog.codes or about.quantized:
-                refused[name] = "holds codes, not weights" if name in catalog.codes else "is quantized already"
+                refused[name] = "holds codes, not weights" if name in catalog.codes else "is already quantized"
             elif rules.plan(name, about).scheme is not None:
                 value = catalog.array(name, threads)
                 axis = usual_axis(scheme, about.shape)

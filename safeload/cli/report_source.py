@@ -26,7 +26,7 @@ class File(NamedTuple):
 
     path: str
     nbytes: int | None  # None if it cannot be read
-    digest: str | None = None  # SHA-256; None if it cannot be read or is not wanted
+    digest: str | None = None  # SHA-256; None if it cannot be read or was not requested
 
 
 def files_of(paths: Iterable[str], *, digest: bool, threads: int | None) -> list[File]:

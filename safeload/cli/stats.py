@@ -71,7 +71,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.path`` and return the exit status."""
-    from ..operations.measure.stats import stats  # imported here: it costs milliseconds
+    from ..operations.measure.stats import stats  # only here: importing it takes milliseconds
 
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         results = stats(

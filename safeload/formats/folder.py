@@ -478,7 +478,7 @@ def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: s
     notes = []
     if _ADAPTER in names:
         kind = _adapter(files.join(path, _ADAPTER), files)
-        notes.append(f"{kind}: changes to the weights of a base model, not a model of its own")
+        notes.append(f"{kind}: changes to the weights of a base model, not a complete model")
     if _PIPELINE in names:
         inner = _listed(_with_weights(path, folders, files)) or "no folder"
         notes.append(f"a diffusers pipeline, with more weights in {inner}")

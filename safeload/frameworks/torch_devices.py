@@ -202,7 +202,7 @@ class _Target:
     def copy(self, begin: int, source: Any) -> None:
         """Start to copy part of a buffer to the tensor's bytes from ``begin`` on."""
         if self._memory is None:
-            # A storage of its own: writers save whole storages, and some libraries free them.
+            # Its own storage, because writers save whole storages, and some libraries free them.
             self._memory = self._copies.empty((self.moved.nbytes,), torch.uint8)
         size = source.numel()
         self._copies.copy(self._memory[begin : begin + size], source)

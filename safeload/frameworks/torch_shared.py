@@ -37,7 +37,7 @@ def is_complete(tensor: Any) -> bool:
 
 
 def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
-    """Group names by shared memory; a tensor that shares none is a group of its own.
+    """Group names by shared memory; a tensor that shares none has its own group.
 
     Tensors without memory (empty, or on the device "meta") are skipped.
 

@@ -31,7 +31,7 @@ class Heads(NamedTuple):
     """The tied heads of a base."""
 
     pairs: Mapping[str, str]  # head -> embedding
-    untied: Mapping[str, str]  # head -> embedding, if the head gets weights of its own
+    untied: Mapping[str, str]  # head -> embedding, if the head gets its own weights
 
     def mirrored(self, adapter: Adapter) -> dict[str, str]:
         """Return the adapter tensors whose values also replace a tied tensor, by the tied tensor's name."""

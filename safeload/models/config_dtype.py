@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base import dtypes
 
-# Keys before transformers 4.56, and since.
+# The keys before and since transformers 4.56.
 _KEYS = ("torch_dtype", "dtype")
 # The nested configuration to prefer if the outermost has no dtype: the language model's.
 _FIRST = "text_config"

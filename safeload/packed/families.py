@@ -37,7 +37,7 @@ class Family(NamedTuple):
     describe: str  # "module.function": returns the packing of a group, or raises `Misfit`
     required: Mapping[str, tuple[str, ...]]  # suffixes of the parts in place of ``main``, preferred first
     optional: Mapping[str, tuple[str, ...]] = {}  # suffixes of parts that can be absent
-    # required ``quant_method`` of the configuration; no other row applies to its codes then, except fp8
+    # required ``quant_method`` of the configuration; if set, only this row and fp8 apply to its codes
     method: str | None = None
 
 

@@ -64,7 +64,7 @@ def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: 
 
 
 def ternary(files: Iterable[Any]) -> Iterator[tuple[str, Packed]]:
-    """Yield the I2_S tensors by name: codes, and the scale behind them under its own name."""
+    """Yield the I2_S tensors by name: codes, and the scale that follows them as a separate part."""
     for file in files:
         for name, shape in file.table.ternary.items():
             begin, _ = file.table.byte_range(file.table.find(name))

@@ -132,7 +132,7 @@ class Quantization:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """True if `unknown` holds for every module: no module has settings of its own or weights of an unknown kind."""
+        """True if `unknown` holds for every module: no module has its own settings or weights of an unknown kind."""
         own = self.get(self.overrides_key) if self.method in _WITH_OVERRIDES else self.get("quantized_layers")
         if self.method == "mlx":
             own = any(isinstance(value, Mapping) for value in self.values.values())

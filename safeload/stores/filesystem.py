@@ -97,7 +97,7 @@ class Filesystem:
         return FsspecStore(handle, path, shown) if signed is None else signed
 
     def is_folder(self, url: str) -> bool:
-        """Return whether there is a folder; False if nothing may be listed, because a single file is still readable."""
+        """Return whether a URL is a folder; False if listing is forbidden, because a file could still be readable."""
         handle, path = self._handles.find(url)
         handle.fs.invalidate_cache(path)
         try:

@@ -218,7 +218,7 @@ class Hub:
         return f"hf://{before}{place.repo}@{snapshot.commit}" + (f"/{place.path}" if place.path else "")
 
     def upload(self, source: str, url: str) -> None:
-        """Upload a file in a commit of its own."""
+        """Upload a file in its own commit."""
         place = place_of(url)
         shown = urls.shown(url)
         if not place.path:

@@ -174,7 +174,7 @@ class Obstore:
 
 
 class ObstoreFile(RemoteStore):
-    """A file of an obstore store. Each range arrives in a buffer of its own, with the version it belongs to.
+    """A file of an obstore store. Each range arrives in its own buffer, with the version it belongs to.
 
     Args:
         place: the path in the store.

@@ -404,7 +404,7 @@ def test_rows_that_are_not_super_blocks_get_the_smaller_blocks_of_llama_cpp(sche
     safeload.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", quantize=scheme)
     again = load_quantized(tmp_path / "out.safetensors", scheme)
     assert again["m896"] == made["m896"]
-    assert again.summary.kept["m896"] == f"is {instead} already"
+    assert again.summary.kept["m896"] == f"is already {instead}"
     with pytest.raises(ValueError, match="which is not a multiple of 256"):
         quantize(tensors["m896"], scheme)
 

@@ -145,7 +145,7 @@ def test_results_of_pieces_from_before_the_repair_do_not_complete_the_folder(sou
     results = [safeload.run_piece(piece) for piece in old.pieces]
     write_shard(source, 1, 7)
     plan = safeload.plan_convert(source, made, resume=True, **LIMIT)
-    with pytest.raises(ValueError, match="4 pieces of 4 without a result"):
+    with pytest.raises(ValueError, match="no result for 4 pieces of 4"):
         safeload.finalize(plan, results)
     results = [safeload.run_piece(piece) for piece in plan.pieces]
     assert [result["written"] for result in results] == [False, True, False, False]

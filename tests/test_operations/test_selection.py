@@ -249,7 +249,7 @@ def test_the_command_takes_the_same_options(source, tmp_path, capsys):
     with safe_open(target, "numpy") as opened:
         assert opened.metadata() == {"license": "none", "a": "b=c"}
     assert main([*arguments, "--only", "nothing*"]) == 2
-    assert "only='nothing*' matches none of 5 names" in capsys.readouterr().err
+    assert "--only 'nothing*' matches none of 5 names" in capsys.readouterr().err
     assert main([*arguments, "--rename", "(", ""]) == 2
     assert "not a valid regular expression" in capsys.readouterr().err
     assert list(load_file(target)) == ["layers.0.attn.w"]

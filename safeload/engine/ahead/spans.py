@@ -73,7 +73,7 @@ class Spans:
         return Spans(self.files, SpanColumns._make([column[rows] for column in self.columns]))
 
     def follows(self) -> Array:
-        """Return a bool for each span except the first: True if it continues the span before, with equal dtypes."""
+        """Return a bool for each span except the first: True if it continues the previous span with equal dtypes."""
         file, begins, sizes, sources, targets = self.columns
         alike: Array = (begins[1:] == begins[:-1] + sizes[:-1]) & (file[1:] == file[:-1])
         alike &= (sources[1:] == sources[:-1]) & (targets[1:] == targets[:-1])

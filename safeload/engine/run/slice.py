@@ -194,7 +194,7 @@ def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[_SliceAxis], ori
 def _read_strided(
     file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_SliceAxis], origin: Origin
 ) -> Array:
-    """Read the selected elements of a tensor with strides of its own."""
+    """Read the selected elements of a tensor with explicit strides."""
     # Sorted by stride, the axes of most tensors are in C order, for example of a transposed matrix. Axes of length 1 go
     # last, because their strides mean nothing.
     order = sorted(range(len(strides)), key=lambda k: (layout.shape[k] == 1, -strides[k]))

@@ -78,7 +78,7 @@ def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> i
         if direct:
             return max(1, min(nbytes // BYTES_PER_READER, max(available_cpus(), DIRECT_READERS), MAX_THREADS))
         return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
-    # The length is checked first, because int() refuses thousands of digits with an error message of its own.
+    # The length is checked first, because int() refuses thousands of digits with its own message.
     if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
         raise ValueError(f"SAFELOAD_NUM_THREADS must be a number from 1 to {MOST_THREADS:,}, got {show(setting)}")
     return int(setting)

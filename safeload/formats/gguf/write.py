@@ -177,7 +177,7 @@ class _Ternary(NamedTuple):
     """An I2_S tensor."""
 
     shape: tuple[int, ...]  # logical
-    data: Lazy  # codes, and their scale behind them
+    data: Lazy  # codes followed by their scale
 
 
 def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:

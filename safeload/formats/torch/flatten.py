@@ -176,7 +176,7 @@ class Tree:
         return text
 
     def _leaf(self, value: Any) -> Any:
-        """Return the metadata for a leaf other than a tensor; it is also made once."""
+        """Return the metadata for a leaf other than a tensor, made once per object."""
         if type(value) in _SCALARS:
             return value
         leaf = self._leaves.get(id(value), _NOTHING)

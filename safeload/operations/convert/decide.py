@@ -200,7 +200,7 @@ def runs_of(decisions: Mapping[str, Decision]) -> tuple[TensorRun, ...]:
 
 
 def _run_key(item: tuple[str, Decision]) -> tuple[str | None, ...]:
-    """Return the key of a decision's run; a stacked or renamed tensor has a run of its own."""
+    """Return the key of a decision's run; a stacked or renamed tensor has its own run."""
     name, decision = item
     alone = None if decision.sources == (name,) and decision.stack is None else name
     return decision.dtype, decision.scheme, decision.kept, alone

@@ -197,7 +197,7 @@ def _marked(file: str, mark: str) -> str:
 
 @contextmanager
 def _room(folder: str, nbytes: int) -> Iterator[None]:
-    """Explain a full disk: where the file waits, and why."""
+    """Explain a full disk: files are stored in TMPDIR until they are uploaded."""
     try:
         yield
     except OSError as error:

@@ -162,7 +162,7 @@ class Rules:
             return Planned(None, f"scheme={{{show(pattern)}: None}}")
         result = SCHEMES[requested].of_rows(shape[-1])
         if scheme is not None and scheme in (requested, result):
-            return Planned(None, f"is {scheme} already", already=True)
+            return Planned(None, f"is already {scheme}", already=True)
         kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
         if kept is not None:
             return Planned(None, f"keep={show(kept)}")

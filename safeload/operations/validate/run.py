@@ -86,7 +86,7 @@ def validate(
     CRC-32; no tensors; NaN and infinity; missing and unexpected tensors, and wrong shapes, according to the config;
     gaps in the layers; scales of quantized tensors that are not finite or not as expected.
     Warnings are: values outside ``limits``, constant matrices, tensors without elements or axes, layers with different
-    dtypes, an index with a wrong total_size, a tied head with values of its own. Notes name skipped checks:
+    dtypes, an index with a wrong total_size, a tied head with different values. Notes name skipped checks:
     for quantized weights of other libraries, and for heads and models without a schema.
 
     Args:
