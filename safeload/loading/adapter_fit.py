@@ -360,7 +360,7 @@ def _matched(
     orders = [tuple(names)]
     reason = ""
     if len(names) != len(modules):
-        reason = f"it has {len(modules)} of this module, and 'target_parameters' names {len(names)} tensors there"
+        reason = f"it has {len(modules)} of this module, but 'target_parameters' names {len(names)} tensors there"
     elif 1 < len(names) <= _MAX_PARAMETERS:
         suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
         fitting = [
@@ -453,6 +453,6 @@ def _ambiguous(adapter: Adapter, module: str, name: str, base: WithStacks, exper
     orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
     message = f"tensor {show(tensor)} of the adapter changes {show(name)} of {base.title}, which is {shape}: {orders}? "
     if experts:
-        return f"{message}The adapter changes no experts with unequal axes, which would tell; only the model can"
-    hint = "" if base.model_type else "; open the base as a folder with its config.json, which may tell"
+        return f"{message}Square experts do not show the order, and the adapter changes no other experts"
+    hint = "" if base.model_type else "; open the base as a folder, because its config.json may show the order"
     return f"{message}'fan_in_fan_out' may not hold for every layer of this adapter{hint}"

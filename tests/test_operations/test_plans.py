@@ -580,10 +580,10 @@ def test_a_first_call_with_resume_begins(model, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dtype": "f32"}, r"with dtype='float16', and this is dtype='float32'"),
-        ({"max_shard_size": "100KB"}, r"with max_shard_size=60000, and this is max_shard_size=100000"),
-        ({"drop": "lm_head*"}, r"with drop=None, and this is drop=\['lm_head\*'\]"),
-        ({"metadata": {"a": "b"}}, r"with metadata=None, and this is metadata={'a': 'b'}"),
+        ({"dtype": "f32"}, r"with dtype='float16', but this call has dtype='float32'"),
+        ({"max_shard_size": "100KB"}, r"with max_shard_size=60000, but this call has max_shard_size=100000"),
+        ({"drop": "lm_head*"}, r"with drop=None, but this call has drop=\['lm_head\*'\]"),
+        ({"metadata": {"a": "b"}}, r"with metadata=None, but this call has metadata={'a': 'b'}"),
     ],
 )
 def test_resume_of_another_conversion_names_the_option(model, tmp_path, changed, message):

@@ -305,7 +305,7 @@ def storage_of(
     if axis is not None:
         raise ValueError(f"{scheme} has one scale per block: axis= applies only to {INT8}")
     if not shape or shape[-1] % row.block:
-        reason = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "is that of a scalar"
+        reason = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "has no axes"
         raise ValueError(f"{scheme} stores blocks of {row.block} elements, but shape {list(shape)} {reason}")
     return (np.dtype(np.uint8), (*shape[:-1], row.nbytes(shape[-1]))), None
 

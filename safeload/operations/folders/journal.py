@@ -125,11 +125,11 @@ def difference(record: ShardRecord, version: str, options: Mapping[str, Any], so
         sources: source files of the shard in the plan; see `ShardRecord`.
     """
     if record.version != version:
-        return f"with safeload {printable(str(record.version))}, and this is {version}"
+        return f"with safeload {printable(str(record.version))}, but this is {version}"
     before = record.options if isinstance(record.options, dict) else {}
     for key in (*options, *before):
         if before.get(key) != options.get(key):
-            return printable(f"with {key}={show(before.get(key))}, and this is {key}={show(options.get(key))}")
+            return printable(f"with {key}={show(before.get(key))}, but this call has {key}={show(options.get(key))}")
     if record.safeload_done == _WITHOUT_PIECE:
         return "by an older safeload, whose record does not list the shard's sources"
     before_sources = record.sources if isinstance(record.sources, list) else []

@@ -178,7 +178,7 @@ def _check_zeros(name: str, packed: Packed) -> Iterator[Finding]:
         message = f"{zeros}: AutoGPTQ then corrupts the other zero points of the word"
         yield warning("quantization.zero", name, message)
     if zeros_disagree(packed):
-        message = "zero points are not stored as the configuration says; safeload recognizes how they are stored"
+        message = "zero points have another format than the configuration says; safeload recognized it"
         yield note("quantization.zero", name, message)
 
 
