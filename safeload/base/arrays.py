@@ -167,7 +167,7 @@ def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether numpy allows an array of this shape, for which it counts a zero-length axis as length 1."""
+    """Return whether NumPy allows an array of this shape; it counts a zero-length axis as length 1."""
     return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY
 
 

@@ -58,7 +58,7 @@ CONFIG_KEY = "safeload.quantization"
 # Rules to derive a block's scale from the stored scale, each with a single rounding to float32.
 STORED = "stored"  # the stored scale
 INVERSE = "inverse"  # 1 / scale
-QUOTIENT = "quotient"  # the stored scale, by which codes are divided
+QUOTIENT = "quotient"  # the stored scale divides the codes
 DIVIDED = "divided"  # scale / global
 MULTIPLIED = "multiplied"  # scale * global
 NESTED_RULE = "nested"  # table[scale] * nested scale + offset: two roundings

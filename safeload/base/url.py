@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 # A scheme has at least two letters, unlike a Windows drive. fsspec's chains begin with "scheme::".
 _BEGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
-# Between two links of a chain. IPv6 addresses and queries can contain "::" too, but without a scheme behind it.
+# Between two links of a chain. IPv6 addresses and queries can contain "::" too, but without a scheme after it.
 _CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+(?:://|::))")
 # RFC 3986, appendix B: scheme, authority, path, query, fragment. Missing parts are None.
 _PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)

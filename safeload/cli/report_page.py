@@ -125,7 +125,7 @@ def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
 
 
 def is_page(head: bytes) -> bool:
-    """True if the first bytes of a file are those of a report page."""
+    """Return True if a file with these first bytes is a report page."""
     return head.startswith(b"<!doctype html>") and _GENERATOR.encode() in head
 
 

@@ -39,7 +39,7 @@ class Format(NamedTuple):
     kind: str  # completes "this is ...", as far as the first bytes tell
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can have this format
     module: str  # reads and writes the format; relative to this package
-    suffixes: tuple[str, ...] = ()  # usual suffixes, by which `convert` selects a format that is written
+    suffixes: tuple[str, ...] = ()  # usual suffixes; `convert` selects a written format by them
     extra_suffixes: tuple[str, ...] = ()  # suffixes of another format; `convert` also needs ``format=`` or ``layout=``
     writes: bool = False
     ambiguous: bool = False  # other rows match the same first bytes, so `claims` of the module decides

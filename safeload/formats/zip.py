@@ -82,7 +82,7 @@ _LOCATOR = struct.Struct("<4sLQL")
 _WINDOW = 4096
 # Bytes to read for the local headers of small entries.
 _BLOCK = 1 << 20
-# Bytes to read over the network: a local header, and the header of an array behind it.
+# Bytes to read over the network: a local header and the header of the array that follows.
 _NEAR = 512
 # Bytes of an entry to inflate at a time.
 _CHUNK = 1 << 20

@@ -247,7 +247,7 @@ class Fit(NamedTuple):
     unclear: Mapping[str, str]  # module -> reason why it cannot be merged
     apart: Mapping[str, Apart]  # parameters stored expert by expert in the base
     mirrored: Mapping[str, str] = {}  # tied tensor -> the adapter's value for the tensor it is tied to
-    redundant: Set[str] = frozenset()  # tied heads for which the adapter repeats the embedding's values
+    redundant: Set[str] = frozenset()  # tied heads with a copy of the embedding's values in the adapter
     renamed: Mapping[str, str] = {}  # name in the model -> name in the base
 
 

@@ -27,7 +27,7 @@ def nvfp4(group: PackedGroup) -> Packing:
 
 
 def i2_s(group: PackedGroup) -> Packing:
-    """I2_S of BitNet in a safetensors file: the blocks and, as another tensor, the scale behind them in GGUF."""
+    """BitNet's I2_S in a safetensors file: the blocks and, as a separate tensor, the scale that follows them in GGUF."""
     return _scaled(group, _I2_S, "ternary", False)
 
 

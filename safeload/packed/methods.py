@@ -266,7 +266,7 @@ SPEC = Method(
     ),
 )  # fmt: skip
 
-# Quark's dtypes of codes: the storage dtypes, the bits of a code, and the numbers for which codes stand.
+# Quark's dtypes of codes: the storage dtypes, the bits of a code, and the numbers that codes represent.
 QUARK_DTYPES: Mapping[str, tuple[frozenset[str], int, str]] = {
     "fp8_e4m3": (frozenset(("F8_E4M3", "F8_E4M3FNUZ")), 8, ""),
     "fp8_e5m2": (frozenset(("F8_E5M2", "F8_E5M2FNUZ")), 8, ""),

@@ -197,7 +197,7 @@ class Quantization:
 
     @cached_property
     def _layer_patterns(self) -> list[str]:
-        """The patterns among the keys of ``extra_config``; a checkpoint can name each of its 100,000 experts."""
+        """The patterns among the keys of ``extra_config``; a checkpoint can name 100,000 experts separately."""
         return [key for key in _mapping(self.get("extra_config")) if any(char in key for char in _PATTERN_CHARACTERS)]
 
     def mlx_settings(self, module: str) -> Mapping[str, Any]:

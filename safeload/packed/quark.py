@@ -79,7 +79,7 @@ def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | N
 
 
 def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the numbers for which codes stand, and the bits of a code."""
+    """Return the kind of number that codes represent, and the bits of a code."""
     dtype = spec.get("dtype")
     if not isinstance(dtype, str):
         raise Misfit(f"its configuration has no dtype for its {group.dtype()} codes")

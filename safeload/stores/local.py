@@ -300,7 +300,7 @@ class LocalStore:
         buffer = ffi.from_buffer(memory, require_writable=True)
         arguments = self.descriptor, offset, pointer(buffer), len(buffer)
         if short.sl_file_read(*arguments, None) != lib.SL_OK:
-            error = Error()  # once more, to get the error
+            error = Error()  # repeat the call, to get the error
             check(short.sl_file_read(*arguments, pointer(error)), error, self.path)
 
     def map(self) -> Any:
@@ -344,7 +344,7 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
 
 
 def descriptor_of(store: ByteStore) -> Descriptor | None:
-    """Return the handle by which the C core reads a store directly, or None if it has none."""
+    """Return the handle that lets the C core read a store directly, or None if the store has no handle."""
     return store.descriptor if isinstance(store, LocalStore) else None
 
 
@@ -363,7 +363,7 @@ def mapping_of(store: ByteStore) -> Any:
 
 # ---- replacing a file ----
 
-# ERROR_USER_MAPPED_FILE, for which Python has no errno: it reports EINVAL.
+# ERROR_USER_MAPPED_FILE: Python has no errno for it and reports EINVAL.
 _USER_MAPPED_FILE = 1224
 # Seconds between attempts while Windows refuses to replace a file: another program, such as a virus scanner, may have
 # it open for only a moment.

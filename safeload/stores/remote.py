@@ -137,7 +137,7 @@ class RemoteStore(ABC):
         content = self.held(offset, size)
         if content is not None:
             return content
-        # If a window holds the beginning, the rest is behind it, unless another thread has fetched all of it meanwhile.
+        # If a window holds the beginning, the rest follows it, unless another thread has fetched all of it meanwhile.
         for begin, window in self._around(offset):
             end = begin + len(window)
             if offset < end:

@@ -57,7 +57,7 @@ def read_at(store: ByteStore, offset: int, size: int) -> bytes:
         FormatError, OSError: see `ByteStore.read_into`.
     """
     windowed = getattr(store, "read_at", None)
-    if windowed is not None:  # of a `RemoteStore`, for which each read can be a request
+    if windowed is not None:  # only a `RemoteStore` has it, because each of its reads can be a request
         content: bytes = windowed(offset, size)
         return content
     size = max(0, min(size, store.size - offset))

@@ -217,7 +217,7 @@ def _lazy(array: Array | Lazy) -> Lazy:
 
 
 def _with_scale(codes: Array | Lazy, scale: Array | Lazy) -> Lazy:
-    """Return codes, and behind them their scale in 32 bytes."""
+    """Return codes followed by their scale in 32 bytes."""
     size = codes.nbytes + _TAIL
 
     def make() -> Array:

@@ -111,7 +111,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     """
     file = candidate.file
     size = int.from_bytes(file.read_at(0, _LENGTH), "little")
-    # The parser refuses an impossible size, for which it needs no more bytes.
+    # The parser refuses an impossible size without more bytes.
     valid = size <= min(_MAX_HEADER, file.size - _LENGTH)
     head = file.read_at(0, _LENGTH + size if valid else _LENGTH)
     table, error = ffi.new("sl_table **"), Error()

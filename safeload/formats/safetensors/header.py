@@ -18,7 +18,7 @@ _NEWLINE = ord("\n")
 
 
 class Header:
-    """A header, and the order of the tensors' bytes behind it.
+    """A header, and the order of the tensors' bytes after it.
 
     Args:
         names: unique names of the tensors.

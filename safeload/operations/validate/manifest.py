@@ -159,7 +159,7 @@ def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
 
 
 def is_manifest(head: bytes) -> bool:
-    """True if a file with these first bytes is a manifest."""
+    """Return True if a file with these first bytes is a manifest."""
     return re.match(rb'\s*\{\s*"%s"\s*:' % KEY.encode(), head) is not None
 
 
