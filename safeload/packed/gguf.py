@@ -27,7 +27,7 @@ def nvfp4(group: PackedGroup) -> Packing:
 
 
 def i2_s(group: PackedGroup) -> Packing:
-    """BitNet's I2_S in a safetensors file: the blocks and, as a separate tensor, the scale that follows them in GGUF."""
+    """BitNet's I2_S in a safetensors file: the blocks and, as a separate tensor, the scale that follows in GGUF."""
     return _scaled(group, _I2_S, "ternary", False)
 
 
