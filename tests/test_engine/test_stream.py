@@ -39,16 +39,22 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
+# Threads that earlier tests have left waiting for a server or a lock.
+_earlier = set()
+
+
 def ours():
-    """Threads of streams that have not ended."""
-    return [thread for thread in threading.enumerate() if thread.name == "safeload"]
+    """Threads of streams that this test has started and that have not ended."""
+    return [thread for thread in threading.enumerate() if thread.name == "safeload" and thread not in _earlier]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
+    _earlier.update(threading.enumerate())
     yield
     gc.collect()
     assert ours() == []
+    _earlier.clear()
 
 
 TENSORS = {

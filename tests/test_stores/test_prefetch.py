@@ -15,16 +15,22 @@ import pytest
 from safeload.stores.thread_group import Prefetch, Task
 
 
+# Threads that earlier tests have left waiting for a server or a lock.
+_earlier = set()
+
+
 def ours():
-    """Threads of iterators that have not ended."""
-    return [thread for thread in threading.enumerate() if thread.name == "safeload"]
+    """Threads of iterators that this test has started and that have not ended."""
+    return [thread for thread in threading.enumerate() if thread.name == "safeload" and thread not in _earlier]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
+    _earlier.update(threading.enumerate())
     yield
     gc.collect()
     assert ours() == []
+    _earlier.clear()
 
 
 def tasks(*sizes, done=None):

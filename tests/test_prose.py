@@ -1,0 +1,96 @@
+"""The prose of docstrings, comments and pages uses common words about as often as other libraries of the field do."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+
+import pytest
+from builders.paths import ROOT
+
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
+# Occurrences per 1,000 words: least and most, measured over docstrings and comments of attrs, urllib3, aiohttp, NumPy,
+# JAX, pydantic, click and pytest, with a margin. A rate outside is a symptom: rewrite the sentence, not the word.
+RATES = {
+    "what": (0, 1.0),
+    "those": (0, 0.6),
+    "others": (0, 0.2),
+    "whose": (0, 0.7),
+    "them": (0, 1.7),
+    "that": (0, 13),
+    "where": (0, 2.2),
+    "one": (0, 2.5),
+    "if": (6, 99),
+    "should": (0.3, 9),
+    "can": (1.5, 9),
+}
+# Names that tell how a value came about, not what it is.
+GRAMMAR = {
+    *("found", "one", "given", "wanted", "made", "said", "several", "some", "few", "most", "held", "others", "them"),
+    *("asked", "told"),
+}
+MOST_GRAMMAR = 12
+
+SOURCES = sorted((ROOT / "safeload").rglob("*.py"))
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+
+
+def words_of_source(text):
+    """The words of docstrings and comments, without code."""
+    prose = [
+        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
+    ]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            prose.append(re.sub(r"(?m)^\s*(>>>|\.\.\.).*$|``[^`]*``|`[^`]*`", " ", docstring))
+    return re.findall(r"[a-z]+", " ".join(prose).lower())
+
+
+def words_of_page(text):
+    """The words of a page, without code blocks, code and link targets."""
+    text = re.sub(r"(?ms)^```.*?^```", "", text)
+    return re.findall(r"[a-z]+", re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]*>", " ", text).lower())
+
+
+def outside(words):
+    counts = Counter(words)
+    rates = {word: 1000 * counts[word] / len(words) for word in RATES}
+    return {word: round(rate, 2) for word, rate in rates.items() if not RATES[word][0] <= rate <= RATES[word][1]}
+
+
+@pytest.mark.parametrize(
+    ("paths", "words_of"), [(SOURCES, words_of_source), (PAGES, words_of_page)], ids=["code", "pages"]
+)
+def test_words_are_as_frequent_as_in_other_libraries(paths, words_of):
+    assert outside([word for path in paths for word in words_of(path.read_text("utf-8"))]) == {}
+
+
+def test_variables_are_named_for_their_content():
+    names = Counter(
+        node.id
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in GRAMMAR
+    )
+    assert sum(names.values()) <= MOST_GRAMMAR, names
+
+
+def test_classes_have_names_of_their_own():
+    names = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_rates_outside_are_found():
+    assert outside(["what"] * 10 + ["if"] * 10 + ["can", "should"] * 3 + ["x"] * 900) == {"what": 10.8}
+    assert words_of_source('"""One `two`.\n\n>>> three\n"""  # four\n') == ["four", "one"]
+    assert words_of_page("One `two` [three](four)\n```text\nfive\n```\n") == ["one", "three"]
