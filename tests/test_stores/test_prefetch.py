@@ -14,7 +14,6 @@ import pytest
 
 from safeload.stores.thread_group import Prefetch, Task
 
-
 # Threads that earlier tests have left waiting for a server or a lock.
 _earlier = set()
 
