@@ -183,7 +183,7 @@ def large(path):
 
 def test_a_mapped_file_is_replaced_once_its_arrays_are_gone(large):
     path, arrays = large, load_file(large)
-    with pytest.raises(PermissionError, match="delete arrays that were loaded from it, or load"):
+    with pytest.raises(PermissionError, match="delete the arrays that were loaded from it, or load"):
         save_file(NEW, path)
     assert same(arrays, LARGE)
     assert os.listdir(path.parent) == [path.name]
@@ -253,7 +253,7 @@ def test_a_source_that_the_caller_has_open_is_not_replaced(path):
 
 def test_a_mapped_source_stays_as_it_is(large):
     path, arrays = large, load_file(large)
-    with pytest.raises(PermissionError, match="delete arrays"):
+    with pytest.raises(PermissionError, match="delete the arrays"):
         safeload.convert(path, path, dtype="float16", overwrite=True)
     assert same(arrays, LARGE)
     assert same(load_file(path), LARGE)
