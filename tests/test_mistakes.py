@@ -169,7 +169,7 @@ def test_a_missing_file_is_a_plain_file_not_found_error(here):
         assert (str(one), one.filename, one.errno) == ("No such file or directory: missing", "missing", 2)
         assert (type(one).__module__, type(one).__qualname__) == ("builtins", "FileNotFoundError")
     program = "import safeload; safeload.open('missing')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "FileNotFoundError: No such file or directory: missing"
 
 

@@ -171,7 +171,7 @@ print(time.monotonic() - begun < 5, flush=True)
 os._exit(0)
 """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-I", "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True
     )
     assert done.stdout == "True\n", done.stderr
 
@@ -233,7 +233,7 @@ print("fine")
 )
 def test_a_fork_of_a_module_imported_meanwhile(module, held_up, before):
     program = HOOKED.format(before=before)
-    done = subprocess.run([sys.executable, "-c", program, module, held_up], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-I", "-c", program, module, held_up], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("fine\n", "")
 
 
@@ -278,7 +278,7 @@ status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 ended.set()
 print(status)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(path), name], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-I", "-c", program, str(path), name], capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n", done.stderr
 
 

@@ -197,7 +197,7 @@ tests.AtomicFile._commit = stop
 tests.{way.__name__}(Path({os.fspath(new.parent)!r}), Path({os.fspath(model)!r}), max_shard_size={SIZE}, overwrite=True)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 9
+    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=os.sep, check=False).returncode == 9
     left = content(model)
     assert INDEX not in left
     assert (SINGLE in left) == last.startswith("model-0")

@@ -157,7 +157,7 @@ def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_pa
     folder.symlink_to(shards)
     within = "assert most[0] - before <= limit * 3 // 4 + 8, (most, before)\nprint('fine')"
     done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + CASES[case] + within, str(folder), str(limit)],
+        [sys.executable, "-I", "-c", PROLOGUE + CASES[case] + within, str(folder), str(limit)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -252,5 +252,5 @@ print(status)
 @pytest.mark.parametrize("work", ["lambda: right(3 * remote.WINDOW)", "store.settle"])
 def test_a_child_reads_although_a_thread_of_its_parent_held_the_lock(work):
     program = FORKED.replace("{work}", work)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("0\n", "")
