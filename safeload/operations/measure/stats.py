@@ -143,7 +143,7 @@ def stats(
     rounded once. ``std`` stays accurate if the mean is much larger. Results have identical bits for every instruction
     set and number of threads, in memory and in files.
 
-    Paths and `Checkpoint`s are read through descriptors, never through a mapping.
+    Paths and checkpoints are read through descriptors, never through a mapping.
 
     Args:
         x: an array (or anything that NumPy converts to an array) or a `QuantizedTensor`; or the path or URL of a
