@@ -233,7 +233,8 @@ print("fine")
 )
 def test_a_fork_of_a_module_imported_meanwhile(module, held_up, before):
     program = HOOKED.format(before=before)
-    done = subprocess.run([sys.executable, "-I", "-c", program, module, held_up], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-I", "-c", program, module, held_up]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("fine\n", "")
 
 
@@ -278,7 +279,8 @@ status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 ended.set()
 print(status)
 """
-    done = subprocess.run([sys.executable, "-I", "-c", program, str(path), name], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-I", "-c", program, str(path), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n", done.stderr
 
 
