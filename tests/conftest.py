@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from builders.paths import DATA, SHARED
 from builders.random import seeded
+from builders.threads import await_no_threads, threads
 
 # Most processes that the whole suite runs in: some tests take a gigabyte of memory.
 MOST_PROCESSES = 4
@@ -52,6 +53,14 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureR
 def interruptible() -> None:
     """A shell has background jobs ignore SIGINT, and so would the tests of Ctrl-C and the programs they start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """A thread that outlives its test would be counted by those after it."""
+    yield
+    await_no_threads()
+    assert threads() == []
 
 
 @pytest.fixture(scope="session")

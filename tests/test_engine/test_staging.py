@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER, each_kind
+from builders.threads import threads
 
 import safeload
 from safeload.checkpoint import tensors_of
@@ -148,13 +149,12 @@ def test_an_error_names_the_tensor(tmp_path):
     save_file({f"t{k}": np.ones(5000, ml_dtypes.bfloat16) for k in range(8)}, path)
     with safeload.open(path) as checkpoint:
         found = entries(checkpoint, "float32")
-        earlier = threading.enumerate()
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 25_000)
         with pytest.raises(safeload.FormatError) as caught:
             collected(found, buffers(16384))
     assert caught.value.tensor == "t5"
-    assert not [thread for thread in threading.enumerate() if thread.name == "safeload" and thread not in earlier]
+    assert not threads()
 
 
 @pytest.mark.parametrize(("count", "threaded"), [(1000, False), (3 << 20, True)])

@@ -25,6 +25,7 @@ from builders.paths import DATA
 from builders.quantized import FIXTURES, each_kind
 from builders.random import rng
 from builders.streams import sums
+from builders.threads import threads
 
 import safeload
 from safeload import FormatError, TensorNotFoundError, UnsupportedError
@@ -37,24 +38,6 @@ MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
-
-# Threads that earlier tests have left waiting for a server or a lock.
-_earlier = set()
-
-
-def ours():
-    """Threads of streams that this test has started and that have not ended."""
-    return [thread for thread in threading.enumerate() if thread.name == "safeload" and thread not in _earlier]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    _earlier.update(threading.enumerate())
-    yield
-    gc.collect()
-    assert ours() == []
-    _earlier.clear()
 
 
 TENSORS = {
@@ -513,7 +496,7 @@ def assert_fails(stream, error, before):
     with pytest.raises(error) as caught:
         found.extend(stream_of(stream, found))
     assert names_of(found) == before
-    assert ours() == []
+    assert threads() == []
     assert list(stream) == []
     return caught.value
 
@@ -758,14 +741,14 @@ def test_an_error_in_a_report_ends_the_stream(checkpoint, error):
     stream = checkpoint.stream(progress=report)
     with pytest.raises(RuntimeError, match="StopIteration"):
         next(stream)
-    assert ours() == []
+    assert threads() == []
     assert list(stream) == []
 
 
 def test_a_report_may_close_the_stream(checkpoint):
     stream = checkpoint.stream(progress=lambda done, total: stream.close())
     assert next(stream)[0] == next(iter(checkpoint))
-    assert ours() == []
+    assert threads() == []
     assert list(stream) == []
 
 
@@ -803,21 +786,21 @@ def test_a_stream_stops_when_it_is_left(long):
         stream = checkpoint.stream()
         for _ in stream:
             break
-        assert len(ours()) == 1
+        assert len(threads()) == 1
         stream.close()
-        assert ours() == []
+        assert threads() == []
         stream.close()
         assert list(stream) == []
         for _ in checkpoint.stream():
             break
         gc.collect()
-        assert ours() == []
+        assert threads() == []
         stream = checkpoint.stream()
         next(stream)
         stream.itself = stream
         del stream
         gc.collect()
-        assert ours() == []
+        assert threads() == []
         checkpoint.stream().close()
 
 

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.quantized import FIXTURES, FOLDER
+from builders.threads import threads
 
 import safeload
 from safeload.checkpoint import tensors_of
@@ -322,7 +323,7 @@ def test_an_error_leaves_nothing_behind(tmp_path, small_ring, failing):
         with pytest.raises(kind):
             torch_devices.load(found, CPU, copies=late, **options)
     assert late.finished == 1, "the device may still copy from buffers that are freed"
-    assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
+    assert not threads()
     gc.collect()
     assert len(late.tensors) > 5
     assert [weak() for weak in late.tensors if weak() is not None] == []

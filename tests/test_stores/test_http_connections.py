@@ -18,6 +18,7 @@ import pytest
 from builders import http_faults as server
 from builders.http_server import CERTIFICATE, Server
 from builders.remote import read
+from builders.threads import threads
 
 from safeload.stores import thread_group
 from safeload.stores.remote import WINDOW
@@ -123,15 +124,9 @@ def interrupt_when(condition):
     return tick
 
 
-def started_since(before):
-    """Threads of safeload's that are left; other tests may have left some that still wait."""
-    return [thread for thread in set(threading.enumerate()) - before if thread.name == "safeload"]
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
 @pytest.mark.parametrize("where", ["before the answer", "in the body", "between tries"])
 def test_a_read_ends_at_once(where, tls):
-    before = set(threading.enumerate())
     fault = {
         "before the answer": server.silent(first=1),
         "in the body": server.stall(100_000, first=1),
@@ -152,7 +147,7 @@ def test_a_read_ends_at_once(where, tls):
         with pytest.raises(EndError):
             thread_group.run(tasks, 4, interrupt_when(ready))
         assert time.monotonic() - until[0] < SOON
-        assert not started_since(before)
+        assert not threads()
         memory[:] = bytes(len(memory))
         time.sleep(0.1)
         assert not any(memory)
@@ -163,7 +158,6 @@ def test_a_read_ends_at_once(where, tls):
 
 @pytest.mark.parametrize("stage", ["connect", "handshake"])
 def test_an_opening_ends_at_once(stage):
-    before = set(threading.enumerate())
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
@@ -180,7 +174,7 @@ def test_an_opening_ends_at_once(stage):
         with pytest.raises(EndError):
             thread_group.run([task], 1, interrupt_when(lambda: time.monotonic() > begun + 0.3))
         assert time.monotonic() - begun < SOON
-        assert not started_since(before)
+        assert not threads()
         for one in waiting:
             one.close()
 

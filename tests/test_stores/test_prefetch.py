@@ -11,25 +11,9 @@ import time
 import weakref
 
 import pytest
+from builders.threads import threads
 
 from safeload.stores.thread_group import Prefetch, Task
-
-# Threads that earlier tests have left waiting for a server or a lock.
-_earlier = set()
-
-
-def ours():
-    """Threads of iterators that this test has started and that have not ended."""
-    return [thread for thread in threading.enumerate() if thread.name == "safeload" and thread not in _earlier]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    _earlier.update(threading.enumerate())
-    yield
-    gc.collect()
-    assert ours() == []
-    _earlier.clear()
 
 
 def tasks(*sizes, done=None):
@@ -72,7 +56,7 @@ def test_nothing_runs_before_the_first_result_is_asked_for():
     done = []
     ahead = Prefetch(tasks(1, 1, 1, 1, 1, done=done), 100)
     time.sleep(0.02)
-    assert (done, ours()) == ([], [])
+    assert (done, threads()) == ([], [])
     assert next(ahead) == 0
     until(lambda: done == [0, 1, 2, 3, 4])
     ahead.close()
@@ -136,7 +120,7 @@ def test_an_error_comes_at_its_turn_and_is_the_last(where, limit):
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(OSError, match="the third"):
         next(ahead)
-    assert ours() == []
+    assert threads() == []
     assert list(ahead) == []
 
 
@@ -193,9 +177,9 @@ def test_close_stops_a_task_in_the_middle_and_may_be_called_again():
     ahead = Prefetch(iter(jobs), 10)
     next(ahead)
     begun.wait()
-    assert len(ours()) == 1
+    assert len(threads()) == 1
     ahead.close()
-    assert ours() == []
+    assert threads() == []
     ahead.close()
     assert list(ahead) == []
 
@@ -228,7 +212,7 @@ def test_close_from_another_thread_at_any_moment_ends_it_well():
             with contextlib.suppress(ValueError):
                 assert (taken := list(ahead)) == list(range(len(taken)))
             closer.join()
-            assert ours() == []
+            assert threads() == []
     finally:
         sys.setswitchinterval(interval)
 
@@ -238,15 +222,15 @@ def test_close_by_what_a_task_starts_with_begins_no_thread():
     ahead = Prefetch(iter(jobs), 1)
     with pytest.raises(ValueError, match="closed"):
         next(ahead)
-    assert ours() == []
+    assert threads() == []
 
 
 def test_the_last_reference_ends_it():
     ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
     next(ahead)
-    assert len(ours()) == 1
+    assert len(threads()) == 1
     del ahead
-    assert ours() == []
+    assert threads() == []
 
 
 def test_a_collection_in_its_own_thread_ends_it():
@@ -265,9 +249,9 @@ def test_a_collection_in_its_own_thread_ends_it():
         next(ahead)
         ready.wait()
         del ahead
-        assert len(ours()) == 1
+        assert len(threads()) == 1
         go.set()
-        until(lambda: ours() == [])
+        until(lambda: threads() == [])
     finally:
         gc.enable()
 
@@ -280,7 +264,7 @@ def test_a_collection_in_the_middle_of_threading_itself_does_not_hang():
     with threading._active_limbo_lock:
         del ahead
     assert time.monotonic() - started < 2
-    until(lambda: ours() == [])
+    until(lambda: threads() == [])
 
 
 def test_results_that_are_not_taken_are_dropped_by_close():

@@ -12,6 +12,7 @@ from builders import http_faults as server
 from builders.http_server import CERTIFICATE, Server
 from builders.remote import read
 from builders.terminal import press_ctrl_c
+from builders.threads import threads
 
 from safeload.stores import thread_group
 from safeload.stores.remote import WINDOW
@@ -174,7 +175,7 @@ class EndError(Exception):
 
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
 def test_a_read_ends_at_once_where_no_shutdown_ends_it(tls, connections):
-    content, before = bytes(range(256)) * 1024, set(threading.enumerate())
+    content = bytes(range(256)) * 1024
     with Server({"/a": content}, faults=[server.stall(1000, first=1, times=1)], tls=tls) as there:
         web = importlib.import_module("safeload.stores.http").Web({"verify": CERTIFICATE} if tls else {})
         store = web.open(there.url("/a", "localhost"))
@@ -188,7 +189,7 @@ def test_a_read_ends_at_once_where_no_shutdown_ends_it(tls, connections):
         with pytest.raises(EndError):
             thread_group.run([lambda: read(store)], 1, tick)
         assert time.monotonic() - begun < SOON
-        assert not [one for one in set(threading.enumerate()) - before if one.name == "safeload"]
+        assert not threads()
         assert read(store) == content[WINDOW:]
         store.close()
 

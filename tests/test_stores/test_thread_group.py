@@ -8,15 +8,11 @@ import threading
 import time
 
 import pytest
+from builders.threads import threads
 
 from safeload.stores import stop, thread_group
 from safeload.stores.stop import Stop, Stopped
 from safeload.stores.thread_group import Prefetch, Task, each, in_order, run
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "safeload"]
-
 
 # Seconds: what is ended takes a few milliseconds, what is not 30 s, on machines of any speed.
 SLEEP, SOON = 30, 15
