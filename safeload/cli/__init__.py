@@ -33,6 +33,37 @@ _EPILOG = """examples:
 
 Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`."""
 
+# Commands for words that people try.
+_INSTEAD = {
+    "cat": "get FILE NAME",
+    "compare": "diff A B",
+    "dequantize": "convert SOURCE DESTINATION --dtype DTYPE",
+    "describe": "info PATH",
+    "download": "convert hf://OWNER/NAME FOLDER/",
+    "extract": "convert SOURCE DESTINATION --only PATTERN",
+    "head": "get FILE NAME --rows 0:10",
+    "html": "report PATH",
+    "inspect": "info PATH",
+    "list": "info PATH",
+    "ls": "info PATH",
+    "manifest": "check PATH --write-manifest FILE",
+    "merge": "convert SOURCE DESTINATION --adapter ADAPTER",
+    "metadata": "info PATH",
+    "print": "get FILE NAME",
+    "quantise": "convert SOURCE DESTINATION --quantize SCHEME",
+    "quantize": "convert SOURCE DESTINATION --quantize SCHEME",
+    "rename": "convert SOURCE DESTINATION --rename REGEX REPLACEMENT",
+    "shard": "convert SOURCE FOLDER/ --max-shard-size SIZE",
+    "show": "info PATH",
+    "split": "convert SOURCE FOLDER/ --max-shard-size SIZE",
+    "summary": "info PATH",
+    "tree": "info PATH --tree",
+    "unshard": "convert FOLDER/ DESTINATION",
+    "validate": "check PATH",
+    "verify": "check PATH --manifest FILE",
+    "view": "info PATH",
+}
+
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of the options before the command, and the parser of each command."""
@@ -42,6 +73,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         description="Inspect, check, compare and convert model weight files.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"safeload {__version__}")
     add_verbose(parser)
@@ -87,6 +119,8 @@ def _is_path(word: str) -> bool:
 
 
 def _unknown(word: str, commands: Mapping[str, Any]) -> str:
+    if instead := _INSTEAD.get(word.lower()):
+        return f"unknown command {word!r}, use: safeload {instead}"
     near = _near(word, list(commands))
     return f"unknown command {word!r}{near or ', expected one of ' + ', '.join(commands)}"
 

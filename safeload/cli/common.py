@@ -40,6 +40,7 @@ def add_command(commands: Any, name: str, *, help: str, description: str, epilog
         description=textwrap.fill(description, width()),
         epilog="\n\n".join(_wrapped(part) for part in epilog.split("\n\n")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # otherwise a new option could break scripts
     )
     add_verbose(parser)
     return parser

@@ -55,6 +55,7 @@ _EPILOG = f"""examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/ --tree --depth 2
   safeload info Llama-3.2-1B/ --only '*.mlp.*' --sort size
+  safeload info Llama-3.2-1B/ --memory
   safeload info Llama-3.2-1B/ --all | grep layers.5.
   safeload info *.safetensors --limit 5
   safeload info hf://openai-community/gpt2
@@ -75,7 +76,7 @@ def register(commands: Any) -> None:
         "info",
         help="list tensors and metadata",
         description="List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
-        "shape and size, totals per dtype, metadata, and memory when loaded. For a torch checkpoint, also list the "
+        "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
         "classes and functions that its pickle references; none is imported or called.",
         epilog=_EPILOG,
     )
@@ -83,6 +84,7 @@ def register(commands: Any) -> None:
     add_selection(parser, tuple(listing.KEYS), _ROWS)
     parser.add_argument("--tree", action="store_true", help="show a tree of modules with the sums of their tensors")
     parser.add_argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree")
+    parser.add_argument("--memory", action="store_true", help="show the size when loaded, as each dtype or scheme")
     parser.add_argument("--base", metavar="BASE", help="check if a LoRA adapter fits this model; exit status 1 if not")
     add_opening(parser)
     add_json(parser)
@@ -291,16 +293,14 @@ def _head(
         if len(files) < len(opened.files):
             yield f"  ... and {plural(len(opened.files) - len(files), 'file')} more"
     headers = _headers(opened) if infos else {}
-    memory = _memory(opened) if infos else {}
+    memory = _memory(opened) if infos and options.memory else {}
     lines = [
         *opened.notes,
         *adapters.lines(adapter, options),
         description.model(opened.config, opened.metadata),
         *_quantization(opened),
         f"header: {size(sum(headers.values()))}" if headers else "",
-        f"memory: as {', '.join(f'{name} {size(n)}' for name, n in memory.items() if name != 'bfloat16')}"
-        if memory
-        else "",
+        f"memory: as {', '.join(f'{name} {size(n)}' for name, n in memory.items())}" if memory else "",
     ]
     for line in filter(None, lines):
         yield from _fit(line, width)

@@ -39,7 +39,6 @@ def run(capsys, *arguments):
 GOOD = """\
 model.safetensors: safetensors, 3 tensors, 64,065 parameters, 126 KiB
 header: 256 B
-memory: as float32 250 KiB, float16 125 KiB
 
 metadata
   format: np
@@ -215,6 +214,8 @@ def test_a_mistyped_command_is_named(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     usage = "usage: safeload [-h] [--version] [-v] COMMAND ..."
     assert wrong(capsys, "chek", "x") == [usage, "safeload: error: unknown command 'chek', did you mean 'check'?"]
+    instead = "safeload: error: unknown command 'quantize', use: safeload convert SOURCE DESTINATION --quantize SCHEME"
+    assert wrong(capsys, "quantize", "x") == [usage, instead]
     assert wrong(capsys, "x\x1b")[1].startswith(
         r"safeload: error: unknown command 'x\x1b', expected one of info, check, "
     )
@@ -228,6 +229,9 @@ def test_a_mistyped_option_shows_the_usage_of_its_command(capsys):
     assert usage[0].startswith("usage: safeload info [-h]")
     assert error.startswith("safeload info: error: ")
     assert wrong(capsys, "stats", "x", "--sotr")[-1].endswith("unrecognized arguments: --sotr, did you mean '--sort'?")
+    # An abbreviation could become ambiguous with the next new option.
+    assert wrong(capsys, "stats", "x", "--sor")[-1].endswith("unrecognized arguments: --sor, did you mean '--sort'?")
+    assert wrong(capsys, "--verb", "info", "x")[-1].startswith("safeload: error: ")
     assert wrong(capsys, "stats", "x", "y\x1b")[-1] == r"safeload stats: error: unrecognized arguments: y\x1b"
     assert wrong(capsys, "--nonsense", "info")[0].startswith("usage: safeload [-h]")
 
