@@ -20,12 +20,13 @@ from ..base.selecting import NoMatchError
 from ..base.table import similar
 from ..base.text import printable
 from ..errors import SafeloadError
-from . import bench, check, completion, convert, diff, info, report, stats
+from . import bench, check, completion, convert, diff, get, info, report, stats
 from .common import add_verbose, complain, plain, verbose
 
 _EPILOG = """examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/ --tree
+  safeload get model.safetensors model.norm.weight
   safeload check Llama-3.2-1B/
   safeload stats model.safetensors --sort absmax
   safeload convert model.pth model.safetensors
@@ -78,7 +79,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"safeload {__version__}")
     add_verbose(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="safeload")
-    for command in (info, check, stats, convert, diff, report, bench):
+    for command in (info, get, check, stats, convert, diff, report, bench):
         command.register(commands)
     completion.register(commands, parser)
     return parser, commands.choices

@@ -217,7 +217,7 @@ def test_a_mistyped_command_is_named(capsys, tmp_path, monkeypatch):
     instead = "safeload: error: unknown command 'quantize', use: safeload convert SOURCE DESTINATION --quantize SCHEME"
     assert wrong(capsys, "quantize", "x") == [usage, instead]
     assert wrong(capsys, "x\x1b")[1].startswith(
-        r"safeload: error: unknown command 'x\x1b', expected one of info, check, "
+        r"safeload: error: unknown command 'x\x1b', expected one of info, get, check, "
     )
     assert wrong(capsys)[0] == usage
     assert "commands:" in wrong(capsys)

@@ -150,7 +150,7 @@ def test_a_piece_that_raises_names_shard_and_tensor_and_leaves_nothing_of_it(cli
 
 def test_a_worker_of_another_version_refuses(client, source, tmp_path):
     plan = safeload.plan_convert(source, tmp_path / "out", **OPTIONS)
-    with pytest.raises(safeload.UnsupportedError, match=r"safeload 9\.9 made the plan.* every worker needs the same"):
+    with pytest.raises(safeload.UnsupportedError, match=r"made by safeload 9\.9.* every worker needs the same"):
         client.submit(safeload.run_piece, {**plan.pieces[0], "version": "9.9"}, pure=False).result()
     assert not (tmp_path / "out").exists()
 

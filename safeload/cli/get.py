@@ -1,0 +1,194 @@
+"""``safeload get``: print the values of a tensor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array
+from ..base.dtypes import BY_CODE, row_of
+from ..base.layout import width
+from ..base.text import plural, printable, show
+from ..engine.read.load import targets
+from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, suggest
+
+# A terminal shows this many rows at each end of a tensor with more values than _VALUES; NumPy's defaults.
+_EDGE = 3
+_VALUES = 1000
+# Maximum number of values in memory while a tensor is printed, unless a single row has more.
+_BLOCK = 1 << 18
+
+_EPILOG = f"""examples:
+  safeload get model.safetensors model.norm.weight
+  safeload get Llama-3.2-1B/ model.embed_tokens.weight --rows 100:110
+  safeload get hf://openai-community/gpt2 wte.weight --rows=-1
+  safeload get model.gguf blk.0.attn_q.weight --rows 0:2 --all
+  safeload get model.safetensors model.norm.weight --json | jq '.values | max'
+
+A terminal abbreviates long tensors, as NumPy does, unless --all is passed. A pipe gets every value, and nothing else: a
+line for each row, and an empty line between matrices.
+
+{STATUS}"""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        commands,
+        "get",
+        help="print the values of a tensor",
+        description="Print the values of a tensor, or of some of its rows; only those are read. A quantized tensor is "
+        "dequantized to float32.",
+        epilog=_EPILOG,
+    )
+    add_path(parser)
+    parser.add_argument("name", metavar="NAME", help="the exact name of a tensor")
+    parser.add_argument(
+        "--rows",
+        metavar="A:B",
+        type=_rows,
+        help="rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
+        "numbers count from the end (--rows=-5:)",
+    )
+    dtype = parser.add_argument("--dtype", help='convert floating values first, to a dtype such as "float32"')
+    suggest(dtype, targets)
+    parser.add_argument("--all", action="store_true", help="print every value on a terminal, too")
+    add_opening(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _rows(text: str) -> slice:
+    """Parse rows, for argparse."""
+    parts = text.split(":")
+    try:
+        numbers = [int(part) if part.strip() else None for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or numbers == [None]:
+        raise argparse.ArgumentTypeError(f"expected A:B or A, such as 0:10, got {printable(text)}")
+    if len(numbers) == 2:
+        return slice(*numbers)
+    (row,) = numbers
+    assert row is not None
+    return slice(row, row + 1 if row != -1 else None)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tensor ``options.name`` of ``options.path`` and return the exit status."""
+    with open_path(options.path, options) as opened:
+        tensor: Any = opened.get_slice(options.name)  # raises if there is no such tensor
+        info = opened.tensors[options.name]
+        if (row := BY_CODE.get(info.dtype)) is not None and row.packed:  # elements share bytes
+            tensor = opened.load([info.name], dtype=options.dtype or "float32")[info.name]
+        elif options.dtype is not None:
+            tensor = opened.get_slice(info.name, dtype=options.dtype)
+        rows = _range(tensor.shape, options.rows, info.name)
+        if options.json:
+            _print_json(info.name, tensor, rows)
+        elif columns() is None:
+            _print_all(tensor, rows)
+        else:
+            part = "" if rows is None else f", rows {rows.start:,}:{rows.stop:,}"
+            print(painter()(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head"))
+            if options.all:
+                _print_all(tensor, rows)
+            else:
+                print(_abbreviated(tensor, rows))
+    return 0
+
+
+def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range | None:
+    """Return the positions of ``rows``, or None for the whole tensor.
+
+    Raises:
+        ValueError: the tensor has no axes, or not this single row.
+    """
+    if rows is None:
+        return None
+    if not shape:
+        raise ValueError(f"--rows: {show(name)} is a scalar")
+    selected = range(*rows.indices(shape[0]))
+    if not selected and rows.start is not None and rows.stop == rows.start + 1:
+        raise ValueError(f"--rows {rows.start}: {show(name)} has {plural(shape[0], 'row')}")
+    return range(selected.start, max(selected.start, selected.stop))
+
+
+def _blocks(tensor: Any, rows: range | None) -> Iterator[Array]:
+    """Yield the rows of a tensor in blocks of bounded size."""
+    if not tensor.shape:
+        yield np.asarray(tensor[...]).reshape(1)
+        return
+    rows = range(tensor.shape[0]) if rows is None else rows
+    step = max(1, _BLOCK // max(1, math.prod(tensor.shape[1:])))
+    for start in range(rows.start, rows.stop, step):
+        yield tensor[start : min(start + step, rows.stop)]
+
+
+def _numbers(values: Array) -> Array:
+    """Return values of a dtype that prints the shortest exact decimals: ml_dtypes rounds to six digits."""
+    row = row_of(values.dtype)
+    return values.astype(np.float32) if row is not None and row.floating and row.bits < 32 else values
+
+
+def _print_all(tensor: Any, rows: range | None) -> None:
+    """Print a line for each row along the last axis, and an empty line before each further matrix."""
+    begin = True
+    for block in _blocks(tensor, rows):
+        if not block.size:
+            continue
+        shape = (1, block.size, 1) if block.ndim == 1 else (-1, *block.shape[-2:])
+        for matrix in _numbers(block.reshape(shape)):
+            text = "\n".join(" ".join(map(str, line)) for line in matrix)
+            print(f"\n{text}" if block.ndim > 2 and not begin else text)
+            begin = False
+
+
+def _abbreviated(tensor: Any, rows: range | None) -> str:
+    """Return the values as NumPy prints them; of many rows, only the first and the last are read."""
+    if not tensor.shape:
+        return str(_numbers(np.asarray(tensor[...])))
+    rows = range(tensor.shape[0]) if rows is None else rows
+    threshold = _VALUES
+    if len(rows) > 2 * _EDGE + 1 and len(rows) * math.prod(tensor.shape[1:]) > _VALUES:
+        # NumPy replaces the middle row by dots.
+        ends = tensor[rows.start : rows.start + _EDGE + 1], tensor[rows.stop - _EDGE : rows.stop]
+        values, threshold = np.concatenate(ends), 0
+    else:
+        values = tensor[rows.start : rows.stop]
+    return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=width())
+
+
+def _print_json(name: str, tensor: Any, rows: range | None) -> None:
+    """Print an object, with a line for each row."""
+    shape = list(tensor.shape) if rows is None else [len(rows), *tensor.shape[1:]]
+    head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape}
+    if rows is not None:
+        head["rows"] = [rows.start, rows.stop]
+    sys.stdout.write(f'{json.dumps(head, indent=1)[:-2]},\n "values": ')
+    if not tensor.shape:
+        sys.stdout.write(json.dumps(_plain(_numbers(np.asarray(tensor[...])))))
+    else:
+        separator = "["
+        for block in _blocks(tensor, rows):
+            for row in _numbers(block):
+                sys.stdout.write(f"{separator}\n  {json.dumps(_plain(np.asarray(row)))}")
+                separator = ","
+        sys.stdout.write("[]" if separator == "[" else "\n ]")
+    sys.stdout.write("\n}\n")
+
+
+def _plain(values: Array) -> Any:
+    """Return an array as lists for JSON: complex numbers as pairs, NaN and infinity as text."""
+    if values.dtype.kind == "c":
+        values = np.stack([values.real, values.imag], axis=-1)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        values = np.where(np.isfinite(values), values.astype(object), values.astype(str).astype(object))
+    return values.tolist()
