@@ -21,7 +21,7 @@ from ..base.table import similar
 from ..base.text import printable
 from ..errors import SafeloadError
 from . import bench, check, completion, convert, diff, get, info, report, stats
-from .common import add_verbose, complain, plain, verbose
+from .common import add_verbose, complain, log_to_stderr, plain
 
 _EPILOG = """examples:
   safeload info model.safetensors
@@ -166,7 +166,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     if arguments is None:
         signal.signal(signal.SIGTERM, _stop)  # remove a half-written file, as Ctrl-C does
     try:
-        with verbose(getattr(options, "verbose", False)):
+        with log_to_stderr(verbose=getattr(options, "verbose", False)):
             status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:

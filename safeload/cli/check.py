@@ -26,6 +26,7 @@ from .common import (
     painter,
     suggest,
 )
+from .flags import in_options
 from .output import STDOUT, Output
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(), indent=1))
     else:
         paint = painter()
-        for line in report.lines(columns()):
+        for line in map(in_options, report.lines(columns())):
             kind, rest = line[:7], line[7:]
             if kind.rstrip() in ("error", "warning", "note") and rest.startswith("  "):
                 line = paint(kind, "dim" if kind.startswith("note") else kind.rstrip()) + rest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from ..engine.run.progress import Report
 from ..errors import one_line
 from ..loading import entry as loading
 from ..stores import url as urls
+from .flags import in_options
 
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
@@ -250,28 +250,6 @@ def _is_terminal(stream: TextIO | None) -> bool:
 # How messages of `FileExistsError` begin.
 _EXISTS = "File exists"
 
-# Arguments in the advice of messages, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
-_ARGUMENT = re.compile(
-    r"""(?<![^ (])
-    (dtype|drop|format|keep|layout|max_shard_size|only|overwrite|quantize|resume|root|stored|unknown_globals)
-    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?=[ ,;:.)]|$) )
-       | (?<=max_shard_size)(?=[ ]|$))""",
-    re.VERBOSE,
-)
-
-
-def _option(argument: re.Match[str]) -> str:
-    option = f"--{argument[1].replace('_', '-')}"
-    value = argument[2] or argument[3]
-    if value is not None:
-        return f"{option} {value}"
-    return f"{option} " if argument.string.startswith("'", argument.end()) else option
-
-
-def in_options(text: str) -> str:
-    """Return a message with options instead of Python arguments."""
-    return _ARGUMENT.sub(_option, text)
-
 
 def complain(error: Exception) -> None:
     """Flush stdout and print an error to stderr."""
@@ -279,9 +257,7 @@ def complain(error: Exception) -> None:
     text = one_line(error)
     if isinstance(error, FileExistsError) and (reason := error.strerror or "").startswith(_EXISTS):
         text = f"{error.filename} already exists{reason.removeprefix(_EXISTS)}"
-    text = in_options(text)
-    text = text.replace("storage_options= (which may be empty)", "--storage-option KEY=VALUE")
-    print(f"safeload: {printable(text)}", file=sys.stderr)
+    print(f"safeload: {printable(in_options(text))}", file=sys.stderr)
 
 
 # safeload's own symbols and their substitutes on terminals that cannot encode them; other characters are escaped.
@@ -296,22 +272,21 @@ def plain(error: UnicodeError) -> tuple[str, int]:
 
 
 @contextmanager
-def verbose(enabled: bool) -> Iterator[None]:
-    """Print the log of "safeload" to stderr if ``enabled``."""
-    if not enabled:
-        yield
-        return
+def log_to_stderr(*, verbose: bool) -> Iterator[None]:
+    """Print warnings of "safeload" to stderr and, if ``verbose``, each step."""
     import logging  # only here: importing it takes milliseconds
 
     class Escaped(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return printable(f"safeload: {record.levelname.lower()}: {record.getMessage()}")
+            return printable(f"safeload: {record.levelname.lower()}: {in_options(record.getMessage())}")
 
     logger, handler = logging.getLogger(log.NAME), logging.StreamHandler(sys.stderr)
     handler.setFormatter(Escaped())
+    handler.setLevel(logging.DEBUG if verbose else logging.WARNING)
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
+    if verbose:
+        logger.setLevel(logging.DEBUG)
     try:
         yield
     finally:

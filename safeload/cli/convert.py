@@ -23,11 +23,11 @@ from .common import (
     add_patterns,
     add_threads,
     bar,
-    in_options,
     open_path,
     storage_options,
     suggest,
 )
+from .flags import in_options
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16

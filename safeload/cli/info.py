@@ -39,6 +39,7 @@ from .common import (
     rest,
     shown,
 )
+from .flags import in_options
 
 # Maximum number of rows on a terminal.
 _ROWS = 100
@@ -303,7 +304,7 @@ def _head(
         f"memory: as {', '.join(f'{name} {size(n)}' for name, n in memory.items())}" if memory else "",
     ]
     for line in filter(None, lines):
-        yield from _fit(line, width)
+        yield from _fit(in_options(line), width)
 
 
 def _fit(line: str, width: int | None) -> list[str]:

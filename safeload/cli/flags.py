@@ -1,0 +1,61 @@
+"""Messages of the Python API in the words of the command line: options instead of arguments."""
+
+from __future__ import annotations
+
+import re
+
+# Arguments in advice, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
+_ARGUMENT = re.compile(
+    r"""(?<![^ (])
+    (dtype|drop|format|keep|layout|max_shard_size|metadata|only|overwrite|quantize|rename|resume|root|stored
+     |unknown_globals)
+    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?=[ ,;:.)]|$) )
+       | (?<=max_shard_size)(?=[ ]|$))""",
+    re.VERBOSE,
+)
+
+_QUOTED = r"""["']([^"']*)["']"""
+_CACHE = "--storage-option filecache.cache_storage=FOLDER"
+
+# Other Python in advice.
+_CODE = tuple(
+    (re.compile(pattern), text)
+    for pattern, text in (
+        (r"storage_options= \(which may be empty\)", "--storage-option KEY=VALUE"),
+        (r"pass storage_options= or", "pass --storage-option KEY=VALUE or"),
+        (r"storage_options=\{'headers': \{'Authorization': \.\.\.\}\}", "--storage-option headers.Authorization=..."),
+        (r"storage_options=\{'verify': PATH\}", "--storage-option verify=PATH"),
+        (r"check_files=True", "--storage-option filecache.check_files=true"),
+        (r'safeload\.open\("(filecache::[^"]*)", storage_options=\{\}\) keeps', rf"\1 with {_CACHE} keeps"),
+        (r"(filecache::URL) with storage_options=\{\}", rf"\1 with {_CACHE}"),
+        (rf"safeload\.load\({_QUOTED}(?:, storage_options=\{{\}})?\) reads it over the network", r"pass \1"),
+        (rf"safeload\.open\({_QUOTED}\)", r"\1"),
+        (r"names are exact; only= of safeload\.load takes patterns", "names are exact"),
+        (r", or open several together with safeload\.open\(\[.*\]\)", ""),
+        (r"patterns are not expanded: pass safeload\.open a list such as \S+", "pass the matching files"),
+        (r"; for a bucket pass safeload\.remote\.\S+ path\)", ""),
+        (r"safeload\.load without dtype= returns them", "--stored shows them"),
+        (r"safeload\.load of the whole checkpoint .* with stored=True", "--stored shows the codes as stored"),
+        (r"safeload\.convert can merge", "`safeload convert` can merge"),
+        (r"safeload\.convert\(\.\.\., URL\) writes", "`safeload convert SOURCE URL` writes"),
+        (r"Convert the tensor with safeload\.astype, or leave it out", "Leave it out with --drop"),
+        (r"\bscheme=", "--quantize "),
+    )
+)
+
+
+def _option(argument: re.Match[str]) -> str:
+    option = f"--{argument[1].replace('_', '-')}"
+    value = argument[2] or argument[3]
+    if value is not None:
+        return f"{option} {value}"
+    return f"{option} " if argument.string.startswith("'", argument.end()) else option
+
+
+def in_options(text: str) -> str:
+    """Return a message with options instead of Python arguments and calls."""
+    if "=" not in text and "safeload." not in text and "max_shard_size" not in text:
+        return text
+    for pattern, replacement in _CODE:
+        text = pattern.sub(replacement, text)
+    return _ARGUMENT.sub(_option, text)
