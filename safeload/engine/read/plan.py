@@ -32,35 +32,16 @@ _IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.
 class ReadPlan(NamedTuple):
     """How tensors of one file become arrays."""
 
+    # The columns of the tensors are fields, because each is read several times while a small file loads.
     tensors: Tensors
+    file: WeightFile
+    names: Sequence[str]
+    sources: bytes  # numbers of the dtypes in the file
+    begins: Sequence[int]  # first bytes in the file
+    ends: Sequence[int]  # one past the last bytes
     targets: bytes  # numbers of the dtypes of the arrays
     shapes: Sequence[tuple[int, ...]]  # of the arrays
     ways: bytearray  # `VIEW` and the like
-
-    @property
-    def file(self) -> WeightFile:
-        """The file of the tensors."""
-        return self.tensors.files[0]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the tensors."""
-        return self.tensors.names
-
-    @property
-    def sources(self) -> bytes:
-        """Numbers of the dtypes in the file."""
-        return self.tensors.columns.numbers
-
-    @property
-    def begins(self) -> Sequence[int]:
-        """First bytes in the file."""
-        return self.tensors.columns.begins
-
-    @property
-    def ends(self) -> Sequence[int]:
-        """One past the last bytes."""
-        return self.tensors.columns.ends
 
     def dtype(self, k: int) -> np.dtype[Any]:
         """Return the dtype of the k-th array."""
@@ -93,9 +74,10 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
     Raises:
         UnsupportedError: an unsupported conversion.
     """
-    table = tensors.files[0].table
+    file = tensors.files[0]
+    table = file.table
     if table.unknown:
-        table.refuse_unknown(tensors.indices, tensors.files[0].path)
+        table.refuse_unknown(tensors.indices, file.path)
     sources, shapes, begins, ends = tensors.columns
     present = set(sources)
     plain = VIEW if view else READ
@@ -129,7 +111,7 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
         for k, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             if begin == end:
                 ways[k] = EMPTY
-    return ReadPlan(tensors, targets, shapes, ways)
+    return ReadPlan(tensors, file, tensors.names, sources, begins, ends, targets, shapes, ways)
 
 
 def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes, bytearray]:

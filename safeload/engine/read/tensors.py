@@ -180,7 +180,10 @@ class Tensors(Sequence[FileTensor]):
 
     def without_packed(self) -> tuple[Tensors, Mapping[str, Packed]]:
         """Return the tensors that are not packed, and the packed tensors by name."""
-        if not any(file.table.quantized for file in self.files):
+        for file in self.files:
+            if file.table.quantized:
+                break
+        else:
             return self, {}
         codes = [file.table.packed(index) for _, file, index in self]
         packed = {name: tensor for name, tensor in zip(self.names, codes, strict=True) if tensor is not None}
