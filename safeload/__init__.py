@@ -26,6 +26,7 @@ _MODULE_OF = {
     for module, names in {
         "base.table": "TensorInfo",
         "checkpoint": "Checkpoint",
+        "compat.alias": "install_as_safetensors",
         "compat.safe_open": "_safe_open_handle safe_open",
         "compat.safe_slice": "SafeSlice",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",

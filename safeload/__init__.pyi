@@ -9,6 +9,7 @@ from . import torch as torch
 from ._version import __version__ as __version__
 from .base.table import TensorInfo as TensorInfo
 from .checkpoint import Checkpoint as Checkpoint
+from .compat.alias import install_as_safetensors as install_as_safetensors
 from .compat.safe_open import _safe_open_handle as _safe_open_handle
 from .compat.safe_open import safe_open as safe_open
 from .compat.safe_slice import SafeSlice as SafeSlice

@@ -231,7 +231,7 @@ _HANDLES = {
     **dict.fromkeys(("jax", "flax"), ("jax_handles", "JaxHandle")),
 }
 # How to convert NumPy arrays for further frameworks.
-_CONVERSIONS = {
+CONVERSIONS = {
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
     "mlx": "mlx.core.array(array), or safetensors.mlx",
     "paddle": "paddle.to_tensor(array), or safetensors.paddle",
@@ -258,7 +258,7 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
         check_backend(backend)
         return handle
     shown = clip(printable(str(framework)), 200)
-    conversion = _CONVERSIONS.get(framework)
+    conversion = CONVERSIONS.get(framework)
     if conversion is None:
         raise SafetensorError(f'framework {shown} is invalid: use "numpy", "pt" or "jax"')
     raise SafetensorError(

@@ -1,0 +1,249 @@
+"""Put safeload in the place of safetensors, in this program and in the Python programs that it starts.
+
+An import asks the finders on `sys.meta_path` in turn. `Finder` answers for safetensors before all others, so nothing is
+imported before a program asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..base.forking import ProcessLock
+from .names import SHARED, imported
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution, DistributionFinder
+
+_NAME = "safetensors"
+_VERSION = "0.8.0"  # the release of safetensors that safeload follows
+_PACKAGE = __name__.partition(".")[0]
+
+# Names of the package, and of the compiled module from which it has them.
+_NAMES = {
+    **SHARED,
+    "SafetensorError": ("errors", "SafetensorError"),
+    "_safe_open_handle": ("compat.safe_open", "_safe_open_handle"),
+    "safe_open": ("compat.alias_safe_open", "AliasSafeOpen"),
+}
+_COMPILED = "_safetensors_rust"
+# safeload's module for a module of safetensors, and the framework that safetensors imports there.
+_COUNTERPARTS = {"numpy": ("numpy", "numpy"), "torch": ("torch", "torch"), "flax": ("jax", "jax")}
+# Modules that only the real package has.
+_REAL_ONLY = ("mlx", "paddle", "tensorflow")
+
+# Python runs sitecustomize.py of this folder at start if PYTHONPATH has the folder.
+_SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+
+
+class Finder:
+    """Find and load safeload's modules under the names of safetensors."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec of a module of safetensors, or None if other finders have to find the module.
+
+        Raises:
+            ModuleNotFoundError: the real package has the module, and is not installed.
+        """
+        package, _, module = fullname.partition(".")
+        if package != _NAME:
+            return None
+        if not module:
+            spec = ModuleSpec(fullname, self, origin=__file__, is_package=True)  # type: ignore[arg-type]
+            spec.has_location = True
+            spec.submodule_search_locations = real_folders()
+            return spec
+        if module in _COUNTERPARTS or module == _COMPILED:
+            return ModuleSpec(fullname, self, origin=__file__)  # type: ignore[arg-type]
+        if module in _REAL_ONLY and not real_folders():
+            raise ModuleNotFoundError(
+                f"{fullname} is not part of safeload: install the real package for it, pip install safetensors",
+                name=fullname,
+            )
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave the creation to the import system."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the package its names, which resolve on first use, or replace a module by its counterpart.
+
+        Raises:
+            ModuleNotFoundError: the framework is not installed; safetensors raises this too.
+        """
+        name = module.__name__.rpartition(".")[2]
+        if name in _COUNTERPARTS:
+            counterpart, framework = _COUNTERPARTS[name]
+            if not _is_installed(framework):
+                raise ModuleNotFoundError(f"No module named {framework!r}", name=framework)
+            sys.modules[module.__name__] = import_module(f"{_PACKAGE}.{counterpart}")
+            return
+        namespace: dict[str, Any] = {
+            "__doc__": f"safeload in the place of safetensors {_VERSION}.",
+            "__version__": _VERSION,
+            "__getattr__": partial(imported, vars(module), _NAMES),
+            "__dir__": lambda: sorted({*_NAMES, *vars(module)} - {"__getattr__", "__dir__", "__all__"}),
+            "__all__": [name for name in _NAMES if not name.startswith("_")],
+        }
+        vars(module).update(namespace)
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        """Yield the distribution in which `importlib.metadata` finds the version that clients ask for."""
+        searched = {} if context is None else vars(context)
+        if (searched.get("name") or "").lower() == _NAME and "path" not in searched:
+            from .alias_metadata import AliasDistribution  # only here: importlib.metadata takes milliseconds
+
+            yield AliasDistribution(_NAME, _VERSION)
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a top-level module is imported or can be found, without importing it."""
+    return sys.modules[name] is not None if name in sys.modules else find_spec(name) is not None
+
+
+def real_folders() -> list[str]:
+    """Return the folders of the real package; empty if it is not installed."""
+    for finder in sys.meta_path:
+        if not isinstance(finder, Finder) and type(finder).__name__ != "ShimFinder" and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(_NAME, None)
+            if spec is not None and spec.loader is not None:  # without a loader it is any folder of this name
+                return list(spec.submodule_search_locations or ())
+    return []
+
+
+def working_finder() -> Finder:
+    """Return a finder for the shim.
+
+    Raises:
+        ImportError: safeload does not work in this Python.
+    """
+    import_module(f"{_PACKAGE}.base.native")
+    for name in ("numpy", "ml_dtypes"):
+        if not _is_installed(name):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return Finder()
+
+
+def real_compiled_module() -> ModuleType | None:
+    """Return the compiled module of the real package, without its name in `sys.modules`; None if not installed."""
+    spec = PathFinder.find_spec(f"{_NAME}.{_COMPILED}", real_folders())
+    if spec is None or spec.loader is None:
+        return None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Installation:
+    """The changes of `install_as_safetensors`, which stay until each call is undone."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._calls: list[bool] = []  # for each call: subprocesses
+        self._finder = Finder()
+        self._real_modules: dict[str, ModuleType] = {}  # modules of safetensors from before
+        self._python_path: tuple[str | None, str] = (None, "")  # PYTHONPATH before and after
+
+    def add(self, subprocesses: bool) -> None:
+        """Make the changes that a call asks for, unless an earlier call has made them."""
+        with self._lock.own:
+            if not self._calls:
+                self._real_modules = _take_modules()
+                sys.meta_path.insert(0, self._finder)
+            if subprocesses and True not in self._calls:
+                before = os.environ.get("PYTHONPATH")
+                os.environ["PYTHONPATH"] = path_with_shim()
+                self._python_path = before, os.environ["PYTHONPATH"]
+            self._calls.append(subprocesses)
+
+    def remove(self, subprocesses: bool) -> None:
+        """Undo the changes that no other call asks for."""
+        with self._lock.own:
+            self._calls.remove(subprocesses)
+            if subprocesses and True not in self._calls:
+                _restore_python_path(*self._python_path)
+            if not self._calls:
+                sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._finder]
+                _take_modules()
+                sys.modules.update(self._real_modules)
+                self._real_modules = {}
+
+
+_installation = _Installation()
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Remove the modules of safetensors from `sys.modules` and return them."""
+    names = [name for name in list(sys.modules) if name.partition(".")[0] == _NAME]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def path_with_shim(*folders: str) -> str:
+    """Return the value of PYTHONPATH with the shim and further folders in front."""
+    before = os.environ.get("PYTHONPATH", "")
+    if _SHIM in before.split(os.pathsep):
+        return before
+    return os.pathsep.join([_SHIM, *folders, *filter(None, [before])])
+
+
+def _restore_python_path(before: str | None, after: str) -> None:
+    """Restore PYTHONPATH, or only remove the shim if the program has changed it meanwhile."""
+    now = os.environ.pop("PYTHONPATH", None)
+    if now is not None and now != after:
+        before = os.pathsep.join(entry for entry in now.split(os.pathsep) if entry != _SHIM)
+    if now is not None and before is not None:
+        os.environ["PYTHONPATH"] = before
+
+
+def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
+    """Import safeload wherever this program asks for ``safetensors``.
+
+    ``safetensors``, ``safetensors.numpy``, ``safetensors.torch`` and ``safetensors.flax`` are safeload's from now on.
+    ``safetensors.mlx``, ``safetensors.paddle`` and ``safetensors.tensorflow`` come from the real package, which has to
+    be installed for them only. ``safetensors.__version__`` and ``importlib.metadata.version("safetensors")`` are
+    "0.8.0", the release that safeload follows. Call this before other imports, because modules keep the functions that
+    they have imported.
+
+    Args:
+        subprocesses: True also changes the environment variable PYTHONPATH, so that safeload takes this place in all
+            Python programs that this program starts. A Python without safeload imports the real package.
+
+    Returns:
+        A function that undoes this call: once every call is undone, ``safetensors`` is the real package again. Modules
+        keep the functions that they have imported meanwhile.
+
+    Warns:
+        RuntimeWarning: safetensors has already been imported.
+
+    Example:
+        >>> import safeload
+        >>> undo = safeload.install_as_safetensors()
+        >>> from safetensors.numpy import load_file
+        >>> load_file is safeload.numpy.load_file
+        True
+        >>> undo()
+    """
+    module = sys.modules.get(_NAME)
+    if module is not None and not isinstance(getattr(module.__spec__, "loader", None), Finder):
+        warnings.warn(
+            "safetensors has already been imported, and modules keep the functions that they have imported from it: "
+            "call safeload.install_as_safetensors() before other imports",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    _installation.add(subprocesses)
+    calls = [subprocesses]  # to undo
+
+    def undo() -> None:
+        while calls:
+            _installation.remove(calls.pop())
+
+    return undo

@@ -1,0 +1,51 @@
+"""Put safeload in the place of safetensors: Python runs this file at start if its folder is on PYTHONPATH.
+
+Nothing is imported until the program asks for safetensors. If safeload does not work in this Python, the program gets
+the real package. Any Python 3 can run this file.
+"""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False  # programs that never ask for safetensors need no typing
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class ShimFinder:
+    """Pass what is asked about safetensors to safeload's finder."""
+
+    _finder = None  # type: Any  # False if safeload does not work here
+
+    def _ask(self) -> "Any":
+        if self._finder is None:
+            try:
+                from safeload.compat.alias import working_finder
+
+                self._finder = working_finder()
+            except Exception:
+                self._finder = False
+        return self._finder
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
+        """Return safeload's spec for a module of safetensors."""
+        return self._ask().find_spec(name) if name.partition(".")[0] == "safetensors" and self._ask() else None
+
+    def find_distributions(self, context: "Any" = None) -> "Any":
+        """Return safeload's distribution for safetensors."""
+        name = getattr(context, "name", None) or ""  # none to list all distributions
+        return self._ask().find_distributions(context) if name.lower() == "safetensors" and self._ask() else ()
+
+
+sys.meta_path.insert(0, ShimFinder())
+
+# Run the sitecustomize.py that this file hides, if there is one further down the path.
+_here = os.path.dirname(os.path.abspath(__file__))
+_path = [os.path.abspath(entry) for entry in sys.path]
+_hidden = PathFinder.find_spec("sitecustomize", _path[_path.index(_here) + 1 :]) if _here in _path else None
+if _hidden is not None and _hidden.loader is not None:
+    from importlib.util import module_from_spec
+
+    sys.modules["sitecustomize"] = module_from_spec(_hidden)
+    _hidden.loader.exec_module(sys.modules["sitecustomize"])
