@@ -101,10 +101,12 @@ def open_paths(
         raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(unknown_globals)}')
     if isinstance(path, (list, tuple)):
         texts, files = places_of(path, storage_options)
+        _check_heads(files)
         return _open_list(texts, Recipe((), True, format, root, unknown_globals, stored, files))
     (text,), files = places_of((path,), storage_options)  # type: ignore[arg-type]
     recipe = Recipe((files.absolute(text),), False, format, root, unknown_globals, stored, files)
     if files is not LOCAL:
+        _check_heads(files)
         return _open_shards(text, recipe)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
         return _open_shards(text, recipe)
@@ -121,6 +123,13 @@ def open_paths(
 
             return _logged(text, recipe, folder.open_parts(opened, recipe.options))
     return OpenedPath(text, opened.format, opened.files, opened.where, opened.metadata, recipe=recipe)
+
+
+def _check_heads(files: Files) -> None:
+    """Refuse pipes with unknown content before they are read to their end, which may never come."""
+    heads = getattr(files, "heads", None)  # of file objects only
+    for name, head in () if heads is None else heads(foreign.HEAD_SIZE):
+        registry.check_head(head, name)
 
 
 def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]] | None) -> Seen:

@@ -234,7 +234,7 @@ def check_whole(file: WeightFile, reason: str) -> None:
     Raises:
         UnsupportedError: the message begins with ``reason``.
     """
-    if file.remote and file.size > WINDOW:
+    if isinstance(file.store, RemoteStore) and not file.store.here and file.size > WINDOW:
         advice = f'safeload.open("filecache::{file.path}", storage_options={{}}) keeps a copy on this machine (fsspec)'
         text = f"{reason}, which safeload does not do over the network: {advice}"
         raise error_about(UnsupportedError, text, path=file.path)
@@ -296,12 +296,8 @@ def titles() -> str:
 
 def _refuse(file: WeightFile, head: bytes, *, always: bool = False) -> None:
     """Raise if the file is recognisably of another format; if ``always``, raise for any file."""
-    path, kind = file.path, _describe(head, file.path)
-    if kind is not None and kind.damaged:
-        raise FormatError(kind.sentence(), path, 0) from None
-    if kind is not None:
-        text = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
-        raise error_about(UnsupportedError, text, path=path) from None
+    path = file.path
+    _refuse_kind(head, path)
     error = foreign.unfinished(file)
     if error is not None:
         try:
@@ -309,4 +305,28 @@ def _refuse(file: WeightFile, head: bytes, *, always: bool = False) -> None:
         finally:
             del error  # it refers to this frame
     if always or (head.strip() and not path.endswith(".safetensors")):
-        raise FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0) from None
+        raise _unknown(head, path) from None
+
+
+def _refuse_kind(head: bytes, path: str) -> None:
+    kind = _describe(head, path)
+    if kind is not None and kind.damaged:
+        raise FormatError(kind.sentence(), path, 0) from None
+    if kind is not None:
+        text = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
+        raise error_about(UnsupportedError, text, path=path) from None
+
+
+def _unknown(head: bytes, path: str) -> FormatError:
+    return FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0)
+
+
+def check_head(head: bytes, path: str) -> None:
+    """Refuse a file by its first `foreign.HEAD_SIZE` bytes if it cannot have a supported format.
+
+    Raises:
+        FormatError, UnsupportedError: the message names the kind of file, if it is known.
+    """
+    if not foreign.is_safetensors(head) and not any(_matching(head)):
+        _refuse_kind(head, path)
+        raise _unknown(head, path)

@@ -37,10 +37,12 @@ def open(
     item of a list is "2". If the whole content is a single array, its name is "tensor".
 
     Args:
-        path: a path, a URL ("hf://owner/name", "s3://bucket/folder", "https://..."), or a path or store of another
-            library (see `safeload.remote`). From a URL, bytes are fetched when they are needed. The format is
-            recognized by content, not by suffix. A list opens the union of its files; two files must not share a name.
-            Any part of a split GGUF file opens all parts.
+        path: a path, a URL ("hf://owner/name", "s3://bucket/folder", "https://..."), a path or store of another
+            library (see `safeload.remote`), or a file object opened in binary mode, such as `io.BytesIO`. From a URL,
+            bytes are fetched when they are needed. A file object is read from its current position to its end; it stays
+            open, and its position is restored. Pipes and decompressors such as `gzip.GzipFile` are first copied to a
+            temporary file. The format is recognized by content, not by suffix. A list opens the union of its files;
+            two files must not share a name. Any part of a split GGUF file opens all parts.
         format: required format, such as "safetensors", "gguf" or "torch" ("torch zip" or "torch legacy"). The guide and
             the error for an unknown value list all formats.
         root: nested dict of a torch checkpoint to take tensors and metadata from, such as "state_dict" or "model.ema".
@@ -66,6 +68,7 @@ def open(
         RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError or PermissionError.
         ImportError: a URL needs a package that is not installed.
+        TypeError, ValueError: invalid arguments, such as a text file or a closed file object.
 
     Example:
         >>> import safeload
@@ -116,8 +119,8 @@ def load(
     code in a file is executed.
 
     Args:
-        path: a weight file, a folder of weight files, an ``index.json``, a URL of any of these, or a list of files. The
-            format is recognized by content, not by suffix.
+        path: a weight file, a folder of weight files, an ``index.json``, a URL of any of these, a file object opened in
+            binary mode (see `open`), or a list of files. The format is recognized by content, not by suffix.
         names: exact names of the tensors to load; None loads all.
         only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
             ``names``.
@@ -151,7 +154,8 @@ def load(
         UnsupportedError: safeload does not support the format, a tensor or a conversion.
         TensorNotFoundError: a name or ``root`` does not exist, a pattern matches no name, or the checkpoint lacks a
             module of an adapter.
-        ValueError: an array in ``out`` does not fit, or both ``names`` and ``only`` are given.
+        ValueError: an array in ``out`` does not fit, both ``names`` and ``only`` are given, or a file object is closed.
+        TypeError: ``path`` is no path and no binary file.
         RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError.
 

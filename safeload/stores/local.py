@@ -257,6 +257,11 @@ class LocalStore:
         return Identity(opened.size, opened.mtime_ns, opened.device, opened.inode)
 
     @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    @property
     def descriptor(self) -> Descriptor:
         """The C core's file handle. Hold a reference to it for as long as it is used."""
         descriptor = self._descriptor
@@ -341,6 +346,21 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
     arguments = encoded, pointer(opened), pointer(error)
     check(with_room(lambda: int(short.sl_file_open(*arguments)), error), error, text)
     return LocalStore(text, opened, shown=shown)
+
+
+def of_descriptor(number: int, path: str) -> LocalStore:
+    """Return a store over a duplicate of an open descriptor of a regular file; not on Windows.
+
+    Args:
+        path: in messages; it may lead elsewhere, or nowhere.
+
+    Raises:
+        OSError: no descriptor is free.
+    """
+    status = os.fstat(number)
+    identity = identity_of(status)
+    fields = identity.size, identity.mtime_ns, identity.device, identity.inode
+    return LocalStore(path, ffi.new("sl_file *", (os.dup(number), *fields)))
 
 
 def descriptor_of(store: ByteStore) -> Descriptor | None:

@@ -73,7 +73,8 @@ def path_of(value: Any) -> Location:
         name = path if isinstance(path, str) else type(value).__name__
         return Location(RemoteFiles(None, Single(value)), name if urls.is_url(name) else f"store://{name}")
     raise TypeError(
-        f"expected a path, URL, fsspec path or store (size, version, read_into, close), got {type(value).__name__}"
+        "expected a path, URL, file object, fsspec path or store (size, version, read_into, close), got "
+        f"{type(value).__name__}"
     )
 
 

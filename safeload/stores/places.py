@@ -1,16 +1,19 @@
-"""Callers' paths: local paths, URLs, paths in a caller's filesystem or store, and stores themselves."""
+"""Callers' paths: local paths, URLs, paths in a caller's filesystem or store, stores themselves, and file objects."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..base.paths import PathLike, native_path
 from ..base.text import show
 from . import url as urls
 from .files import LOCAL, Files, Location
 from .store import ByteStore
+
+if TYPE_CHECKING:
+    from .file_objects import FileObjects
 
 
 class FilesystemPath(Protocol):
@@ -25,16 +28,29 @@ class FilesystemPath(Protocol):
         """The path in it."""
 
 
+class BinaryReader(Protocol):
+    """A file object opened in binary mode; ``seek`` and ``tell`` are used if it has them."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to ``size`` bytes; none at the end."""
+
+
 # Valid arguments besides local paths and URLs.
-Located: TypeAlias = Location | FilesystemPath | ByteStore
+Located: TypeAlias = Location | FilesystemPath | ByteStore | BinaryReader
 
 
 def is_located(value: object) -> bool:
     """Return whether an object is a `Located`; it must not be a local path or an array."""
-    if isinstance(value, Location):
+    if isinstance(value, Location) or is_file_object(value):
         return True
     members = ("fs", "path") if hasattr(value, "fs") else ("size", "version", "read_into", "close")
     return all(hasattr(value, name) for name in members)
+
+
+def is_file_object(value: object) -> bool:
+    """Return whether an object has ``read``, like an open file, and is not a store."""
+    is_class = isinstance(value, type)
+    return not is_class and callable(getattr(value, "read", None)) and not hasattr(value, "read_into")
 
 
 def places_of(
@@ -46,12 +62,14 @@ def places_of(
         storage_options: for the filesystems of URLs.
 
     Raises:
-        TypeError: not a path.
-        ValueError: a list with files of several stores, or with URLs beside a caller's store; a path with a NUL.
+        TypeError: not a path, or a text file.
+        ValueError: a list with files of several stores, or with URLs beside a caller's store; a path with a NUL; a
+            closed file object.
     """
     texts: list[str] = []
     files: Files = LOCAL
     url_files: Files | None = None
+    objects: FileObjects | None = None
     for path in paths:
         if isinstance(path, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(path, "fs"):
             text = path if isinstance(path, str) else native_path(path)[0]
@@ -66,6 +84,13 @@ def places_of(
                 url_files = RemoteFiles(storage_options)
             files = _common(files, url_files)
             texts.append(text)
+        elif is_file_object(path) and not _is_at_start(path):
+            if objects is None:
+                from .file_objects import FileObjects  # only here: most paths are local
+
+                objects = FileObjects()
+            files = _common(files, objects)
+            texts.append(objects.add(path))
         else:
             from .object_store import path_of
 
@@ -73,6 +98,12 @@ def places_of(
             files = _common(files, location.files)
             texts.append(location.path)
     return texts, files
+
+
+def _is_at_start(file: Any) -> bool:
+    """Return whether a file object is open at the beginning of a file of fsspec, which its filesystem reads better."""
+    of_filesystem = hasattr(getattr(file, "fs", None), "cat_file") and isinstance(getattr(file, "path", None), str)
+    return of_filesystem and not getattr(file, "closed", False) and file.readable() and file.tell() == 0
 
 
 def _common(known: Files, files: Files) -> Files:

@@ -35,6 +35,7 @@ class RemoteStore(ABC):
     path: str
     size: int
     version: tuple[Any, ...]
+    here = False  # True if reading the whole file takes no network
     _closed = False
 
     def __init__(self) -> None:

@@ -4,16 +4,14 @@ A new row needs nothing here but a maker of one file, and that only where its fo
 """
 
 import os
-import pickle
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import torch_build
+from builders.format_files import make
 from builders.random import rng
-from builders.torch_build import Storage, tensor
 
 import safeload
 from safeload.engine.read.lazy import Lazy
@@ -30,31 +28,6 @@ ODD_NAMES = ["schräg/é", "../x", "a b\tc", "\n", "'\"\\", "日本語", "🙂",
 
 EVERY = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 WRITTEN = pytest.mark.parametrize("row", [row for row in ROWS if row.writes], ids=lambda row: row.name)
-
-
-def torch_file(make):
-    """One of torch_build's makers as a writer."""
-
-    def write(weights, path):
-        path.write_bytes(make({name: tensor(Storage(name, a.ravel()), a.shape) for name, a in weights.items()}))
-
-    return write
-
-
-# Formats that are read and not written.
-MAKERS = {
-    "torch zip": torch_file(torch_build.zip_file),
-    "torch legacy": torch_file(torch_build.legacy_file),
-    "pickle": lambda weights, path: path.write_bytes(pickle.dumps(weights)),
-}
-
-
-def make(row, weights, path):
-    if row.writes:
-        row.load().write(weights, {}, path)
-    else:
-        MAKERS[row.name](weights, path)
-    return path
 
 
 def held(row):

@@ -1,0 +1,425 @@
+"""File objects as sources: `io.BytesIO`, open files, pipes, responses and other objects with ``read``.
+
+A file object is read from its current position to its end, and its position is restored. There are four kinds:
+
+1. `io.BytesIO`: its bytes are shared until its owner changes them.
+2. Open regular files: a duplicate of the descriptor reads them, and maps them if the position is 0.
+3. Other objects that can seek: read on demand, under a lock.
+4. Pipes and decompressors: copied to a temporary file first, because they cannot seek, or decompress again if they do.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+from ..base.forking import ProcessLock
+from ..base.text import show
+from ..errors import FormatError, UnsupportedError, missing_file
+from . import url as urls
+from .files import LOCAL
+from .local import LocalStore, compare, identity_of, of_descriptor
+from .remote import RemoteStore, fill
+from .store import ByteStore, Span
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+# Modules of classes that seek by decompressing again from the beginning.
+_DECOMPRESSORS = frozenset(
+    ("gzip", "bz2", "lzma", "zipfile", "compression", "tarfile", "zlib", "zstandard", "pyzstd", "lz4")
+)
+# Bytes read at once.
+_CHUNK = 1 << 20
+# Paths of file objects begin like a URL, so callers cannot pass them as local paths: a number and a name follow.
+_SCHEME = "file-object://"
+
+
+class _Locked:
+    """A file object's lock, shared by its stores: a seek and the read after it belong together."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file  # keeps its id
+        self.lock = ProcessLock()
+
+    def position(self) -> int | None:
+        """Return the position of an object that can seek, None for any other object."""
+        methods = (getattr(self.file, name, None) for name in ("seek", "tell"))
+        if not all(map(callable, methods)) or not _answers(self.file, "seekable", True):
+            return None
+        with self.lock.own:
+            return int(self.file.tell())
+
+    @contextmanager
+    def at(self, position: int | None, whence: int = os.SEEK_SET) -> Iterator[None]:
+        """Move to a position, and back at the end."""
+        with self.lock.own:
+            before = self.file.tell()
+            try:
+                if position is not None:
+                    self.file.seek(position, whence)
+                yield
+            finally:
+                self.file.seek(before)
+
+
+_locks: weakref.WeakValueDictionary[int, _Locked] = weakref.WeakValueDictionary()
+_locks_lock = ProcessLock()
+
+
+def _locked(file: Any) -> _Locked:
+    with _locks_lock.own:
+        locked = _locks.get(id(file))
+        if locked is None or locked.file is not file:
+            locked = _locks[id(file)] = _Locked(file)
+        return locked
+
+
+class FileObjectStore(RemoteStore):
+    """The bytes of a file object from a position to its end.
+
+    Args:
+        path: the name in messages.
+        content: returns the bytes [begin, end); called from any thread.
+        check: raises if the content has changed.
+        size: in bytes.
+        mark: see `RemoteStore.version`.
+    """
+
+    here = True
+
+    def __init__(
+        self,
+        path: str,
+        content: Callable[[int, int], memoryview],
+        check: Callable[[], object],
+        *,
+        size: int,
+        mark: object,
+    ) -> None:
+        super().__init__()
+        self.path, self.size, self.version = path, size, (size, mark)
+        self._content, self._check = content, check
+
+    def read_spans(self, spans: Sequence[Span]) -> None:
+        begin, end = spans[0].offset, spans[-1].end
+        content = self._content(begin, end)
+        if len(content) != end - begin:
+            at = begin + len(content)
+            raise FormatError(
+                f"the file ends at byte {at}, but had {self.size} bytes when it was opened", self.path, at
+            )
+        fill(spans, begin, content)
+
+    def confirm(self) -> None:
+        self._check()
+
+    def close(self) -> None:
+        super().close()
+        self._content = self._check = self._refuse
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ValueError(f"{self.path} is closed")
+
+
+class _Source:
+    """A file object of the caller.
+
+    Raises:
+        TypeError: the object is not a binary file.
+        ValueError: it is closed, or open for writing only.
+    """
+
+    def __init__(self, file: Any) -> None:
+        kind = type(file).__name__
+        self.name = _name_of(file)
+        if isinstance(file, io.TextIOBase) or hasattr(file, "encoding"):
+            advice = "pass its .buffer" if hasattr(file, "buffer") else "open it in binary mode"
+            raise TypeError(f"{self.name}: expected a binary file, got a text file ({kind}): {advice}")
+        if hasattr(file, "namelist"):
+            raise TypeError(f"expected a binary file, got an archive ({kind}): pass archive.open(member)")
+        if getattr(file, "closed", False) is True:
+            raise ValueError(f"{self.name}: the file object is closed")
+        if not _answers(file, "readable", True):
+            raise ValueError(f'{self.name}: the file object is open for writing only; open it with "rb"')
+        self.file = file
+        self._real = _descriptor(file)
+        self._locked = _locked(file)
+        self._start = self._locked.position()
+        self._seeks = self._real is not None or (self._start is not None and _seeks_cheaply(file))
+        self._head = b""  # taken from an object that cannot seek
+        self._latest: Callable[[], LocalStore | None] = lambda: None  # a store to duplicate
+
+    # ---- kinds ----
+
+    def open(self) -> ByteStore:
+        """Open the bytes from the first position to the end.
+
+        Raises:
+            FormatError: nothing follows the position.
+            OSError: the file cannot be read, or the temporary file cannot be written.
+        """
+        latest = self._latest()
+        if latest is not None and not latest.closed:
+            return of_descriptor(latest.descriptor, self.name)
+        if getattr(self.file, "closed", False) is True:
+            raise ValueError(f"{self.name}: the file object is closed")
+        if type(self.file) is io.BytesIO:
+            return self._memory(self.file)
+        if self._real is not None:
+            store = self._descriptor(self._real)
+        else:
+            store = self._on_demand() if self._seeks else self._copied()
+        if isinstance(store, LocalStore):
+            self._latest = weakref.ref(store)
+        return store
+
+    def _memory(self, file: io.BytesIO) -> ByteStore:
+        """Share the bytes, which do not change: if the owner writes, `io.BytesIO` writes to a copy."""
+        data = file.getvalue()
+        view = memoryview(data)[self._start :]
+        self._refuse_end(len(data))
+        return FileObjectStore(
+            self.name, lambda begin, end: view[begin:end], lambda: None, size=len(view), mark=id(data)
+        )
+
+    def _descriptor(self, number: int) -> ByteStore:
+        if _answers(self.file, "writable", False):
+            self.file.flush()
+        store = of_descriptor(number, self.name)
+        self._refuse_end(store.size)
+        if not self._start:
+            return store
+        start = self._start or 0
+        size, version = max(0, store.size - start), store.version
+
+        def content(begin: int, end: int) -> memoryview:
+            memory = memoryview(bytearray(end - begin))
+            count = 0
+            while count < len(memory):
+                part = os.pread(store.descriptor, min(len(memory) - count, _CHUNK), start + begin + count)
+                if not part:
+                    break
+                memory[count : count + len(part)] = part
+                count += len(part)
+            return memory[:count]
+
+        def check() -> None:
+            compare(identity_of(os.fstat(store.descriptor)), version, self.name)
+
+        return FileObjectStore(self.name, content, check, size=size, mark=version.mtime_ns)
+
+    def _on_demand(self) -> ByteStore:
+        locked, start = self._locked, self._start or 0
+
+        def end_of() -> int:
+            with locked.at(0, os.SEEK_END):
+                return int(self.file.tell())
+
+        end = end_of()
+        self._refuse_end(end)
+
+        def content(begin: int, end: int) -> memoryview:
+            with locked.at(start + begin):
+                return _read(self.file, end - begin, self.name)
+
+        def check() -> None:
+            if end_of() != end:
+                raise FormatError("the file has changed since it was opened: its size differs", self.name)
+
+        return FileObjectStore(self.name, content, check, size=max(0, end - start), mark=start)
+
+    def _refuse_end(self, end: int) -> None:
+        if self._start and self._start >= end:
+            raise FormatError(
+                f"nothing to read: its position, {self._start:,}, is at the end; call seek(0) first",
+                self.name,
+            )
+
+    # ---- copies ----
+
+    def head(self, size: int) -> bytes | None:
+        """Return the first bytes of an object that must be copied, or None if it is short or need not be copied."""
+        if self._seeks or self._head:
+            return None
+        with self._locked.lock.own, self._restored():
+            head = bytes(_read(self.file, size, self.name))
+            if self._start is None:
+                self._head = head
+        return head if len(head) == size else None
+
+    def _copied(self) -> ByteStore:
+        """Copy the object to a temporary file without a name, whose space is free after its last array."""
+        with tempfile.TemporaryFile(prefix="safeload-") as out:
+            out.write(self._head)
+            self._head = b""
+            with self._locked.lock.own, self._restored():
+                while part := _part(self.file, _CHUNK, self.name):
+                    out.write(part)
+            out.flush()
+            return of_descriptor(out.fileno(), self.name)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Begin at the first position, and return to it at the end, if the object can seek."""
+        if self._start is not None and self.file.tell() != self._start:
+            self.file.seek(self._start)
+        try:
+            yield
+        finally:
+            if self._start is not None:
+                self.file.seek(self._start)
+
+
+def _name_of(file: Any) -> str:
+    for attribute in ("name", "url"):
+        name = getattr(file, attribute, None)
+        if isinstance(name, bytes):
+            name = os.fsdecode(name)
+        if isinstance(name, int) and not isinstance(name, bool):
+            return f"file descriptor {name}"
+        if isinstance(name, str) and name and (attribute == "name" or urls.is_url(name)):
+            return urls.shown(name) if urls.is_url(name) else name
+    return type(file).__name__
+
+
+def _answers(file: Any, method: str, default: bool) -> bool:
+    """Return the answer of ``readable``, ``writable`` or ``seekable``."""
+    function = getattr(file, method, None)
+    return bool(function()) if callable(function) else default
+
+
+def _descriptor(file: Any) -> int | None:
+    """Return the descriptor of a regular file, or None for any other object and on Windows.
+
+    Only Python's own classes are trusted: ``fileno`` of a decompressor leads to the compressed file.
+    """
+    if os.name == "nt":
+        return None
+    if type(file).__module__ == "tempfile" and type(file).__name__ == "_TemporaryFileWrapper":
+        file = file.file
+    raw = file.raw if type(file) in (io.BufferedReader, io.BufferedRandom) else file
+    if type(raw) is not io.FileIO:
+        return None
+    number = raw.fileno()
+    return number if stat.S_ISREG(os.fstat(number).st_mode) else None
+
+
+def _seeks_cheaply(file: Any) -> bool:
+    """Return whether an object that can seek is no device, whose size is unknown, and does not decompress."""
+    kinds = (kind.__module__.partition(".")[0] for kind in type(file).__mro__)
+    return _DECOMPRESSORS.isdisjoint(kinds) and not _is_device(file)
+
+
+def _is_device(file: Any) -> bool:
+    """Return whether a file of Python's own classes is a device, whose size is unknown."""
+    raw = getattr(file, "raw", file)
+    return type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+
+
+def _part(file: Any, size: int, name: str) -> bytes:
+    """Return the next bytes, none at the end."""
+    part = file.read(size)
+    if part is None:
+        raise BlockingIOError(f"{name}: the file object is non-blocking and has no bytes yet; make it blocking")
+    if not isinstance(part, (bytes, bytearray, memoryview)):
+        raise TypeError(f"{name}: read() must return bytes, got {type(part).__name__}; open the file in binary mode")
+    part = bytes(part)
+    if len(part) > size:
+        raise FormatError(f"read({size}) returned {len(part):,} bytes", name)
+    return part
+
+
+def _read(file: Any, size: int, name: str) -> memoryview:
+    """Return the next bytes; fewer only at the end."""
+    memory = bytearray(size)
+    view, count = memoryview(memory), 0
+    while count < size:
+        part = _part(file, min(size - count, _CHUNK), name)
+        if not part:
+            break
+        view[count : count + len(part)] = part
+        count += len(part)
+    return view[:count]
+
+
+class FileObjects:
+    """The file objects of a call, as `Files`. Paths are their names with a number."""
+
+    remote = True
+
+    def __init__(self) -> None:
+        self._sources: dict[str, _Source] = {}
+
+    def __repr__(self) -> str:
+        return f"<FileObjects {', '.join(map(self.shown, self._sources))}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r}: file objects cannot be pickled")
+
+    def add(self, file: Any) -> str:
+        """Add a file object, and return its path."""
+        source = _Source(file)
+        path = f"{_SCHEME}{len(self._sources)}/{source.name}"
+        self._sources[path] = source
+        return path
+
+    def heads(self, size: int) -> Iterator[tuple[str, bytes]]:
+        """Yield names and first bytes of the objects that must be copied before they are opened."""
+        for source in self._sources.values():
+            head = source.head(size)
+            if head is not None:
+                yield source.name, head
+
+    def open(self, path: str) -> ByteStore:
+        source = self._sources.get(path)
+        if source is not None:
+            return source.open()
+        if path.startswith(_SCHEME):
+            raise missing_file(self.shown(path), f"No such file object: {show(self.shown(path))}")
+        return LOCAL.open(path)
+
+    def is_folder(self, path: str) -> bool:
+        return not path.startswith(_SCHEME) and LOCAL.is_folder(path)
+
+    def listing(self, folder: str) -> list[tuple[str, bool]]:
+        return [] if folder == _SCHEME else LOCAL.listing(folder)
+
+    def join(self, folder: str, name: str) -> str:
+        """Return the path of a name beside a file object: another file object with this name, or a missing one."""
+        if folder != _SCHEME:
+            return LOCAL.join(folder, name)
+        paths = (path for path, source in self._sources.items() if os.path.basename(source.name) == name)
+        return next(paths, f"{_SCHEME}/{name}")
+
+    def split(self, path: str) -> tuple[str, str]:
+        if not path.startswith(_SCHEME):
+            return LOCAL.split(path)
+        return _SCHEME, os.path.basename(self.shown(path))
+
+    def absolute(self, path: str) -> str:
+        return path if path.startswith(_SCHEME) else LOCAL.absolute(path)
+
+    def shown(self, path: str) -> str:
+        return path.removeprefix(_SCHEME).partition("/")[2] if path.startswith(_SCHEME) else path
+
+    def public(self, path: str) -> str:
+        if not path.startswith(_SCHEME):
+            return LOCAL.public(path)
+        raise UnsupportedError(f"{self.shown(path)}: a file object stays in this process; pass a path instead")
+
+    def public_options(self) -> dict[str, Any] | None:
+        raise UnsupportedError(f"{self!r}: file objects stay in this process; pass paths to other processes")
+
+    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+        if not path.startswith(_SCHEME):
+            LOCAL.check_unchanged(path, seen)
+
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        return [function(item) for item in items]

@@ -1,0 +1,32 @@
+"""A file of each format of formats/registry.py."""
+
+import pickle
+
+from builders import torch_build
+from builders.torch_build import Storage, tensor
+
+
+def torch_file(make):
+    """One of torch_build's makers as a writer."""
+
+    def write(weights, path):
+        path.write_bytes(make({name: tensor(Storage(name, a.ravel()), a.shape) for name, a in weights.items()}))
+
+    return write
+
+
+# Formats that are read and not written.
+MAKERS = {
+    "torch zip": torch_file(torch_build.zip_file),
+    "torch legacy": torch_file(torch_build.legacy_file),
+    "pickle": lambda weights, path: path.write_bytes(pickle.dumps(weights)),
+}
+
+
+def make(row, weights, path):
+    """Write a file of the format, and return its path."""
+    if row.writes:
+        row.load().write(weights, {}, path)
+    else:
+        MAKERS[row.name](weights, path)
+    return path
