@@ -175,29 +175,44 @@ class MissingDeviceError(UnsupportedError, RuntimeError):
     """
 
 
-class _MissingFileError(FileNotFoundError):
-    """``FileNotFoundError`` with the message of safetensors, which its tests assert, followed by advice.
+class _ExplainedError(OSError):
+    """A system error with a message of its own. Tracebacks show the name of the system error."""
 
-    Tracebacks show the name of the base class.
-    """
-
-    __module__ = "builtins"
     message: str
 
     def __str__(self) -> str:
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return missing_file, (self.filename, self.message)
+        return _explained, (self.errno, self.filename, self.message)
 
 
-_MissingFileError.__name__ = _MissingFileError.__qualname__ = FileNotFoundError.__name__
+def _explained_class(kind: type[OSError]) -> type[_ExplainedError]:
+    return type(kind.__name__, (_ExplainedError, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+_EXPLAINED = {errno.ENOENT: _explained_class(FileNotFoundError), errno.EISDIR: _explained_class(IsADirectoryError)}
+
+
+def _explained(number: int, path: str | None, message: str) -> Any:
+    error = _EXPLAINED[number](number, os.strerror(number), path)
+    error.message = message
+    return error
 
 
 def missing_file(path: str | None, message: str) -> FileNotFoundError:
-    """Return the error for a path that does not exist."""
-    error = _MissingFileError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    error.message = message
+    """Return the error for a path that does not exist. safetensors' tests assert the message's first words."""
+    error: FileNotFoundError = _explained(errno.ENOENT, path, message)
+    return error
+
+
+def folder_given(path: str, function: str) -> IsADirectoryError:
+    """Return the error for a folder if a function reads files.
+
+    Args:
+        function: the function that loads folders.
+    """
+    error: IsADirectoryError = _explained(errno.EISDIR, path, f"Is a directory: {path}; {function} loads folders")
     return error
 
 
@@ -293,6 +308,6 @@ class RemotePermissionError(RemoteError, PermissionError):
 def one_line(error: BaseException) -> str:
     """Return an error as one line. System errors appear without their number, but with the byte of the failure."""
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-        message = str(error) if isinstance(error, _MissingFileError) else f"{error.strerror}: {error.filename}"
+        message = str(error) if isinstance(error, _ExplainedError) else f"{error.strerror}: {error.filename}"
         return "; ".join((message, *getattr(error, "__notes__", ())))
     return str(error) or type(error).__name__

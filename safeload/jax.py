@@ -84,7 +84,7 @@ def load_file(
     check_backend(backend)
     check_threads(threads)
     target = parse_target(dtype)
-    file = safetensors.open_file(filename)
+    file = safetensors.open_file(filename, folders="safeload.jax.load_checkpoint")
     try:
         tensors = Tensors.in_file(file, names)
         if target is not None:

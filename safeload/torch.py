@@ -5,13 +5,13 @@ Importing this module does not import torch; its functions do, and raise ImportE
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
-from os import PathLike as OsPathLike
 from typing import TYPE_CHECKING, Any
 
 from .base import dtypes
 from .base.arrays import check_mapping
-from .base.paths import PathLike
+from .base.paths import PathLike, native_path
 from .base.selecting import Patterns
 from .base.text import clip, printable, show
 from .compat.names import SHARED, imported
@@ -59,6 +59,9 @@ _LATER = {
     "storage_ptr": ("frameworks.torch_shared", "storage_ptr"),
     "storage_size": ("frameworks.torch_shared", "storage_size"),
 }
+
+# The function that loads folders.
+_FOLDERS = "safeload.torch.load_checkpoint"
 
 # Limit on names in a message.
 _MAX_LISTED = 100
@@ -116,14 +119,14 @@ def load_file(
     on_cpu = device is None or (isinstance(device, str) and device == "cpu")
     everything = names is None and dtype is None and threads is None and progress is None
     if on_cpu and everything and backend in ("mmap", "pread"):
-        opened = safetensors.load_or_open(filename, backend)
+        opened = safetensors.load_or_open(filename, backend, _FOLDERS)
         if isinstance(opened, safetensors.Resident):
             return torch_arrays.from_table(*opened)
         try:
             return torch_arrays.from_table(opened.table, load_all(opened, backend))
         finally:
             opened.close()
-    file = safetensors.open_file(filename, brief=on_cpu)
+    file = safetensors.open_file(filename, brief=on_cpu, folders=_FOLDERS)
     try:
         place = torch_arrays.device_of(device)
         check_backend(backend)
@@ -206,27 +209,45 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         torch.float32
     """
-    from .frameworks import torch_arrays, torch_devices
-    from .frameworks.checkpoints import load_arrays, selecting, unconverted
-
-    place = torch_arrays.device_of(device)
-    with selecting(
+    return _load_selected(
         path,
+        device,
         names=names,
         only=only,
         drop=drop,
         dtype=dtype,
         adapters=adapters,
         storage_options=storage_options,
+        threads=threads,
+        progress=progress,
         format=format,
         root=root,
         unknown_globals=unknown_globals,
         stored=stored,
-    ) as selected:
+    )
+
+
+def _load_selected(
+    path: Paths,
+    device: Any,
+    *,
+    backend: Backend = "mmap",
+    threads: int | None = None,
+    progress: Progress = None,
+    **selection: Any,
+) -> dict[str, Tensor]:
+    """Load the tensors that `selecting` selects."""
+    from .frameworks import torch_arrays, torch_devices
+    from .frameworks.checkpoints import load_arrays, selecting, unconverted
+
+    place = torch_arrays.device_of(device)
+    check_backend(backend)
+    with selecting(path, **selection) as selected:
         if place is not None:
             return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
         raw = torch_arrays.raw_of(unconverted(selected))
-        return torch_arrays.from_arrays(load_arrays(selected, threads=threads, progress=progress), raw)
+        arrays = load_arrays(selected, backend=backend, threads=threads, progress=progress)
+        return torch_arrays.from_arrays(arrays, raw)
 
 
 def load(data: bytes) -> dict[str, Tensor]:
@@ -252,7 +273,7 @@ def load(data: bytes) -> dict[str, Tensor]:
     """
     from .frameworks import torch_arrays
 
-    if type(data) is not bytes and isinstance(data, (str, OsPathLike)):
+    if type(data) is not bytes and isinstance(data, (str, os.PathLike)):
         raise TypeError(
             f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
             "safeload.torch.load_checkpoint"
@@ -375,22 +396,29 @@ def load_model(
     device: str | int | Device = "cpu",
     *,
     backend: Backend = "mmap",
+    dtype: Any = None,
 ) -> tuple[set[str], list[str]]:
-    """Load a file into a model. For parameters that share memory, the file can have any of their names.
+    """Load a file, or a folder of weight files, into a model.
+
+    For parameters that share memory, the file or folder can have any of their names. A folder can also have several, if
+    their values are equal.
 
     Args:
-        model: a ``torch.nn.Module``. Its parameters are overwritten.
-        filename: path of the file.
+        model: a ``torch.nn.Module``. Its parameters are overwritten, and keep their dtypes and devices.
+        filename: path of a safetensors file, or of a folder or ``index.json``. A folder can be of any format that
+            `load_checkpoint` loads, and quantized weights in it are dequantized.
         strict: False accepts missing and unexpected names.
-        device: device to load the file onto before parameters are overwritten. Parameters stay on their devices.
+        device: device to load onto before parameters are overwritten.
         backend: see `load_file`.
+        dtype: dtype to convert floating tensors to while they are read, see `load_file`. Quantized weights need it if
+            the folder's ``config.json`` has no dtype.
 
     Returns:
-        Names of the model that the file lacks, and names of the file that the model lacks.
+        Names of the model that the file or folder lacks, and names of the file or folder that the model lacks.
 
     Raises:
         RuntimeError: shapes differ, or names are missing or unexpected (if ``strict``).
-        FormatError, SafeloadError, OSError, ImportError: see `load_file`.
+        FormatError, SafeloadError, OSError, ImportError: see `load_file` and `load_checkpoint`.
 
     Example:
         >>> import torch
@@ -399,18 +427,28 @@ def load_model(
         >>> load_model(torch.nn.Linear(2, 2, bias=False), "linear.safetensors", strict=False)
         (set(), ['bias'])
     """
-    tensors = load_file(filename, device, backend=backend)
+    from .frameworks import torch_arrays
+
+    path = native_path(filename)[0]
+    folder = path.endswith(".index.json") or os.path.isdir(path)
+    if folder:
+        tensors = _load_selected(path, device, dtype=dtype, backend=backend)
+    else:
+        tensors = load_file(filename, device, backend=backend, dtype=dtype)
     removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
     missing_names, unexpected = model.load_state_dict(tensors, strict=False)
     missing = set(missing_names)
-    for name in (name for names in removed.values() for name in names):
-        # The name was filled through the kept name. A file with both was not written by save_model.
-        if name in missing:
-            missing.remove(name)
-        else:
-            unexpected.append(name)
+    for kept, names in removed.items():
+        for name in names:
+            if name in missing:  # it was filled through the kept name
+                missing.remove(name)
+            elif not folder or not torch_arrays.same_bytes(
+                tensors[name], tensors[kept]
+            ):  # save_model writes only one of them
+                unexpected.append(name)
     if strict and (missing or unexpected):
-        lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
+        where = f" from {path}" if folder else ""
+        lines = [f"Error(s) in loading state_dict for {type(model).__name__}{where}:"]
         if missing:
             lines.append(f"    Missing key(s) in state_dict: {_quoted(missing)}")
         if unexpected:

@@ -13,7 +13,7 @@ from ..base.text import clip, plural, printable
 from ..engine.read.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
 from ..engine.read.tensors import Tensors
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafetensorError
+from ..errors import SafetensorError, folder_given
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
 from .safe_slice import SafeSlice
@@ -55,7 +55,10 @@ class safe_open:  # noqa: N801 - safetensors' name
     def __init__(
         self, filename: PathLike, framework: str = "numpy", device: Any = "cpu", *, backend: str = "mmap"
     ) -> None:
-        file = safetensors.open_file(filename)
+        try:
+            file = safetensors.open_file(filename)
+        except IsADirectoryError as error:
+            raise folder_given(error.filename, _FOLDERS.get(str(framework), "safeload.open")) from None
         try:
             self._handle = _handle(framework, device, backend)
         except BaseException:
@@ -225,6 +228,11 @@ def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, see
     return opened
 
 
+# The function that loads folders, for frameworks other than NumPy.
+_FOLDERS = {
+    **dict.fromkeys(("pt", "torch", "pytorch"), "safeload.torch.load_checkpoint"),
+    **dict.fromkeys(("jax", "flax"), "safeload.jax.load_checkpoint"),
+}
 # Module and class of the `Handle` for each framework other than NumPy, by upstream's names.
 _HANDLES = {
     **dict.fromkeys(("pt", "torch", "pytorch"), ("torch_handles", "TorchHandle")),

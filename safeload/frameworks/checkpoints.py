@@ -11,7 +11,7 @@ from ..base.messages import error_about
 from ..base.selecting import Patterns
 from ..base.table import Table
 from ..checkpoint import Checkpoint, chosen, tensors_of
-from ..engine.read.load import parse_target
+from ..engine.read.load import Backend, parse_target
 from ..engine.run.progress import Progress
 from ..errors import UnsupportedError
 from ..formats.opening import Paths
@@ -40,12 +40,12 @@ class Selected(NamedTuple):
 def selecting(
     path: Paths,
     *,
-    names: Iterable[str] | None,
-    only: Patterns,
-    drop: Patterns,
-    dtype: Any,
-    adapters: Any,
-    storage_options: Mapping[str, Any] | None,
+    names: Iterable[str] | None = None,
+    only: Patterns = None,
+    drop: Patterns = None,
+    dtype: Any = None,
+    adapters: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Selected]:
     """Open a checkpoint and its adapters, and select tensors.
@@ -105,10 +105,13 @@ def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
             yield from ((name, file.table, index) for name, file, index in tensors_of(checkpoint, group.names))
 
 
-def load_arrays(selected: Selected, *, threads: int | None, progress: Progress) -> dict[str, Any]:
+def load_arrays(
+    selected: Selected, *, backend: Backend = "mmap", threads: int | None, progress: Progress
+) -> dict[str, Any]:
     """Load arrays by name. F4 and F6 tensors without conversion are raw uint8.
 
     Args:
+        backend: "mmap" if adapters are merged.
         progress: of the last group, which takes the time: earlier groups are views.
 
     Raises:
@@ -120,7 +123,7 @@ def load_arrays(selected: Selected, *, threads: int | None, progress: Progress) 
         dtype = None if group.dtype is None else group.dtype.name
         shown = progress if group is groups[-1] else None
         if merge is None:
-            arrays.update(checkpoint.load(group.names, dtype=dtype, threads=threads, progress=shown))
+            arrays.update(checkpoint.load(group.names, dtype=dtype, backend=backend, threads=threads, progress=shown))
         else:
             arrays.update(load_merged(checkpoint, merge, group.names, dtype=dtype, threads=threads, progress=shown))
     return arrays if len(groups) == 1 else {name: arrays[name] for name in names}

@@ -311,6 +311,14 @@ def to_array(tensor: Any) -> Array:
     return array if array.dtype == dtype else array.view(dtype)
 
 
+def same_bytes(first: Any, second: Any) -> bool:
+    """Return whether two tensors have equal dtypes, shapes and bytes."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    codes = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    return bool(torch.equal(*codes))
+
+
 # ---- devices ----
 
 

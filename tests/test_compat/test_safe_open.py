@@ -475,12 +475,24 @@ def test_the_framework_is_judged_before_the_device_and_that_before_the_backend(p
     assert "is invalid (expected one of: " in str(caught.value)
 
 
-def test_a_folder_is_is_a_directory(tmp_path):
-    for call in (safe_open, safeload.numpy.load_file):
+def test_a_folder_is_is_a_directory_and_the_error_names_the_function_for_folders(tmp_path):
+    for call, function in (
+        (lambda: safe_open(tmp_path), "safeload.open"),
+        (lambda: safe_open(tmp_path, "pt"), "safeload.torch.load_checkpoint"),
+        (lambda: safe_open(tmp_path, "flax"), "safeload.jax.load_checkpoint"),
+        (lambda: safe_open(tmp_path, "nonsense"), "safeload.open"),
+        (lambda: safeload.numpy.load_file(tmp_path), "safeload.load"),
+        (lambda: safeload.numpy.load_file(tmp_path, dtype="float32", backend="direct"), "safeload.load"),
+    ):
         with pytest.raises(IsADirectoryError) as caught:
-            call(tmp_path)
-        assert caught.value.errno == errno.EISDIR
-        assert caught.value.filename == str(tmp_path)
+            call()
+        for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+            assert str(error) == f"Is a directory: {tmp_path}; {function} loads folders"
+            assert (error.errno, error.filename, type(error).__name__) == (
+                errno.EISDIR,
+                str(tmp_path),
+                "IsADirectoryError",
+            )
 
 
 # Imports come first, also those of the first use of a name: nobody may not read a Python that is in root's home.

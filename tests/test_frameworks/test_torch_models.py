@@ -1,16 +1,22 @@
 """Models saved and loaded with one copy of each parameter; the files and the results are upstream's."""
 
+import errno
+import json
+import os
 import random
+import shutil
 
 import pytest
+from builders.paths import TESTS
 from builders.torch_tensors import bits
 
 torch = pytest.importorskip("torch")
 
 import safetensors.torch as upstream  # noqa: E402
 
+import safeload  # noqa: E402
 import safeload.torch as ours  # noqa: E402
-from safeload import FormatError  # noqa: E402
+from safeload import FormatError, SafetensorError, UnsupportedError  # noqa: E402
 from safeload.numpy import load_file as arrays_of  # noqa: E402
 
 nn = torch.nn
@@ -275,3 +281,172 @@ def test_shared_names_are_found_as_upstream_finds_them(seed):
         return  # we may find more to keep
     mine = ours._remove_duplicate_names(tensors, **options)
     assert {name: sorted(group) for name, group in want.items()} == mine
+
+
+# ---- folders ----
+
+
+def write_shards(folder, tensors, shards=2):
+    """A folder as transformers writes it."""
+    folder.mkdir()
+    names = sorted(tensors)
+    files = {f"model-{k + 1:05}-of-{shards:05}.safetensors": names[k::shards] for k in range(shards)}
+    for file, own in files.items():
+        ours.save_file({name: tensors[name] for name in own}, folder / file)
+    weight_map = {name: file for file, own in files.items() for name in own}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def all_bits(tensors):
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def untied():
+    return {name: tensor.clone() for name, tensor in Transformer(tied=False).state_dict().items()}
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
+def test_a_folder_of_shards_is_loaded(backend, untied, tmp_path):
+    folder = write_shards(tmp_path / "model", untied)
+    for path in (folder, str(folder) + "/", os.fsencode(folder), folder / "model.safetensors.index.json"):
+        model = Transformer(tied=False)
+        assert ours.load_model(model, path, backend=backend) == (set(), [])
+        assert state(model) == all_bits(untied)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "any.gguf"])
+def test_a_folder_of_any_format_is_loaded(file, tmp_path):
+    model, again = nn.Linear(4, 3), nn.Linear(4, 3)
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if file.endswith("bin"):
+        torch.save(tensors, tmp_path / file)
+    elif file.endswith("safetensors"):
+        ours.save_model(model, tmp_path / file)
+    else:
+        safeload.convert({name: tensor.numpy() for name, tensor in tensors.items()}, tmp_path / file)
+    assert ours.load_model(again, tmp_path) == (set(), [])
+    assert state(again) == state(model)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_and_shapes_of_a_folder_are_compared_as_those_of_a_file(strict, tmp_path):
+    tensors = {"weight": torch.ones(2, 2), "extra": torch.ones(1), "other": torch.ones(1)}
+    folder = write_shards(tmp_path / "model", tensors)
+    ours.save_file(tensors, tmp_path / "x")
+
+    def outcome(path, rows):
+        try:
+            return ours.load_model(nn.Linear(2, rows), path, strict)
+        except RuntimeError as error:
+            return str(error).replace(f" from {folder}", "")
+
+    for rows in (2, 3):
+        assert outcome(folder, rows) == outcome(tmp_path / "x", rows)
+    if strict:
+        with pytest.raises(RuntimeError) as caught:
+            ours.load_model(nn.Linear(2, 2), folder)
+        assert str(caught.value) == (
+            f"Error(s) in loading state_dict for Linear from {folder}:\n"
+            '    Missing key(s) in state_dict: "bias"\n'
+            '    Unexpected key(s) in state_dict: "extra", "other"'
+        )
+
+
+@pytest.mark.parametrize("keep", ["embed.weight", "head.weight"])
+def test_a_folder_with_either_name_of_a_tied_parameter(keep, tmp_path):
+    model = Transformer()
+    drop = ({"embed.weight", "head.weight"} - {keep}).pop()
+    folder = write_shards(tmp_path / "model", {name: x for name, x in model.state_dict().items() if name != drop})
+    again = scrambled(Transformer)
+    assert ours.load_model(again, folder) == (set(), [])
+    assert state(again) == state(model)
+
+
+def test_a_folder_with_both_names_of_a_tied_parameter_is_loaded_if_they_agree(untied, tmp_path):
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        untied["head.weight"] = untied["embed.weight"] = untied["embed.weight"].to(dtype)
+        untied["head.weight"] = untied["head.weight"].clone()
+        folder = write_shards(tmp_path / str(dtype), untied)
+        model = Transformer()
+        assert ours.load_model(model, folder) == (set(), [])
+        assert torch.equal(model.head.weight, untied["embed.weight"].to(torch.float32))
+    untied["head.weight"] = untied["head.weight"].to(torch.float32) + 1
+    folder = write_shards(tmp_path / "other", untied)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "head.weight"'):
+        ours.load_model(Transformer(), folder)
+    assert ours.load_model(Transformer(), folder, strict=False) == (set(), ["head.weight"])
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_tensors_take_the_dtype_of_the_parameters(folder, untied, tmp_path):
+    halves = {name: x.to(torch.float16) if x.is_floating_point() else x for name, x in untied.items()}
+    path = write_shards(tmp_path / "x", halves) if folder else tmp_path / "x"
+    if not folder:
+        ours.save_file(halves, path)
+    for dtype in (None, "bfloat16", torch.float64):
+        model = Transformer(tied=False)
+        assert ours.load_model(model, path, dtype=dtype) == (set(), [])
+        for name, parameter in model.state_dict().items():
+            assert parameter.dtype == untied[name].dtype
+            stored = halves[name]
+            if dtype == "bfloat16" and stored.is_floating_point():
+                stored = stored.to(torch.bfloat16)
+            assert torch.equal(parameter, stored.to(parameter.dtype)), name
+
+
+def test_quantized_weights_of_a_folder_are_dequantized(tmp_path):
+    folder = tmp_path / "q"
+    shutil.copytree(TESTS / "data" / "quantized" / "ct_pack_w4_g32_sym", folder)
+    weights = ours.load_checkpoint(folder)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, tensor in weights.items():
+                inner = self
+                for part in name.split(".")[:-1]:
+                    if part not in dict(inner.named_children()):
+                        inner.add_module(part, nn.Module())
+                    inner = inner.get_submodule(part)
+                inner.register_buffer(name.rpartition(".")[2], torch.zeros_like(tensor))
+
+    model = Whole()
+    assert ours.load_model(model, folder) == (set(), [])
+    assert state(model) == all_bits(weights)
+    config = json.loads((folder / "config.json").read_text())
+    for field in ("dtype", "torch_dtype"):
+        config.pop(field, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="pass dtype="):
+        ours.load_model(Whole(), folder)
+    assert ours.load_model(model, folder, dtype="bfloat16") == (set(), [])
+
+
+def test_folders_that_cannot_be_loaded(untied, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnsupportedError, match="empty: no weights here"):
+        ours.load_model(Transformer(), tmp_path / "empty")
+    folder = write_shards(tmp_path / "model", untied)
+    with pytest.raises(UnsupportedError, match="cuda"):
+        ours.load_model(Transformer(), folder, device="cuda:99")
+    with pytest.raises(SafetensorError, match="backend 'disk' is invalid"):
+        ours.load_model(Transformer(), folder, backend="disk")
+    model = Transformer(tied=False)
+    before = state(model)
+    os.remove(folder / "model-00002-of-00002.safetensors")
+    with pytest.raises((FormatError, FileNotFoundError), match=r"model-00002-of-00002\.safetensors"):
+        ours.load_model(model, folder)
+    assert state(model) == before
+    for path, error in ((3, TypeError), (None, TypeError), ("a\0b", ValueError)):
+        with pytest.raises(error):
+            ours.load_model(model, path)
+
+
+@pytest.mark.parametrize("arguments", [(), ("meta",), ("pt",)], ids=["load_file", "on a device", "safe_open"])
+def test_functions_that_read_files_name_the_function_for_folders(arguments, tmp_path):
+    with pytest.raises(IsADirectoryError) as caught:
+        (ours.safe_open if arguments == ("pt",) else ours.load_file)(tmp_path, *arguments)
+    assert str(caught.value) == f"Is a directory: {tmp_path}; safeload.torch.load_checkpoint loads folders"
+    assert (caught.value.errno, caught.value.filename) == (errno.EISDIR, str(tmp_path))

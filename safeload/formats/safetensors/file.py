@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import groupby
@@ -21,7 +22,7 @@ from ...engine.read.lazy import Lazy, Staged, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
-from ...errors import SafetensorError, unsaved
+from ...errors import SafetensorError, folder_given, unsaved
 from ...stores.local import LocalStore, with_room
 from ..registry import Candidate, Content, OpenRequest, explain
 from .header import Header, text
@@ -41,17 +42,18 @@ _LOADED, _TABLE, _FILE = map(ffi.typeof, ("sl_loaded *", "sl_table **", "sl_file
 # ---- read ----
 
 
-def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
+def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.load") -> WeightFile:
     """Open a file and validate its header, without reading tensors.
 
     Args:
         brief: see `LocalStore`.
+        folders: the caller's function that loads folders, for the error if the path is a folder.
 
     Raises:
         FormatError: the file breaks the format, or has another format.
         OSError: the file cannot be opened.
     """
-    text, loaded = _loaded(path, 0)
+    text, loaded = _loaded(path, 0, folders)
     return _open_file(text, loaded, brief)
 
 
@@ -62,11 +64,14 @@ class Resident(NamedTuple):
     arrays: dict[str, Array]  # by name, in the order of their bytes
 
 
-def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
+def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -> Resident | WeightFile:
     """Return the tensors of a small file, or an open file if it is larger than the limit of the backend.
 
     A small file is read whole with one call, even for "mmap", because a mapping and its first page fault take longer.
     Like a mapping, the memory is private and lives as long as the last array over it.
+
+    Args:
+        folders: see `open_file`.
 
     Raises:
         FormatError: the file breaks the format, or has another format.
@@ -76,14 +81,14 @@ def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
     """
     if backend == "pread":
         thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
-    text, loaded = _loaded(path, _SMALL[backend])
+    text, loaded = _loaded(path, _SMALL[backend], folders)
     if not loaded.content:
         return _open_file(text, loaded, brief=True)
     table = Table(pointer(loaded.table))
     return Resident(table, in_memory.views_of(table, content_buffer(loaded.content, loaded.file.size)))
 
 
-def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
+def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, Any]:
     """Return the path as text and the ``sl_loaded`` of the file."""
     text, encoded = native_path(path)
     loaded = ffi.new(_LOADED)
@@ -91,6 +96,8 @@ def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
     status = short.sl_safetensors_load(*arguments)
     if status == lib.SL_E_OS:
         status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
+    if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
+        raise folder_given(text, folders)
     if status == lib.SL_E_FORMAT:
         raise explain(text) or failure(status, loaded.error, text)
     check(status, loaded.error, text)
