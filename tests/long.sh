@@ -6,6 +6,7 @@
 #   - operations on packed tensors: CI tries a checkpoint of each kind (tests/builders/quantized.py), this all of them;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
 #   - Windows: CI runs a part of the suite under Wine (tests/windows/README.md), this the whole;
+#   - clients: the test suites of libraries that load with safetensors (tests/clients/run.sh), which take an hour;
 #   - AArch64 (tests/aarch64/README.md) and other versions of Python and of packages (tests/pythons/README.md);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what these folders' scripts need. FOLDER keeps what was found and downloaded, and a
@@ -20,4 +21,5 @@ SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_
 SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
 SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
+"$here/clients/run.sh" "$kept/clients"
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

@@ -239,8 +239,8 @@ def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
             RuntimeWarning,
             stacklevel=2,
         )
-    _installation.add(subprocesses)
-    calls = [subprocesses]  # to undo
+    calls = [bool(subprocesses)]  # to undo
+    _installation.add(*calls)
 
     def undo() -> None:
         while calls:
