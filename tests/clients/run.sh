@@ -26,7 +26,7 @@ requirements() {
     case $1 in
     huggingface_hub) echo "huggingface_hub==2.4.0 $TORCH pytest-mock pytest-env jedi jinja2 pillow" ;;
     accelerate) echo "accelerate==1.15.0 $TORCH transformers==5.23.0 parameterized" ;;
-    peft) echo "peft==0.21.2 $TORCH transformers==5.23.0 parameterized scipy datasets diffusers" ;;
+    peft) echo "peft==0.21.2 $TORCH transformers==5.23.0 parameterized scipy scikit-learn datasets diffusers" ;;
     quanto) echo "optimum-quanto==0.2.7 $TORCH transformers==5.23.0 diffusers" ;;
     *) echo "unknown client $1; there are: ${CLIENTS[*]}" >&2 && return 2 ;;
     esac

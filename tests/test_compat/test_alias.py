@@ -478,6 +478,14 @@ def test_the_shim_imports_nothing_for_a_program_that_does_not_ask(path):
     assert run("-c", listing, PYTHONPATH=SHIM) == ["False"]
 
 
+def test_the_path_is_as_without_the_shim(tmp_path):
+    show = "import sys; print(sys.path)"
+    assert run("-c", show, PYTHONPATH=os.pathsep.join([str(SHIM), str(tmp_path)])) == run(
+        "-c", show, PYTHONPATH=tmp_path
+    )
+    assert command("-c", show) == run("-c", show)
+
+
 def test_the_shim_runs_the_sitecustomize_that_it_hides(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("ran = [__file__]")
     code = f"import sitecustomize; print(sitecustomize.ran); {WHO}"

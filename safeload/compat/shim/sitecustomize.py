@@ -40,10 +40,14 @@ class ShimFinder:
 
 sys.meta_path.insert(0, ShimFinder())
 
-# Run the sitecustomize.py that this file hides, if there is one further down the path.
+# Programs see the path without this folder, and the sitecustomize.py that it hides runs.
 _here = os.path.dirname(os.path.abspath(__file__))
 _path = [os.path.abspath(entry) for entry in sys.path]
-_hidden = PathFinder.find_spec("sitecustomize", _path[_path.index(_here) + 1 :]) if _here in _path else None
+_hidden = None
+if _here in _path:
+    _position = _path.index(_here)
+    _hidden = PathFinder.find_spec("sitecustomize", _path[_position + 1 :])
+    del sys.path[_position]
 if _hidden is not None and _hidden.loader is not None:
     from importlib.util import module_from_spec
 
