@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from .base import log
 from .base.arrays import Array
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .engine.ahead.stream import Order, Out, TensorStream
+
+# Indices of rows: integers, or a boolean mask.
+Rows: TypeAlias = Sequence[int] | Array
 
 __all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
 
@@ -203,6 +206,48 @@ class Checkpoint(Mapping[str, Any]):
             codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
         options = OpenRequest() if self._recipe is None else self._recipe.options
         return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
+
+    @overload
+    def take(self, name: str, rows: Rows, dtype: None = None) -> Any: ...
+    @overload
+    def take(self, name: str, rows: Rows, dtype: DtypeLike) -> Array: ...
+    def take(self, name: str, rows: Rows, dtype: Any = None) -> Any:
+        """Return rows of a tensor by index: ``ckpt.take("model.embed_tokens.weight", [5, 2, -1])``.
+
+        Only these rows are read, in few reads if they are close together. Of quantized tensors, the blocks that hold
+        them are read; of layouts that store rows of values as columns (GPTQ, AWQ), all codes.
+
+        Args:
+            name: of the tensor, which must have an axis.
+            rows: indices of the first axis as a list, a range or an integer array, in any order, with duplicates;
+                negative indices count from the end. Or a boolean mask with an element per row.
+            dtype: dtype to convert floating rows, and dequantize quantized rows, to; see `load`. None converts nothing.
+
+        Returns:
+            What ``checkpoint[name]`` returns, with only these rows: an array in new memory, of shape
+            ``[rows, *shape[1:]]``; or, with ``dtype=None``, a `QuantizedTensor` of a quantized tensor.
+
+        Raises:
+            TensorNotFoundError: the name does not exist.
+            IndexError: an index is out of range, or the mask has another length than the first axis.
+            TypeError: ``rows`` is neither integers nor a mask.
+            UnsupportedError: the tensor has no axes; or the rows of a quantized tensor are not whole blocks, and
+                ``dtype`` is None.
+            FormatError, OSError: the file ends too early, or cannot be read.
+
+        Example:
+            >>> import safeload
+            >>> with safeload.open("tiny-llama") as checkpoint:
+            ...     checkpoint.take("model.embed_tokens.weight", [5, 2, 5], dtype="float32").shape
+            (3, 64)
+        """
+        from .engine.read.take import take_rows  # only here: most programs take no rows
+
+        self._check_open()
+        file, index = self._locate(name)
+        if dtype is not None:
+            codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
+        return take_rows(file, index, rows, dtype, name)
 
     @overload
     def load(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ...base.text import show
 from ...errors import FormatError
 from ..run import jobs
 from .code_ranges import Range, mask_bytes
+from .part_rows import AnyPart, along, ranges, whole
 
 # Columns per recorded start, in whole bytes: restoring a piece of a row counts up to this many bits again.
 _STEP = 1 << 16
@@ -78,22 +79,30 @@ def fields_of(packed: Packed, rows: Range, name: str, read: Read) -> dict[str, A
     return {"mask": mask, "starts": starts.astype(np.uint64), "mask_columns": step, "first_row": rows.row}
 
 
-def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> dict[str, Array]:
-    """Return a range of rows of the mask and of the values, in memory.
+def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]) -> dict[str, Array]:
+    """Return runs of rows of the mask and of the values.
 
     Raises:
         ValueError: ``row_offsets`` do not fit the values.
+        FormatError, OSError: parts of a file cannot be read.
     """
-    mask = {packing.MASK: parts[packing.MASK][rows]}
-    codes, offsets = parts[packing.CODES], parts.get(packing.OFFSETS)
-    if offsets is None:
-        return {**mask, packing.CODES: codes[rows]}
-    edges = [int(offsets[k]) if k < packed.rows else codes.size for k in (rows.start, rows.stop)]
-    if not 0 <= edges[0] <= edges[1] <= codes.size or (rows.start == 0 != edges[0]):
-        raise ValueError(
-            f"row_offsets: rows {rows.start} to {rows.stop} would be values {edges[0]} to {edges[1]} of {codes.size}"
-        )
-    return {**mask, packing.CODES: codes[slice(*edges)], packing.OFFSETS: offsets[rows] - offsets[rows][:1]}
+    mask = {packing.MASK: along(parts[packing.MASK], runs, packed.rows)}
+    codes = parts[packing.CODES]
+    if packing.OFFSETS not in parts:
+        return {**mask, packing.CODES: along(codes, runs, packed.rows)}
+    offsets = whole(parts[packing.OFFSETS])
+    values, moved, before = [], [], 0
+    for run in runs:
+        begin, end = (int(offsets[k]) if k < packed.rows else codes.size for k in (run.start, run.stop))
+        if not 0 <= begin <= end <= codes.size or (run.start == 0 != begin):
+            raise ValueError(
+                f"row_offsets: rows {run.start} to {run.stop} would be values {begin} to {end} of {codes.size}"
+            )
+        values.append(slice(begin, end))
+        moved.append(offsets[run] - offsets[run][:1] + offsets.dtype.type(before))
+        before += end - begin
+    changed = moved[0] if len(moved) == 1 else np.concatenate([offsets[:0], *moved])
+    return {**mask, packing.CODES: ranges(codes, values), packing.OFFSETS: changed}
 
 
 def _bytes_of(part: Part, begin: int, end: int) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from ..run.memory import private_array
 from ..run.slice import check_index
 from . import masked, restore, zero_points
 from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
+from .part_rows import AnyPart, along, positions_of, ranges
+from .part_rows import whole as whole_part
 
 # Parts that are shared by the first axis, or divided separately.
 _OF_ALL = frozenset(
@@ -27,83 +29,111 @@ _OF_ALL = frozenset(
 )  # fmt: skip
 
 
-def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:
-    """Slice a packed tensor in memory along the first axis, and return its packing and parts, as views if possible.
-
-    Raises:
-        ValueError: the range is not whole blocks, or its values are not stored together.
-    """
+def row_block(packed: Packing, parts: Mapping[str, AnyPart]) -> int:
+    """Return the rows of the first axis that must be sliced together; 0 if the tensor cannot be sliced."""
     if packed.flat:
-        return _rows_of_flat(packed, parts, rows)
-    count = rows.stop - rows.start
-    grid = packed.grid
-    stacked = len(packed.shape) > 2
-    shared = _rows_in_word(packed.zeros)
+        assert packed.grid is not None
+        unit = packed.grid.column_block * (packed.nested_block if packing.NESTED in parts else 1)
+        return unit // math.gcd(unit, math.prod(packed.shape[1:]))
+    stacked, shared = len(packed.shape) > 2, _rows_in_word(packed.zeros)
     apart = rows_apart(packed) and len(packed.shape) == 2 and shared > 0
     global_per_rows = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
     if not stacked and (not apart or global_per_rows):
-        raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
+        return 0
     unit = 1 if stacked else row_unit(packed) * shared
     if packing.ZERO in parts and packed.zeros is not None and by_columns(packed):
         unit = 32 // math.gcd(packed.zeros.bits, 32)  # whole words
-    scales = 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
-    _check_unit(packed, rows, unit)
     if packing.NESTED in parts:
-        _check_unit(packed, rows, packed.nested_block // math.gcd(packed.nested_block, scales))
-    sliced = dict(parts)
-    if packing.SHAPE in sliced:
-        sliced[packing.SHAPE] = _with_length(sliced[packing.SHAPE], packed.shape, count)
-    if packing.STATE in sliced:
-        sliced[packing.STATE] = _with_state(sliced[packing.STATE], (count, *packed.shape[1:]))
-    if packing.NESTED in sliced:
-        sliced[packing.NESTED] = _nested_of(packed, parts, rows.start * scales, rows.stop * scales)
-    if stacked:
+        unit = math.lcm(unit, packed.nested_block // math.gcd(packed.nested_block, _scales_per_row(packed)))
+    return unit
+
+
+def _scales_per_row(packed: Packing) -> int:
+    grid = packed.grid
+    return 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
+
+
+def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]) -> tuple[Packing, dict[str, Array]]:
+    """Select runs of rows of a packed tensor along the first axis, and return its packing and parts.
+
+    Parts in memory are views if there is a single run.
+
+    Raises:
+        ValueError: a run is not whole blocks, or its values are not stored together.
+        FormatError, OSError: parts of a file cannot be read.
+    """
+    unit = row_block(packed, parts)
+    if not unit:
+        raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
+    for run in runs:
+        _check_unit(packed, run, unit, last=run is runs[-1])
+    if packed.flat:
+        return _rows_of_flat(packed, parts, runs)
+    count = sum(run.stop - run.start for run in runs)
+    sliced: dict[str, Array] = {}
+    if packing.SHAPE in parts:
+        sliced[packing.SHAPE] = _with_length(whole_part(parts[packing.SHAPE]), packed.shape, count)
+    if packing.STATE in parts:
+        sliced[packing.STATE] = _with_state(whole_part(parts[packing.STATE]), (count, *packed.shape[1:]))
+    if packing.NESTED in parts:
+        scales = _scales_per_row(packed)
+        sliced[packing.NESTED] = _nested_of(packed, parts, [_times(run, scales) for run in runs])
+    if len(packed.shape) > 2:
         matrices = packed.matrices // max(1, packed.shape[0])  # per index of the first axis
-        for role, array in parts.items():
-            if role == packing.CODES or _is_apart(packed, role, array):
-                sliced[role] = _along(array, rows, packed.shape[0])
-        return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * matrices), sliced
-    if by_columns(packed):
-        return _rows_by_columns(packed, parts, rows, sliced)
-    return _rows_of_matrix(packed, parts, rows, sliced)
+        for role, part in parts.items():
+            if role == packing.CODES or _is_apart(packed, role, part):
+                sliced[role] = along(part, runs, packed.shape[0])
+        changed = packed._replace(shape=(count, *packed.shape[1:]), matrices=count * matrices)
+    elif by_columns(packed):
+        changed = _rows_by_columns(packed, parts, runs, sliced)
+    else:
+        changed = _rows_of_matrix(packed, parts, runs, sliced)
+    return changed, {role: sliced[role] if role in sliced else whole_part(part) for role, part in parts.items()}
 
 
 def _rows_by_columns(
-    packed: Packing, parts: Mapping[str, Array], rows: slice, sliced: dict[str, Array]
-) -> tuple[Packing, dict[str, Array]]:
+    packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice], sliced: dict[str, Array]
+) -> Packing:
     """`rows_of` for a matrix with codes in columns; ``sliced`` is extended."""
-    count = rows.stop - rows.start
+    count = sum(run.stop - run.start for run in runs)
     for role in (packing.CODES, packing.SCALE, packing.ZERO):
         if role in parts:
-            sliced[role] = _columns_of(parts[role], rows, packed.columns)
+            sliced[role] = _columns_of(whole_part(parts[role]), runs, packed.columns)
     assert packed.grid is not None
     grid, zeros = packed.grid._replace(columns=count), packed.zeros
     if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
-        zeros = _settled(packed, zeros, parts[packing.ZERO])
+        zeros = _settled(packed, zeros, whole_part(parts[packing.ZERO]))
     changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
-    return changed._replace(shape=(count, packed.rows)), sliced
+    return changed._replace(shape=(count, packed.rows))
 
 
 def _rows_of_matrix(
-    packed: Packing, parts: Mapping[str, Array], rows: slice, sliced: dict[str, Array]
-) -> tuple[Packing, dict[str, Array]]:
+    packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice], sliced: dict[str, Array]
+) -> Packing:
     """`rows_of` for a matrix with codes in rows; ``sliced`` is extended."""
-    count, grid, block = rows.stop - rows.start, packed.grid, row_unit(packed)
+    count, grid, block = sum(run.stop - run.start for run in runs), packed.grid, row_unit(packed)
     if packed.layout == packing.MASKED:
-        sliced.update(masked.rows_of(packed, parts, rows))
+        sliced.update(masked.rows_of(packed, parts, runs))
     else:
-        sliced[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
+        sliced[packing.CODES] = along(parts[packing.CODES], runs, packed.rows)
     if grid is not None and grid.rows > 1:
-        whole_blocks = slice(rows.start // block, -(-rows.stop // block))
         for role in (packing.SCALE, packing.ZERO, packing.BIAS):
             if role in parts:
                 shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
-                words = slice(whole_blocks.start // shared, -(-whole_blocks.stop // shared))
-                sliced[role] = _along(parts[role], words, -(-grid.rows // shared))
-        grid = grid._replace(rows=whole_blocks.stop - whole_blocks.start)
+                sliced[role] = along(parts[role], _over(runs, block * shared), -(-grid.rows // shared))
+        grid = grid._replace(rows=sum(run.stop - run.start for run in _over(runs, block)))
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
-    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), sliced
+    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid)
+
+
+def _over(runs: Sequence[slice], unit: int) -> list[slice]:
+    """Return the runs of blocks that hold runs of rows."""
+    return [slice(run.start // unit, -(-run.stop // unit)) for run in runs]
+
+
+def _times(run: slice, factor: int) -> slice:
+    return slice(run.start * factor, run.stop * factor)
 
 
 def _rows_in_word(zeros: Zeros | None) -> int:
@@ -113,41 +143,43 @@ def _rows_in_word(zeros: Zeros | None) -> int:
     return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
 
 
-def _rows_of_flat(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:
+def _rows_of_flat(
+    packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]
+) -> tuple[Packing, dict[str, Array]]:
     """`rows_of` for a flat tensor with blocks across rows."""
     grid, inner = packed.grid, math.prod(packed.shape[1:])
     assert grid is not None
-    block = grid.column_block
-    unit = block * packed.nested_block if packing.NESTED in parts else block
-    _check_unit(packed, rows, unit // math.gcd(unit, inner))
-    shape = rows.stop - rows.start, *packed.shape[1:]
-    columns, begin, end = shape[0] * inner, rows.start * inner, rows.stop * inner
-    first, last = begin // block, -(-end // block)
-    codes = np.ascontiguousarray(parts[packing.CODES]).reshape(-1)
-    begin, end = begin // 2, codes.nbytes if end == packed.columns > begin else end // 2
-    if begin % codes.itemsize or end % codes.itemsize:
-        codes = jobs.native_order(codes).view(np.uint8)
+    shape = sum(run.stop - run.start for run in runs), *packed.shape[1:]
+    columns, values = shape[0] * inner, [_times(run, inner) for run in runs]
+    blocks = _over(values, grid.column_block)
+    codes = parts[packing.CODES]
+    # The last byte of an odd number of values is half used.
+    nbytes = codes.size * codes.dtype.itemsize
+    halves = [
+        slice(run.start // 2, nbytes if run.stop == packed.columns > run.start else run.stop // 2) for run in values
+    ]
+    size = codes.dtype.itemsize
+    if any(half.start % size or half.stop % size for half in halves):
+        codes, size = jobs.native_order(np.ascontiguousarray(whole_part(codes))).reshape(-1).view(np.uint8), 1
     sliced = {
-        **parts,
-        packing.CODES: codes[begin // codes.itemsize : end // codes.itemsize],
-        packing.SCALE: parts[packing.SCALE].reshape(-1)[first:last],
-        packing.STATE: _with_state(parts[packing.STATE], shape),
+        packing.CODES: ranges(codes, [slice(half.start // size, half.stop // size) for half in halves]),
+        packing.SCALE: ranges(parts[packing.SCALE], blocks),
+        packing.STATE: _with_state(whole_part(parts[packing.STATE]), shape),
     }
     if packing.NESTED in parts:
-        sliced[packing.NESTED] = _nested_of(packed, parts, first, last)
-    grid = grid._replace(columns=last - first)
-    return packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid), sliced
+        sliced[packing.NESTED] = _nested_of(packed, parts, blocks)
+    grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
+    changed = packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid)
+    return changed, {role: sliced[role] if role in sliced else whole_part(part) for role, part in parts.items()}
 
 
-def _nested_of(packed: Packing, parts: Mapping[str, Array], first: int, last: int) -> Array:
-    """Return the second-level scales of scales [first, last)."""
-    block = packed.nested_block
-    nested: Array = parts[packing.NESTED].reshape(-1)[first // block : -(-last // block)]
-    return nested
+def _nested_of(packed: Packing, parts: Mapping[str, AnyPart], scales: Sequence[slice]) -> Array:
+    """Return the second-level scales of runs of scales."""
+    return ranges(parts[packing.NESTED], _over(scales, packed.nested_block))
 
 
-def _check_unit(packed: Packing, rows: slice, unit: int) -> None:
-    if rows.start % unit or (rows.stop % unit and rows.stop != packed.shape[0]):
+def _check_unit(packed: Packing, rows: slice, unit: int, *, last: bool) -> None:
+    if rows.start % unit or (rows.stop % unit and not (last and rows.stop == packed.shape[0])):
         raise ValueError(
             f"rows {rows.start} to {rows.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it "
             "and slice the values"
@@ -170,18 +202,10 @@ def _with_state(stored: Array, shape: tuple[int, ...]) -> Array:
     return np.frombuffer(json.dumps({**state, "shape": list(shape)}).encode(), np.uint8)
 
 
-def _is_apart(packed: Packing, role: str, array: Array) -> bool:
+def _is_apart(packed: Packing, role: str, part: AnyPart) -> bool:
     """Return True if a part has separate elements for each index of the first axis."""
     shared = packed.grid is not None and packed.grid.shared
-    return not (role in _OF_ALL or shared or array.size == 1)
-
-
-def _along(array: Array, rows: slice, length: int) -> Array:
-    """Return a range of the first axis of a part, which is divided into ``length`` rows if necessary."""
-    if array.shape[:1] != (length,):
-        array = array.reshape(length, array.size // max(1, length))
-    view: Array = array[rows]
-    return view
+    return not (role in _OF_ALL or shared or part.size == 1)
 
 
 def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
@@ -190,10 +214,11 @@ def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
     return zero_points.settled(zeros, zero_points.only_code(zeros, grid, lambda at, size: raw[at : at + size], 1))
 
 
-def _columns_of(array: Array, columns: slice, length: int) -> Array:
-    """Return a range of the last axis of a part with ``length`` columns, or words for this many codes."""
+def _columns_of(array: Array, runs: Sequence[slice], length: int) -> Array:
+    """Return runs of the last axis of a part with ``length`` columns, or words for this many codes."""
     width, length = array.shape[-1], max(1, length)
-    view: Array = array[:, columns.start * width // length : -(-columns.stop * width // length)]
+    places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
+    view: Array = array[:, places[0]] if len(places) == 1 else array[:, positions_of(places)]
     return view
 
 

@@ -230,7 +230,7 @@ class QuantizedTensor:
                     f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
                 )
             return self._rows(rows)
-        packing, arrays = packed_rows.rows_of(self._packing, self._roles, rows)
+        packing, arrays = packed_rows.rows_of(self._packing, self._roles, [rows])
         return QuantizedTensor.of_parts(packing, self._names, arrays)
 
     def _rows(self, rows: slice) -> QuantizedTensor:
