@@ -457,7 +457,9 @@ def test_a_pattern_among_names(here):
 def test_a_slice_of_what_slices_do_not_take(rows, here):
     with safeload.open("good.safetensors") as opened:
         text = message(lambda: opened.get_slice("w")[rows], IndexError)
-        assert_says(text, "get_slice supports integers, slices, ... and None; got a", "as in checkpoint[name][rows]")
+        assert_says(
+            text, "get_slice supports integers, slices, ... and None; got a", "checkpoint.take(name, rows) reads rows"
+        )
         if not isinstance(rows, (float, str)):
             assert opened["w"][rows].shape[1:] == (64,)  # as the message says
     with safeload.safe_open("good.safetensors") as opened:

@@ -19,6 +19,9 @@ from ..stores.local import check_unchanged
 if TYPE_CHECKING:
     from ..frameworks.handle import Handle
 
+# How to use an index that is not supported, as upstream's tensors do.
+_WHOLE = "index the whole tensor, as in get_tensor(name)[rows]"
+
 
 class SafeSlice:
     """A lazy tensor: indexing it reads only the selected elements.
@@ -82,7 +85,7 @@ class SafeSlice:
         items = index if isinstance(index, tuple) else (index,)
         _refuse(items, self.shape)
         try:
-            return read_slice(self._file, self._index, items, "get_tensor(name)")
+            return read_slice(self._file, self._index, items, _WHOLE)
         except IndexError as error:
             raise SafetensorError(str(error)) from None
 

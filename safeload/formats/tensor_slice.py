@@ -12,7 +12,7 @@ from ..engine.codes.packed_rows import read_index
 from ..engine.codes.quantized_tensor import dequantize_index
 from ..engine.read.load import parse_target
 from ..engine.run.cast import astype
-from ..engine.run.slice import read_slice
+from ..engine.run.slice import TAKE, read_slice
 from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError
 from ..stores.files import rather_changed
@@ -62,7 +62,7 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> Array:
         indices = index if isinstance(index, tuple) else (index,)
-        values = read_slice(self._file, self._index, indices, "checkpoint[name]")
+        values = read_slice(self._file, self._index, indices, TAKE)
         return values if self._target is None else astype(values, self.dtype)
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from ...base.arrays import Array
 from ...base.packing import Packed, Packing, Zeros, by_columns, row_unit
 from ..run import jobs
 from ..run.memory import private_array
-from ..run.slice import check_index
+from ..run.slice import TAKE, check_index
 from . import masked, restore, zero_points
 from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
 from .part_rows import AnyPart, along, positions_of, ranges
@@ -230,7 +230,7 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
         FormatError, OSError: the file cannot be read.
     """
     shape = packed.packing.shape
-    check_index(index, shape, "checkpoint[name].dequantize()")
+    check_index(index, shape, TAKE)
     rows = selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]

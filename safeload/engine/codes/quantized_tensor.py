@@ -18,7 +18,7 @@ from ..run import jobs
 from ..run.cast import target_array
 from ..run.job import Channels, Job
 from ..run.memory import address_of, overlapping
-from ..run.slice import check_index
+from ..run.slice import TAKE, check_index
 from ..run.threads import check_threads
 from . import packed_rows, restore
 
@@ -270,7 +270,7 @@ def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.
         UnsupportedError: see `QuantizedTensor.dequantize`.
     """
     shape = tensor.shape
-    check_index(index, shape, "checkpoint[name].dequantize()")
+    check_index(index, shape, TAKE)
     start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
     values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
     return packed_rows.part_of(values, index, shape, start)

@@ -25,7 +25,7 @@ from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.rows import read_rows
-from ..run.slice import read_slice
+from ..run.slice import TAKE, read_slice
 from ..run.weight_file import WeightFile
 from .batch import read_scale
 from .load import load_tensors, parse_target
@@ -55,16 +55,14 @@ def positions_in(rows: Any, count: int, name: str) -> Array:
         raise TypeError(f"tensor {shown}: rows must have 1 axis, got {indices.ndim}")
     if indices.dtype.kind == "b":
         if len(indices) != count:
-            raise IndexError(
-                f"tensor {shown}: the mask must have {count:,} elements, one per row, got {len(indices):,}"
-            )
+            raise IndexError(f"tensor {shown}: the mask must have {count:,} elements, got {len(indices):,}")
         return np.flatnonzero(indices).astype(np.int64)
     if not len(indices):
         return np.empty(0, np.int64)
     if indices.dtype.kind == "O":  # integers beyond 64 bits, or no numbers
-        bad = next((index for index in indices if not _is_integer(index)), None)
-        if bad is not None:
-            raise TypeError(f"tensor {shown}: rows must be integers, got {type(bad).__name__}")
+        kinds = [type(index).__name__ for index in indices if not _is_integer(index)]
+        if kinds:
+            raise TypeError(f"tensor {shown}: rows must be integers, got {kinds[0]}")
     elif indices.dtype.kind not in "iu":
         raise TypeError(f"tensor {shown}: rows must be integers or a boolean mask, got {indices.dtype}")
     outside = (indices >= count) | (indices < -count)
@@ -167,10 +165,10 @@ def _plain(file: WeightFile, index: int, rows: Array) -> Array:
     layout = file.layout(index)
     if layout.strides is not None:
         return _strided(file, index, layout, layout.strides, rows)
-    count = max(1, file.table.shape(index)[0])
-    shape = layout.shape[1:] if layout.shape[:1] == (count,) else ((layout.end - layout.begin) // count,)
-    origin = Origin(file.table.names[index], file.table.shape(index))
-    raw = read_rows(file, layout.begin, (layout.end - layout.begin) // count, rows, origin=origin)
+    count = file.table.shape(index)[0]
+    pitch = (layout.end - layout.begin) // max(1, count)
+    shape = layout.shape[1:] if layout.shape[:1] == (count,) else (pitch,)
+    raw = read_rows(file, layout.begin, pitch, rows, origin=Origin(file.table.names[index], file.table.shape(index)))
     array = raw.view(layout.dtype).reshape(len(rows), *shape)
     return jobs.native_order(byteswapped(array) if layout.big_endian else array)
 
@@ -181,7 +179,7 @@ def _strided(file: WeightFile, index: int, layout: ArraySpec, strides: tuple[int
     inner = list(zip(layout.shape[1:], strides[1:], strict=True))
     extent = itemsize + sum((size - 1) * stride for size, stride in inner)
     if strides[0] < extent or 0 in layout.shape:
-        return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), "checkpoint[name]")[rows])
+        return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), TAKE)[rows])
     origin = Origin(file.table.names[index], layout.shape)
     raw = read_rows(file, layout.begin, strides[0], rows, width=extent, origin=origin)
     shape = (len(rows), *layout.shape[1:])

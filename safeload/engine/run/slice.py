@@ -21,6 +21,10 @@ _DENSE_PITCH = 4096
 _BLOCK = 1 << 20
 
 
+# How to read rows by index from a checkpoint.
+TAKE = "checkpoint.take(name, rows) reads rows by index"
+
+
 class _SliceAxis(NamedTuple):
     """Selected positions of an axis, ascending: start, start + step, ..."""
 
@@ -39,12 +43,12 @@ def as_index(item: Any) -> int | None:
         return None
 
 
-def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[list[_SliceAxis], tuple[Any, ...]]:
+def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[list[_SliceAxis], tuple[Any, ...]]:
     """Return the positions to read along each axis, and the index of the requested array in the elements.
 
     Args:
         index: the items of a basic index.
-        whole: the expression for the whole tensor, for messages.
+        advice: how to use any other index, for messages.
 
     Raises:
         IndexError: too many indices, an index out of bounds, or not a basic index.
@@ -82,19 +86,18 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[l
             after.append(0)
         else:
             raise IndexError(
-                f"get_slice supports integers, slices, ... and None; got {with_article(type(item).__name__)}: "
-                f"index the whole tensor, as in {whole}[rows]"
+                f"get_slice supports integers, slices, ... and None; got {with_article(type(item).__name__)}: {advice}"
             )
     return axes, (*after, ...)
 
 
-def check_index(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> None:
+def check_index(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> None:
     """Check that an index is a basic index of a tensor of this shape.
 
     Raises:
         IndexError: too many indices, an index out of bounds, or not a basic index.
     """
-    _axes(index, shape, whole)
+    _axes(index, shape, advice)
 
 
 class _Run(NamedTuple):
@@ -148,7 +151,7 @@ def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: 
     yield from walk(0, (), 0)
 
 
-def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], whole: str) -> Array:
+def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: str) -> Array:
     """Read the selected elements into private memory.
 
     Raises:
@@ -156,7 +159,7 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], whole: str
         FormatError, OSError: the file ends too early, or cannot be read.
     """
     layout = file.layout(tensor)
-    axes, after = _axes(index, layout.shape, whole)
+    axes, after = _axes(index, layout.shape, advice)
     origin = Origin(file.table.names[tensor], layout.shape)
     if layout.strides is None:
         result = _read_dense(file, layout, axes, origin)
