@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..base.forking import ProcessLock
-from .names import SHARED, imported
+from .names import PACKAGE, imported
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
@@ -27,14 +27,8 @@ _NAME = "safetensors"
 _VERSION = "0.8.0"  # the release of safetensors that safeload follows
 _PACKAGE = __name__.partition(".")[0]
 
-# Names of the package, and of the compiled module from which it has them.
-_NAMES = {
-    **SHARED,
-    "SafetensorError": ("errors", "SafetensorError"),
-    "_safe_open_handle": ("compat.safe_open", "_safe_open_handle"),
-    "safe_open": ("compat.alias_safe_open", "AliasSafeOpen"),
-}
-_COMPILED = "_safetensors_rust"
+_NAMES = {**PACKAGE, "safe_open": ("compat.alias_safe_open", "AliasSafeOpen")}
+_COMPILED = "_safetensors_rust"  # the module from which the package has its names
 # safeload's module for a module of safetensors, and the framework that safetensors imports there.
 _COUNTERPARTS = {"numpy": ("numpy", "numpy"), "torch": ("torch", "torch"), "flax": ("jax", "jax")}
 # Modules that only the real package has.

@@ -17,6 +17,13 @@ SHARED = {
     "serialize_file": ("compat.serialize", "serialize_file"),
 }
 
+# Names of the package itself.
+PACKAGE = {
+    **SHARED,
+    "SafetensorError": ("errors", "SafetensorError"),
+    "_safe_open_handle": ("compat.safe_open", "_safe_open_handle"),
+}
+
 
 def imported(namespace: dict[str, Any], names: Mapping[str, tuple[str, str]], name: str) -> Any:
     """Import a name into a module's namespace and return its value: the body of a module's ``__getattr__``.

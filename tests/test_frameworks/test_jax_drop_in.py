@@ -381,3 +381,9 @@ except ModuleNotFoundError as error:
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "pip install jax" in done.stdout
+
+
+def test_a_folder_is_an_error_that_names_the_function_for_folders(tmp_path):
+    with pytest.raises(IsADirectoryError) as caught:
+        ours.load_file(tmp_path)
+    assert str(caught.value) == f"Is a directory: {tmp_path}; safeload.jax.load_checkpoint loads folders"

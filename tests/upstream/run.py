@@ -50,18 +50,6 @@ PASS_UNDER_MOCKS = (
 )
 
 
-def stand_in() -> None:
-    import safeload
-    import safeload.jax
-    import safeload.numpy
-    import safeload.torch
-
-    sys.modules["safetensors"] = safeload
-    sys.modules["safetensors.numpy"] = safeload.numpy
-    sys.modules["safetensors.torch"] = safeload.torch
-    sys.modules["safetensors.flax"] = safeload.jax
-
-
 def main() -> int:
     sdist = Path(sys.argv[1]).resolve()
     module, framework = [*sys.argv[2:], *("safeload", "numpy")[len(sys.argv) - 2 :]]
@@ -76,7 +64,9 @@ def main() -> int:
         for name in FILES[framework]:
             shutil.copy(sdist / "bindings/python/tests" / f"{name}.py", tests)
         if module != "safetensors":
-            stand_in()
+            import safeload
+
+            safeload.install_as_safetensors()
         left_out: tuple[str, ...] = ()
         if framework == "numpy":
             sys.modules["torch"] = sys.modules["safetensors.torch"] = MagicMock()
