@@ -13,9 +13,10 @@ import pytest
 import safeload
 from safeload.numpy import save_file
 
+pytest.importorskip("safetensors")
 pytestmark = pytest.mark.no_core
 
-posix = pytest.mark.skipif(os.name == "nt", reason="on Windows a process cannot be replaced")
+posix = pytest.mark.skipif(os.name == "nt", reason="signals and symbolic links of POSIX")
 SHIM = Path(safeload.__file__).parent / "compat" / "shim"
 
 # Before the code of a test: the interpreter does not have the real package, or it has another one.
@@ -130,7 +131,7 @@ import importlib.metadata as metadata
 print(metadata.version("safetensors"), metadata.version("SafeTensors"), metadata.metadata("safetensors")["Name"])
 print(metadata.distribution("safetensors").read_text("RECORD"), metadata.requires("safetensors"))
 undo()
-try: print(metadata.metadata("safetensors")["Summary"])
+try: print(metadata.metadata("safetensors").get("Summary"))
 except metadata.PackageNotFoundError: print("absent")
 assert metadata.version("numpy")
 """
@@ -414,6 +415,7 @@ def test_the_usage_is_printed_for_help_and_mistakes_are_named():
         assert "-I, -E and -S switch off" in line
 
 
+@posix
 def test_a_copy_in_the_working_directory_is_found_by_the_program_too(tmp_path):
     """As in a checkout that is not installed."""
     root = tmp_path / "checkout"
@@ -461,7 +463,11 @@ VERSIONS = (
 )
 
 
-@pytest.mark.parametrize("more", [[], [Path(safeload.__file__).parent.parent]], ids=["absent", "without NumPy"])
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param([Path(safeload.__file__).parent.parent], marks=posix)],
+    ids=["absent", "without NumPy"],
+)
 def test_a_python_without_safeload_imports_the_real_package(bare, more, tmp_path):
     for entry in more:  # only safeload: a folder of site-packages would bring NumPy too
         (tmp_path / "safeload").symlink_to(entry / "safeload")
@@ -497,6 +503,24 @@ def test_the_shim_runs_the_sitecustomize_that_it_hides(tmp_path):
     (copy / "sitecustomize.py").write_text((SHIM / "sitecustomize.py").read_text())
     for search in ([SHIM, SHIM, tmp_path], [SHIM, copy, tmp_path], [copy, SHIM, tmp_path]):
         assert run("-c", code, PYTHONPATH=os.pathsep.join(map(str, search))) == expected
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.8"])
+def test_an_older_python_runs_as_without_the_shim(version):
+    """It has no safeload; if one is on the path, it is of no use."""
+    found = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    if not found:
+        pytest.skip(f"needs Python {version}, as pyenv installs it")
+    search = os.pathsep.join([str(SHIM), str(Path(safeload.__file__).parent.parent)])
+    code = "import sys\ntry: import safetensors\nexcept ImportError as error: print(error); print(sys.argv)"
+    plain, shimmed = (
+        subprocess.run(
+            [found[0], "-c", code], capture_output=True, text=True, env=environment(PYTHONPATH=path), check=True
+        )
+        for path in (None, search)
+    )
+    assert (shimmed.stdout, shimmed.stderr) == (plain.stdout, plain.stderr)
+    assert "No module named" in plain.stdout
 
 
 def test_an_error_of_the_hidden_sitecustomize_is_shown_as_ever(tmp_path):

@@ -1,7 +1,7 @@
 """Put safeload in the place of safetensors: Python runs this file at start if its folder is on PYTHONPATH.
 
 Nothing is imported until the program asks for safetensors. If safeload does not work in this Python, the program gets
-the real package. Any Python 3 can run this file.
+the real package. Any Python 3 can run this file, and Python 2 skips it without a message.
 """
 
 import os
@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False  # programs that never ask for safetensors need no typing
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any  # noqa: F401 - in comments, because Python 2 has no annotations
 
 
 class ShimFinder:
@@ -18,7 +18,7 @@ class ShimFinder:
 
     _finder = None  # type: Any  # False if safeload does not work here
 
-    def _ask(self) -> "Any":
+    def _ask(self):  # type: () -> Any
         if self._finder is None:
             try:
                 from safeload.compat.alias import working_finder
@@ -28,11 +28,11 @@ class ShimFinder:
                 self._finder = False
         return self._finder
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
+    def find_spec(self, name, path=None, target=None):  # type: (str, object, object) -> Any
         """Return safeload's spec for a module of safetensors."""
         return self._ask().find_spec(name) if name.partition(".")[0] == "safetensors" and self._ask() else None
 
-    def find_distributions(self, context: "Any" = None) -> "Any":
+    def find_distributions(self, context=None):  # type: (Any) -> Any
         """Return safeload's distribution for safetensors."""
         name = getattr(context, "name", None) or ""  # none to list all distributions
         return self._ask().find_distributions(context) if name.lower() == "safetensors" and self._ask() else ()
