@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from .base import log
 from .base.arrays import Array
@@ -31,12 +31,12 @@ from .stores.files import Location
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .engine.ahead.stream import Order, Out, TensorStream
+    from .engine.ahead.stream import LayerStream, Order, Out, StreamOptions, TensorStream
 
 # Indices of rows: integers, or a boolean mask.
 Rows: TypeAlias = Sequence[int] | Array
 
-__all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
+__all__ = ["Checkpoint", "LayerStream", "TensorSlice", "TensorStream"]
 
 # Formats that can come with a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
@@ -308,10 +308,23 @@ class Checkpoint(Mapping[str, Any]):
         log.debug("loaded %s: %s", self.path, self.last_load)
         return arrays
 
+    @overload
+    def stream(
+        self, names: Iterable[str] | None = None, *, by_layer: Literal[False] = False, **options: Unpack[StreamOptions]
+    ) -> TensorStream: ...
+    @overload
+    def stream(
+        self, names: Iterable[str] | None = None, *, by_layer: Literal[True], **options: Unpack[StreamOptions]
+    ) -> LayerStream: ...
+    @overload
+    def stream(
+        self, names: Iterable[str] | None = None, *, by_layer: bool, **options: Unpack[StreamOptions]
+    ) -> TensorStream | LayerStream: ...
     def stream(
         self,
         names: Iterable[str] | None = None,
         *,
+        by_layer: bool = False,
         only: Patterns = None,
         drop: Patterns = None,
         dtype: Any = None,
@@ -320,20 +333,24 @@ class Checkpoint(Mapping[str, Any]):
         out: Out = None,
         threads: int | None = None,
         progress: Progress = None,
-    ) -> TensorStream:
+    ) -> TensorStream | LayerStream:
         """Iterate over tensors while the next ones are read: ``for name, array in ckpt.stream(): ...``.
 
         Reading starts when the first tensor is requested, and stops after an error or the iterator's ``close()``.
 
         Args:
             names: exact names of the tensors to stream; None streams all.
+            by_layer: True yields (layer, {name: array}). A layer is the prefix of its tensors, such as
+                "model.layers.0"; all tensors outside layers come together, as layer "". A layer is whole, even if its
+                tensors are in several files, and comes at the place of its first tensor in ``order``. It needs the
+                memory of a layer besides ``ahead``.
             only: shell pattern, or several, of the names to stream. Cannot be combined with ``names``.
             drop: shell pattern, or several, of the names to skip.
             dtype: dtype to convert floating tensors and dequantize quantized tensors to, see `load`.
             ahead: limit on bytes of tensors that were read and not yet taken, as a number or text such as "1GiB". A
                 larger tensor is read alone.
             order: "file" follows the bytes, file after file; "given" follows the order of `load`; "ready" yields the
-                first tensor that arrives, which for local files is file order.
+                first tensor that arrives, which for local files is file order; not with ``by_layer``.
             out: arrays to fill, by name, or a function from names to arrays. Each array must be C-contiguous and have
                 its tensor's dtype and shape. The function is called in the caller's thread, ahead of time: it may
                 return an array again only after the array's tensor was taken.
@@ -341,10 +358,10 @@ class Checkpoint(Mapping[str, Any]):
             progress: True shows a progress bar of the tensors taken. A callable gets (bytes_done, bytes_total).
 
         Returns:
-            Iterator of (name, array). Each array is new memory: writable, C-contiguous and aligned to 64 bytes
-            (repeated elements of a torch tensor stay repeated). Memory of dropped arrays is reused, so a loop should
-            drop each array before it takes the next. Quantized tensors are `QuantizedTensor` unless
-            ``dtype`` dequantizes them.
+            Iterator of (name, array), or of (layer, {name: array}). Each array is new memory: writable, C-contiguous
+            and aligned to 64 bytes (repeated elements of a torch tensor stay repeated). Memory of dropped arrays is
+            reused, so a loop should drop each array before it takes the next. Quantized tensors are `QuantizedTensor`
+            unless ``dtype`` dequantizes them.
 
         Raises:
             TensorNotFoundError, UnsupportedError, ValueError: see `load`.
@@ -356,12 +373,23 @@ class Checkpoint(Mapping[str, Any]):
             >>> with safeload.open("tiny-llama") as checkpoint:
             ...     {name: float(array.max()) for name, array in checkpoint.stream(only="model.norm.*")}
             {'model.norm.weight': 1.0546875}
+            >>> with safeload.open("tiny-llama") as checkpoint:
+            ...     {layer: len(tensors) for layer, tensors in checkpoint.stream(by_layer=True)}
+            {'': 3, 'model.layers.0': 9, 'model.layers.1': 9, 'model.layers.2': 9}
         """
         from .engine.ahead.stream import stream  # only here: most programs stream nothing
 
         parts = chosen(self, names, only, drop, dtype)
         return stream(
-            parts, self.weight_files, dtype=dtype, ahead=ahead, order=order, out=out, threads=threads, progress=progress
+            parts,
+            self.weight_files,
+            by_layer=by_layer,
+            dtype=dtype,
+            ahead=ahead,
+            order=order,
+            out=out,
+            threads=threads,
+            progress=progress,
         )
 
     def close(self) -> None:
@@ -475,6 +503,6 @@ def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Chec
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TensorStream":  # imported with the first stream
-        return import_module(".engine.ahead.stream", __package__).TensorStream
+    if name in ("LayerStream", "TensorStream"):  # imported with the first stream
+        return getattr(import_module(".engine.ahead.stream", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,9 @@ NUMBER = re.compile(r"(?=[0-9])(?:(?<![^./])|(?<=layers_)|(?<=blocks_))(0|[1-9][
 # Further numbers in a name are treated as text. The names of experts in layers have two.
 _MOST_NUMBERS = 4
 
+# The container and number of a layer, such as "layers.0", "h.11", "double_blocks.3" or Flax's "layers_0".
+_LAYER = re.compile(r"(?<![^./])(?:\w*(?:layers?|blocks?)|h|blk)[./_](?:0|[1-9][0-9]{0,8})(?![^./])", re.ASCII)
+
 _DIGITS = re.compile(r"[0-9]+")
 _LARGEST_CHARACTER = 0x10FFFF
 
@@ -20,6 +23,12 @@ _LARGEST_CHARACTER = 0x10FFFF
 def pattern_of(name: str) -> str:
     """Return a tensor's name with ``{}`` for its numbers, which is equal in all layers."""
     return NUMBER.sub("{}", name)
+
+
+def layer_of(name: str) -> str:
+    """Return the prefix of a tensor's layer, such as "model.layers.0"; "" outside layers."""
+    match = _LAYER.search(name)
+    return "" if match is None else name[: match.end()]
 
 
 def natural_key(name: str) -> tuple[str, str]:

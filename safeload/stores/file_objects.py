@@ -128,7 +128,7 @@ class FileObjectStore(RemoteStore):
         raise ValueError(f"{self.path} is closed")
 
 
-class _Source:
+class _FileObject:
     """A file object of the caller.
 
     Raises:
@@ -355,7 +355,7 @@ class FileObjects:
     remote = True
 
     def __init__(self) -> None:
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _FileObject] = {}
 
     def __repr__(self) -> str:
         return f"<FileObjects {', '.join(map(self.shown, self._sources))}>"
@@ -365,7 +365,7 @@ class FileObjects:
 
     def add(self, file: Any) -> str:
         """Add a file object, and return its path."""
-        source = _Source(file)
+        source = _FileObject(file)
         path = f"{_SCHEME}{len(self._sources)}/{source.name}"
         self._sources[path] = source
         return path

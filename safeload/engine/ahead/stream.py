@@ -6,10 +6,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import RLock
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypedDict, get_args
 
 from ...base import dtypes
 from ...base.arrays import Array
+from ...base.names import layer_of
+from ...base.selecting import Patterns
 from ...base.text import parse_size, plural, show
 from ...errors import RemoteError
 from ...stores.stop import Stopped
@@ -34,6 +36,19 @@ Order = Literal["file", "given", "ready"]
 _UNIT = 16 << 20
 # A unit takes at most this part of the limit, so that the next units are read while its tensors are taken.
 _SHARE = 4
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of `Checkpoint.stream`."""
+
+    only: Patterns
+    drop: Patterns
+    dtype: Any
+    ahead: int | str
+    order: Order
+    out: Out
+    threads: int | None
+    progress: Progress
 
 
 # Names and arrays of tensors, and the error of the next tensor, if any. The error is popped from a list, because a
@@ -98,6 +113,10 @@ class TensorStream(Iterator[tuple[str, Any]]):
     def __reduce__(self) -> NoReturn:
         raise TypeError("cannot copy or pickle a TensorStream; copy or pickle the checkpoint, and call stream() again")
 
+    def check_process(self) -> None:
+        """Raise RuntimeError after a fork; see `Prefetch.check_process`."""
+        self._results.check_process()
+
     def close(self) -> None:
         """Stop reading and wait for the threads. Arrays that were taken stay valid."""
         self._results.close()
@@ -109,6 +128,56 @@ class TensorStream(Iterator[tuple[str, Any]]):
             self._failed = []
             self._left.clear()
             self._meter.close()
+
+
+class LayerStream(Iterator[tuple[str, dict[str, Any]]]):
+    """Layers in turn, each with all of its tensors, while the next tensors are read; made by `Checkpoint.stream`.
+
+    Reading stops as for `TensorStream`. Threads may share a stream: each layer goes to a single thread.
+
+    Example:
+        >>> import safeload
+        >>> stream = safeload.open("tiny-llama").stream(by_layer=True)
+        >>> layer, tensors = next(stream)
+        >>> stream.close()
+    """
+
+    def __init__(self, tensors: TensorStream, sizes: Mapping[str, int]) -> None:
+        self._tensors = tensors
+        self._left = deque(sizes.items())  # layers, and the number of their tensors
+        self._count = len(sizes)
+        self._lock = RLock()  # as in `TensorStream`
+
+    def __next__(self) -> tuple[str, dict[str, Any]]:
+        self._tensors.check_process()
+        with self._lock:
+            if not self._left:
+                self._tensors.close()
+                raise StopIteration
+            layer, count = self._left.popleft()
+            tensors: dict[str, Any] = {}
+            try:
+                for _ in range(count):
+                    name, array = next(self._tensors)
+                    tensors[name] = array
+            except BaseException:
+                self.close()
+                raise
+            return layer, tensors
+
+    def __length_hint__(self) -> int:
+        return len(self._left)
+
+    def __repr__(self) -> str:
+        return f"<LayerStream: {len(self._left)} of {plural(self._count, 'layer')} left>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("cannot copy or pickle a LayerStream; copy or pickle the checkpoint, and call stream() again")
+
+    def close(self) -> None:
+        """Stop reading and wait for the threads. Arrays that were taken stay valid."""
+        self._tensors.close()
+        self._left.clear()
 
 
 class _TensorReader(NamedTuple):
@@ -235,17 +304,19 @@ def stream(
     tensors: Sequence[FileTensor],
     files: Sequence[WeightFile],
     *,
+    by_layer: bool,
     dtype: Any,
     ahead: int | str,
     order: Order,
     out: Out,
     threads: int | None,
     progress: Progress,
-) -> TensorStream:
+) -> TensorStream | LayerStream:
     """Read tensors in turn; see `Checkpoint.stream`.
 
     Args:
         files: all files, in order.
+        by_layer: True to yield layers.
         dtype: for floating and packed tensors; None to convert nothing.
         ahead: most bytes to read before they are taken.
         order: "given" for the order of ``tensors``, else the order of the bytes.
@@ -254,6 +325,8 @@ def stream(
     """
     if order not in get_args(Order):
         raise ValueError(f'order must be "file", "given" or "ready", got {show(order)}')
+    if by_layer and order == "ready":
+        raise ValueError('order="ready" yields single tensors: with by_layer=True, order must be "file" or "given"')
     target, limit = parse_target(dtype), parse_size(ahead, "ahead")
     check_threads(threads)
     entries = entries_of(tensors, target)
@@ -264,8 +337,14 @@ def stream(
         entries = in_file_order(entries, files)
     if out is not None and not callable(out):
         _check_out(out, entries)
+    layers: dict[str, list[Entry]] = {}
+    for entry in entries if by_layer else ():
+        layers.setdefault(layer_of(entry.name), []).append(entry)
+    if by_layer:
+        entries = [entry for layer in layers.values() for entry in layer]
     give = out if out is None or callable(out) else out.__getitem__
-    return TensorStream(entries, _TensorReader(target, give, threads, [], order != "ready"), limit, progress)
+    made = TensorStream(entries, _TensorReader(target, give, threads, [], order != "ready"), limit, progress)
+    return LayerStream(made, {layer: len(members) for layer, members in layers.items()}) if by_layer else made
 
 
 def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
