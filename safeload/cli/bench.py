@@ -138,7 +138,7 @@ def _lister(files: list[str], format: str) -> tuple[str, Side] | None:
     if format != "safetensors":
         return None
     try:
-        from safetensors import safe_open
+        safe_open = _real_safetensors().safe_open
     except ImportError:
         return None
 
@@ -171,10 +171,24 @@ def _peers(files: list[str], format: str) -> dict[str, Side]:
     return {peer: side}
 
 
-def _safetensors() -> Callable[[str], Any]:
-    import ml_dtypes  # noqa: F401 - registers bfloat16 for safetensors.numpy
-    from safetensors.numpy import load_file
+def _real_safetensors() -> Any:
+    """Return the package safetensors, with its module numpy.
 
+    Raises:
+        ImportError: it is not installed, or safeload is in its place.
+    """
+    import ml_dtypes  # noqa: F401 - registers bfloat16 for safetensors.numpy
+    import safetensors.numpy
+
+    from ..compat.alias import is_alias
+
+    if is_alias(safetensors):
+        raise ImportError("safeload is in the place of safetensors")
+    return safetensors
+
+
+def _safetensors() -> Callable[[str], Any]:
+    load_file: Callable[[str], Any] = _real_safetensors().numpy.load_file
     return load_file
 
 

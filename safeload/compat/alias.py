@@ -106,10 +106,14 @@ def _is_installed(name: str) -> bool:
 def real_folders() -> list[str]:
     """Return the folders of the real package; empty if it is not installed."""
     for finder in sys.meta_path:
-        if not isinstance(finder, Finder) and type(finder).__name__ != "ShimFinder" and hasattr(finder, "find_spec"):
+        if isinstance(finder, Finder) or type(finder).__name__ == "ShimFinder" or not hasattr(finder, "find_spec"):
+            continue
+        try:
             spec = finder.find_spec(_NAME, None)
-            if spec is not None and spec.loader is not None:  # without a loader it is any folder of this name
-                return list(spec.submodule_search_locations or ())
+        except ImportError:  # a finder that forbids the package
+            return []
+        if spec is not None and spec.loader is not None:  # without a loader it is any folder of this name
+            return list(spec.submodule_search_locations or ())
     return []
 
 
@@ -197,6 +201,11 @@ def _restore_python_path(before: str | None, after: str) -> None:
         os.environ["PYTHONPATH"] = before
 
 
+def is_alias(module: ModuleType) -> bool:
+    """Return whether a module named safetensors is safeload's."""
+    return isinstance(getattr(getattr(module, "__spec__", None), "loader", None), Finder)
+
+
 def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
     """Import safeload wherever this program asks for ``safetensors``.
 
@@ -226,7 +235,7 @@ def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
         >>> undo()
     """
     module = sys.modules.get(_NAME)
-    if module is not None and not isinstance(getattr(module.__spec__, "loader", None), Finder):
+    if module is not None and not is_alias(module):
         warnings.warn(
             "safetensors has already been imported, and modules keep the functions that they have imported from it: "
             "call safeload.install_as_safetensors() before other imports",

@@ -272,6 +272,32 @@ assert load_file.__module__ == "safetensors.numpy" and safetensors.numpy is safe
     )
 
 
+def test_safeload_is_not_measured_against_itself(path):
+    assert any("safetensors.numpy" in line for line in run("-m", "safeload", "bench", path))
+    lines = command("-m", "safeload", "bench", path)
+    assert not any("safetensors." in line for line in lines if str(path) not in line), lines
+    assert lines[-1] == "no other library that reads this format is installed"
+
+
+def test_modules_that_are_mocked_or_forbidden_come_back():
+    code = """
+import sys, warnings, unittest.mock, safeload
+warnings.simplefilter("ignore")
+class Forbid:
+    def find_spec(name, path=None, target=None):
+        if name == "safetensors": raise ImportError("forbidden")
+sys.meta_path.insert(0, Forbid)
+for value in unittest.mock.MagicMock(), object(), None:
+    sys.modules["safetensors"] = value
+    undo = safeload.install_as_safetensors()
+    import safetensors
+    assert safetensors.__version__ == "0.8.0" and safetensors.__path__ == []
+    undo()
+    assert sys.modules["safetensors"] is value
+"""
+    python(code)
+
+
 @pytest.mark.parametrize("before", ["", "import safetensors.numpy"])
 @pytest.mark.parametrize("search", [None, "", "/a", os.pathsep.join(["/a", "/b"])])
 def test_undo_restores_modules_finders_and_environment(before, search):
