@@ -5,7 +5,8 @@ import inspect
 import pkgutil
 import re
 import shutil
-from contextlib import nullcontext
+import sys
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -32,6 +33,9 @@ NEEDS = {
 # Modules whose examples need a package; those of safeload.frameworks cannot even be imported without it.
 FRAMEWORKS = ("torch", "jax")
 
+# Its examples put safeload in the place of safetensors.
+WHOLE_PROGRAMS = (ROOT / "docs" / "whole-programs.md", "safeload.compat.alias.install_as_safetensors")
+
 as_numpy_2_prints = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="written with numpy 2")
 
 
@@ -42,13 +46,30 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@contextmanager
+def before_other_imports():
+    """Another test of this process may have imported safetensors."""
+    imported = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "safetensors"}
+    try:
+        yield
+    finally:
+        sys.modules.update(imported)
+
+
+def setting(subject, folder):
+    """Where the examples of a page or docstring run."""
+    if subject in WHOLE_PROGRAMS:
+        return before_other_imports()
+    return stores(folder) if subject == ROOT / "docs" / "remote.md" else nullcontext()
+
+
 @as_numpy_2_prints
 @pytest.mark.skipif(shutil.which("bash") is None, reason="console examples are run by bash")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_of_a_page_do_what_they_show(page, folder):
     for package in NEEDS.get(page.name, ()):
         pytest.importorskip(package)
-    with stores(folder) if page == ROOT / "docs" / "remote.md" else nullcontext():
+    with setting(page, folder):
         failures = [failure for example in examples_of(page) if (failure := failure_of(example))]
     assert not failures, "\n\n".join(failures)
 
@@ -84,7 +105,8 @@ _DOCSTRINGS = list(_tests_of_docstrings())
 @pytest.mark.parametrize("test", _DOCSTRINGS, ids=lambda test: test.name)
 def test_examples_of_docstrings_do_what_they_show(test, folder):
     said = []
-    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append)
+    with setting(test.name, folder):
+        result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append)
     assert result.attempted
     assert not result.failed, "".join(said)
 
