@@ -26,6 +26,8 @@ PACKAGES = (
     "gguf",
     "pywhispercpp",
     "runai-model-streamer",
+    "fastsafetensors",
+    "instanttensor",
     "huggingface_hub",
     "fsspec",
     "urllib3",

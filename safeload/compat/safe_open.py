@@ -15,7 +15,9 @@ from ..engine.read.tensors import Tensors
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError, folder_given
 from ..formats.safetensors import file as safetensors
+from ..frameworks.handle import NO_PREFETCH
 from ..stores.local import check_unchanged
+from .prefetch import PrefetchLoader, planned_rows
 from .safe_slice import SafeSlice
 from .serialize import TensorMeta
 
@@ -164,7 +166,42 @@ class safe_open:  # noqa: N801 - safetensors' name
         index = file.table.index(name)
         begin, end = file.table.byte_range(index)
         data = file.table.byte_range(0)[0]
-        return TensorMeta(file.table.rows[index].code, file.table.shapes[index], (begin - data, end - data))
+        return TensorMeta(file.table.rows[index].code, list(file.table.shapes[index]), (begin - data, end - data))
+
+    def prefetch(
+        self, plan: Mapping[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
+    ) -> PrefetchLoader:
+        """Start to load tensors onto a CUDA device in the background.
+
+        The loader reads the file itself: it stays valid after `close`, and several loaders may run at a time.
+
+        Args:
+            plan: names of the tensors to load, each with None for all of it or a slice of step 1 along its first axis,
+                within its bounds. None loads all tensors.
+            device: CUDA device; None for the device of this `safe_open`.
+            threads: number of threads that read, each into pinned buffers of up to 16 MiB.
+
+        Returns:
+            The tensors by `PrefetchLoader.take`, or by iteration as pairs of name and tensor in order of arrival.
+
+        Raises:
+            SafetensorError: the framework is not torch, the device is not a CUDA device or not available, the plan is
+                invalid, or the file is closed.
+            TensorNotFoundError: the plan names a tensor that does not exist.
+            UnsupportedError: torch lacks a dtype.
+
+        Example:
+            >>> from safeload import safe_open
+            >>> with safe_open("model.safetensors", framework="pt") as file:  # doctest: +SKIP
+            ...     with file.prefetch(device="cuda") as loader:
+            ...         for name, tensor in loader:
+            ...             ...
+        """
+        file = self._opened()
+        if self._handle is None:
+            raise SafetensorError(NO_PREFETCH)
+        rows = None if plan is None else planned_rows(file, plan)
+        return PrefetchLoader(*self._handle.arrivals(file, rows, device, threads))
 
     def close(self) -> None:
         """Close the file once no slice needs it. Arrays and slices stay valid."""

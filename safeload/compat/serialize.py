@@ -26,11 +26,11 @@ class TensorMeta(NamedTuple):
         >>> from safeload import safe_open
         >>> with safe_open("model.safetensors", framework="np") as file:
         ...     file.get_tensor_meta("conv1.bias")
-        TensorMeta(dtype='F32', shape=(128,), data_offsets=(462336, 462848))
+        TensorMeta(dtype='F32', shape=[128], data_offsets=(462336, 462848))
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: list[int]
     data_offsets: tuple[int, int]
 
 

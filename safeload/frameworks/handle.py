@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..base import dtypes
 from ..base.arrays import Array
 from ..engine.read.tensors import FileTensor
 from ..engine.run.weight_file import WeightFile
+
+# What `Handle.arrivals` raises for frameworks other than torch.
+NO_PREFETCH = 'prefetch needs framework="pt"'
 
 
 class Handle(Protocol):
@@ -36,4 +39,17 @@ class Handle(Protocol):
 
         Args:
             select: returns the elements at ``key`` as an array, by the rules of `SafeSlice`.
+        """
+
+    def arrivals(
+        self, file: WeightFile, rows: Mapping[str, range | None] | None, device: Any, threads: int
+    ) -> tuple[list[str], Generator[tuple[str, Any, Callable[[], object]]]]:
+        """Return names and arrivals for a `PrefetchLoader`.
+
+        Args:
+            rows: of each tensor to load, None for a whole tensor; None for all tensors.
+            device: None for the device of this object.
+
+        Raises:
+            SafetensorError: the framework or the device does not support it.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
@@ -13,6 +13,7 @@ from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
 from . import jax_arrays, jax_loading
+from .handle import NO_PREFETCH
 from .jax_arrays import Array
 
 
@@ -50,3 +51,6 @@ class JaxHandle:
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
         return jax_arrays.put([select(key)], None, borrowed=False)[0]
+
+    def arrivals(self, *arguments: Any) -> NoReturn:
+        raise SafetensorError(NO_PREFETCH)

@@ -172,10 +172,9 @@ def described(entry: Entry) -> tuple[tuple[int, ...], Any]:
     """
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
-    dtype, shape = torch_dtype(row, entry.name), entry.shape
-    if row.packed:  # the array shows bytes
-        shape = shape_of(entry.name, row, entry.file.table.shape(entry.at))
-    return shape, dtype
+    if row.packed:
+        shape_of(entry.name, row, entry.file.table.shape(entry.at))  # raises if elements do not fill the array's bytes
+    return entry.shape, torch_dtype(row, entry.name)
 
 
 def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -323,14 +322,31 @@ def same_bytes(first: Any, second: Any) -> bool:
 
 
 def device_of(device: Any) -> Any:
-    """Return the `torch.device` for an argument; None for the CPU.
+    """Return the `torch.device` for an argument, like `parsed_device`, after making sure that it is available.
+
+    Raises:
+        InvalidDeviceError: the argument names no device.
+        MissingDeviceError: this machine or this build of torch lacks the device.
+    """
+    parsed = parsed_device(device)
+    if parsed is not None and parsed.type != "meta":
+        try:
+            torch.empty(0, device=parsed)
+        except Exception as error:  # an AssertionError if torch was built without the backend
+            shown = clip(printable(str(device)), 200)
+            raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
+    return parsed
+
+
+def parsed_device(device: Any) -> Any:
+    """Return the `torch.device` for an argument, available or not; None for the CPU.
 
     Args:
         device: name, number or `torch.device`; None for the CPU.
 
     Raises:
         InvalidDeviceError: the argument names no device.
-        MissingDeviceError: this machine or this build of torch lacks the device.
+        MissingDeviceError: a number, without a backend that numbers its devices.
     """
     if device is None or (isinstance(device, str) and device == "cpu"):
         return None
@@ -347,11 +363,6 @@ def device_of(device: Any) -> Any:
         if parsed.index:
             raise InvalidDeviceError(f"device {shown} is invalid: the CPU has no numbered devices")
         return None
-    if parsed.type != "meta":
-        try:
-            torch.empty(0, device=parsed)
-        except Exception as error:  # an AssertionError if torch was built without the backend
-            raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
     return parsed
 
 

@@ -1,12 +1,14 @@
-"""Load tensors onto torch devices through a ring of pinned buffers: one is filled while earlier ones are copied.
+"""Load tensors onto torch devices through a ring of pinned buffers: threads fill some while the device copies others.
 
-Each byte is read once, by the core's threads into pinned memory, and copied once, by the device. A load needs no other
-host memory, except for tensors that cannot be divided into chunks.
+Each byte is read once, into pinned memory, and copied once, by the device. A load needs no other host memory, except
+for tensors that cannot be divided into chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,16 +16,20 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array
 from ..checkpoint import tensors_of
-from ..engine.ahead.staging import BUFFERS, buffer_size, staged
+from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
 from ..engine.codes.pieces import Meter
 from ..engine.read.plan import Entry, entries_of, in_file_order
 from ..engine.run.progress import Progress
+from ..engine.run.threads import thread_count
 from . import torch_arrays
 from .checkpoints import Selected
 from .torch_arrays import torch
 
 # Exact conversions to do on the device, after a copy of fewer bytes.
 _WIDENED = {"BF16": ("F32", "F64"), "F16": ("F32", "F64"), "F32": ("F64",)}
+
+# More threads save no time, and each pins a buffer.
+_MOST_WORKERS = 32
 
 
 class DeviceCopies(Protocol):
@@ -35,6 +41,9 @@ class DeviceCopies(Protocol):
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return a new tensor on the device."""
 
+    def copying(self) -> AbstractContextManager[object]:
+        """Return a context to start copies in. They wait for earlier uses of the memory that `empty` has returned."""
+
     def copy(self, destination: Any, source: Any) -> None:
         """Start to copy the bytes of a buffer to a device tensor of equal size."""
 
@@ -45,7 +54,7 @@ class DeviceCopies(Protocol):
         """Note that all copies from buffer ``number`` have been started."""
 
     def wait(self, number: int) -> None:
-        """Wait for the copies from buffer ``number``; called from a reading thread."""
+        """Wait for the copies from buffer ``number``; called from any thread."""
 
     def finish(self) -> None:
         """Wait for everything that was started."""
@@ -62,6 +71,9 @@ class Blocking:
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def copy(self, destination: Any, source: Any) -> None:
         destination.copy_(source)
@@ -85,6 +97,7 @@ class Streamed:
         self._module = torch.get_device_module(device)
         self._device = device
         self._stream = self._module.Stream(device=device)
+        self._caller = self._module.current_stream(device)
         self._events: dict[int, Any] = {}
 
     def buffer(self, nbytes: int) -> Any:
@@ -94,18 +107,24 @@ class Streamed:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        # The memory belongs to the caller's stream, which may still work with it.
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        return tensor
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a context in which another thread allocates memory as the thread that made this object would."""
+        context: AbstractContextManager[object] = self._module.stream(self._caller)
+        return context
+
+    def copying(self) -> AbstractContextManager[object]:
+        # New memory belongs to the caller's stream, which may still work with what it held before.
+        self._stream.wait_stream(self._caller)
+        context: AbstractContextManager[object] = self._module.stream(self._stream)
+        return context
 
     def copy(self, destination: Any, source: Any) -> None:
-        with self._module.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
+        destination.copy_(source, non_blocking=True)
 
     def convert(self, destination: Any, source: Any) -> None:
-        with self._module.stream(self._stream):
-            destination.copy_(source)
+        destination.copy_(source)
         source.record_stream(self._stream)  # its memory stays reserved until the conversion is done
 
     def started(self, number: int) -> None:
@@ -150,35 +169,76 @@ def load(
         torch.OutOfMemoryError: the device has too little memory.
     """
     copies = _COPIES.get(device.type, Blocking)(device) if copies is None else copies
+    tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
+    return {entry.name: tensors[entry.name] for entry in entries}
+
+
+# Name, tensor, and a function that returns once the tensor's bytes have been copied.
+Arrival = tuple[str, Any, Callable[[], object]]
+
+
+def prefetch(entries: Sequence[Entry], device: Any, threads: int) -> Generator[Arrival]:
+    """Return a generator that loads tensors onto a device with streams, for another thread to advance; see `load`."""
+    copies = Streamed(device)
+
+    def arrivals() -> Generator[Arrival]:
+        with copies.allocating():
+            yield from _arrivals(entries, copies, threads, None)
+
+    return arrivals()
+
+
+def _arrivals(
+    entries: Sequence[Entry], copies: DeviceCopies, threads: int | None, progress: Progress
+) -> Iterator[Arrival]:
+    """Yield each tensor once its last copy was started. At the end, or if closed, all copies are done."""
     targets: dict[Any, _Target] = {}
-    keys = {entry.name: _key(entry) for entry in entries}
     for entry in entries:
-        if keys[entry.name] not in targets:
-            targets[keys[entry.name]] = _Target(entry, copies)
+        targets.setdefault(_key(entry), _Target(entry, copies)).names.append(entry.name)
     by_name = {target.moved.name: target for target in targets.values()}
     moved = in_file_order((target.moved for target in targets.values()), (entry.file for entry in entries))
     total = sum(entry.nbytes for entry in moved)
-    buffers = [copies.buffer(buffer_size(total)) for _ in range(BUFFERS)] if total else []
-    arrays: list[Array] = [buffer.numpy() for buffer in buffers]
+    workers = max(1, min(thread_count(total, threads), _MOST_WORKERS, total // SMALLEST_BUFFER))
+    count = max(BUFFERS, workers + 2)  # one is copied while the consumer starts the copies of another
+    buffers: dict[int, Any] = {}
+
+    def make(number: int) -> Array:
+        buffers[number] = copies.buffer(ring.size)
+        array: Array = buffers[number].numpy()
+        return array
+
+    ring = Ring(buffer_size(total, count), count, make, copies.wait)
+    reading = staged(moved, ring, threads, workers=workers, ordered=False)
     meter = Meter(progress, total)
-    reading = staged(moved, arrays, copies.wait, threads) if total else None
     try:
-        for filled in reading or ():
+        for target in targets.values():
+            yield from target.arrivals(_at_once)  # empty ones
+        for filled in reading:
             if filled.buffer is None:
                 target = by_name[filled.name]
-                target.copy(0, torch.from_numpy(filled.array.reshape(-1).view(np.uint8)))
+                target.allocate()
+                with copies.copying():
+                    target.copy(0, torch.from_numpy(filled.array.reshape(-1).view(np.uint8)))
                 meter.add(target.moved.nbytes)
+                yield from target.arrivals(copies.finish)
                 continue
-            for name, begin, nbytes, at in filled.pieces:
-                by_name[name].copy(begin, buffers[filled.buffer][at : at + nbytes])
-            copies.started(filled.buffer)
+            for piece in filled.pieces:
+                by_name[piece.name].allocate()
+            with copies.copying():
+                for name, begin, nbytes, at in filled.pieces:
+                    by_name[name].copy(begin, buffers[filled.buffer][at : at + nbytes])
+                copies.started(filled.buffer)
             meter.add(sum(piece.nbytes for piece in filled.pieces))
-        return {entry.name: targets[keys[entry.name]].result() for entry in entries}
+            for piece in filled.pieces:
+                yield from by_name[piece.name].arrivals(partial(copies.wait, filled.buffer))
     finally:
-        if reading is not None:
-            reading.close()
+        reading.close()
         copies.finish()  # before memory in use by copies is freed
         meter.close()
+
+
+def _at_once() -> None:
+    """Return without waiting."""
 
 
 def _key(entry: Entry) -> Any:
@@ -191,6 +251,7 @@ class _Target:
     """A device tensor under construction."""
 
     def __init__(self, entry: Entry, copies: DeviceCopies) -> None:
+        self.names: list[str] = []  # that get the tensor
         self.moved = _moved(entry)  # the entry to copy
         self._copies = copies
         self._copied = torch_arrays.described(self.moved)[1]
@@ -199,27 +260,30 @@ class _Target:
         self._memory: Any = None
         self._result: Any = None if self._left else copies.empty(self._shape, self._dtype)
 
-    def copy(self, begin: int, source: Any) -> None:
-        """Start to copy part of a buffer to the tensor's bytes from ``begin`` on."""
+    def allocate(self) -> None:
+        """Allocate the tensor's memory, if it has none yet."""
         if self._memory is None:
             # Its own storage, because writers save whole storages, and some libraries free them.
             self._memory = self._copies.empty((self.moved.nbytes,), torch.uint8)
+            copied = self._memory.view(self._copied).reshape(self._shape)
+            self._result = copied if self._copied == self._dtype else self._copies.empty(self._shape, self._dtype)
+
+    def copy(self, begin: int, source: Any) -> None:
+        """Start to copy part of a buffer to the tensor's bytes from ``begin`` on."""
         size = source.numel()
         self._copies.copy(self._memory[begin : begin + size], source)
         self._left -= size
-        if self._left:
-            return
-        copied, self._memory = self._memory.view(self._copied).reshape(self._shape), None
-        if self._copied == self._dtype:
-            self._result = copied
-        else:
-            self._result = self._copies.empty(self._shape, self._dtype)
+        if not self._left and self._copied != self._dtype:
+            copied, self._memory = self._memory.view(self._copied).reshape(self._shape), None
             self._copies.convert(self._result, copied)
 
-    def result(self) -> Any:
-        """Return the tensor; all its bytes must have been copied."""
-        assert self._result is not None
-        return self._result.view(self._result.shape)
+    def arrivals(self, wait: Callable[[], object]) -> Iterator[Arrival]:
+        """Yield the tensor for each of its names, if all its bytes are being copied."""
+        if self._left or self._result is None:
+            return
+        tensor, self._memory, self._result = self._result, None, None
+        for name in self.names:
+            yield name, tensor.view(tensor.shape), wait
 
 
 def _moved(entry: Entry) -> Entry:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
 from ..engine.read.load import VIEWED_FROM, load_tensors
-from ..engine.read.plan import entries_of
+from ..engine.read.plan import Entry, entries_of
 from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.memory import address_of
 from ..engine.run.slice import as_index
+from ..engine.run.threads import MOST_THREADS
 from ..engine.run.weight_file import WeightFile
+from ..errors import SafetensorError
 from ..stores.local import mapping_of
 from . import torch_arrays, torch_devices
 from .torch_arrays import torch
@@ -29,15 +32,16 @@ class TorchHandle:
     """The `Handle` for torch.
 
     Args:
-        device: see `torch_arrays.device_of`.
+        device: see `torch_arrays.parsed_device`. Like in safetensors it need not be available before a tensor is read.
         backend: "mmap", "pread" or "direct".
 
     Raises:
-        SafeloadError: the device is invalid or not available.
+        SafeloadError: the device is invalid.
     """
 
     def __init__(self, device: Any, backend: str) -> None:
-        self._device = torch_arrays.device_of(device)
+        self._device = torch_arrays.parsed_device(device)
+        self._available = self._device is None
         self._without_data = self._device is not None and self._device.type == "meta"
         self._backend = backend
         self._inner: dict[WeightFile, Any] = {}  # mappings that never leave this object: their pages are the file's
@@ -47,7 +51,13 @@ class TorchHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return TorchHandle, (self._device, self._backend)
 
+    def _check_device(self) -> None:
+        if not self._available:
+            torch_arrays.device_of(self._device)
+            self._available = True
+
     def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
+        self._check_device()
         if self._without_data:
             return torch_arrays.without_data(entries_of([part], None))[part[0]]
         if self._device is not None and _size(part) >= _STAGED_FROM:
@@ -64,6 +74,7 @@ class TorchHandle:
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
+        self._check_device()
         if self._without_data:
             return torch_arrays.without_data(entries_of(parts, target))
         if self._device is not None:
@@ -75,6 +86,7 @@ class TorchHandle:
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
         """Return the selected elements, by torch's rules if the file is mapped and by `SafeSlice`'s otherwise."""
+        self._check_device()
         name, row = file.table.names[index], file.table.row(index)
         raw = row if row.packed else None
         shape = torch_arrays.shape_of(name, row, file.table.shape(index))
@@ -96,6 +108,23 @@ class TorchHandle:
         if selected.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             selected = selected.clone()
         return self._moved(selected)
+
+    def arrivals(
+        self, file: WeightFile, rows: Mapping[str, range | None] | None, device: Any, threads: int
+    ) -> tuple[list[str], Generator[torch_devices.Arrival]]:
+        place = self._device if device is None else torch_arrays.parsed_device(device)
+        if place is None or place.type != "cuda":
+            raise SafetensorError(f"prefetch loads to cuda devices, not {'cpu' if place is None else place}")
+        threads = operator.index(threads)
+        if threads < 1:
+            raise ValueError(f"threads must be >= 1, got {threads}")
+        entries = entries_of(Tensors.in_file(file), None)
+        if rows is not None:
+            entries = [_rows_of(entry, rows[entry.name]) for entry in entries if entry.name in rows]
+        for entry in entries:
+            torch_arrays.described(entry)  # an unsupported dtype is found before anything moves
+        torch_arrays.device_of(place)
+        return [entry.name for entry in entries], torch_devices.prefetch(entries, place, min(threads, MOST_THREADS))
 
     def _moved(self, tensor: Any) -> Any:
         return tensor if self._device is None else tensor.to(self._device)
@@ -126,6 +155,15 @@ class TorchHandle:
             return np.array(part)
         offset = part.ctypes.data - address_of(np.frombuffer(inner, np.uint8))
         return array_over(buffer, part.dtype, part.shape, offset, part.strides)
+
+
+def _rows_of(entry: Entry, rows: range | None) -> Entry:
+    """Return the entry of some rows of a tensor, which must take whole bytes."""
+    if rows is None:
+        return entry
+    size = (entry.end - entry.begin) // max(1, entry.shape[0])
+    begin, end = (entry.begin + row * size for row in (rows.start, rows.stop))
+    return entry._replace(begin=begin, end=end, shape=(len(rows), *entry.shape[1:]))
 
 
 def _size(part: FileTensor) -> int:

@@ -265,6 +265,10 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
         value: _Result = result
         return value
 
+    def start(self) -> None:
+        """Start the first tasks now instead of with the first `next`."""
+        self._submit()
+
     def _submit(self) -> None:
         """Hand over as many tasks as the limit allows, at least one."""
         while True:

@@ -161,7 +161,7 @@ def test_safe_open_with_a_device_fails_as_upstreams(framework, device, tmp_path)
     except Exception as error:
         kinds = [kind for kind in (RuntimeError, ValueError, TypeError, OSError) if isinstance(error, kind)]
         with pytest.raises(safeload.SafetensorError) as caught:
-            safeload.safe_open(tmp_path / "x", framework, device=device)
+            safeload.safe_open(tmp_path / "x", framework, device=device).get_tensor("a")
         assert all(isinstance(caught.value, kind) for kind in kinds)
 
 
@@ -187,7 +187,9 @@ def test_a_device_that_is_missing_or_wrong_is_caught_as_upstreams(device, tmp_pa
         lambda: safeload.torch.load_file(tmp_path / "x", device),
         lambda: safeload.torch.load_checkpoint(tmp_path / "x", device=device),
         lambda: safeload.torch.load_model(torch.nn.Linear(1, 1), tmp_path / "x", device=device),
-        lambda: safeload.safe_open(tmp_path / "x", "pt", device),
+        lambda: safeload.safe_open(tmp_path / "x", "pt", device).get_tensor("a"),
+        lambda: safeload.safe_open(tmp_path / "x", "pt", device).get_tensors(),
+        lambda: safeload.safe_open(tmp_path / "x", "pt", device).get_slice("a")[:],
     ]
     for door in doors:
         with pytest.raises(safeload.SafetensorError) as caught:

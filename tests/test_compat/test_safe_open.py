@@ -173,9 +173,9 @@ def test_get_tensor_meta_is_the_headers_entry(tmp_path):
     with safe_open(tmp_path / "x") as file:
         for name, entry in header.items():
             meta = file.get_tensor_meta(name)
-            assert meta == TensorMeta(entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
+            assert meta == TensorMeta(entry["dtype"], entry["shape"], tuple(entry["data_offsets"]))
             assert meta.dtype == entry["dtype"]
-            assert meta.shape == tuple(entry["shape"])
+            assert meta.shape == entry["shape"]
             assert meta.data_offsets == tuple(entry["data_offsets"])
             assert file.get_slice(name).get_shape() == entry["shape"]
             assert file.get_slice(name).get_dtype() == entry["dtype"]

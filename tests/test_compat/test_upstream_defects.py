@@ -165,7 +165,7 @@ def test_packed_floats_load_as_raw_bytes_whose_logical_shape_is_in_the_meta(code
     loaded = load_file(path)["x"]
     assert (loaded.dtype, loaded.shape, loaded.tobytes()) == (np.uint8, expected, data)
     with safe_open(path) as file:
-        assert file.get_tensor_meta("x") == (code, shape, (0, len(data)))
+        assert file.get_tensor_meta("x") == (code, list(shape), (0, len(data)))
 
 
 # ---- slices ----

@@ -11,7 +11,7 @@ from builders.threads import threads
 
 import safeload
 from safeload.checkpoint import tensors_of
-from safeload.engine.ahead.staging import chunks_of, staged
+from safeload.engine.ahead.staging import Ring, chunks_of, staged
 from safeload.engine.read.load import parse_target
 from safeload.engine.read.plan import entries_of
 from safeload.engine.run.memory import ALIGNMENT, aligned_bytes
@@ -22,8 +22,8 @@ PLAIN = [path for path in (*DATA.glob("*.safetensors"), *DATA.glob("torch/*.pt*"
 PLAIN.sort()
 
 
-def buffers(size, count=3):
-    return [aligned_bytes(size) for _ in range(count)]
+def ring_of(size, count=3, wait=None):
+    return Ring(size, count, lambda number: aligned_bytes(size), wait)
 
 
 def entries(checkpoint, dtype):
@@ -31,18 +31,18 @@ def entries(checkpoint, dtype):
     return [entry for entry in found if entry.target is not None]
 
 
-def collected(found, ring, threads=2):
+def collected(found, ring, threads=2, **options):
     """The bytes of each tensor as they come out of the ring, and what did not go through it."""
     got = {entry.name: np.full(entry.nbytes, 0xAA, np.uint8) for entry in found}
     alone = []
-    for filled in staged(found, ring, lambda number: None, threads):
+    for filled in staged(found, ring, threads, **options):
         if filled.buffer is None:
             assert filled.array.flags.c_contiguous
             got[filled.name][:] = filled.array.reshape(-1).view(np.uint8)
             alone.append(filled.name)
         for piece in filled.pieces:
             assert piece.at % ALIGNMENT == 0
-            bytes_ = ring[filled.buffer][piece.at : piece.at + piece.nbytes]
+            bytes_ = filled.array[piece.at : piece.at + piece.nbytes]
             got[piece.name][piece.begin : piece.begin + piece.nbytes] = bytes_
     return got, alone
 
@@ -55,7 +55,7 @@ def assert_staged_as_loaded(path, dtype, size):
     with safeload.open(path, unknown_globals="inert") as checkpoint:
         want = checkpoint.load(dtype=dtype)
         found = entries(checkpoint, dtype)
-        got, alone = collected(found, buffers(size))
+        got, alone = collected(found, ring_of(size))
     assert {name: array.tobytes() for name, array in got.items()} == {e.name: values(want[e.name]) for e in found}
     return alone
 
@@ -106,7 +106,7 @@ def test_the_order_is_that_of_the_tensors(tmp_path):
     with safeload.open(tmp_path / "x.pt") as checkpoint:
         names = [
             filled.name or [piece.name for piece in filled.pieces]
-            for filled in staged(entries(checkpoint, None), buffers(1 << 16), lambda number: None, 1)
+            for filled in staged(entries(checkpoint, None), ring_of(1 << 16), 1)
         ]
     flat = [name for one in names for name in ([one] if isinstance(one, str) else one)]
     assert flat == [f"{k:02}" for k in range(12)]
@@ -115,10 +115,8 @@ def test_the_order_is_that_of_the_tensors(tmp_path):
 def test_neighbours_in_a_buffer_are_one_piece(tmp_path):
     save_file({"w": np.arange(10_000, dtype=np.float32)}, tmp_path / "x.safetensors")
     with safeload.open(tmp_path / "x.safetensors") as checkpoint:
-        ring = buffers(16384)
         pieces = [
-            [(p.begin, p.nbytes, p.at) for p in f.pieces]
-            for f in staged(entries(checkpoint, None), ring, lambda number: None, 1)
+            [(p.begin, p.nbytes, p.at) for p in f.pieces] for f in staged(entries(checkpoint, None), ring_of(16384), 1)
         ]
     assert pieces == [[(0, 16384, 0)], [(16384, 16384, 0)], [(32768, 7232, 0)]]
 
@@ -126,9 +124,7 @@ def test_neighbours_in_a_buffer_are_one_piece(tmp_path):
 def test_a_buffer_is_filled_again_only_after_its_wait(tmp_path):
     """The caller copies from a buffer until `wait` returns: nothing may change in it before."""
     save_file({"w": np.arange(100_000, dtype=np.float32)}, tmp_path / "x.safetensors")
-    ring, free = buffers(32768), [threading.Event() for _ in range(3)]
-    for event in free:
-        event.set()
+    free = [threading.Event() for _ in range(3)]
 
     def wait(number):
         assert threading.current_thread() is not threading.main_thread()
@@ -137,11 +133,38 @@ def test_a_buffer_is_filled_again_only_after_its_wait(tmp_path):
 
     got = np.empty(400_000, np.uint8)
     with safeload.open(tmp_path / "x.safetensors") as checkpoint:
-        for filled in staged(entries(checkpoint, None), ring, wait, 1):
+        for filled in staged(entries(checkpoint, None), ring_of(32768, wait=wait), 1):
             for piece in filled.pieces:
-                got[piece.begin : piece.begin + piece.nbytes] = ring[filled.buffer][piece.at : piece.at + piece.nbytes]
+                got[piece.begin : piece.begin + piece.nbytes] = filled.array[piece.at : piece.at + piece.nbytes]
             free[filled.buffer].set()
     np.testing.assert_array_equal(got.view(np.float32), np.arange(100_000, dtype=np.float32))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("workers", [2, 5])
+def test_several_buffers_at_a_time(tmp_path, workers, ordered):
+    save_file({f"t{k:02}": np.arange(k, k + 3000, dtype=np.float32) for k in range(50)}, tmp_path / "x.safetensors")
+    waited = []
+    ring = ring_of(16384, workers + 2, waited.append)
+    with safeload.open(tmp_path / "x.safetensors") as checkpoint:
+        found = entries(checkpoint, None)
+        got, _ = collected(found, ring, workers=workers, ordered=ordered)
+        assert {name: array.tobytes() for name, array in got.items()} == {
+            name: array.tobytes() for name, array in checkpoint.load().items()
+        }
+    assert len(waited) >= 50 * 12000 // 16384 - (workers + 2), "every other time a buffer that was filled before"
+    assert not threads()
+
+
+def test_a_buffer_is_made_only_if_none_is_free(tmp_path):
+    """To pin memory takes as long as to read it."""
+    made = []
+    ring = Ring(16384, 8, lambda number: made.append(number) or aligned_bytes(16384))
+    numbers = [ring.take()[0] for _ in range(2)]
+    for number in numbers * 3:
+        ring.free(number)
+        assert ring.take()[0] == number
+    assert made == numbers == [0, 1]
 
 
 def test_an_error_names_the_tensor(tmp_path):
@@ -152,7 +175,7 @@ def test_an_error_names_the_tensor(tmp_path):
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 25_000)
         with pytest.raises(safeload.FormatError) as caught:
-            collected(found, buffers(16384))
+            collected(found, ring_of(16384))
     assert caught.value.tensor == "t5"
     assert not threads()
 

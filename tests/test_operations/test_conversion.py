@@ -576,7 +576,9 @@ def test_a_gguf_file_that_no_engine_loads_is_told_so(source, tmp_path, caplog):
     assert not caplog.records
     status, _, err = command(source, "w.gguf", "--dtype", "float16", cwd=tmp_path)
     assert status == 0
-    assert err.startswith("safeload: warning: w.gguf: no engine will load this file: the metadata has no general.architecture")
+    assert err.startswith(
+        "safeload: warning: w.gguf: no engine will load this file: the metadata has no general.architecture"
+    )
 
 
 CONFIG = {

@@ -2,9 +2,9 @@
 
     python tests/upstream/run.py SDIST [safeload|safetensors] [numpy|torch|flax]
 
-SDIST is the .tar.gz of safetensors 0.8.0 or its unpacked folder. With "safetensors" as second argument upstream itself
-is run, in the same way, for comparison. For numpy torch is absent: it and safetensors.torch are mocked. For torch it is
-the real one, and no test is left out.
+SDIST is the .tar.gz of safetensors 0.8.0 or 0.9.0rc1, or its unpacked folder. With "safetensors" as second argument
+upstream itself is run, in the same way, for comparison. For numpy torch is absent: it and safetensors.torch are mocked.
+For torch it is the real one, and no test is left out.
 """
 
 import os
@@ -37,6 +37,13 @@ FAIL_UNDER_MOCKS = (
     "test_pread_backend.py::PreadBackendTests::test_get_tensors_round_trip",
     "test_pread_backend.py::PreadBackendTests::test_load_file_round_trip",
     "test_pread_backend.py::PreadBackendTests::test_load_model",
+    "test_pread_backend.py::PreadBackendTests::test_get_tensor_meta_matches_header",
+    "test_pread_backend.py::PreadBackendTests::test_prefetch_device_overrides_the_handle",
+    "test_pread_backend.py::PreadBackendTests::test_prefetch_plan_rejects_bad_entries",
+    "test_pread_backend.py::PreadBackendTests::test_prefetch_rejects_unsupported_dtype",
+    "test_pread_backend.py::PreadBackendTests::test_prefetch_requires_cuda",
+    "test_pread_backend.py::PreadBackendTests::test_prefetch_requires_pt",
+    "test_pread_backend.py::PreadBackendTests::test_prefetch_works_from_any_backend",
     "test_pread_backend.py::PreadBackendTests::test_safe_open_round_trip",
     "test_pread_backend.py::PreadBackendTests::test_truncated_header_is_rejected",
 )
@@ -69,7 +76,8 @@ def main() -> int:
             safeload.install_as_safetensors()
         left_out: tuple[str, ...] = ()
         if framework == "numpy":
-            sys.modules["torch"] = sys.modules["safetensors.torch"] = MagicMock()
+            torch = sys.modules["torch"] = sys.modules["safetensors.torch"] = MagicMock()
+            torch.cuda.device_count.return_value, torch.cuda.is_available.return_value = 0, False
             left_out = FAIL_UNDER_MOCKS + PASS_UNDER_MOCKS
         os.chdir(tests)  # they write files where they stand
         arguments = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(tests), "-c", os.devnull]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
-from itertools import cycle
 from typing import Any, NamedTuple
 
 from ...base import dtypes
@@ -143,60 +143,98 @@ class Filled(NamedTuple):
 
     buffer: int | None  # number of the buffer; None for an indivisible tensor
     pieces: Sequence[Piece]  # of the buffer
+    array: Array  # the buffer, or the indivisible tensor
     name: str = ""  # of the indivisible tensor
-    array: Any = None  # the indivisible tensor
 
 
-def buffer_size(total: int) -> int:
-    """Return the size of each of `BUFFERS` buffers for tensors of ``total`` bytes."""
-    return max(SMALLEST_BUFFER, min(BUFFER, -(-total // BUFFERS)))
+def buffer_size(total: int, count: int | None = None) -> int:
+    """Return the size of each of ``count`` buffers, by default `BUFFERS`, for tensors of ``total`` bytes."""
+    return max(SMALLEST_BUFFER, min(BUFFER, -(-total // (count or BUFFERS))))
+
+
+class Ring:
+    """Buffers of equal size, each made by the thread that fills it first: pinning memory takes as long as reading it.
+
+    Args:
+        count: at least two, if buffers are filled ahead.
+        make: returns a new array of bytes, aligned to 64, for a buffer number.
+        wait: called with the number of a buffer before it is filled again; must return when the buffer is free.
+    """
+
+    def __init__(
+        self, size: int, count: int, make: Callable[[int], Array], wait: Callable[[int], object] | None = None
+    ) -> None:
+        self.size = size
+        self.count = count
+        self._make = make
+        self._wait = nothing if wait is None else wait
+        self._arrays: dict[int, Array] = {}
+        self._new = deque(range(count))  # numbers of buffers to make
+        self._used = deque[int]()  # numbers of free buffers, the one that has been free for longest first
+
+    def take(self) -> tuple[int, Array]:
+        """Return number and memory of a free buffer, if possible one that was used before."""
+        try:
+            number = self._used.popleft()
+        except IndexError:
+            number = self._new.popleft()
+            self._arrays[number] = self._make(number)
+        else:
+            self._wait(number)
+        return number, self._arrays[number]
+
+    def free(self, number: int) -> None:
+        """Allow a buffer to be filled again."""
+        self._used.append(number)
 
 
 def staged(
-    entries: Iterable[Entry],
-    buffers: Sequence[Array],
-    wait: Callable[[int], object],
-    threads: int | None,
-) -> Prefetch[Filled]:
-    """Fill buffers in turn, in the order of the tensors, while the caller uses earlier buffers.
+    entries: Iterable[Entry], ring: Ring, threads: int | None, *, workers: int = 1, ordered: bool = True
+) -> Generator[Filled]:
+    """Fill buffers while the caller uses earlier buffers.
 
     Args:
         entries: tensors with a target dtype; empty tensors are skipped.
-        buffers: at least two arrays of bytes, aligned to 64, of equal size.
-        wait: called in another thread with the number of a buffer before it is filled again; it must return when the
-            buffer is free.
+        threads: that fill a buffer together, if there is a single worker.
+        workers: number of buffers to fill at a time, each on one thread. Threads that share a buffer wait for each
+            other at its end, which takes longer the more there are.
+        ordered: False to yield buffers as they are filled instead of in the order of the tensors.
 
-    Returns:
-        An iterator of filled buffers. Each belongs to the caller until the next step.
+    Yields:
+        Filled buffers. Each belongs to the caller until the next step.
     """
-    size = buffers[0].size
     listed = list(entries)
-    workers = REMOTE_WORKERS if any(entry.file.remote for entry in listed) else 1
-    return Prefetch(_tasks(listed, buffers, wait, threads), (len(buffers) - 1) * size, workers=workers)
+    tasks = _tasks(listed, ring, threads, alone=workers > 1)
+    if any(entry.file.remote for entry in listed):
+        workers = max(workers, REMOTE_WORKERS)
+    filling: Prefetch[Filled] = Prefetch(tasks, (ring.count - 1) * ring.size, workers=workers, ordered=ordered)
+    with closing(filling):
+        yield from _freed(filling, ring)
 
 
-def _tasks(
-    entries: Iterable[Entry],
-    buffers: Sequence[Array],
-    wait: Callable[[int], object],
-    threads: int | None,
-) -> Iterator[Task]:
-    size = buffers[0].size
-    numbers = cycle(range(len(buffers)))
+def _freed(filling: Iterator[Filled], ring: Ring) -> Generator[Filled]:
+    """Yield filled buffers and free each in the next step."""
+    for filled in filling:
+        yield filled
+        if filled.buffer is not None:
+            ring.free(filled.buffer)
+
+
+def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, *, alone: bool = False) -> Iterator[Task]:
+    """Yield the tasks that fill buffers, on one thread each if ``alone``, and that make indivisible tensors."""
     chunks: list[tuple[Chunk, int]] = []
     end = 0
 
     def fill() -> Task:
         nonlocal chunks, end
-        number = next(numbers)
-        work = partial(_fill, number, buffers[number], chunks, wait=wait, threads=threads)
+        work = partial(_fill, ring, chunks, threads=1 if alone else threads)
         chunks, end = [], 0
-        return Task(size, work)
+        return Task(ring.size, work)
 
     for entry in entries:
         if not entry.nbytes:
             continue
-        parts = chunks_of(entry, size // _PER_BUFFER)
+        parts = chunks_of(entry, ring.size // _PER_BUFFER)
         if parts is None:
             if chunks:  # results come in the order of the tensors
                 yield fill()
@@ -204,7 +242,7 @@ def _tasks(
             continue
         for chunk in parts:
             at = -(-end // ALIGNMENT) * ALIGNMENT
-            if at + chunk.nbytes > size:
+            if at + chunk.nbytes > ring.size:
                 yield fill()
                 at = 0
             chunks.append((chunk, at))
@@ -213,20 +251,12 @@ def _tasks(
         yield fill()
 
 
-def _fill(
-    number: int,
-    buffer: Array,
-    chunks: Sequence[tuple[Chunk, int]],
-    check: Check,
-    *,
-    wait: Callable[[int], object],
-    threads: int | None,
-) -> Filled:
-    wait(number)
+def _fill(ring: Ring, chunks: Sequence[tuple[Chunk, int]], check: Check, *, threads: int | None) -> Filled:
+    number, buffer = ring.take()
     base = address_of(buffer)
     batch = Batch(job for chunk, at in chunks for job in chunk.jobs(base + at))
     batch.run(threads=threads, progress=lambda done, total: check())
-    return Filled(number, _joined(chunks))
+    return Filled(number, _joined(chunks), buffer)
 
 
 def _joined(chunks: Iterable[tuple[Chunk, int]]) -> list[Piece]:
@@ -253,7 +283,7 @@ def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
         threads=threads,
         progress=lambda done, total: check(),
     )
-    return Filled(None, (), entry.name, out[entry.name])
+    return Filled(None, (), out[entry.name], entry.name)
 
 
 def nothing(*_: object) -> None:
@@ -269,13 +299,14 @@ class StagedBytes:
 
     def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
         total = sum(entry.nbytes for entry in entries)
-        self._filled: Generator[Filled] | Prefetch[Filled]
+        self._filled: Generator[Filled]
         if total <= IN_TURN:
-            self._buffers = [aligned_bytes(max(SMALLEST_BUFFER, total))]
-            self._filled = (task.run(nothing) for task in _tasks(entries, self._buffers, nothing, threads))
+            ring = Ring(max(SMALLEST_BUFFER, total), 1, lambda _: aligned_bytes(ring.size))
+            tasks = _tasks(entries, ring, threads)
+            self._filled = _freed((task.run(nothing) for task in tasks), ring)
         else:
-            self._buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
-            self._filled = staged(entries, self._buffers, nothing, threads)
+            ring = Ring(buffer_size(total), BUFFERS, lambda _: aligned_bytes(ring.size))
+            self._filled = staged(entries, ring, threads)
         self._waiting: deque[tuple[int, int]] = deque()
         self._array: Any = None
 
@@ -294,11 +325,11 @@ class StagedBytes:
 
     def _take(self) -> None:
         filled = next(self._filled)
-        self._array = filled.array
+        self._array = filled.array  # keeps the memory alive while its address is used
+        base = address_of(filled.array)
         if filled.buffer is None:
-            self._waiting.append((address_of(self._array), self._array.nbytes))
+            self._waiting.append((base, filled.array.nbytes))
         else:
-            base = address_of(self._buffers[filled.buffer])
             self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
 
     def close(self) -> None:
