@@ -200,14 +200,15 @@ def _arrivals(
     total = sum(entry.nbytes for entry in moved)
     workers = max(1, min(thread_count(total, threads), _MOST_WORKERS, total // SMALLEST_BUFFER))
     count = max(BUFFERS, workers + 2)  # one is copied while the consumer starts the copies of another
+    size = buffer_size(total, count)
     buffers: dict[int, Any] = {}
 
     def make(number: int) -> Array:
-        buffers[number] = copies.buffer(ring.size)
+        buffers[number] = copies.buffer(size)
         array: Array = buffers[number].numpy()
         return array
 
-    ring = Ring(buffer_size(total, count), count, make, copies.wait)
+    ring = Ring(size, count, make, copies.wait)
     reading = staged(moved, ring, threads, workers=workers, ordered=False)
     meter = Meter(progress, total)
     try:

@@ -23,7 +23,7 @@ PLAIN.sort()
 
 
 def ring_of(size, count=3, wait=None):
-    return Ring(size, count, lambda number: aligned_bytes(size), wait)
+    return Ring(size, count, wait=wait)
 
 
 def entries(checkpoint, dtype):

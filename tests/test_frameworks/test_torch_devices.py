@@ -239,6 +239,22 @@ def test_codes_without_their_scales_are_refused(tmp_path, monkeypatch):
         assert_same(load_checkpoint(tmp_path, device=device), load_file(tmp_path / "model.safetensors"))
 
 
+def test_buffers_are_freed_by_the_end_of_the_load(tmp_path, small_ring):
+    """Pinned memory that waits for the garbage collector would be missing in the next load."""
+    path = model(tmp_path / "x.safetensors", 60)
+    late = Late(0)
+    gc.collect()
+    gc.disable()
+    try:
+        load(path, copies=late)
+        buffers = [weakref.ref(buffer) for buffer in late.buffers]
+        late.buffers.clear()
+        assert len(buffers) > 1
+        assert [buffer for buffer in buffers if buffer() is not None] == []
+    finally:
+        gc.enable()
+
+
 def test_an_empty_load(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
     assert load(tmp_path / "x.safetensors") == {}

@@ -157,17 +157,21 @@ class Ring:
 
     Args:
         count: at least two, if buffers are filled ahead.
-        make: returns a new array of bytes, aligned to 64, for a buffer number.
-        wait: called with the number of a buffer before it is filled again; must return when the buffer is free.
+        make: returns a new array of bytes, aligned to 64, for a buffer number; None for plain memory.
+        wait: called with the number of a buffer before it is filled again; returns once the buffer is free.
     """
 
     def __init__(
-        self, size: int, count: int, make: Callable[[int], Array], wait: Callable[[int], object] | None = None
+        self,
+        size: int,
+        count: int,
+        make: Callable[[int], Array] | None = None,
+        wait: Callable[[int], object] | None = None,
     ) -> None:
         self.size = size
         self.count = count
         self._make = make
-        self._wait = nothing if wait is None else wait
+        self._wait = wait
         self._arrays: dict[int, Array] = {}
         self._new = deque(range(count))  # numbers of buffers to make
         self._used = deque[int]()  # numbers of free buffers, the one that has been free for longest first
@@ -178,9 +182,10 @@ class Ring:
             number = self._used.popleft()
         except IndexError:
             number = self._new.popleft()
-            self._arrays[number] = self._make(number)
+            self._arrays[number] = aligned_bytes(self.size) if self._make is None else self._make(number)
         else:
-            self._wait(number)
+            if self._wait is not None:
+                self._wait(number)
         return number, self._arrays[number]
 
     def free(self, number: int) -> None:
@@ -301,12 +306,11 @@ class StagedBytes:
         total = sum(entry.nbytes for entry in entries)
         self._filled: Generator[Filled]
         if total <= IN_TURN:
-            ring = Ring(max(SMALLEST_BUFFER, total), 1, lambda _: aligned_bytes(ring.size))
+            ring = Ring(max(SMALLEST_BUFFER, total), 1)
             tasks = _tasks(entries, ring, threads)
             self._filled = _freed((task.run(nothing) for task in tasks), ring)
         else:
-            ring = Ring(buffer_size(total), BUFFERS, lambda _: aligned_bytes(ring.size))
-            self._filled = staged(entries, ring, threads)
+            self._filled = staged(entries, Ring(buffer_size(total), BUFFERS), threads)
         self._waiting: deque[tuple[int, int]] = deque()
         self._array: Any = None
 
