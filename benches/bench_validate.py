@@ -57,7 +57,7 @@ def by_hand(folder: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def test_validate(llama_folder: Path, table, report) -> None:
-    def same(ours: safeload.ValidationReport, theirs: dict[str, tuple[Any, ...]]) -> None:
+    def same(ours: safeload.CheckReport, theirs: dict[str, tuple[Any, ...]]) -> None:
         assert ours.ok
         assert not ours.warnings
         assert ours.schema == "llama"
@@ -67,7 +67,7 @@ def test_validate(llama_folder: Path, table, report) -> None:
             assert abs(s.mean - theirs[name][4]) < 1e-6, name
             assert abs(s.std - theirs[name][5]) < 1e-6, name
 
-    sides = {"ours": lambda: safeload.validate(llama_folder), "numpy loop": lambda: by_hand(llama_folder)}
+    sides = {"ours": lambda: safeload.check(llama_folder), "numpy loop": lambda: by_hand(llama_folder)}
     samples = race(sides, ROUNDS, check=same, prepare=prepare(llama_folder))
     comparison = Comparison(samples["ours"], samples["numpy loop"])
     row = table.add("validate the 2.5 GB bf16 folder", "numpy loop", comparison, target=10)

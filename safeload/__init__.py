@@ -5,7 +5,7 @@
   ``open(path).stream()`` reads ahead of a loop over the tensors.
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's block formats
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
-- `validate`, `stats`, `diff`: check, measure and compare checkpoints
+- `info`, `check`, `stats`, `diff`, `report`: list, check, measure and compare checkpoints, as the commands do
 - `safeload.remote`: paths in stores that your program has already opened
 - `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-in replacements for ``safetensors``
 - `safeload.torch.load_checkpoint`, `safeload.jax.load_checkpoint`: any format as torch tensors or JAX arrays, on one
@@ -47,27 +47,57 @@ _MODULE_OF = {
         "operations.measure.stats": "HISTOGRAM_EDGES TensorStats stats",
         "operations.pieces": "run_piece",
         "operations.quantize.checkpoint": "KEPT_NAMES QuantizedDict Summary load_quantized",
-        "operations.quantize.quantization_error": "QuantizationError quantization_error",
+        "operations.quantize.quantization_error": "QuantizationError QuantizationStats quantization_error",
         "operations.quantize.quantize": "quantize",
         "operations.quantize.stack": "StackedDict stack",
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
-        "operations.validate.findings": "Finding ValidationReport",
-        "operations.validate.run": "validate",
+        "operations.validate.findings": "CheckReport Finding ValidationReport",
+        "operations.validate.run": "check validate",
         "operations.validate.settings": "Limits",
     }.items()
     for name in names.split()
 }
-_MODULES = ("gguf", "jax", "layouts", "moon", "numpy", "remote", "torch")
+_MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "remote", "torch")
 
-__all__ = ["__version__", *_MODULE_OF]
+# Every other name of the table is documented with its subject and resolves too, but neither `import *` nor completion
+# offers it.
+__all__ = [
+    *("open", "load", "convert", "check", "diff", "stats"),
+    *("quantize", "quantization_error", "load_quantized", "astype", "nest", "flatten"),
+    *("safe_open", "install_as_safetensors", "show_config"),
+    *("Checkpoint", "QuantizedTensor", "TensorInfo", "CheckReport", "ConvertReport", "DiffReport"),
+    *("SafeloadError", "SafetensorError", "FormatError", "UnsupportedError", "TensorNotFoundError"),
+    *("ForbiddenError", "RemoteError"),
+    "__version__",
+]
+
+_DROP_INS = "it is in safeload.numpy, safeload.torch and safeload.jax"
+
+# Advice for names that people try.
+_INSTEAD = {
+    "compare": "use safeload.diff(a, b)",
+    "dequantize": 'pass dtype="float32" to safeload.load, or call the dequantize method of a QuantizedTensor',
+    "describe": "use safeload.info(path)",
+    "inspect": "use safeload.info(path)",
+    "load_checkpoint": "it is in safeload.torch and safeload.jax; safeload.load returns NumPy arrays",
+    "load_file": f"{_DROP_INS}; safeload.load reads any format",
+    "load_model": "it is in safeload.torch",
+    "merge": "pass adapters= to safeload.load or safeload.convert to merge LoRA adapters",
+    "save": f"{_DROP_INS}; safeload.convert writes files from a dict of arrays",
+    "save_file": f"{_DROP_INS}; safeload.convert writes files from a dict of arrays",
+    "save_model": "it is in safeload.torch",
+    "stream": "it is a method of a checkpoint: safeload.open(path).stream()",
+    "summary": "use safeload.info(path)",
+    "take": "it is a method of a checkpoint: safeload.open(path).take(name, rows)",
+}
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
-        hint = "; it is in safeload.numpy" if name in ("load_file", "save", "save_file") else ""
+        hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = globals()[name] = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     return value

@@ -1,4 +1,6 @@
 # What type checkers see of the names that __init__.py imports on first use; a test compares the two.
+from . import cluster as cluster
+from . import errors as errors
 from . import gguf as gguf
 from . import jax as jax
 from . import layouts as layouts
@@ -53,6 +55,7 @@ from .operations.quantize.checkpoint import QuantizedDict as QuantizedDict
 from .operations.quantize.checkpoint import Summary as Summary
 from .operations.quantize.checkpoint import load_quantized as load_quantized
 from .operations.quantize.quantization_error import QuantizationError as QuantizationError
+from .operations.quantize.quantization_error import QuantizationStats as QuantizationStats
 from .operations.quantize.quantization_error import quantization_error as quantization_error
 from .operations.quantize.quantize import quantize as quantize
 from .operations.quantize.stack import StackedDict as StackedDict
@@ -60,7 +63,41 @@ from .operations.quantize.stack import stack as stack
 from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
 from .operations.sources.plan import Plan as Plan
+from .operations.validate.findings import CheckReport as CheckReport
 from .operations.validate.findings import Finding as Finding
 from .operations.validate.findings import ValidationReport as ValidationReport
+from .operations.validate.run import check as check
 from .operations.validate.run import validate as validate
 from .operations.validate.settings import Limits as Limits
+
+__all__ = [
+    "CheckReport",
+    "Checkpoint",
+    "ConvertReport",
+    "DiffReport",
+    "ForbiddenError",
+    "FormatError",
+    "QuantizedTensor",
+    "RemoteError",
+    "SafeloadError",
+    "SafetensorError",
+    "TensorInfo",
+    "TensorNotFoundError",
+    "UnsupportedError",
+    "__version__",
+    "astype",
+    "check",
+    "convert",
+    "diff",
+    "flatten",
+    "install_as_safetensors",
+    "load",
+    "load_quantized",
+    "nest",
+    "open",
+    "quantization_error",
+    "quantize",
+    "safe_open",
+    "show_config",
+    "stats",
+]

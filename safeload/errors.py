@@ -9,6 +9,24 @@ import errno
 import os
 from typing import Any
 
+__all__ = [
+    "ForbiddenError",
+    "FormatError",
+    "InvalidDeviceError",
+    "LimitError",
+    "MissingDeviceError",
+    "MissingShardError",
+    "RangeError",
+    "RemoteError",
+    "RemotePermissionError",
+    "RemoteTimeoutError",
+    "SafeloadError",
+    "SafetensorError",
+    "TensorNotFoundError",
+    "UnsupportedDtypeError",
+    "UnsupportedError",
+]
+
 
 class SafeloadError(Exception):
     """Base class of safeload's exceptions; also available as ``SafetensorError``.
@@ -311,3 +329,7 @@ def one_line(error: BaseException) -> str:
         message = str(error) if isinstance(error, _ExplainedError) else f"{error.strerror}: {error.filename}"
         return "; ".join((message, *getattr(error, "__notes__", ())))
     return str(error) or type(error).__name__
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -69,3 +69,7 @@ def of_obstore(store: Any, path: str) -> Location:
     from .stores import object_store
 
     return object_store.of_obstore(store, path)
+
+
+def __dir__() -> list[str]:
+    return __all__

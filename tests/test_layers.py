@@ -45,7 +45,7 @@ PYTHON_LAYERS = (
     ("frameworks",),
     ("compat",),
     ("operations",),
-    ("numpy", "torch", "jax", "gguf", "moon", "remote", "layouts", "as_safetensors"),
+    ("numpy", "torch", "jax", "gguf", "moon", "remote", "layouts", "cluster", "as_safetensors"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -100,7 +100,8 @@ def test_the_choices_of_types_are_the_rows():
 
 def test_type_checkers_see_every_public_name():
     """`__init__.pyi` names the modules that `__init__.py` imports from."""
-    stub = ast.parse(Path(safeload.__file__).with_suffix(".pyi").read_text("utf-8")).body
-    seen = {alias.asname: line.module for line in stub for alias in line.names}
+    *imports, names = ast.parse(Path(safeload.__file__).with_suffix(".pyi").read_text("utf-8")).body
+    seen = {alias.asname: line.module for line in imports for alias in line.names}
     modules = dict.fromkeys(safeload._MODULES)
     assert seen == {"__version__": "_version", **modules, **safeload._MODULE_OF}
+    assert ast.literal_eval(names.value) == sorted(safeload.__all__)

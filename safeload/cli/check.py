@@ -31,7 +31,7 @@ from .output import STDOUT, Output
 
 if TYPE_CHECKING:
     from ..operations.sources.executors import Executor
-    from ..operations.validate.findings import ValidationReport
+    from ..operations.validate.findings import CheckReport
 
 _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/
@@ -146,7 +146,7 @@ def _output(options: argparse.Namespace) -> Output | None:
     return output
 
 
-def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> ValidationReport:
+def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> CheckReport:
     """Validate ``options.path`` and compare it with its manifest."""
     # Imported here: they would slow down the other commands.
     from ..operations.validate.findings import error
@@ -181,7 +181,7 @@ def _report(options: argparse.Namespace, executor: Executor | None, output: Outp
 
 
 def _manifest(
-    report: ValidationReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
+    report: CheckReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
 ) -> None:
     """Compare a checkpoint with a manifest, or write a manifest."""
     from ..operations.validate import manifest

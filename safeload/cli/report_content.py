@@ -45,7 +45,7 @@ _SPREAD = (
 
 
 def findings_section(report: Any) -> str:
-    """Return the findings of `safeload.validate`; equal findings about several tensors form a group."""
+    """Return the findings of `safeload.check`; equal findings about several tensors form a group."""
     from ..operations.validate.findings import gather
 
     groups = [group for listed in (report.errors, report.warnings, report.notes) for group in gather(listed)]
@@ -65,7 +65,7 @@ def sections(opened: Checkpoint, report: Any, scheme: SchemeName | None, threads
     """Yield the sections about an open checkpoint.
 
     Args:
-        report: its `safeload.ValidationReport`, with histograms.
+        report: its `safeload.CheckReport`, with histograms.
         scheme: also show the quantization error of this scheme.
     """
     infos = opened.tensors
@@ -206,14 +206,14 @@ def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tupl
     """Measure the errors of tensors that `load_quantized` quantizes; list reasons why tensors cannot be quantized."""
     from ..errors import RangeError
     from ..operations.quantize.checkpoint import ModelRules, Rules
-    from ..operations.quantize.quantization_error import QuantizationError, quantization_error
+    from ..operations.quantize.quantization_error import QuantizationStats, quantization_error
     from ..operations.quantize.quantize import quantize
     from ..operations.sources.catalog import Catalog
 
     catalog = Catalog.of(opened)
     rules = Rules(scheme, None)
     rules.schema = ModelRules.of(catalog).schema
-    errors: dict[str, QuantizationError] = {}
+    errors: dict[str, QuantizationStats] = {}
     refused: dict[str, str] = {}
     with bar(scheme) as progress:
         done, total = 0, sum(catalog.about(name).nbytes for name in catalog)

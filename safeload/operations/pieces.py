@@ -29,7 +29,7 @@ def run_piece(
     """Run a piece of a plan: read its tensors and write its shard, which becomes visible only once it is complete.
 
     Pieces can run more than once, even in two processes at a time: they write the same bytes, and a complete shard is
-    not written again. `run_piece` also runs the pieces of `stats`, `diff` and `validate`, which write nothing.
+    not written again. `run_piece` also runs the pieces of `stats`, `diff` and `check`, which write nothing.
 
     You should trust a piece like code: it can read any file and write into any folder.
 

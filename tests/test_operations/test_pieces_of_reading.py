@@ -164,7 +164,7 @@ SOURCES = {
 
 def plain(found):
     """What an operation has found as text in which every bit of every number stands."""
-    if isinstance(found, safeload.ValidationReport | safeload.DiffReport):
+    if isinstance(found, safeload.CheckReport | safeload.DiffReport):
         found = {key: value for key, value in vars(found).items() if key != "seconds"}
     if isinstance(found, dict):
         return {key: plain(value) for key, value in found.items()}

@@ -564,7 +564,7 @@ def test_the_report_as_text(llama, tmp_path, monkeypatch):
     ]
     assert r"error    bad\x1b[31m\nname  schema.unexpected" in lines
     assert all(len(line) <= 80 for line in lines)
-    assert repr(validate({"w": np.ones(2)})) == "<ValidationReport 'dict': sound>"
+    assert repr(validate({"w": np.ones(2)})) == "<CheckReport 'dict': sound>"
 
 
 def test_debug_lines(caplog):

@@ -15,7 +15,7 @@ from ..sources.catalog import Catalog, Given
 from .checkpoint import ModelRules
 
 
-class QuantizationError(NamedTuple):
+class QuantizationStats(NamedTuple):
     """The distance of dequantized values from the originals.
 
     Attributes:
@@ -38,21 +38,23 @@ class QuantizationError(NamedTuple):
     snr_db: float
 
 
+QuantizationError = QuantizationStats
+
 _BLOCK = 1 << 20  # elements compared at a time
 
 
 @overload
-def quantization_error(source: Array, quantized: QuantizedTensor) -> QuantizationError: ...
+def quantization_error(source: Array, quantized: QuantizedTensor) -> QuantizationStats: ...
 @overload
 def quantization_error(
     source: Given, quantized: Given, *, storage_options: Mapping[str, Any] | None = None
-) -> dict[str, QuantizationError]: ...
+) -> dict[str, QuantizationStats]: ...
 def quantization_error(
     source: Given | Array,
     quantized: Given | QuantizedTensor,
     *,
     storage_options: Mapping[str, Any] | None = None,
-) -> dict[str, QuantizationError] | QuantizationError:
+) -> dict[str, QuantizationStats] | QuantizationStats:
     """Return the quantization error of a tensor, or of each quantized tensor of a checkpoint.
 
     Args:
@@ -62,7 +64,7 @@ def quantization_error(
         storage_options: for URLs: options of the filesystem behind the URL, see `open`.
 
     Returns:
-        A `QuantizationError` if ``source`` is an array, else a dict from the name of each quantized tensor to its
+        A `QuantizationStats` if ``source`` is an array, else a dict from the name of each quantized tensor to its
         error.
 
     Raises:
@@ -90,12 +92,12 @@ def quantization_error(
         return {name: _of_tensor(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
 
 
-def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationError:
+def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationStats:
     assert isinstance(quantized, QuantizedTensor)
     return _error_of(name, original, quantized)
 
 
-def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationError:
+def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationStats:
     original = as_array(original, name)
     if original.shape != quantized.shape:
         raise ValueError(
@@ -110,7 +112,7 @@ def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> Quantizat
         signal += float(np.square(exact).sum())
     count = max(1, original.size)
     snr = math.inf if squares == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / squares)
-    return QuantizationError(largest, math.sqrt(squares / count), snr)
+    return QuantizationStats(largest, math.sqrt(squares / count), snr)
 
 
 def _blocks(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array, Array]]:

@@ -26,7 +26,7 @@ from ..sources.piece_files import PieceSource, PlannedPath, Sources, location_of
 from ..sources.plan import INVALID_PIECE, PlannedPiece, TensorPiece, decode_piece
 from . import files, values
 from .files import FileEntry
-from .findings import ERROR, Finding, ValidationReport
+from .findings import ERROR, CheckReport, Finding
 from .settings import CheckSettings, Limits, settings
 from .structure import Quantized
 
@@ -81,7 +81,7 @@ class Contents:
 
 
 def check_contents(
-    report: ValidationReport,
+    report: CheckReport,
     contents: Contents,
     model: Model,
     names: Sequence[str],

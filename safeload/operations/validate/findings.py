@@ -1,4 +1,4 @@
-"""Findings and the validation report."""
+"""Findings, and the report of a check."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
     Example:
         >>> import safeload
-        >>> finding = safeload.validate("inf.safetensors").errors[0]
+        >>> finding = safeload.check("inf.safetensors").errors[0]
         >>> finding.severity, finding.code, finding.tensor
         ('error', 'value.inf', 'scores')
     """
@@ -75,8 +75,8 @@ def note(code: str, tensor: str | None, message: str) -> Finding:
     return Finding(NOTE, code, tensor, message)
 
 
-class ValidationReport:
-    """The result of `safeload.validate`. ``str()`` is a table; the report is false if there are errors.
+class CheckReport:
+    """The result of `safeload.check`. ``str()`` is a table; the report is false if there are errors.
 
     Attributes:
         ok: True if there are no errors.
@@ -97,7 +97,7 @@ class ValidationReport:
 
     Example:
         >>> import safeload
-        >>> report = safeload.validate("tiny-llama")
+        >>> report = safeload.check("tiny-llama")
         >>> report.ok, report.schema, report.tensors, len(report.errors)
         (True, 'llama', 30, 0)
     """
@@ -193,7 +193,7 @@ class ValidationReport:
         return "\n".join(self.lines())
 
     def __repr__(self) -> str:
-        return f"<ValidationReport {self.source!r}: {self.verdict}>"
+        return f"<CheckReport {self.source!r}: {self.verdict}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dict for ``json.dump``; NaN and infinity become None."""
@@ -207,6 +207,9 @@ class ValidationReport:
             "notes": [finding._asdict() for finding in self.notes],
             "stats": {name: stats_json(stats) for name, stats in self.stats.items()},
         }
+
+
+ValidationReport = CheckReport
 
 
 class FindingGroup(NamedTuple):

@@ -44,7 +44,7 @@ from ..sources.executors import EXECUTOR, Executor
 from ..sources.piece_files import check_paths, in_memory
 from . import files, structure
 from .contents import Contents, GatheredContents, Model, check_contents
-from .findings import Finding, ValidationReport, error, warning
+from .findings import CheckReport, Finding, error, warning
 from .settings import CheckSettings, Limits, settings
 
 # Codes of findings about unreadable files, by error class.
@@ -65,7 +65,7 @@ _CONSOLIDATED, _PARAMS = "consolidated", "params.json"
 Source = Given | Array | QuantizedTensor
 
 
-def validate(
+def check(
     source: Source,
     *,
     config: PathLike | Mapping[str, Any] | None = None,
@@ -79,8 +79,8 @@ def validate(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
-) -> ValidationReport:
-    """Check weights and report faults. Findings are never raised.
+) -> CheckReport:
+    """Check weights and report faults. Findings are never raised. Also available as ``validate``.
 
     Errors are: a file that violates its format, or ends in unwritten bytes; a missing shard; a zip entry with a wrong
     CRC-32; no tensors; NaN and infinity; missing and unexpected tensors, and wrong shapes, according to the config;
@@ -123,7 +123,7 @@ def validate(
 
     Example:
         >>> import numpy as np, safeload
-        >>> report = safeload.validate({"w": np.float32([[1, np.nan]])})
+        >>> report = safeload.check({"w": np.float32([[1, np.nan]])})
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
@@ -148,8 +148,11 @@ def validate(
         with Catalog.of(source) as catalog:
             if executor is not None:
                 check_paths(catalog, EXECUTOR)
-            return _validate_tensors(ValidationReport(catalog.title), catalog, options)
+            return _validate_tensors(CheckReport(catalog.title), catalog, options)
     return validate_path(source, lambda: loading.open(source, storage_options=storage_options), options)
+
+
+validate = check
 
 
 def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
@@ -177,11 +180,11 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     return params if len(slices) < 2 else None
 
 
-def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], options: CheckSettings) -> ValidationReport:
+def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], options: CheckSettings) -> CheckReport:
     """Validate the checkpoint at a path or URL, which ``open`` opens."""
     (place,), where = places_of([path])
     text = where.shown(place)
-    report = ValidationReport(text)
+    report = CheckReport(text)
     if not where.remote and not os.path.lexists(place):
         raise os_error(errno.ENOENT, text)
     try:
@@ -201,8 +204,8 @@ def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], opti
 
 def _validate_array(
     x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, options: CheckSettings
-) -> ValidationReport:
-    report = ValidationReport(ARRAY)
+) -> CheckReport:
+    report = CheckReport(ARRAY)
     refuse_masked(x, "the array")
     catalog = Catalog.of({ARRAY: x})
     about = catalog.about(ARRAY)
@@ -215,7 +218,7 @@ def _validate_array(
     return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
 
 
-def _validate_tensors(report: ValidationReport, catalog: Catalog, options: CheckSettings) -> ValidationReport:
+def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
     started = time.perf_counter()
     selected = frozenset(options.selection.of(list(catalog)))
     try:
@@ -234,9 +237,7 @@ class _Validation:
         selected: tensors with values to check.
     """
 
-    def __init__(
-        self, report: ValidationReport, catalog: Catalog, selected: frozenset[str], options: CheckSettings
-    ) -> None:
+    def __init__(self, report: CheckReport, catalog: Catalog, selected: frozenset[str], options: CheckSettings) -> None:
         self._report, self._catalog, self._options = report, catalog, options
         self._selected = selected
         self._unreadable = False
@@ -279,7 +280,7 @@ class _Validation:
         self._read(Model(tensors, frozenset(codes), quantized, schema), pairs)
 
     def _config(self) -> Mapping[str, Any] | None:
-        """Return the config passed to `validate`, or the config of the checkpoint."""
+        """Return the config passed to `check`, or the config of the checkpoint."""
         if self._options.config is not None:
             return self._options.config
         try:

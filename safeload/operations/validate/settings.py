@@ -1,4 +1,4 @@
-"""Check the arguments of `validate`."""
+"""Check the arguments of `check`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
     Example:
         >>> import numpy as np
         >>> import safeload
-        >>> report = safeload.validate(np.float32([0.5, 3]), limits=safeload.Limits(low=-1, high=1))
+        >>> report = safeload.check(np.float32([0.5, 3]), limits=safeload.Limits(low=-1, high=1))
         >>> [warning.code for warning in report.warnings]
         ['value.range']
     """
@@ -77,7 +77,7 @@ class Limits(NamedTuple):
 
 
 class CheckSettings(NamedTuple):
-    """The checked arguments of `validate`."""
+    """The checked arguments of `check`."""
 
     config: Mapping[str, Any] | None  # parsed; None uses the config of the folder
     schema: Schema | None
@@ -104,7 +104,7 @@ def settings(
     progress: Progress = None,
     histogram: bool = False,
 ) -> CheckSettings:
-    """Check and convert the arguments of `validate`."""
+    """Check and convert the arguments of `check`."""
     bounds = Limits.of(limits)
     expected = load_schema(schema) if schema is not None and schema != "auto" else None
     check_threads(threads)
