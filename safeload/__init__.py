@@ -42,6 +42,8 @@ _MODULE_OF = {
         "operations.convert.planning": "plan_convert",
         "operations.convert.run_plan": "finalize",
         "operations.convert.write": "ConvertReport",
+        "operations.inspect.contents": "Info",
+        "operations.inspect.info": "info",
         "operations.measure.diff": "diff",
         "operations.measure.diff_report": "DiffReport TensorDiff",
         "operations.measure.stats": "HISTOGRAM_EDGES TensorStats stats",
@@ -50,6 +52,7 @@ _MODULE_OF = {
         "operations.quantize.quantization_error": "QuantizationError QuantizationStats quantization_error",
         "operations.quantize.quantize": "quantize",
         "operations.quantize.stack": "StackedDict stack",
+        "operations.report.report": "report",
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
         "operations.validate.findings": "CheckReport Finding ValidationReport",
@@ -63,10 +66,10 @@ _MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "rem
 # Every other name of the table is documented with its subject and resolves too, but neither `import *` nor completion
 # offers it.
 __all__ = [
-    *("open", "load", "convert", "check", "diff", "stats"),
+    *("open", "load", "convert", "check", "info", "report", "diff", "stats"),
     *("quantize", "quantization_error", "load_quantized", "astype", "nest", "flatten"),
     *("safe_open", "install_as_safetensors", "show_config"),
-    *("Checkpoint", "QuantizedTensor", "TensorInfo", "CheckReport", "ConvertReport", "DiffReport"),
+    *("Checkpoint", "QuantizedTensor", "TensorInfo", "Info", "CheckReport", "ConvertReport", "DiffReport"),
     *("SafeloadError", "SafetensorError", "FormatError", "UnsupportedError", "TensorNotFoundError"),
     *("ForbiddenError", "RemoteError"),
     "__version__",

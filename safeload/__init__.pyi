@@ -43,6 +43,8 @@ from .operations.convert.convert import convert as convert
 from .operations.convert.planning import plan_convert as plan_convert
 from .operations.convert.run_plan import finalize as finalize
 from .operations.convert.write import ConvertReport as ConvertReport
+from .operations.inspect.contents import Info as Info
+from .operations.inspect.info import info as info
 from .operations.measure.diff import diff as diff
 from .operations.measure.diff_report import DiffReport as DiffReport
 from .operations.measure.diff_report import TensorDiff as TensorDiff
@@ -60,6 +62,7 @@ from .operations.quantize.quantization_error import quantization_error as quanti
 from .operations.quantize.quantize import quantize as quantize
 from .operations.quantize.stack import StackedDict as StackedDict
 from .operations.quantize.stack import stack as stack
+from .operations.report.report import report as report
 from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
 from .operations.sources.plan import Plan as Plan
@@ -77,6 +80,7 @@ __all__ = [
     "DiffReport",
     "ForbiddenError",
     "FormatError",
+    "Info",
     "QuantizedTensor",
     "RemoteError",
     "SafeloadError",
@@ -90,6 +94,7 @@ __all__ = [
     "convert",
     "diff",
     "flatten",
+    "info",
     "install_as_safetensors",
     "load",
     "load_quantized",
@@ -97,6 +102,7 @@ __all__ = [
     "open",
     "quantization_error",
     "quantize",
+    "report",
     "safe_open",
     "show_config",
     "stats",

@@ -11,9 +11,9 @@ from safeload import cluster
 pytestmark = pytest.mark.no_core
 
 FRONT_ROW = """
-open load convert check diff stats quantize quantization_error load_quantized astype nest flatten safe_open
+open load convert check info report diff stats quantize quantization_error load_quantized astype nest flatten safe_open
 install_as_safetensors show_config
-Checkpoint QuantizedTensor TensorInfo CheckReport ConvertReport DiffReport
+Checkpoint QuantizedTensor TensorInfo Info CheckReport ConvertReport DiffReport
 SafeloadError SafetensorError FormatError UnsupportedError TensorNotFoundError ForbiddenError RemoteError
 __version__
 """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import TextIO
 
 from .text import clip, plural
 
@@ -28,6 +30,16 @@ def width() -> int:
     import shutil  # only here: it imports bz2 and lzma, which takes 2 ms
 
     return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def terminal_columns() -> int | None:
+    """Return the width of the terminal, or None if stdout is not a terminal, because pipes get uncut lines."""
+    return width() if is_terminal(sys.stdout) else None
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return True if a stream is an open terminal."""
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 def shorten(names: Sequence[str], columns: int | None) -> list[str]:

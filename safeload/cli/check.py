@@ -13,6 +13,7 @@ from ..errors import FormatError
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,
+    STDOUT,
     add_command,
     add_json,
     add_opening,
@@ -27,9 +28,9 @@ from .common import (
     suggest,
 )
 from .flags import in_options
-from .output import STDOUT, Output
 
 if TYPE_CHECKING:
+    from ..operations.folders.output import Output
     from ..operations.sources.executors import Executor
     from ..operations.validate.findings import CheckReport
 
@@ -130,6 +131,7 @@ def _output(options: argparse.Namespace) -> Output | None:
     """
     if options.write_manifest is None:
         return None
+    from ..operations.folders.output import Output
     from ..operations.validate.manifest import is_manifest
 
     if options.write_manifest == STDOUT:

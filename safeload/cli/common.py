@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from ..base import log
-from ..base.layout import width
+from ..base.layout import is_terminal, terminal_columns, width
 from ..base.text import plural, printable
 from ..checkpoint import Checkpoint
 from ..engine.run import progress
@@ -25,6 +25,9 @@ STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong u
 
 # False if the shell leaves patterns such as *.safetensors to the program.
 SHELL_EXPANDS = os.name != "nt"
+
+# The path of stdout.
+STDOUT = "-"
 
 # Attribute that `suggest` sets on argparse actions.
 SUGGESTED = "suggested"
@@ -232,19 +235,18 @@ def most_rows(options: argparse.Namespace, rows: int) -> int | None:
 
 def rest(hidden: int, noun: str, options: argparse.Namespace) -> str:
     """Return the line that counts hidden rows."""
-    return f"... and {plural(hidden, noun)} more" + ("" if options.limit else "; pass --all to list all")
+    return f"... and {plural(hidden, noun)} more{hint(options)}"
+
+
+def hint(options: argparse.Namespace) -> str:
+    """Return the end of lines that count hidden rows."""
+    return "" if options.limit else "; pass --all to list all"
 
 
 # ---- the terminal ----
 
 
-def columns() -> int | None:
-    """Return the width of the terminal, or None if stdout is not a terminal, because pipes get uncut lines."""
-    return width() if _is_terminal(sys.stdout) else None
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and not stream.closed and stream.isatty()
+columns = terminal_columns
 
 
 # How messages of `FileExistsError` begin.
@@ -300,9 +302,18 @@ def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
     Text stays plain without a terminal, if NO_COLOR is set (https://no-color.org), or if TERM is "dumb".
     """
     stream = sys.stdout if stream is None else stream
-    if not _is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda text, kind: text
     return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text else text
+
+
+def write_to_stdout(text: str) -> int:
+    """Write text in UTF-8, whatever the encoding of the terminal, and return its size in bytes."""
+    data = text.encode("utf-8", "backslashreplace")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return len(data)
 
 
 # ---- progress ----

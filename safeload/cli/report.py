@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
 from ..base.scheme import SCHEMES
 from ..base.text import printable, size
-from ..stores.url import is_url
 from .common import (
     STATUS,
+    STDOUT,
     add_command,
     add_json,
     add_opening,
@@ -21,9 +20,8 @@ from .common import (
     add_threads,
     bar,
     open_path,
-    shown,
+    write_to_stdout,
 )
-from .output import STDOUT, Output
 
 _EPILOG = f"""examples:
   safeload report model.safetensors -o report.html
@@ -75,39 +73,22 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the page about ``options.path`` and return the exit status."""
     # Imported here: they would slow down the other commands.
-    from ..operations.validate.run import validate_path
-    from ..operations.validate.settings import settings
-    from .report_content import digest_section, findings_section, sections
-    from .report_page import facts, head, is_page, page
-    from .report_source import File, about, files_of, now
+    from ..operations.folders.output import Output
+    from ..operations.report.page import is_page
+    from ..operations.report.report import PageRequest, page_of
 
-    date = now()
     if options.output == STDOUT and options.json:
         raise ValueError("--output - and --json both write to stdout; pass only one of them")
     overwrite = options.overwrite
     output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
     if options.output != STDOUT:
         output.check()
-    with bar("report") as progress:
-        request = settings(threads=options.threads, progress=progress, histogram=True)
-        report = validate_path(options.path, lambda: open_path(options.path, options), request)
-    parts = [findings_section(report)]
-    path, remote = shown(options.path), is_url(options.path)
-    files = [] if remote else files_of(report.files or [path], digest=options.digest, threads=options.threads)
-    if report.files:
-        with open_path(options.path, options) as opened:
-            parts += sections(opened, report, options.quantize, options.threads)
-            if remote:  # URLs are not read a second time
-                files = [File(file.path, file.identity[0]) for file in opened.weight_files]
-    parts.append(digest_section(files))
-    title = os.path.basename(path.rstrip("/") if remote else os.path.abspath(path)) or path
-    mood = "bad" if report.errors else "odd" if report.warnings else "calm" if report.notes else "good"
-    checked = f"checked: {report.checked}" if report.tensors else ""
-    top = head(title, report.verdict, mood, checked, facts(about(path, files, date), "meta"))
-    nbytes = output.write(page(title, top, parts), report.files)
+    request = PageRequest(options.quantize, options.digest, options.threads, bar)
+    text, report = page_of(options.path, lambda: open_path(options.path, options), request)
+    nbytes = write_to_stdout(text) if options.output == STDOUT else output.write(text, report.files)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": report.ok}, indent=1))
     else:
         where, stream = ("stdout", sys.stderr) if options.output == STDOUT else (options.output, sys.stdout)
-        print(f"{printable(where)}: {size(nbytes)}; {printable(path)} is {report.verdict}", file=stream)
+        print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)} is {report.verdict}", file=stream)
     return 0 if report.ok else 1

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-import safeload.cli.output
+import safeload.operations.folders.output
 from safeload.cli import main
 from safeload.numpy import save_file
 
@@ -160,7 +160,7 @@ def test_symlinks_modes_and_devices(folder, write):
 
 def test_a_file_that_comes_meanwhile_stays(folder, write, monkeypatch):
     """It is created after the last look, when the text is about to be put in place."""
-    check = safeload.cli.output.Output.check
+    check = safeload.operations.folders.output.Output.check
 
     def late(self, sources=()):
         replaces = check(self, sources)
@@ -168,7 +168,7 @@ def test_a_file_that_comes_meanwhile_stays(folder, write, monkeypatch):
             (folder / "new").write_text("somebody's")
         return replaces
 
-    monkeypatch.setattr(safeload.cli.output.Output, "check", late)
+    monkeypatch.setattr(safeload.operations.folders.output.Output, "check", late)
     status, _, err = write("m", "new")
     assert (status, "pass --overwrite to replace it" in err) == (1, True)
     assert (folder / "new").read_text() == "somebody's"

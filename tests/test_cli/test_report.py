@@ -13,8 +13,8 @@ from builders.paths import DATA
 
 from safeload import __version__
 from safeload.cli import main
-from safeload.cli.report_kinds import content, labels
 from safeload.numpy import save_file
+from safeload.operations.report.kinds import content, labels
 
 VOID = {"meta", "br", "link", "img", "hr", "input", "wbr"}
 

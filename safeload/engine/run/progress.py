@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 from ...base.text import size
 
 Report = Callable[[int, int], object]
 # Type of the argument ``progress``: True for a bar, or a callable that takes (bytes_done, bytes_total).
 Progress = bool | Report | None
+# For work in several steps: returns the bar of a step, by its label; the bar is None to show nothing.
+Bars: TypeAlias = Callable[[str], AbstractContextManager[Report | None]]
 
 # Seconds between two updates of the plain bar, and between two lines.
 _INTERVAL, _LINE_INTERVAL = 0.1, 10.0
@@ -90,6 +92,13 @@ def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]
             yield lambda done: draw(done, total)
     else:
         yield lambda done: None
+
+
+def bars(progress: Progress) -> Bars:
+    """Return the bars of work in several steps, as ``progress`` specifies."""
+    if callable(progress):
+        return lambda label: nullcontext(progress)
+    return bar if progress else lambda label: nullcontext()
 
 
 def _write(text: str) -> None:

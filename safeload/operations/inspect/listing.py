@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..base.layout import BETWEEN_PARTS, table
-from ..base.names import families, natural_key
-from ..base.table import TensorInfo
-from ..base.text import printable, size
+from ...base.layout import BETWEEN_PARTS, table
+from ...base.names import families, natural_key
+from ...base.table import TensorInfo
+from ...base.text import printable, size
 
 # Maximum depth of the tree, which is walked recursively; deeper names stay whole.
 _LEVELS = 32

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from .._version import __version__
-from ..base.html import escaped
-from ..base.text import plural
-from ..operations.validate.findings import Finding
+from ..._version import __version__
+from ...base.html import escaped
+from ...base.text import plural
+from ..validate.findings import Finding
 
 # Content security policy: only the page's own style.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

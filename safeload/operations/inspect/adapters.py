@@ -1,25 +1,22 @@
-"""LoRA adapters in ``safeload info``: method, changed modules, and whether they fit a base."""
+"""LoRA adapters: method, changed modules, and whether they fit a base."""
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ..base.text import plural, printable
-from ..checkpoint import Checkpoint
-from ..errors import SafeloadError, one_line
-from ..loading import entry as loading
-from .common import most_rows, rest, shown, storage_options
+from ...base.text import plural, printable
+from ...checkpoint import Checkpoint
+from ...errors import SafeloadError, one_line
+from ...formats.opening import Paths
+from ...loading import entry as loading
 
 if TYPE_CHECKING:
-    from ..loading.adapter import Adapter
+    from ...loading.adapter import Adapter
 
 # Maximum number of module kinds and tensor names in a line.
 _KINDS, _NAMES = 12, 6
-# Maximum number of problems on a terminal.
-_ROWS = 100
 
 
 class Fitting(NamedTuple):
@@ -52,32 +49,36 @@ class AdapterSummary(NamedTuple):
 Found: TypeAlias = AdapterSummary | str | None
 
 
-def about(path: str, opened: Checkpoint, options: argparse.Namespace) -> Found:
+def about(path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None = None) -> Found:
     """Summarize an adapter.
 
+    Args:
+        path: of the adapter, for messages.
+        base: the model to fit the adapter to, if any.
+
     Raises:
-        ValueError: --base is passed, but this is not an adapter.
+        ValueError: ``base`` is given, but this is not an adapter.
         SafeloadError, OSError: the base cannot be opened, or the adapter cannot be merged into it.
     """
     summary: Found = None
     if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
         try:
-            summary = _described(opened, options)
+            summary = _described(opened, base, storage_options)
         except FileNotFoundError:
-            if options.base is not None:
+            if base is not None:
                 raise
         except (SafeloadError, OSError) as error:
-            if options.base is not None:
+            if base is not None:
                 raise
             summary = f"it cannot be merged: {one_line(error)}"
-    if summary is None and options.base is not None:
-        raise ValueError(f"--base needs a LoRA adapter, got {shown(path)}")
+    if summary is None and base is not None:
+        raise ValueError(f"base= needs a LoRA adapter, got {path}")
     return summary
 
 
-def _described(opened: Checkpoint, options: argparse.Namespace) -> AdapterSummary:
-    from ..loading import adapter as parts  # imported here: few files are adapters
-    from ..loading.adapter_fit import outermost
+def _described(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
+    from ...loading import adapter as parts  # imported here: few files are adapters
+    from ...loading.adapter_fit import outermost
 
     adapter = parts.Adapter(opened)
     settings, modules = adapter.settings, adapter.modules
@@ -100,25 +101,30 @@ def _described(opened: Checkpoint, options: argparse.Namespace) -> AdapterSummar
         [name for name, module in modules.items() if parts.VALUE in module],
         sum(parts.BIAS in module for module in modules.values()),
         adapter.config,
-        None if options.base is None else _fitting(adapter, options),
+        None if base is None else _fitting(adapter, base, storage_options),
     )
 
 
-def _fitting(adapter: Adapter, options: argparse.Namespace) -> Fitting:
-    from ..loading.adapter_base import CheckpointBase
-    from ..loading.merge import fit
+def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] | None) -> Fitting:
+    from ...loading.adapter_base import CheckpointBase
+    from ...loading.merge import fit
 
-    with loading.open(options.base, storage_options=storage_options(options)) as base:
+    with loading.open(path, storage_options=storage_options) as base:
         problems: list[SafeloadError] = []
         whole, merge = fit(base, [adapter], problems)
         against = CheckpointBase(whole)
         packed = sum(against.target(name).row is None for name in merge.changes)
         messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
-        return Fitting(shown(options.base), len(merge.changes), packed, len(base), messages)
+        return Fitting(base.path, len(merge.changes), packed, len(base), messages)
 
 
-def lines(found: Found, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines about an adapter."""
+def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
+    """Yield the lines about an adapter.
+
+    Args:
+        rows: maximum number of problems.
+        rest: returns the line that counts hidden problems.
+    """
     if found is None:
         return
     if isinstance(found, str):
@@ -139,19 +145,19 @@ def lines(found: Found, options: argparse.Namespace) -> Iterator[str]:
     if found.replaced:
         yield f"replaces {plural(len(found.replaced), 'tensor')}: {_some(found.replaced, _NAMES)}"
     if found.fitting is not None:
-        yield from _of_fitting(found.fitting, options)
+        yield from _of_fitting(found.fitting, rows, rest)
 
 
-def _of_fitting(fitting: Fitting, options: argparse.Namespace) -> Iterator[str]:
+def _of_fitting(fitting: Fitting, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
     if not fitting.problems:
         packed = f", {fitting.packed:,} of them packed" if fitting.packed else ""
         yield f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"
         return
     yield f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}"
-    listed = fitting.problems[: most_rows(options, _ROWS)]
+    listed = fitting.problems[:rows]
     yield from (f"  {problem}" for problem in listed)
     if len(listed) < len(fitting.problems):
-        yield "  " + rest(len(fitting.problems) - len(listed), "problem", options)
+        yield "  " + rest(len(fitting.problems) - len(listed), "problem")
 
 
 def as_json(found: Found) -> dict[str, Any] | None:
@@ -168,7 +174,7 @@ def as_json(found: Found) -> dict[str, Any] | None:
 
 
 def misfits(found: Found) -> bool:
-    """True if --base was passed and the adapter does not fit."""
+    """True if a base was given and the adapter does not fit."""
     return isinstance(found, AdapterSummary) and found.fitting is not None and bool(found.fitting.problems)
 
 

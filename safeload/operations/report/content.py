@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from ..base.layout import figure
-from ..base.scheme import usual_axis
-from ..base.text import show, size
-from ..checkpoint import Checkpoint
-from ..operations.quantize.quantize import SchemeName
-from . import report_plots as plots
-from .common import bar
-from .report_kinds import ReportContent, content
-from .report_page import collapsible, facts, finding, part, section, table
-from .report_plots import Line
-from .report_source import File
+from ...base.layout import figure
+from ...base.scheme import usual_axis
+from ...base.text import show, size
+from ...checkpoint import Checkpoint
+from ...engine.run.progress import Bars
+from ..quantize.quantize import SchemeName
+from . import plots
+from .kinds import ReportContent, content
+from .page import collapsible, facts, finding, part, section, table
+from .plots import Line
+from .source import File
 
 # Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
 _ROWS = 5000
@@ -46,7 +46,7 @@ _SPREAD = (
 
 def findings_section(report: Any) -> str:
     """Return the findings of `safeload.check`; equal findings about several tensors form a group."""
-    from ..operations.validate.findings import gather
+    from ..validate.findings import gather
 
     groups = [group for listed in (report.errors, report.warnings, report.notes) for group in gather(listed)]
     items = []
@@ -61,7 +61,9 @@ def findings_section(report: Any) -> str:
     return section("Findings", f'<ul class="findings">{"".join(items)}</ul>', rest)
 
 
-def sections(opened: Checkpoint, report: Any, scheme: SchemeName | None, threads: int | None) -> Iterator[str]:
+def sections(
+    opened: Checkpoint, report: Any, scheme: SchemeName | None, *, threads: int | None, bars: Bars
+) -> Iterator[str]:
     """Yield the sections about an open checkpoint.
 
     Args:
@@ -100,7 +102,7 @@ def sections(opened: Checkpoint, report: Any, scheme: SchemeName | None, threads
     if heat:
         yield section("Magnitude distribution", plots.shades(), heat, note=_HEAT)
     if scheme is not None:
-        yield _quantized(opened, shown, scheme, threads)
+        yield _quantized(opened, shown, scheme, threads=threads, bars=bars)
     yield section("Tensors", _table(opened, report))
 
 
@@ -115,7 +117,7 @@ def digest_section(files: Sequence[File]) -> str:
 
 
 def _lowest() -> int:
-    from ..operations.measure.stats import HISTOGRAM_EDGES
+    from ..measure.stats import HISTOGRAM_EDGES
 
     return round(math.log2(HISTOGRAM_EDGES[0]))
 
@@ -148,7 +150,7 @@ def _facts(opened: Checkpoint, report: Any) -> Iterator[tuple[str, str]]:
 
 def _sizes(opened: Checkpoint) -> str:
     """Return the memory that the checkpoint takes as each dtype and scheme."""
-    from ..operations.measure.sizes import sizes
+    from ..measure.sizes import sizes
 
     loaded = sizes(opened)
     unquantized = loaded.dtypes.get("float32")
@@ -180,9 +182,9 @@ def _number(value: float) -> str:
 # ---- quantization error ----
 
 
-def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None) -> str:
+def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, *, threads: int | None, bars: Bars) -> str:
     """Return the section on the quantization error, reading tensors one at a time."""
-    errors, refused = _errors(opened, scheme, threads)
+    errors, refused = _errors(opened, scheme, threads, bars)
     if not errors and not refused:
         return ""
     worst = sorted(errors.items(), key=lambda item: item[1].snr_db)
@@ -202,20 +204,22 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, thr
     )
 
 
-def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _errors(
+    opened: Checkpoint, scheme: SchemeName, threads: int | None, bars: Bars
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Measure the errors of tensors that `load_quantized` quantizes; list reasons why tensors cannot be quantized."""
-    from ..errors import RangeError
-    from ..operations.quantize.checkpoint import ModelRules, Rules
-    from ..operations.quantize.quantization_error import QuantizationStats, quantization_error
-    from ..operations.quantize.quantize import quantize
-    from ..operations.sources.catalog import Catalog
+    from ...errors import RangeError
+    from ..quantize.checkpoint import ModelRules, Rules
+    from ..quantize.quantization_error import QuantizationStats, quantization_error
+    from ..quantize.quantize import quantize
+    from ..sources.catalog import Catalog
 
     catalog = Catalog.of(opened)
     rules = Rules(scheme, None)
     rules.schema = ModelRules.of(catalog).schema
     errors: dict[str, QuantizationStats] = {}
     refused: dict[str, str] = {}
-    with bar(scheme) as progress:
+    with bars(scheme) as progress:
         done, total = 0, sum(catalog.about(name).nbytes for name in catalog)
         for name in catalog:
             about = catalog.about(name)

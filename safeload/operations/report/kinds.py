@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..base.names import pattern_of
-from ..base.text import clip
+from ...base.names import pattern_of
+from ...base.text import clip
 
 # Maximum number of kinds with their own bar or panel; the rest share one.
 KINDS = 12

@@ -1,20 +1,16 @@
-"""Output files of commands: the page of ``report``, the manifest of ``check``."""
+"""Text files to write: the page of ``report``, the manifest of ``check``."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from ..engine.run.atomic_file import check_place, write_text
-from ..stores import url as urls
-from .common import shown
+from ...engine.run.atomic_file import check_place, write_text
+from ...stores import url as urls
 
-# The path of stdout.
-STDOUT = "-"
 # Bytes at the start of a file that identify safeload as its writer.
 _HEAD = 4096
 
@@ -23,17 +19,17 @@ class Output:
     """A text file to write. `check` refuses a path before the work starts, `write` checks it again.
 
     Args:
-        option: name of the command-line option, for messages.
+        argument: the argument or option that names the file, for messages.
         path: path of the file.
         kind: "report" or "manifest", for messages.
         recognises: True if the first bytes of a file show that safeload wrote this kind of file.
         overwrite: allow replacing any file except a source.
-        sources: paths that the command reads.
+        sources: paths that are read.
     """
 
     def __init__(
         self,
-        option: str,
+        argument: str,
         path: str,
         kind: str,
         recognises: Callable[[bytes], bool],
@@ -41,7 +37,7 @@ class Output:
         overwrite: bool,
         sources: Iterable[str | None],
     ) -> None:
-        self._option, self._path, self._kind, self._recognises = option, path, kind, recognises
+        self._argument, self._path, self._kind, self._recognises = argument, path, kind, recognises
         self._overwrite = overwrite
         self._sources = [path for path in sources if path is not None]
 
@@ -49,7 +45,7 @@ class Output:
         """Return True for a file that may be replaced or a device, False if there is no file.
 
         Args:
-            sources: more paths that the command reads.
+            sources: more paths that are read.
 
         Raises:
             FileExistsError: safeload did not write the existing file.
@@ -61,7 +57,7 @@ class Output:
             existing = os.stat(path)
         except FileNotFoundError:
             if urls.is_url(path):
-                raise ValueError(f"{self._option} needs a local file, got {shown(path)}") from None
+                raise ValueError(f"{self._argument} needs a local file, got {urls.shown(path)}") from None
             check_place(path)
             return False
         if stat.S_ISDIR(existing.st_mode):
@@ -71,7 +67,7 @@ class Output:
         empty = stat.S_ISREG(existing.st_mode) and not existing.st_size
         ours = empty or self._is_ours()
         if self._is_source(sources, ours):
-            raise ValueError(f"{self._option} {path} is a source file; choose another path")
+            raise ValueError(f"{self._argument} {path} is a source file; choose another path")
         if not ours and not self._overwrite:
             raise self._exists()
         return True
@@ -82,12 +78,6 @@ class Output:
         Raises:
             OSError, ValueError: `check` refuses the path.
         """
-        if self._path == STDOUT:
-            data = text.encode("utf-8", "backslashreplace")
-            sys.stdout.flush()
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-            return len(data)
         replaces = self.check(sources)
         try:
             return write_text(self._path, text, overwrite=replaces)
@@ -97,7 +87,7 @@ class Output:
     def _exists(self) -> FileExistsError:
         return FileExistsError(
             errno.EEXIST,
-            f"File exists and is not a safeload {self._kind}; pass --overwrite to replace it",
+            f"File exists and is not a safeload {self._kind}; pass overwrite=True to replace it",
             self._path,
         )
 

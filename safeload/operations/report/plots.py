@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..base.html import escaped
-from ..base.text import plural, size, unit
-from .report_kinds import KINDS, ReportContent, ReportRow, by_kind, by_size, labels
-from .report_page import breakable
+from ...base.html import escaped
+from ...base.text import plural, size, unit
+from .kinds import KINDS, ReportContent, ReportRow, by_kind, by_size, labels
+from .page import breakable
 
 # Maximum number of layers in a chart.
 LAYERS = 512

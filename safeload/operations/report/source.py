@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .._version import __version__
-from ..base.text import plural, size
-from ..engine.codes.pieces import Meter, in_order
-from .common import bar
+from ..._version import __version__
+from ...base.text import plural, size
+from ...engine.codes.pieces import Meter, in_order
+from ...engine.run.progress import Bars
 
 # Bytes per read: enough to amortize the call.
 _PIECE = 1 << 20
@@ -29,13 +29,13 @@ class File(NamedTuple):
     digest: str | None = None  # SHA-256; None if it cannot be read or was not requested
 
 
-def files_of(paths: Iterable[str], *, digest: bool, threads: int | None) -> list[File]:
+def files_of(paths: Iterable[str], *, digest: bool, threads: int | None, bars: Bars) -> list[File]:
     """Return the sizes of files and, if ``digest`` is set, their SHA-256, hashing several files at a time."""
     files = [File(path, _size(path)) for path in paths]
     if not digest:
         return files
     total = sum(file.nbytes or 0 for file in files)
-    with bar("sha256") as progress:
+    with bars("sha256") as progress:
         meter = Meter(progress, total)
         digests = in_order(lambda file: _sha256(file, meter), files, threads, total)
         return [file._replace(digest=value) for file, value in zip(files, digests, strict=True)]

@@ -1,0 +1,105 @@
+"""Results of functions: rows for data frames, tables for notebooks, and plain values for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+from . import dtypes, html
+from .layout import figure, terminal_columns
+from .text import show, size
+
+# A row of a table: a plain value for each column.
+Row: TypeAlias = dict[str, Any]
+
+# Maximum number of rows in a notebook, and of lines in a repr.
+_ROWS, _LINES = 20, 8
+
+
+def tensor_row(name: str | None, dtype: str, shape: Sequence[int], nbytes: int | None, **more: Any) -> Row:
+    """Return a row about a tensor.
+
+    Args:
+        name: None for a tensor without a name.
+        nbytes: None to derive it from the dtype; it stays None for packed tensors.
+        more: further columns.
+    """
+    if nbytes is None and (row := dtypes.BY_CODE.get(dtype)) is not None:
+        nbytes = row.nbytes(math.prod(shape))
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in more.items()}
+    return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": nbytes, **values}
+
+
+def as_html(title: str, rows: Sequence[Row], more: Iterable[str] = ()) -> str:
+    """Return the first rows as a table for a notebook.
+
+    Args:
+        title: the line above the table.
+        more: lines below the table.
+    """
+    header = list(rows[0]) if rows else []
+    cells = [[_cell(key, row.get(key)) for key in header] for row in islice(rows, _ROWS)]
+    hidden = [f"... and {len(rows) - len(cells):,} more"] if len(rows) > len(cells) else []
+    return html.table(title, header, cells, "; ".join((*hidden, *more)))
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key == "nbytes":
+        return size(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value if isinstance(value, str) else show(value)
+    return f"{value:,}" if isinstance(value, int) else figure(value, 4)
+
+
+def plain(value: Any, *, lossless: bool = False) -> Any:
+    """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hexadecimal.
+
+    Args:
+        lossless: NaN and infinity become text; otherwise they become None.
+    """
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value) if lossless else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, lossless=lossless) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, lossless=lossless) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item, lossless=lossless) for item in value), key=repr)
+    return value.hex() if isinstance(value, (bytes, bytearray)) else value
+
+
+class ResultTable(dict[str, Any]):
+    """Results by tensor name, which print as a table. The base of the dicts that functions return."""
+
+    def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
+        """Return the header and a line for each tensor.
+
+        Args:
+            columns: width in characters; None cuts nothing.
+            rows: maximum number of rows; None shows all.
+        """
+        raise NotImplementedError
+
+    def rows(self) -> list[Row]:
+        """Return a row for each tensor, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values for ``json.dump``, by tensor name; NaN and infinity become None."""
+        return {row["name"]: {key: plain(value) for key, value in row.items() if key != "name"} for row in self.rows()}
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(terminal_columns()))
+
+    def __repr__(self) -> str:
+        rest = [f"... and {len(self) - _LINES:,} more"] if len(self) > _LINES else []
+        return "\n".join([*self.lines(terminal_columns(), _LINES), *rest])
+
+    def _repr_html_(self) -> str:
+        return as_html(type(self).__name__, self.rows())

@@ -1,0 +1,1 @@
+"""Contents of checkpoints: tensors, metadata, adapters."""
