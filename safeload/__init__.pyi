@@ -48,9 +48,9 @@ from .operations.inspect.info import info as info
 from .operations.measure.diff import diff as diff
 from .operations.measure.diff_report import DiffReport as DiffReport
 from .operations.measure.diff_report import TensorDiff as TensorDiff
-from .operations.measure.stats import HISTOGRAM_EDGES as HISTOGRAM_EDGES
-from .operations.measure.stats import TensorStats as TensorStats
 from .operations.measure.stats import stats as stats
+from .operations.measure.stats_table import HISTOGRAM_EDGES as HISTOGRAM_EDGES
+from .operations.measure.stats_table import TensorStats as TensorStats
 from .operations.pieces import run_piece as run_piece
 from .operations.quantize.checkpoint import KEPT_NAMES as KEPT_NAMES
 from .operations.quantize.checkpoint import QuantizedDict as QuantizedDict

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from . import dtypes, html
+from . import html
 from .layout import figure, terminal_columns
-from .text import show, size
+from .text import plural, show, size
 
 # A row of a table: a plain value for each column.
 Row: TypeAlias = dict[str, Any]
@@ -18,35 +18,34 @@ Row: TypeAlias = dict[str, Any]
 _ROWS, _LINES = 20, 8
 
 
-def tensor_row(name: str | None, dtype: str, shape: Sequence[int], nbytes: int | None, **more: Any) -> Row:
+def tensor_row(name: str, dtype: str, shape: Sequence[int], nbytes: int, **more: Any) -> Row:
     """Return a row about a tensor.
 
+    A column has values of a single type, because polars derives it from the first 100 rows: "" and [] instead of None.
+
     Args:
-        name: None for a tensor without a name.
-        nbytes: None to derive it from the dtype; it stays None for packed tensors.
+        name: "" for a tensor without a name.
         more: further columns.
     """
-    if nbytes is None and (row := dtypes.BY_CODE.get(dtype)) is not None:
-        nbytes = row.nbytes(math.prod(shape))
-    values = {key: list(value) if isinstance(value, tuple) else value for key, value in more.items()}
-    return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": nbytes, **values}
+    return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": nbytes, **more}
 
 
-def as_html(title: str, rows: Sequence[Row], more: Iterable[str] = ()) -> str:
+def as_html(title: str, rows: Sequence[Row], more: Iterable[str] = (), header: Sequence[str] = ()) -> str:
     """Return the first rows as a table for a notebook.
 
     Args:
         title: the line above the table.
         more: lines below the table.
+        header: the columns to show; all columns of the rows by default.
     """
-    header = list(rows[0]) if rows else []
+    header = header or list(rows[0] if rows else ())
     cells = [[_cell(key, row.get(key)) for key in header] for row in islice(rows, _ROWS)]
     hidden = [f"... and {len(rows) - len(cells):,} more"] if len(rows) > len(cells) else []
     return html.table(title, header, cells, "; ".join((*hidden, *more)))
 
 
 def _cell(key: str, value: Any) -> str:
-    if value is None:
+    if value is None or value == []:
         return ""
     if key == "nbytes":
         return size(value)
@@ -74,7 +73,17 @@ def plain(value: Any, *, lossless: bool = False) -> Any:
     return value.hex() if isinstance(value, (bytes, bytearray)) else value
 
 
-class ResultTable(dict[str, Any]):
+class Result(Protocol):
+    """A result about a single tensor."""
+
+    def rows(self) -> list[Row]:
+        """Return the result as a row in a list."""
+
+
+_R = TypeVar("_R", bound=Result)
+
+
+class ResultTable(dict[str, _R], Generic[_R]):
     """Results by tensor name, which print as a table. The base of the dicts that functions return."""
 
     def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
@@ -88,11 +97,11 @@ class ResultTable(dict[str, Any]):
 
     def rows(self) -> list[Row]:
         """Return a row for each tensor, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
-        raise NotImplementedError
+        return [{**row, "name": name} for name, result in self.items() for row in result.rows()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values for ``json.dump``, by tensor name; NaN and infinity become None."""
-        return {row["name"]: {key: plain(value) for key, value in row.items() if key != "name"} for row in self.rows()}
+        """Return the rows by tensor name, for ``json.dump``; NaN and infinity become None."""
+        return {row.pop("name"): plain(row) for row in self.rows()}
 
     def __str__(self) -> str:
         return "\n".join(self.lines(terminal_columns()))
@@ -102,4 +111,4 @@ class ResultTable(dict[str, Any]):
         return "\n".join([*self.lines(terminal_columns(), _LINES), *rest])
 
     def _repr_html_(self) -> str:
-        return as_html(type(self).__name__, self.rows())
+        return as_html(plural(len(self), "tensor"), self.rows())

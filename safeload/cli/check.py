@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     with cluster(options.dask) as executor:
         report = _report(options, executor, output)
     if options.json:
-        print(json.dumps(report.to_json(), indent=1))
+        print(json.dumps(report.to_dict(), indent=1))
     else:
         paint = painter()
         for line in map(in_options, report.lines(columns())):

@@ -7,9 +7,7 @@ import json
 import math
 from typing import Any
 
-from ..base.layout import figure, table, width
 from ..base.names import natural_key
-from ..base.text import printable
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,
@@ -31,12 +29,7 @@ from .common import (
 # Maximum number of rows on a terminal.
 _ROWS = 100
 
-# Width from which the table has more columns.
-_WIDE = 110
-
 _KEYS = ("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros")
-
-_BARS = " ▁▂▃▄▅▆▇█"
 
 _EPILOG = f"""examples:
   safeload stats model.safetensors
@@ -71,7 +64,9 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.path`` and return the exit status."""
-    from ..operations.measure.stats import stats  # only here: importing it takes milliseconds
+    # Imported here: they would slow down the other commands.
+    from ..operations.measure.stats import stats
+    from ..operations.measure.stats_table import lines_of
 
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         results = stats(
@@ -85,14 +80,13 @@ def run(options: argparse.Namespace) -> int:
         )
     rows = _sorted(results, options.sort)
     if options.json:
-        from ..operations.validate.findings import stats_json
-
-        tensors = [{"name": name, "dtype": s.dtype, "shape": list(s.shape), **stats_json(s)} for name, s in rows]
+        tensors = [{"name": name, **statistics.to_dict()} for name, statistics in rows]
         print(json.dumps({"path": shown(options.path), "tensors": tensors[: options.limit]}, indent=1))
         return 0
     first = rows[: most_rows(options, _ROWS)]
-    for line in _lines(first, columns(), options.histogram):
-        print(line)
+    paint = painter()
+    for line, kind in lines_of(first, columns(), histogram=options.histogram):
+        print(paint(line, kind) if kind else line)
     if len(first) < len(rows):
         print(rest(len(rows) - len(first), "tensor", options))
     return 0
@@ -110,46 +104,3 @@ def _sorted(results: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
         return math.inf if math.isnan(value) else -value
 
     return sorted(rows, key=order)
-
-
-def _lines(rows: list[tuple[str, Any]], columns: int | None, histogram: bool) -> list[str]:
-    paint = painter()
-    header: tuple[str, ...] = ("tensor", "min", "max", "mean", "std", "bad")
-    wide = width() >= _WIDE
-    if wide:
-        header = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
-    left = {0, 1, 2} if wide else {0}
-    right = frozenset(set(range(len(header))) - left)
-    lines = table(header, [_cells(name, s, wide) for name, s in rows], right=right, columns=columns)
-    result = [paint(lines[0], "head")]
-    for line, (_, s) in zip(lines[1:], rows, strict=True):
-        result.append(paint(line, "error") if s.nan + s.inf else line)
-        if histogram and s.histogram is not None:
-            result.append("  " + _sparkline(s.histogram.tolist()))
-    return result
-
-
-def _cells(name: str, s: Any, wide: bool) -> tuple[str, ...]:
-    numbers = (_number(s.min), _number(s.max), _number(s.mean), _number(s.std))
-    if not wide:
-        return printable(name), *numbers, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""
-    counts = tuple(f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf))
-    return printable(name), s.dtype, str(list(s.shape)), *numbers[:2], _number(s.absmax), *numbers[2:], *counts
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else figure(value, 3)
-
-
-def _sparkline(bins: list[int]) -> str:
-    """Draw bars from the first to the last nonempty bin, between their powers of two."""
-    from ..operations.measure.stats import HISTOGRAM_EDGES
-
-    filled = [k for k, count in enumerate(bins) if count]
-    if not filled:
-        return "all values are zero"
-    first, last = filled[0], filled[-1]
-    top = max(bins)
-    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // top)] for count in bins[first : last + 1])
-    low, high = (round(math.log2(HISTOGRAM_EDGES[k])) for k in (first, last + 1))
-    return f"2^{low} {bars} 2^{high}"

@@ -17,7 +17,7 @@ from ...formats.registry import SAFETENSORS
 from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
 from ..folders.shards import config_with
-from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary
+from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary, described
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -95,7 +95,9 @@ class Decider:
         if self._rules is None:
             return None
         before = sum(tensor.nbytes for tensor in self.descriptions.values())
-        return Summary(before, nbytes, self._quantized, self._kept)
+        heads = {head: self._catalog.about(embedding) for head, embedding in self._heads.items()}
+        tensors = described({**self.descriptions, **{head: heads[head] for head in heads if head in self._quantized}})
+        return Summary(before, nbytes, self._quantized, self._kept, tensors)
 
     def of_tensors(self) -> dict[str, Decision]:
         """Decide about tensors under their own names, and about tied heads.

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...base import dtypes, log
 from ...base.arrays import Array
+from ...base.results import Row, as_html
 from ...base.selecting import renamed
 from ...base.text import plural, printable, show, size
 from ...engine.ahead.spans import Spans
@@ -75,6 +76,19 @@ class ConvertReport(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<ConvertReport {show(self.destination)}: {self._totals()}>"
+
+    def rows(self) -> list[Row]:
+        """Return a single row, for a data frame of several conversions; ``summary`` has rows about tensors."""
+        counts = {"files": len(self.files), "tensors": self.tensors, "nbytes": self.nbytes, "seconds": self.seconds}
+        return [{"destination": self.destination, "format": self.format, **counts}]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values for ``json.dump``."""
+        return {**self._asdict(), "summary": None if self.summary is None else self.summary.to_dict()}
+
+    def _repr_html_(self) -> str:
+        _, *summary = str(self).splitlines()
+        return as_html(repr(self)[1:-1], self.rows(), [line.strip() for line in summary])
 
     def _totals(self) -> str:
         files = f" in {len(self.files)} files" if len(self.files) > 1 else ""

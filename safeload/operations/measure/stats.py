@@ -27,6 +27,7 @@ from ..sources.codec import encode, from_list
 from ..sources.executors import Executor
 from ..sources.piece_files import in_memory
 from ..sources.plan import TensorPiece, open_piece
+from .stats_table import StatsTable, TensorStats
 
 _RECORD = struct_dtype("sl_stats")
 _F32 = dtypes.BY_CODE["F32"]
@@ -40,62 +41,13 @@ _BINS: int = lib.SL_HISTOGRAM_BINS
 # Bytes of a bin, and of a field of a record.
 _WORD = 8
 
-HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(_BINS + 1) + lib.SL_HISTOGRAM_LOWEST)
-"""The 65 edges of the 64 bins of `TensorStats.histogram`: 2**-48, 2**-47, ... 2**16. Bin k counts
-``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``. The first bin also counts smaller nonzero values, the last
-bin larger finite values."""
-HISTOGRAM_EDGES.flags.writeable = False
-
-
-class TensorStats(NamedTuple):
-    """Statistics of a tensor. If no element is finite, ``min`` to ``std`` are nan.
-
-    Attributes:
-        dtype: dtype code, such as "BF16" or "Q4_0". Quantized int8 is "I8", with statistics of the dequantized values.
-        shape: logical shape, outermost axis first.
-        count: number of elements.
-        min: smallest finite value, exact; 0.0 for -0.0. An int for integers and bool, like max and absmax.
-        max: largest finite value, exact.
-        absmax: largest finite absolute value, exact.
-        mean: mean of the finite values; for integers the exact sum, divided and rounded once.
-        std: population standard deviation of the finite values, as in ``numpy.std``.
-        nan: number of NaNs.
-        inf: number of infinities of either sign.
-        zeros: number of zeros of either sign.
-        first_nan: index of the first NaN in C order, with an integer per axis; None without NaNs.
-        first_inf: index of the first infinity in C order; None without infinities.
-        histogram: int64 of shape [64], the number of finite nonzero values per bin of `HISTOGRAM_EDGES`; None unless
-            requested.
-
-    Example:
-        >>> import numpy as np
-        >>> import safeload
-        >>> stats = safeload.stats(np.float32([0, 1, np.nan]))
-        >>> stats.nan, stats.first_nan, stats.zeros, stats.max
-        (1, (2,), 1, 1.0)
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    count: int  # type: ignore[assignment] # hides tuple.count
-    min: float
-    max: float
-    absmax: float
-    mean: float
-    std: float
-    nan: int
-    inf: int
-    zeros: int
-    first_nan: tuple[int, ...] | None
-    first_inf: tuple[int, ...] | None
-    histogram: Array | None = None
-
 
 class _Part(NamedTuple):
     """One tensor to compute statistics of."""
 
     source: Source  # of values, or of the codes to dequantize
     dtype: str  # as in `TensorStats`
+    nbytes: int  # of the tensor as stored
 
 
 @overload
@@ -110,7 +62,7 @@ def stats(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
-) -> dict[str, TensorStats]: ...
+) -> StatsTable: ...
 @overload
 def stats(
     x: Any,
@@ -135,7 +87,7 @@ def stats(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
-) -> TensorStats | dict[str, TensorStats]:
+) -> TensorStats | StatsTable:
     """Compute statistics of a tensor, or of each tensor of a checkpoint, in a single pass on all cores.
 
     Floats are converted to float64, and quantized tensors are dequantized to float32. ``min``, ``max`` and ``absmax``
@@ -161,8 +113,9 @@ def stats(
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        A `TensorStats` for a single tensor. For a checkpoint, a dict of `TensorStats` by name, without tensors that do
-        not hold real numbers (complex, text) or cannot be dequantized (block types without a kernel).
+        A `TensorStats` for a single tensor. For a checkpoint, a dict of `TensorStats` by name, which prints as a table
+        and has the methods ``rows`` and ``to_dict`` of other results. It lacks tensors that do not hold real numbers
+        (complex, text) or cannot be dequantized (block types without a kernel).
 
     Raises:
         TensorNotFoundError: a name does not exist, or a pattern matches no name.
@@ -185,8 +138,9 @@ def stats(
             chosen = catalog.choose(names, only, drop)
             catalog.refuse_codes(chosen, "stats")
             if executor is None:
-                return measure(catalog, chosen, histogram, threads, progress)
-            return _in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
+                return StatsTable(measure(catalog, chosen, histogram, threads, progress))
+            pieces = _in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
+            return StatsTable(pieces)
     if not (names is only is drop is None):
         raise ValueError("names=, only= and drop= require a checkpoint or a dict")
     if executor is not None:
@@ -217,7 +171,7 @@ def measure(
                 to_copy.append(name)
             elif source.row.converts_to(_F32):
                 about = catalog.about(name)
-                ready[name] = _Part(source, about.dtype if about.packed else about.row.code)
+                ready[name] = _Part(source, about.dtype if about.packed else about.row.code, about.nbytes)
     done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
     for name in to_copy:
         part = _part(name, catalog.value(name, threads), threads)
@@ -269,13 +223,13 @@ def run(
 
 def as_plain(row: TensorStats) -> list[Any]:
     """Return statistics as plain data."""
-    return [*encode(row[:-1]), None if row.histogram is None else row.histogram.tolist()]
+    return [*encode(row[:-2]), None if row.histogram is None else row.histogram.tolist(), row.nbytes]
 
 
 def of_plain(plain: Sequence[Any]) -> TensorStats:
     """Return the statistics that `as_plain` wrote."""
-    histogram = None if plain[-1] is None else np.array(plain[-1], np.int64)
-    return from_list(TensorStats, [*plain[:-1], histogram])
+    *fields, histogram, nbytes = plain
+    return from_list(TensorStats, [*fields, None if histogram is None else np.array(histogram, np.int64), nbytes])
 
 
 # ---- parts ----
@@ -286,6 +240,7 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
     if isinstance(value, QuantizedTensor):
         return _quantized_part(name, value, threads)
     array = as_array(value, name)
+    nbytes = array.nbytes
     row = dtypes.row_of(array.dtype)
     code = array.dtype.name if row is None else row.code
     if row is None or row.packed:  # not supported by the core, or elements share bytes
@@ -293,7 +248,7 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
         if wider is None:
             return None
         array, row = array.astype(wider.name), wider
-    return _Part(of_numbers(name, array, row, threads), code) if row.converts_to(_F32) else None
+    return _Part(of_numbers(name, array, row, threads), code, nbytes) if row.converts_to(_F32) else None
 
 
 def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
@@ -313,11 +268,12 @@ def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _
     restoring = value.restoring()
     if restoring is not None:
         source = of_packed(name, *restoring)
-        return _Part(source if source.in_order else of_reals(name, value.dequantize(threads=threads), threads), code)
+        ordered = source if source.in_order else of_reals(name, value.dequantize(threads=threads), threads)
+        return _Part(ordered, code, value.nbytes)
     row = row_of(value.scheme)
     if not row.converts_to(_F32):
         return None
-    return _Part(of_numbers(name, value.data, row, threads)._replace(shape=value.shape), code)
+    return _Part(of_numbers(name, value.data, row, threads)._replace(shape=value.shape), code, value.nbytes)
 
 
 def _refusal(x: Any) -> Exception:
@@ -401,4 +357,5 @@ def _of_record(
         index_of(first_nan, shape) if nan else None,
         index_of(first_inf, shape) if inf else None,
         histogram,
+        part.nbytes,
     )

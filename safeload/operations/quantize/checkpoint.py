@@ -12,6 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.listing import dict_repr
+from ...base.results import Row, as_html, tensor_row
 from ...base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
 from ...base.text import show, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -51,12 +52,39 @@ class Summary(NamedTuple):
         bytes_after: bytes of the result.
         quantized: the scheme of each quantized tensor, by name.
         kept: the reason for each unquantized tensor, by name.
+        tensors: dtype, shape and bytes of each tensor in the source, by name. Unknown after a conversion in pieces.
     """
 
     bytes_before: int
     bytes_after: int
     quantized: dict[str, str]
     kept: dict[str, str]
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] | None = None
+
+    def rows(self) -> list[Row]:
+        """Return a row for each tensor, for ``pandas.DataFrame`` or ``polars.DataFrame``.
+
+        ``scheme`` is "" for tensors that were kept, for the reason in ``kept``.
+        """
+        tensors = self.tensors or {}
+        names = {**dict.fromkeys(tensors), **dict.fromkeys(self.quantized), **dict.fromkeys(self.kept)}
+        return [
+            tensor_row(
+                name,
+                *tensors.get(name, ("", (), 0)),
+                scheme=self.quantized.get(name, ""),
+                kept=self.kept.get(name, ""),
+            )
+            for name in names
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values for ``json.dump``."""
+        return {**self._asdict(), "tensors": self.rows()}
+
+    def _repr_html_(self) -> str:
+        first, *rest = str(self).splitlines()
+        return as_html(first, self.rows(), [line.strip() for line in rest])
 
     def __str__(self) -> str:
         ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
@@ -69,6 +97,11 @@ class Summary(NamedTuple):
             for label, names in counts.items():
                 lines.append(f"{len(names):6,} {verb} {label}: {names[0]}{', ...' if len(names) > 1 else ''}")
         return "\n".join(lines)
+
+
+def described(tensors: Mapping[str, TensorDescription]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return ``tensors`` of a summary."""
+    return {name: (about.code, about.shape, about.nbytes) for name, about in tensors.items()}
 
 
 class QuantizedDict(dict[str, QuantizedTensor | Array]):
@@ -323,7 +356,8 @@ class _Quantizing:
             if isinstance(value, np.ndarray):
                 self._result[name] = jobs.native_order(value)
         after = sum(value.nbytes for value in self._result.values())
-        self._result.summary = Summary(self._before, after, quantized, kept)
+        tensors = described({name: tensor.about for name, tensor in self._tensors.items()})
+        self._result.summary = Summary(self._before, after, quantized, kept, tensors)
         return self._result
 
     def _keep(self, tensor: _Tensor) -> QuantizedTensor | Array:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from ...base.arrays import Array, as_array
-from ...base.text import subject
+from ...base.layout import table
+from ...base.results import ResultTable, Row, as_html, plain, tensor_row
+from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ..sources.catalog import Catalog, Given
+from ..sources.description import TensorDescription
 from .checkpoint import ModelRules
 
 
 class QuantizationStats(NamedTuple):
-    """The distance of dequantized values from the originals.
+    """The distance of dequantized values from the originals. ``str()`` is a line.
 
     Attributes:
         max_error: largest absolute difference.
@@ -37,8 +41,54 @@ class QuantizationStats(NamedTuple):
     rms_error: float
     snr_db: float
 
+    def rows(self) -> list[Row]:
+        """Return a single row, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
+        return [self._asdict()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers for ``json.dump``; infinity becomes None."""
+        return {key: plain(value) for key, value in self._asdict().items()}
+
+    def cells(self) -> tuple[str, str, str]:
+        """Return the numbers as text for tables; internal."""
+        return f"{self.max_error:.4g}", f"{self.rms_error:.4g}", f"{self.snr_db:.2f}"
+
+    def __str__(self) -> str:
+        largest, rms, snr = self.cells()
+        return f"max error {largest}, RMS error {rms}, SNR {snr} dB"
+
+    def _repr_html_(self) -> str:
+        return as_html("QuantizationStats", self.rows())
+
 
 QuantizationError = QuantizationStats
+
+#: Titles of the columns of `QuantizationStats.cells`.
+COLUMNS = ("max error", "RMS error", "SNR in dB")
+
+
+class QuantizationTable(ResultTable[QuantizationStats]):
+    """The dict of `QuantizationStats` by name that `quantization_error` returns. ``str()`` is a table.
+
+    Args:
+        tensors: descriptions of the quantized tensors.
+    """
+
+    def __init__(self, stats: Mapping[str, QuantizationStats], tensors: Iterable[TensorDescription]) -> None:
+        super().__init__(stats)
+        self._tensors = {about.name: about for about in tensors}
+
+    def rows(self) -> list[Row]:
+        rows = []
+        for name, stats in self.items():
+            about = self._tensors[name]
+            rows.append(tensor_row(name, about.code, about.shape, about.nbytes, **stats._asdict()))
+        return rows
+
+    def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
+        cells = [(printable(name), *stats.cells()) for name, stats in islice(self.items(), rows)]
+        return table(("tensor", *COLUMNS), cells, right=frozenset((1, 2, 3)), columns=columns)
+
 
 _BLOCK = 1 << 20  # elements compared at a time
 
@@ -48,13 +98,13 @@ def quantization_error(source: Array, quantized: QuantizedTensor) -> Quantizatio
 @overload
 def quantization_error(
     source: Given, quantized: Given, *, storage_options: Mapping[str, Any] | None = None
-) -> dict[str, QuantizationStats]: ...
+) -> QuantizationTable: ...
 def quantization_error(
     source: Given | Array,
     quantized: Given | QuantizedTensor,
     *,
     storage_options: Mapping[str, Any] | None = None,
-) -> dict[str, QuantizationStats] | QuantizationStats:
+) -> QuantizationTable | QuantizationStats:
     """Return the quantization error of a tensor, or of each quantized tensor of a checkpoint.
 
     Args:
@@ -65,7 +115,7 @@ def quantization_error(
 
     Returns:
         A `QuantizationStats` if ``source`` is an array, else a dict from the name of each quantized tensor to its
-        error.
+        error, which prints as a table and has the methods ``rows`` and ``to_dict`` of other results.
 
     Raises:
         TensorNotFoundError: the source lacks a quantized tensor.
@@ -89,7 +139,8 @@ def quantization_error(
         names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
         originals.check(names.values())
         originals.refuse_codes(names.values(), "quantization_error")
-        return {name: _of_tensor(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
+        errors = {name: _of_tensor(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
+        return QuantizationTable(errors, map(codes.about, errors))
 
 
 def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationStats:

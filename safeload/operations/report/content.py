@@ -117,7 +117,7 @@ def digest_section(files: Sequence[File]) -> str:
 
 
 def _lowest() -> int:
-    from ..measure.stats import HISTOGRAM_EDGES
+    from ..measure.stats_table import HISTOGRAM_EDGES
 
     return round(math.log2(HISTOGRAM_EDGES[0]))
 
@@ -187,9 +187,11 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, *, 
     errors, refused = _errors(opened, scheme, threads, bars)
     if not errors and not refused:
         return ""
+    from ..quantize.quantization_error import COLUMNS
+
     worst = sorted(errors.items(), key=lambda item: item[1].snr_db)
-    rows = [[n, f"{e.max_error:.4g}", f"{e.rms_error:.4g}", f"{e.snr_db:.2f}"] for n, e in worst[:_ROWS]]
-    header = ["tensor", "max error", "RMS error", "SNR in dB"]
+    rows = [[name, *error.cells()] for name, error in worst[:_ROWS]]
+    header = ["tensor", *COLUMNS]
     if refused:
         header.append("not quantized")
         rows = [[*row, ""] for row in rows]

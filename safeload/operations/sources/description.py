@@ -9,7 +9,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import as_array, not_an_array
-from ...base.scheme import row_of
+from ...base.scheme import INT8, row_of
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 
@@ -31,6 +31,12 @@ class TensorDescription(NamedTuple):
     def quantized(self) -> bool:
         """True for int8 with scales, and for blocks."""
         return self.scheme is not None
+
+    @property
+    def code(self) -> str:
+        """The dtype as in `TensorInfo`: "BF16", "Q4_0", "int8"."""
+        named = self.element is None or self.packed or self.scheme == INT8
+        return self.dtype if self.element is None or named else self.element.code
 
     @property
     def row(self) -> dtypes.Dtype:

@@ -16,7 +16,8 @@ from ...base.text import show
 from ...errors import FormatError, one_line
 from ...models.schema import Schema
 from ...stores.files import Location
-from ..measure.stats import TensorStats, as_plain, measure, of_plain
+from ..measure.stats import as_plain, measure, of_plain
+from ..measure.stats_table import StatsTable, TensorStats
 from ..sources import executors
 from ..sources.catalog import Catalog
 from ..sources.codec import encode
@@ -107,7 +108,7 @@ def check_contents(
             report.add(findings)
             if _has_error(findings):
                 bad.add(name)
-    report.stats = contents.stats(_readable(names, model.tensors, bad))
+    report.stats = StatsTable(contents.stats(_readable(names, model.tensors, bad)))
     codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
     report.add(
         values.check_values(report.stats, model.tensors, contents.limits, bad, role=model.role, codes=codes, zero=zero)

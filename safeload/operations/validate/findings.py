@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ...base.layout import NARROW, quantity, shorten, wrap
+from ...base.layout import NARROW, quantity, shorten, terminal_columns, wrap
 from ...base.names import pattern_of
+from ...base.results import Row, as_html
 from ...base.text import clip, plural, printable, size
-from ..measure.stats import TensorStats
+from ..measure.stats_table import StatsTable
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 ERROR: Severity = "error"
@@ -116,7 +116,7 @@ class CheckReport:
         self.errors: list[Finding] = []
         self.warnings: list[Finding] = []
         self.notes: list[Finding] = []
-        self.stats: dict[str, TensorStats] = {}
+        self.stats = StatsTable()
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Add findings, each to the list of its severity."""
@@ -190,12 +190,24 @@ class CheckReport:
         return lines
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.lines(terminal_columns()))
 
     def __repr__(self) -> str:
         return f"<CheckReport {self.source!r}: {self.verdict}>"
 
-    def to_json(self) -> dict[str, Any]:
+    def rows(self) -> list[Row]:
+        """Return a row for each finding, for ``pandas.DataFrame`` or ``polars.DataFrame``.
+
+        ``tensor`` is "" for findings about files; ``stats`` has rows about all tensors.
+        """
+        findings = (*self.errors, *self.warnings, *self.notes)
+        return [{**finding._asdict(), "tensor": finding.tensor or ""} for finding in findings]
+
+    def _repr_html_(self) -> str:
+        title, checked = f"{self.source}: {self.verdict}", [f"checked: {self.checked}"] if self.tensors else []
+        return as_html(title, self.rows(), checked, Finding._fields)
+
+    def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict for ``json.dump``; NaN and infinity become None."""
         return {
             "ok": self.ok,
@@ -205,8 +217,10 @@ class CheckReport:
             "errors": [finding._asdict() for finding in self.errors],
             "warnings": [finding._asdict() for finding in self.warnings],
             "notes": [finding._asdict() for finding in self.notes],
-            "stats": {name: stats_json(stats) for name, stats in self.stats.items()},
+            "stats": {name: stats.to_dict() for name, stats in self.stats.items()},
         }
+
+    to_json = to_dict
 
 
 ValidationReport = CheckReport
@@ -247,22 +261,3 @@ def gather(findings: Sequence[Finding]) -> list[FindingGroup]:
         else:
             groups.append(FindingGroup(alike[0], alike[1:]))
     return groups
-
-
-def stats_json(stats: TensorStats) -> dict[str, Any]:
-    """Return statistics as a dict for ``json.dump``: NaN and infinity become None, arrays and indices become lists."""
-
-    def plain(value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int)):
-            return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        return [plain(item) for item in (value.tolist() if hasattr(value, "tolist") else value)]
-
-    return {name: plain(getattr(stats, name)) for name in STATS_FIELDS}
-
-
-STATS_FIELDS = (
-    *("count", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros"),
-    *("first_nan", "first_inf", "histogram"),
-)

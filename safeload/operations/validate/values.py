@@ -20,7 +20,7 @@ from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.tensors import packed_of
 from ...packed.gptq import wrapped_zeros, zeros_disagree
-from ..measure.stats import TensorStats
+from ..measure.stats_table import TensorStats
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .findings import Finding, error, note, warning
