@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from .base import log
-from .base.arrays import Array
+from .base.arrays import Array, TensorLike
 from .base.listing import TensorInfos, as_html
 from .base.packing import CONFIG_KEY
 from .base.packing import Part as StoredPart
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 # Indices of rows: integers, or a boolean mask.
 Rows: TypeAlias = Sequence[int] | Array
 
-__all__ = ["Checkpoint", "LayerStream", "TensorSlice", "TensorStream"]
+__all__ = ["Checkpoint", "LayerStream", "TensorLike", "TensorSlice", "TensorStream"]
 
 # Formats that can come with a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 _PACKED = (SAFETENSORS, GGUF)
 
 
-class Checkpoint(Mapping[str, Any]):
+class Checkpoint(Mapping[str, TensorLike]):
     """The tensors of a file or a folder, by name. `safeload.open` returns it.
 
     ``ckpt[name]`` is a writable copy-on-write view of the mapped file, always over the same memory, like
@@ -129,9 +129,9 @@ class Checkpoint(Mapping[str, Any]):
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
-    def __getitem__(self, name: str) -> Any:  # an array or a QuantizedTensor: a union makes correct code an error
+    def __getitem__(self, name: str) -> TensorLike:
         self._check_open()
-        array = self._views.find(name)
+        array: TensorLike | None = self._views.find(name)
         return self._views.make(name, self._aliases(name)) if array is None else array
 
     def _aliases(self, name: str) -> list[FileTensor]:
@@ -310,16 +310,58 @@ class Checkpoint(Mapping[str, Any]):
 
     @overload
     def stream(
-        self, names: Iterable[str] | None = None, *, by_layer: Literal[False] = False, **options: Unpack[StreamOptions]
-    ) -> TensorStream: ...
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[False] = False,
+        dtype: None = None,
+        **options: Unpack[StreamOptions],
+    ) -> TensorStream[TensorLike]: ...
     @overload
     def stream(
-        self, names: Iterable[str] | None = None, *, by_layer: Literal[True], **options: Unpack[StreamOptions]
-    ) -> LayerStream: ...
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[False] = False,
+        dtype: DtypeLike,
+        **options: Unpack[StreamOptions],
+    ) -> TensorStream[Array]: ...
     @overload
     def stream(
-        self, names: Iterable[str] | None = None, *, by_layer: bool, **options: Unpack[StreamOptions]
-    ) -> TensorStream | LayerStream: ...
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[True],
+        dtype: None = None,
+        **options: Unpack[StreamOptions],
+    ) -> LayerStream[TensorLike]: ...
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[True],
+        dtype: DtypeLike,
+        **options: Unpack[StreamOptions],
+    ) -> LayerStream[Array]: ...
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: bool,
+        dtype: None = None,
+        **options: Unpack[StreamOptions],
+    ) -> TensorStream[TensorLike] | LayerStream[TensorLike]: ...
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: bool,
+        dtype: DtypeLike,
+        **options: Unpack[StreamOptions],
+    ) -> TensorStream[Array] | LayerStream[Array]: ...
     def stream(
         self,
         names: Iterable[str] | None = None,
@@ -333,7 +375,7 @@ class Checkpoint(Mapping[str, Any]):
         out: Out = None,
         threads: int | None = None,
         progress: Progress = None,
-    ) -> TensorStream | LayerStream:
+    ) -> TensorStream[Any] | LayerStream[Any]:
         """Iterate over tensors while the next ones are read: ``for name, array in ckpt.stream(): ...``.
 
         Reading starts when the first tensor is requested, and stops after an error or the iterator's ``close()``.

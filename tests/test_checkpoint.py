@@ -19,7 +19,15 @@ import pytest
 from builders.holes import extend
 
 import safeload
-from safeload import Checkpoint, FormatError, LoadStats, TensorInfo, TensorNotFoundError, UnsupportedError
+from safeload import (
+    Checkpoint,
+    FormatError,
+    LoadStats,
+    QuantizedTensor,
+    TensorInfo,
+    TensorNotFoundError,
+    UnsupportedError,
+)
 from safeload.numpy import save_file
 
 BACKENDS = ("mmap", "pread", "direct")
@@ -706,4 +714,4 @@ def test_a_description_says_how_large_a_tensor_is_and_what_array_it_becomes(tmp_
             "scalar": ("I16", 1, 0),
         }
         for name, value in opened.items():
-            assert infos[name].np_dtype == getattr(value, "dtype", None)
+            assert infos[name].np_dtype == (None if isinstance(value, QuantizedTensor) else value.dtype)

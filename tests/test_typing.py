@@ -38,6 +38,16 @@ safeload.quantize(array, "q4_0", rounding="up")
 safeload.load_quantized("x", "q9")
 safeload.open("x", unknown_globals="run", format="zip")
 opened.load(dtype="float32", backend="gpu")
+reveal_type(opened["a"])
+reveal_type(opened.stream())
+reveal_type(opened.stream(dtype="float32"))
+reveal_type(opened.stream(by_layer=True, dtype="float32"))
+reveal_type(next(opened.stream(by_layer=True, dtype="float32"))[1]["a"])
+reveal_type(safeload.info("x"))
+reveal_type(safeload.report("x", "y.html"))
+reveal_type(safeload.check("x").stats)
+reveal_type(safeload.torch.load_file("x"))
+opened["a"].astype("float32")
 """
 
 TYPING = Path(__file__).parent / "typing"
@@ -60,11 +70,13 @@ def test_the_types_of_results_and_of_choices(cache, tmp_path):
     kinds = [line.partition('Revealed type is "')[2] for line in lines if "Revealed" in line]
     assert [kind.strip('"').partition("[")[0].rpartition(".")[2] for kind in kinds] == [
         *("StatsTable", "tuple", "tuple", "StatsTable", "StatsTable", "tuple", "QuantizationTable"),
-        *("dict", "dict", "dict", "dict"),
+        *("dict", "dict", "dict", "dict", "TensorLike", "TensorStream", "TensorStream", "LayerStream", "ndarray"),
+        *("Info", "CheckReport", "StatsTable", "dict"),
     ], lines
-    assert ["numpy" in kind for kind in kinds[-4:]] == [False, True, True, False], lines
+    assert ["numpy" in kind for kind in kinds[7:11]] == [False, True, True, False], lines
+    assert ["numpy" in kind for kind in kinds[12:15]] == [False, True, True], lines
     refused = [line.split(":")[1] for line in lines if "error:" in line]
-    assert refused == ["16", "17", "18", "19", "19", "20"], lines
+    assert refused == ["16", "17", "18", "19", "19", "20", "30"], lines
 
 
 @pytest.mark.parametrize("user", USERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,48 @@ _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
 
 # safeload's modules for a library's arrays, by the top-level package of the array's class.
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+
+
+class TensorLike(Protocol):
+    """What an array and a `QuantizedTensor` have in common: the type of ``checkpoint[name]``.
+
+    ``np.asarray(tensor)`` gives an array, and dequantizes. For more, ask ``isinstance(tensor, QuantizedTensor)``, or
+    load with ``dtype``, which always gives arrays.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> with safeload.open("tiny-llama") as checkpoint:
+        ...     tensor = checkpoint["model.norm.weight"]
+        ...     tensor.shape, np.asarray(tensor, dtype="float32").max()
+        ((64,), np.float32(1.0546875))
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape, outermost axis first."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of ``np.asarray(tensor)``."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; of a quantized tensor, with its scales."""
+
+    def __array__(self) -> Array:
+        """Return the values as an array."""
+
+    def __getitem__(self, key: slice, /) -> Any:
+        """Return rows of the first axis; a quantized tensor gives a quantized tensor."""
 
 
 class ArraySpec(NamedTuple):

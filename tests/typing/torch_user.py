@@ -22,3 +22,8 @@ def in_torch(path: Path, model: nn.Module) -> bytes:
     missing, unexpected = tensors.load_model(model, path, strict=False)
     print(sorted(missing), unexpected[:1])
     return tensors.save(tensors.load(path.read_bytes()))
+
+
+def as_an_attribute(path: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = safeload.torch.load_checkpoint(path, dtype="bf16")
+    return weights | safeload.torch.load_file(path)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 import safeload
-from safeload import Checkpoint, QuantizedTensor, gguf, moon
+from safeload import Checkpoint, QuantizedTensor, cluster, gguf, moon
 from safeload.numpy import load_file, save_file
 
 
@@ -18,11 +20,45 @@ def look(path: Path) -> int:
     with safeload.open(path) as opened:
         for name, info in opened.tensors.items():
             print(name, info.dtype, info.shape, info.size, info.np_dtype, info.nbytes, info.parts)
-        first = opened["model.norm.weight"].astype("float32")
-        scaled = opened["model.norm.weight"] * 2
+        norm = opened["model.norm.weight"]
+        first = np.asarray(norm, dtype="float32")
+        scaled = np.asarray(norm) * 2
         rows = opened.get_slice("model.embed_tokens.weight")[:4]
+        few = opened.take("model.embed_tokens.weight", [1, 5, 9], dtype="float32")
+        print(norm.shape, norm.dtype, norm.nbytes, norm.ndim, norm[:2], few.mean())
         print(first.max(), scaled.sum(), rows.shape, opened.metadata.get("format"), opened.config)
     return len(opened)
+
+
+def describe(path: Path, data: io.BytesIO) -> list[dict[str, Any]]:
+    info: safeload.Info = safeload.info(path, only="*.weight")
+    print(info, info.model, info.memory["float32"], info.tensors["w"].dtype, safeload.info(data).to_dict())
+    report: safeload.CheckReport = safeload.report(path, "report.html", quantize="q4_0", overwrite=True)
+    checked = safeload.check(path)
+    assert isinstance(checked, safeload.ValidationReport)
+    return info.rows() + report.rows() + checked.stats.rows() + checked.stats["w"].rows()
+
+
+def in_turn(path: Path) -> float:
+    total = 0.0
+    with safeload.open(path) as opened:
+        for name, array in opened.stream(dtype="float32", only="*.weight"):
+            total += float(array.sum()) + len(name)
+        for _, tensor in opened.stream():
+            total += tensor.size
+            if isinstance(tensor, QuantizedTensor):
+                total += float(tensor.dequantize().sum())
+        for layer, arrays in opened.stream(by_layer=True, dtype=np.float32):
+            total += sum(float(array.max()) for array in arrays.values()) + len(layer)
+        for _, tensors in opened.stream(by_layer=True):
+            total += sum(tensor.nbytes for tensor in tensors.values())
+    return total
+
+
+def on_a_cluster(path: Path) -> str:
+    plan = cluster.plan_convert(path, "half/", dtype="float16", max_shard_size="5GB")
+    results = [cluster.run_piece(piece) for piece in plan.pieces]
+    return str(cluster.finalize(plan, results).rows())
 
 
 def load(path: str, names: list[str], dtype: str | None) -> dict[str, NDArray[np.float32]]:
@@ -47,6 +83,8 @@ def quantize(path: str, x: NDArray[np.float32]) -> float:
             print(name, value.scheme, value.parts)
         else:
             print(name, value.dtype)
+    errors = safeload.quantization_error(path, loaded)
+    print(errors, errors.rows(), errors["w"].snr_db, loaded.summary.rows())
     return safeload.quantization_error(x, q).snr_db
 
 
@@ -54,6 +92,7 @@ def numbers(path: str, x: NDArray[np.float64]) -> tuple[float, int]:
     one = safeload.stats(x)
     each = safeload.stats(path, only="*.weight")
     listed = safeload.stats({"x": x}, names=["x"])
+    print(each, each.rows(), each.to_dict(), one.rows())
     return one.absmax + listed["x"].std, sum(s.nan for s in each.values())
 
 

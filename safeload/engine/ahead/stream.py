@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import RLock
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypedDict, TypeVar, get_args
 
 from ...base import dtypes
 from ...base.arrays import Array
@@ -43,7 +43,6 @@ class StreamOptions(TypedDict, total=False):
 
     only: Patterns
     drop: Patterns
-    dtype: Any
     ahead: int | str
     order: Order
     out: Out
@@ -53,10 +52,11 @@ class StreamOptions(TypedDict, total=False):
 
 # Names and arrays of tensors, and the error of the next tensor, if any. The error is popped from a list, because a
 # variable in a frame of its traceback would keep arrays alive until a garbage collection.
+_T = TypeVar("_T")  # of the tensors: arrays, or also quantized tensors
 _Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
-class TensorStream(Iterator[tuple[str, Any]]):
+class TensorStream(Iterator[tuple[str, _T]]):
     """Names and arrays of tensors, in turn, while the next tensors are read; made by `Checkpoint.stream`.
 
     Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
@@ -85,7 +85,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
         self._lock = RLock()  # a progress report may call this object again
         self._meter = Meter(progress, sum(self._left.values()))
 
-    def __next__(self) -> tuple[str, Any]:
+    def __next__(self) -> tuple[str, _T]:
         self._results.check_process()  # before the lock, which another thread may have held during a fork
         with self._lock:
             try:
@@ -130,7 +130,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
             self._meter.close()
 
 
-class LayerStream(Iterator[tuple[str, dict[str, Any]]]):
+class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
     """Layers in turn, each with all of its tensors, while the next tensors are read; made by `Checkpoint.stream`.
 
     Reading stops as for `TensorStream`. Threads may share a stream: each layer goes to a single thread.
@@ -142,20 +142,20 @@ class LayerStream(Iterator[tuple[str, dict[str, Any]]]):
         >>> stream.close()
     """
 
-    def __init__(self, tensors: TensorStream, sizes: Mapping[str, int]) -> None:
+    def __init__(self, tensors: TensorStream[_T], sizes: Mapping[str, int]) -> None:
         self._tensors = tensors
         self._left = deque(sizes.items())  # layers, and the number of their tensors
         self._count = len(sizes)
         self._lock = RLock()  # as in `TensorStream`
 
-    def __next__(self) -> tuple[str, dict[str, Any]]:
+    def __next__(self) -> tuple[str, dict[str, _T]]:
         self._tensors.check_process()
         with self._lock:
             if not self._left:
                 self._tensors.close()
                 raise StopIteration
             layer, count = self._left.popleft()
-            tensors: dict[str, Any] = {}
+            tensors: dict[str, _T] = {}
             try:
                 for _ in range(count):
                     name, array = next(self._tensors)
@@ -311,7 +311,7 @@ def stream(
     out: Out,
     threads: int | None,
     progress: Progress,
-) -> TensorStream | LayerStream:
+) -> TensorStream[Any] | LayerStream[Any]:
     """Read tensors in turn; see `Checkpoint.stream`.
 
     Args:
@@ -343,8 +343,11 @@ def stream(
     if by_layer:
         entries = [entry for layer in layers.values() for entry in layer]
     give = out if out is None or callable(out) else out.__getitem__
-    made = TensorStream(entries, _TensorReader(target, give, threads, [], order != "ready"), limit, progress)
-    return LayerStream(made, {layer: len(members) for layer, members in layers.items()}) if by_layer else made
+    reader = _TensorReader(target, give, threads, [], order != "ready")
+    tensor_stream: TensorStream[Any] = TensorStream(entries, reader, limit, progress)
+    if not by_layer:
+        return tensor_stream
+    return LayerStream(tensor_stream, {layer: len(members) for layer, members in layers.items()})
 
 
 def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:

@@ -135,6 +135,11 @@ class QuantizedTensor:
         return {"data": self.data} if self.scale is None else {"data": self.data, "scale": self.scale}
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of ``np.asarray(tensor)``: float32."""
+        return np.dtype(np.float32)
+
+    @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)

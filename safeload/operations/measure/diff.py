@@ -243,7 +243,7 @@ class _Reader:
 
     def __init__(self, catalog: Catalog, names: Sequence[str], threads: int | None) -> None:
         self._catalog, self._threads = catalog, threads
-        self._stream: TensorStream | None = None
+        self._stream: TensorStream[Any] | None = None
         if len(catalog.checkpoints) == 1 and not catalog.in_memory and any(map(is_remote, catalog.weight_files)):
             ahead = [name for name in names if not _is_encoded(catalog.about(name))]
             self._stream = catalog.checkpoints[0].stream(ahead, order="given", threads=threads)

@@ -50,7 +50,10 @@ class QuantizationStats(NamedTuple):
         return {key: plain(value) for key, value in self._asdict().items()}
 
     def cells(self) -> tuple[str, str, str]:
-        """Return the numbers as text for tables; internal."""
+        """Return the numbers as text for tables.
+
+        :meta private:
+        """
         return f"{self.max_error:.4g}", f"{self.rms_error:.4g}", f"{self.snr_db:.2f}"
 
     def __str__(self) -> str:
