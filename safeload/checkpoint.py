@@ -18,7 +18,7 @@ from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, Views,
 from .engine.read.tensors import FileTensor, Tensors
 from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
-from .errors import FormatError
+from .errors import FormatError, SafeloadError, cut_traceback
 from .formats import opening
 from .formats.opening import OpenedPath, Recipe, Seen, pickled, reopen, seen_of
 from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
@@ -130,9 +130,13 @@ class Checkpoint(Mapping[str, TensorLike]):
             raise ValueError(f"{self.path} is closed")
 
     def __getitem__(self, name: str) -> TensorLike:
-        self._check_open()
-        array: TensorLike | None = self._views.find(name)
-        return self._views.make(name, self._aliases(name)) if array is None else array
+        try:
+            self._check_open()
+            array: TensorLike | None = self._views.find(name)
+            return self._views.make(name, self._aliases(name)) if array is None else array
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     def _aliases(self, name: str) -> list[FileTensor]:
         """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
@@ -200,12 +204,16 @@ class Checkpoint(Mapping[str, TensorLike]):
             UnsupportedError: ``dtype`` is given for codes of a scheme without dequantization, or for elements smaller
                 than a byte.
         """
-        self._check_open()
-        file, index = self._locate(name)
-        if dtype is not None:
-            codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
-        options = OpenRequest() if self._recipe is None else self._recipe.options
-        return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
+        try:
+            self._check_open()
+            file, index = self._locate(name)
+            if dtype is not None:
+                codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
+            options = OpenRequest() if self._recipe is None else self._recipe.options
+            return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     @overload
     def take(self, name: str, rows: Rows, dtype: None = None) -> Any: ...
@@ -241,13 +249,17 @@ class Checkpoint(Mapping[str, TensorLike]):
             ...     checkpoint.take("model.embed_tokens.weight", [5, 2, 5], dtype="float32").shape
             (3, 64)
         """
-        from .engine.read.take import take_rows  # only here: most programs take no rows
+        try:
+            from .engine.read.take import take_rows  # only here: most programs take no rows
 
-        self._check_open()
-        file, index = self._locate(name)
-        if dtype is not None:
-            codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
-        return take_rows(file, index, rows, dtype, name)
+            self._check_open()
+            file, index = self._locate(name)
+            if dtype is not None:
+                codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
+            return take_rows(file, index, rows, dtype, name)
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     @overload
     def load(
@@ -301,12 +313,16 @@ class Checkpoint(Mapping[str, TensorLike]):
             FormatError: a file ends too early; the message has path and byte.
             OSError: a file cannot be read.
         """
-        parts = chosen(self, names, only, drop, dtype)
-        arrays, self.last_load = load_tensors(
-            parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
-        )
-        log.debug("loaded %s: %s", self.path, self.last_load)
-        return arrays
+        try:
+            parts = chosen(self, names, only, drop, dtype)
+            arrays, self.last_load = load_tensors(
+                parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
+            )
+            log.debug("loaded %s: %s", self.path, self.last_load)
+            return arrays
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     @overload
     def stream(
@@ -419,20 +435,24 @@ class Checkpoint(Mapping[str, TensorLike]):
             ...     {layer: len(tensors) for layer, tensors in checkpoint.stream(by_layer=True)}
             {'': 3, 'model.layers.0': 9, 'model.layers.1': 9, 'model.layers.2': 9}
         """
-        from .engine.ahead.stream import stream  # only here: most programs stream nothing
+        try:
+            from .engine.ahead.stream import stream  # only here: most programs stream nothing
 
-        parts = chosen(self, names, only, drop, dtype)
-        return stream(
-            parts,
-            self.weight_files,
-            by_layer=by_layer,
-            dtype=dtype,
-            ahead=ahead,
-            order=order,
-            out=out,
-            threads=threads,
-            progress=progress,
-        )
+            parts = chosen(self, names, only, drop, dtype)
+            return stream(
+                parts,
+                self.weight_files,
+                by_layer=by_layer,
+                dtype=dtype,
+                ahead=ahead,
+                order=order,
+                out=out,
+                threads=threads,
+                progress=progress,
+            )
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     def close(self) -> None:
         """Close the files. Arrays stay valid, because a mapping lives as long as its last array."""

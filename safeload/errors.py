@@ -323,6 +323,12 @@ class RemotePermissionError(RemoteError, PermissionError):
     """A remote store refused access: credentials are missing, wrong or expired."""
 
 
+def cut_traceback(error: BaseException) -> None:
+    """End an error's traceback at the function that has caught it, a public function: users cannot act on the rest."""
+    if error.__traceback__ is not None:
+        error.__traceback__.tb_next = None
+
+
 def one_line(error: BaseException) -> str:
     """Return an error as one line. System errors appear without their number, but with the byte of the failure."""
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:

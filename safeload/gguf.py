@@ -11,6 +11,7 @@ from typing import Any
 from .base.arrays import Array
 from .base.paths import PathLike
 from .engine.codes.quantized_tensor import QuantizedTensor
+from .errors import SafeloadError, cut_traceback
 from .formats.gguf import write as gguf_writing
 
 __all__ = ["save_file"]
@@ -59,7 +60,11 @@ def save_file(
         >>> safeload.open("w.gguf").metadata["general.architecture"]
         'llama'
     """
-    gguf_writing.save(tensors, path, metadata, overwrite=overwrite, durable=durable)
+    try:
+        gguf_writing.save(tensors, path, metadata, overwrite=overwrite, durable=durable)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,7 @@ from .engine.read.load import Backend, check_backend, parse_target
 from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
+from .errors import SafeloadError, cut_traceback
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName, OpenRequest
 from .formats.safetensors import file as safetensors
@@ -79,28 +80,32 @@ def load_file(
         >>> load_file("model.safetensors")["conv1.bias"].shape
         (128,)
     """
-    from .frameworks import jax_loading
-
-    check_backend(backend)
-    check_threads(threads)
-    target = parse_target(dtype)
-    file = safetensors.open_file(filename, folders="safeload.jax.load_checkpoint")
     try:
-        tensors = Tensors.in_file(file, names)
-        if target is not None:
-            from .packed import codes_without_scale  # only here: most loads do not need it
+        from .frameworks import jax_loading
 
-            codes_without_scale.refuse_floating(file, tensors, "load_file")
-        options = jax_loading.Options(
-            lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
-            sharding,
-            backend,
-            checked=False,
-            threads=threads,
-        )
-        return jax_loading.load([(tensors, target)], options, progress)
-    finally:
-        file.close()
+        check_backend(backend)
+        check_threads(threads)
+        target = parse_target(dtype)
+        file = safetensors.open_file(filename, folders="safeload.jax.load_checkpoint")
+        try:
+            tensors = Tensors.in_file(file, names)
+            if target is not None:
+                from .packed import codes_without_scale  # only here: most loads do not need it
+
+                codes_without_scale.refuse_floating(file, tensors, "load_file")
+            options = jax_loading.Options(
+                lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
+                sharding,
+                backend,
+                checked=False,
+                threads=threads,
+            )
+            return jax_loading.load([(tensors, target)], options, progress)
+        finally:
+            file.close()
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def load(data: Any) -> dict[str, Array]:
@@ -124,11 +129,15 @@ def load(data: Any) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    from .frameworks import jax_loading
+    try:
+        from .frameworks import jax_loading
 
-    if isinstance(data, (str, os.PathLike)):
-        raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
-    return jax_loading.copied(safetensors.parse(data, copy=False))
+        if isinstance(data, (str, os.PathLike)):
+            raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
+        return jax_loading.copied(safetensors.parse(data, copy=False))
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def load_checkpoint(
@@ -202,24 +211,28 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         dtype(bfloat16)
     """
-    from .frameworks import jax_loading
-    from .frameworks.checkpoints import selecting
+    try:
+        from .frameworks import jax_loading
+        from .frameworks.checkpoints import selecting
 
-    check_threads(threads)
-    with selecting(
-        path,
-        names=names,
-        only=only,
-        drop=drop,
-        dtype=dtype,
-        adapters=adapters,
-        storage_options=storage_options,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-    ) as selected:
-        return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
+        check_threads(threads)
+        with selecting(
+            path,
+            names=names,
+            only=only,
+            drop=drop,
+            dtype=dtype,
+            adapters=adapters,
+            storage_options=storage_options,
+            format=format,
+            root=root,
+            unknown_globals=unknown_globals,
+            stored=stored,
+        ) as selected:
+            return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -245,9 +258,13 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
         >>> load(save({"weight": jnp.ones((2, 2))}))["weight"].sum()
         Array(4., dtype=float32)
     """
-    from .frameworks import jax_arrays
+    try:
+        from .frameworks import jax_arrays
 
-    return safetensors.Writer(*quantized.pack(jax_arrays.to_write(tensors), metadata)).to_bytes()
+        return safetensors.Writer(*quantized.pack(jax_arrays.to_write(tensors), metadata)).to_bytes()
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def save_file(
@@ -280,10 +297,14 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].dtype
         dtype(bfloat16)
     """
-    from .frameworks import jax_arrays
+    try:
+        from .frameworks import jax_arrays
 
-    writer = safetensors.Writer(*quantized.pack(jax_arrays.to_write(tensors), metadata))
-    writer.to_file(filename, overwrite=overwrite, durable=durable)
+        writer = safetensors.Writer(*quantized.pack(jax_arrays.to_write(tensors), metadata))
+        writer.to_file(filename, overwrite=overwrite, durable=durable)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:

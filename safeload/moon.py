@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from .base.arrays import Array
 from .base.paths import PathLike
+from .errors import SafeloadError, cut_traceback
 from .formats import moon
 from .loading.entry import load
 
@@ -38,7 +39,11 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
         >>> moon.load_file("w.moon")["w"].shape
         (2, 3)
     """
-    moon.save(tensors, path, overwrite=overwrite, durable=durable)
+    try:
+        moon.save(tensors, path, overwrite=overwrite, durable=durable)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def load_file(path: PathLike) -> dict[str, Array]:
@@ -62,7 +67,11 @@ def load_file(path: PathLike) -> dict[str, Array]:
         >>> moon.load_file("model.moon")["conv1.bias"].dtype
         dtype('float16')
     """
-    return load(path, format="moon")
+    try:
+        return load(path, format="moon")
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from .compat.names import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors
 from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
+from .errors import SafeloadError, cut_traceback
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
 
@@ -57,7 +58,11 @@ def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = No
         >>> load(save({"weight": np.ones((2, 2), np.float32)}))["weight"].sum()
         np.float32(4.0)
     """
-    return safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_bytes()
+    try:
+        return safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_bytes()
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def save_file(
@@ -91,7 +96,13 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].sum()
         np.float32(4.0)
     """
-    safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_file(filename, overwrite=overwrite, durable=durable)
+    try:
+        safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_file(
+            filename, overwrite=overwrite, durable=durable
+        )
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
@@ -114,12 +125,16 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    arrays = safetensors.parse(data, copy=copy)
-    if "_TYPES" in _NAMESPACE:  # a program has imported the dict and may have changed it, which upstream's load honors
-        from .compat import numpy_specs
+    try:
+        arrays = safetensors.parse(data, copy=copy)
+        if "_TYPES" in _NAMESPACE:  # a program may have changed the dict, which upstream's load honors
+            from .compat import numpy_specs
 
-        return numpy_specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
-    return arrays
+            return numpy_specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
+        return arrays
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def load_file(
@@ -169,25 +184,29 @@ def load_file(
         >>> weights["conv1.bias"].dtype
         dtype('float16')
     """
-    check_backend(backend)
-    if names is None and dtype is None and out is None and threads is None and progress is None:
-        opened = safetensors.load_or_open(filename, backend)
-        if isinstance(opened, safetensors.Resident):
-            return opened.arrays
-        try:
-            return load_all(opened, backend)
-        finally:
-            opened.close()
-    file = safetensors.open_file(filename, brief=True)
     try:
-        tensors = Tensors.in_file(file, names)
-        if dtype is not None:
-            from .packed import codes_without_scale  # only here: most loads do not need it
+        check_backend(backend)
+        if names is None and dtype is None and out is None and threads is None and progress is None:
+            opened = safetensors.load_or_open(filename, backend)
+            if isinstance(opened, safetensors.Resident):
+                return opened.arrays
+            try:
+                return load_all(opened, backend)
+            finally:
+                opened.close()
+        file = safetensors.open_file(filename, brief=True)
+        try:
+            tensors = Tensors.in_file(file, names)
+            if dtype is not None:
+                from .packed import codes_without_scale  # only here: most loads do not need it
 
-            codes_without_scale.refuse_floating(file, tensors, "load_file")
-        return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
-    finally:
-        file.close()
+                codes_without_scale.refuse_floating(file, tensors, "load_file")
+            return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
+        finally:
+            file.close()
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def __getattr__(name: str) -> Any:

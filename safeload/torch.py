@@ -20,6 +20,7 @@ from .engine.read.load import Backend, check_backend, load_all, load_tensors, pa
 from .engine.read.plan import entries_of
 from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
+from .errors import SafeloadError, cut_traceback
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName
 from .formats.safetensors import file as safetensors
@@ -114,39 +115,43 @@ def load_file(
         >>> weights["conv1.bias"].dtype, weights["conv1.bias"].shape
         (torch.bfloat16, torch.Size([128]))
     """
-    from .frameworks import torch_arrays, torch_devices
-
-    on_cpu = device is None or (isinstance(device, str) and device == "cpu")
-    everything = names is None and dtype is None and threads is None and progress is None
-    if on_cpu and everything and backend in ("mmap", "pread"):
-        opened = safetensors.load_or_open(filename, backend, _FOLDERS)
-        if isinstance(opened, safetensors.Resident):
-            return torch_arrays.from_table(*opened)
-        try:
-            return torch_arrays.from_table(opened.table, load_all(opened, backend))
-        finally:
-            opened.close()
-    file = safetensors.open_file(filename, brief=on_cpu, folders=_FOLDERS)
     try:
-        place = torch_arrays.device_of(device)
-        check_backend(backend)
-        tensors = Tensors.in_file(file, names)
-        if dtype is not None:
-            from .packed import codes_without_scale  # only here: most loads do not need it
+        from .frameworks import torch_arrays, torch_devices
 
-            codes_without_scale.refuse_floating(file, tensors, "load_file")
-        if place is None:
-            arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
-            raw = None
-            if dtype is None and dtypes.holds_packed(file.table.numbers):
-                raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in tensors)
-            return torch_arrays.from_arrays(arrays, raw)
-        entries = entries_of(tensors, parse_target(dtype))
-        if place.type == "meta":
-            return torch_arrays.without_data(entries)
-        return torch_devices.load(entries, place, threads=threads, progress=progress)
-    finally:
-        file.close()
+        on_cpu = device is None or (isinstance(device, str) and device == "cpu")
+        everything = names is None and dtype is None and threads is None and progress is None
+        if on_cpu and everything and backend in ("mmap", "pread"):
+            opened = safetensors.load_or_open(filename, backend, _FOLDERS)
+            if isinstance(opened, safetensors.Resident):
+                return torch_arrays.from_table(*opened)
+            try:
+                return torch_arrays.from_table(opened.table, load_all(opened, backend))
+            finally:
+                opened.close()
+        file = safetensors.open_file(filename, brief=on_cpu, folders=_FOLDERS)
+        try:
+            place = torch_arrays.device_of(device)
+            check_backend(backend)
+            tensors = Tensors.in_file(file, names)
+            if dtype is not None:
+                from .packed import codes_without_scale  # only here: most loads do not need it
+
+                codes_without_scale.refuse_floating(file, tensors, "load_file")
+            if place is None:
+                arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
+                raw = None
+                if dtype is None and dtypes.holds_packed(file.table.numbers):
+                    raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in tensors)
+                return torch_arrays.from_arrays(arrays, raw)
+            entries = entries_of(tensors, parse_target(dtype))
+            if place.type == "meta":
+                return torch_arrays.without_data(entries)
+            return torch_devices.load(entries, place, threads=threads, progress=progress)
+        finally:
+            file.close()
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def load_checkpoint(
@@ -209,22 +214,26 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         torch.float32
     """
-    return _load_selected(
-        path,
-        device,
-        names=names,
-        only=only,
-        drop=drop,
-        dtype=dtype,
-        adapters=adapters,
-        storage_options=storage_options,
-        threads=threads,
-        progress=progress,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-    )
+    try:
+        return _load_selected(
+            path,
+            device,
+            names=names,
+            only=only,
+            drop=drop,
+            dtype=dtype,
+            adapters=adapters,
+            storage_options=storage_options,
+            threads=threads,
+            progress=progress,
+            format=format,
+            root=root,
+            unknown_globals=unknown_globals,
+            stored=stored,
+        )
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def _load_selected(
@@ -271,15 +280,19 @@ def load(data: bytes) -> dict[str, Tensor]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         torch.Size([128])
     """
-    from .frameworks import torch_arrays
+    try:
+        from .frameworks import torch_arrays
 
-    if type(data) is not bytes and isinstance(data, (str, os.PathLike)):
-        raise TypeError(
-            f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
-            "safeload.torch.load_checkpoint"
-        )
-    view, table = safetensors.parse_table(data)
-    return torch_arrays.from_table(table, in_memory.copies_of(table, view))
+        if type(data) is not bytes and isinstance(data, (str, os.PathLike)):
+            raise TypeError(
+                f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
+                "safeload.torch.load_checkpoint"
+            )
+        view, table = safetensors.parse_table(data)
+        return torch_arrays.from_table(table, in_memory.copies_of(table, view))
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -306,10 +319,14 @@ def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) 
         >>> load(save({"weight": torch.ones(2, 2)}))["weight"].sum()
         tensor(4.)
     """
-    from .frameworks import torch_arrays
+    try:
+        from .frameworks import torch_arrays
 
-    keep: list[Any] = []
-    return safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
+        keep: list[Any] = []
+        return safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[str, str] | None = None) -> None:
@@ -338,10 +355,14 @@ def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[
         >>> load_file("ones.safetensors")["weight"].sum()
         tensor(4.)
     """
-    from .frameworks import torch_arrays
+    try:
+        from .frameworks import torch_arrays
 
-    keep: list[Any] = []
-    safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_file(filename)
+        keep: list[Any] = []
+        safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_file(filename)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def save_model(
@@ -368,25 +389,29 @@ def save_model(
         >>> load_model(model, "linear.safetensors")
         (set(), [])
     """
-    from .frameworks import torch_arrays
-
-    if metadata is not None:
-        check_mapping(metadata, "metadata", "str to str")
-    state = dict(model.state_dict())
-    torch_arrays.check_tensors(state)
-    texts = dict(metadata or {})
-    for kept, removed in remove_duplicate_names(state, partial=True).items():
-        for name in removed:
-            texts.setdefault(name, kept)  # the caller's metadata wins
-            del state[name]
-    if force_contiguous:
-        state = {name: tensor.contiguous() for name, tensor in state.items()}
     try:
-        save_file(state, filename, texts if texts or metadata is not None else None)
-    except ValueError as error:
+        from .frameworks import torch_arrays
+
+        if metadata is not None:
+            check_mapping(metadata, "metadata", "str to str")
+        state = dict(model.state_dict())
+        torch_arrays.check_tensors(state)
+        texts = dict(metadata or {})
+        for kept, removed in remove_duplicate_names(state, partial=True).items():
+            for name in removed:
+                texts.setdefault(name, kept)  # the caller's metadata wins
+                del state[name]
         if force_contiguous:
-            raise
-        raise ValueError(f"{error}; or use save_model(..., force_contiguous=True)") from None
+            state = {name: tensor.contiguous() for name, tensor in state.items()}
+        try:
+            save_file(state, filename, texts if texts or metadata is not None else None)
+        except ValueError as error:
+            if force_contiguous:
+                raise
+            raise ValueError(f"{error}; or use save_model(..., force_contiguous=True)") from None
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def load_model(
@@ -427,34 +452,36 @@ def load_model(
         >>> load_model(torch.nn.Linear(2, 2, bias=False), "linear.safetensors", strict=False)
         (set(), ['bias'])
     """
-    from .frameworks import torch_arrays
+    try:
+        from .frameworks import torch_arrays
 
-    path = native_path(filename)[0]
-    folder = path.endswith(".index.json") or os.path.isdir(path)
-    if folder:
-        tensors = _load_selected(path, device, dtype=dtype, backend=backend)
-    else:
-        tensors = load_file(filename, device, backend=backend, dtype=dtype)
-    removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
-    missing_names, unexpected = model.load_state_dict(tensors, strict=False)
-    missing = set(missing_names)
-    for kept, names in removed.items():
-        for name in names:
-            if name in missing:  # it was filled through the kept name
-                missing.remove(name)
-            elif not folder or not torch_arrays.same_bytes(
-                tensors[name], tensors[kept]
-            ):  # save_model writes only one of them
-                unexpected.append(name)
-    if strict and (missing or unexpected):
-        where = f" from {path}" if folder else ""
-        lines = [f"Error(s) in loading state_dict for {type(model).__name__}{where}:"]
-        if missing:
-            lines.append(f"    Missing key(s) in state_dict: {_quoted(missing)}")
-        if unexpected:
-            lines.append(f"    Unexpected key(s) in state_dict: {_quoted(unexpected)}")
-        raise RuntimeError("\n".join(lines))
-    return missing, unexpected
+        path = native_path(filename)[0]
+        folder = path.endswith(".index.json") or os.path.isdir(path)
+        if folder:
+            tensors = _load_selected(path, device, dtype=dtype, backend=backend)
+        else:
+            tensors = load_file(filename, device, backend=backend, dtype=dtype)
+        removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
+        missing_names, unexpected = model.load_state_dict(tensors, strict=False)
+        missing = set(missing_names)
+        for kept, names in removed.items():
+            for name in names:
+                if name in missing:  # it was filled through the kept name
+                    missing.remove(name)
+                elif not folder or not torch_arrays.same_bytes(tensors[name], tensors[kept]):
+                    unexpected.append(name)  # save_model writes only one of them
+        if strict and (missing or unexpected):
+            where = f" from {path}" if folder else ""
+            lines = [f"Error(s) in loading state_dict for {type(model).__name__}{where}:"]
+            if missing:
+                lines.append(f"    Missing key(s) in state_dict: {_quoted(missing)}")
+            if unexpected:
+                lines.append(f"    Unexpected key(s) in state_dict: {_quoted(unexpected)}")
+            raise RuntimeError("\n".join(lines))
+        return missing, unexpected
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def _quoted(names: Iterable[str]) -> str:

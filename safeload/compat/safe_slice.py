@@ -12,7 +12,7 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..engine.run.slice import as_index, read_slice
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafetensorError
+from ..errors import SafeloadError, SafetensorError, cut_traceback
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
 
@@ -73,9 +73,13 @@ class SafeSlice:
         return dtypes.array_dtype(self._file.table.rows[self._index].number)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._handle is not None:
-            return self._handle.item(self._file, self._index, index, self._array)
-        return self._array(index)
+        try:
+            if self._handle is not None:
+                return self._handle.item(self._file, self._index, index, self._array)
+            return self._array(index)
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     def _array(self, index: Any) -> Array:
         if isinstance(index, list):

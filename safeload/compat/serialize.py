@@ -10,7 +10,7 @@ from ..base import dtypes
 from ..base.arrays import check_mapping
 from ..base.paths import PathLike
 from ..base.text import show
-from ..errors import SafetensorError
+from ..errors import SafeloadError, SafetensorError, cut_traceback
 from ..formats.safetensors.file import Memory, Writer, parse_table
 
 
@@ -132,13 +132,17 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
         >>> deserialize(save({"x": np.uint8([65, 66])}))
         [('x', {'shape': [2], 'dtype': 'U8', 'data': bytearray(b'AB')})]
     """
-    view, table = parse_table(bytes)
-    return [
-        (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
-        for name, shape, row, (begin, end) in zip(
-            table.names, table.shapes, table.rows, table.byte_ranges(), strict=True
-        )
-    ]
+    try:
+        view, table = parse_table(bytes)
+        return [
+            (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
+            for name, shape, row, (begin, end) in zip(
+                table.names, table.shapes, table.rows, table.byte_ranges(), strict=True
+            )
+        ]
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
@@ -174,7 +178,11 @@ def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str]
         >>> serialize({"x": spec}, {"step": "100"})[8:39]
         b'{"__metadata__":{"step":"100"},'
     """
-    return Writer(_entries(tensor_dict), metadata).to_bytes()
+    try:
+        return Writer(_entries(tensor_dict), metadata).to_bytes()
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def serialize_file(
@@ -202,4 +210,8 @@ def serialize_file(
         >>> load_file("x.safetensors")["x"].sum()
         np.float32(6.0)
     """
-    Writer(_entries(tensor_dict), metadata).to_file(filename)
+    try:
+        Writer(_entries(tensor_dict), metadata).to_file(filename)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise

@@ -10,6 +10,7 @@ from ..base.selecting import Patterns
 from ..checkpoint import Checkpoint
 from ..engine.read.load import Backend, DtypeLike
 from ..engine.run.progress import Progress
+from ..errors import SafeloadError, cut_traceback
 from ..formats.opening import OpenOptions, Paths, UnknownGlobals, open_paths
 from ..formats.registry import FormatName
 
@@ -76,7 +77,11 @@ def open(
         ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
         ('F32', (128,))
     """
-    return Checkpoint(open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options))
+    try:
+        return Checkpoint(open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options))
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 @overload
@@ -165,25 +170,41 @@ def load(
         >>> weights["model.norm.weight"].dtype
         dtype('float32')
     """
-    with open(
-        path, format=format, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
-    ) as checkpoint:
-        if adapters is None:
-            return checkpoint.load(
-                names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
-            )
-        from .merge import load_with_adapters  # only here: most programs merge nothing
+    try:
+        with open(
+            path,
+            format=format,
+            root=root,
+            unknown_globals=unknown_globals,
+            stored=stored,
+            storage_options=storage_options,
+        ) as checkpoint:
+            if adapters is None:
+                return checkpoint.load(
+                    names,
+                    only=only,
+                    drop=drop,
+                    dtype=dtype,
+                    backend=backend,
+                    out=out,
+                    threads=threads,
+                    progress=progress,
+                )
+            from .merge import load_with_adapters  # only here: most programs merge nothing
 
-        return load_with_adapters(
-            checkpoint,
-            adapters,
-            storage_options,
-            names=names,
-            only=only,
-            drop=drop,
-            dtype=dtype,
-            backend=backend,
-            out=out,
-            threads=threads,
-            progress=progress,
-        )
+            return load_with_adapters(
+                checkpoint,
+                adapters,
+                storage_options,
+                names=names,
+                only=only,
+                drop=drop,
+                dtype=dtype,
+                backend=backend,
+                out=out,
+                threads=threads,
+                progress=progress,
+            )
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise

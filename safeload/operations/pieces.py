@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base.text import show
 from ..engine.run.threads import check_threads
-from ..errors import FormatError
+from ..errors import FormatError, SafeloadError, cut_traceback
 from .convert import run_plan
 from .measure import diff, stats
 from .sources.plan import INVALID_PIECE
@@ -53,10 +53,14 @@ def run_piece(
         >>> safeload.run_piece(plan.pieces[0])["file"]
         'model-00001-of-00005.safetensors'
     """
-    check_threads(threads)
-    operation = piece.get("operation") if isinstance(piece, Mapping) else None
-    if not isinstance(operation, str) or operation not in _FUNCTIONS:
-        raise FormatError(
-            f"{INVALID_PIECE}: unknown operation {show(operation)}, expected one of {', '.join(_FUNCTIONS)}"
-        )
-    return _FUNCTIONS[operation](piece, threads, storage_options)
+    try:
+        check_threads(threads)
+        operation = piece.get("operation") if isinstance(piece, Mapping) else None
+        if not isinstance(operation, str) or operation not in _FUNCTIONS:
+            raise FormatError(
+                f"{INVALID_PIECE}: unknown operation {show(operation)}, expected one of {', '.join(_FUNCTIONS)}"
+            )
+        return _FUNCTIONS[operation](piece, threads, storage_options)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise

@@ -128,7 +128,7 @@ def test_statistics_of_a_file_that_is_read_past_the_cache(path):
         patch.setattr(jobs.Batch, "__init__", direct)
         found = safeload.stats(path, histogram=True)
     for name, one in want.items():
-        assert found[name][:-1] == one[:-1]
+        assert found[name]._replace(histogram=None) == one._replace(histogram=None)
         assert (found[name].histogram == one.histogram).all()
 
 

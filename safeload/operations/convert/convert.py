@@ -11,6 +11,7 @@ from typing import Any
 from ...base.selecting import Patterns, Renames
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
+from ...errors import SafeloadError, cut_traceback
 from ...formats.registry import WrittenName
 from ...loading.adapter import Adapters
 from ...models.layout import Layout
@@ -139,32 +140,36 @@ def convert(
         >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
         dtype('float16')
     """
-    check_threads(threads)
-    options: ConvertOptions = {
-        "dtype": dtype,
-        "quantize": quantize,
-        "layout": layout,
-        "names": names,
-        "only": only,
-        "drop": drop,
-        "keep": keep,
-        "rename": rename,
-        "metadata": metadata,
-        "adapters": adapters,
-        "max_shard_size": max_shard_size,
-        "format": format,
-        "extras": extras,
-        "storage_options": storage_options,
-    }
-    started = time.perf_counter()
-    if executor is None and not resume:
-        report = _at_once(src, dst, options, overwrite=overwrite, threads=threads, progress=progress)
-    else:
-        executors.check_executor(executor)
-        plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
-        own = storage_options
-        report = run_plan.run_all(plan, folder, own, executor=executor, threads=threads, progress=progress)
-    return report._replace(seconds=time.perf_counter() - started)
+    try:
+        check_threads(threads)
+        options: ConvertOptions = {
+            "dtype": dtype,
+            "quantize": quantize,
+            "layout": layout,
+            "names": names,
+            "only": only,
+            "drop": drop,
+            "keep": keep,
+            "rename": rename,
+            "metadata": metadata,
+            "adapters": adapters,
+            "max_shard_size": max_shard_size,
+            "format": format,
+            "extras": extras,
+            "storage_options": storage_options,
+        }
+        started = time.perf_counter()
+        if executor is None and not resume:
+            report = _at_once(src, dst, options, overwrite=overwrite, threads=threads, progress=progress)
+        else:
+            executors.check_executor(executor)
+            plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
+            own = storage_options
+            report = run_plan.run_all(plan, folder, own, executor=executor, threads=threads, progress=progress)
+        return report._replace(seconds=time.perf_counter() - started)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def _at_once(

@@ -16,6 +16,7 @@ from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
 from ...checkpoint import folder_of
+from ...errors import SafeloadError, cut_traceback
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.metadata import as_texts
 from ..folders import journal, unfinished
@@ -82,12 +83,16 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
-    shared = folder.location.files.public_options()
-    if shared is not None:
-        pieces = tuple(replace(piece, storage_options=shared) for piece in plan.pieces)
-        plan = replace(plan, pieces=pieces, storage_options=shared)
-    return Plan(encode(plan))
+    try:
+        plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
+        shared = folder.location.files.public_options()
+        if shared is not None:
+            pieces = tuple(replace(piece, storage_options=shared) for piece in plan.pieces)
+            plan = replace(plan, pieces=pieces, storage_options=shared)
+        return Plan(encode(plan))
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def planned(

@@ -12,7 +12,7 @@ from ...base.text import plural, show
 from ...engine.codes.pieces import in_order
 from ...engine.run.digest import Digest
 from ...engine.run.progress import Progress
-from ...errors import FormatError
+from ...errors import FormatError, SafeloadError, cut_traceback
 from ...formats.folder import CONFIG, INDEX
 from ...formats.registry import SAFETENSORS
 from ..folders import journal, unfinished
@@ -206,9 +206,13 @@ def finalize(
         >>> safeload.finalize(plan, map(safeload.run_piece, plan.pieces)).tensors
         30
     """
-    decoded = decode_plan(plan)
-    folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
-    return complete(decoded, results, folder, storage_options)
+    try:
+        decoded = decode_plan(plan)
+        folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
+        return complete(decoded, results, folder, storage_options)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def decode_plan(plan: Any) -> ConversionPlan:

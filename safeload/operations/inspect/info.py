@@ -11,6 +11,7 @@ from ...base.listing import TensorInfos
 from ...base.selecting import Patterns, select
 from ...base.text import plural, size
 from ...checkpoint import Checkpoint, codes_of, tensors_of
+from ...errors import SafeloadError, cut_traceback
 from ...formats.opening import Paths, UnknownGlobals
 from ...formats.registry import FormatName
 from ...loading import entry as loading
@@ -65,18 +66,22 @@ def info(
         >>> safeload.info("tiny-llama")
         <Info 'tiny-llama': safetensors, 30 tensors, 241 KiB>
     """
-    with loading.open(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        storage_options=storage_options,
-    ) as opened:
-        text = spelled(path) if isinstance(path, (str, os.PathLike)) else opened.path
-        adapter = adapters.about(text, opened, base, storage_options)
-        names = None if only is drop is None else select(opened.tensors, only, drop)
-        return describe(text, opened, names=names, adapter=adapter)
+    try:
+        with loading.open(
+            path,
+            format=format,
+            root=root,
+            unknown_globals=unknown_globals,
+            stored=stored,
+            storage_options=storage_options,
+        ) as opened:
+            text = spelled(path) if isinstance(path, (str, os.PathLike)) else opened.path
+            adapter = adapters.about(text, opened, base, storage_options)
+            names = None if only is drop is None else select(opened.tensors, only, drop)
+            return describe(text, opened, names=names, adapter=adapter)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def spelled(path: str | os.PathLike[str]) -> str:

@@ -21,7 +21,7 @@ from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import UnsupportedError
+from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ...models.choosing import choose
 from ...models.schema import Schema
 from ...models.tied import absent_heads
@@ -287,13 +287,17 @@ def load_quantized(
         >>> weights["lm_head.weight"].dtype
         dtype('float32')
     """
-    SCHEMES["q4_0"].target(rounding)
-    check_threads(threads)
-    rules = Rules(scheme, keep)
-    with Catalog.of(source, storage_options) as catalog:
-        catalog.refuse_codes(catalog, "load_quantized")
-        loader = _Quantizing(catalog, rules, tie_lm_head=tie_lm_head, rounding=rounding, axis=axis, threads=threads)
-        return loader.run(progress)
+    try:
+        SCHEMES["q4_0"].target(rounding)
+        check_threads(threads)
+        rules = Rules(scheme, keep)
+        with Catalog.of(source, storage_options) as catalog:
+            catalog.refuse_codes(catalog, "load_quantized")
+            loader = _Quantizing(catalog, rules, tie_lm_head=tie_lm_head, rounding=rounding, axis=axis, threads=threads)
+            return loader.run(progress)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 class _Tensor(NamedTuple):

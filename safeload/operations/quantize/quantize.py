@@ -24,7 +24,7 @@ from ...engine.run.job import Channels, Job, Origin
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import RangeError
+from ...errors import RangeError, SafeloadError, cut_traceback
 
 SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 Rounding: TypeAlias = Literal["absmax", "ggml"]
@@ -82,29 +82,33 @@ def quantize(
         >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
         array([-127,  -64,   25,  127], dtype=int8)
     """
-    if isinstance(scheme, str) and scheme.lower() == _BITNET:
-        if axis is not None or rounding is not None or out is not None:
-            raise ValueError("bitnet does not accept axis=, rounding= or out=")
-        return _quantize_bitnet(x, threads)
-    name = parse(scheme)
-    target = SCHEMES[name].target(rounding)
-    if name == INT8 and rounding is not None:
-        raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
-    check_threads(threads)
-    source = of_reals("", x, threads)
-    if axis is not None and axis < 0:
-        axis += len(source.shape)
-    storage_of(name, source.shape, axis)
-    if out is not None:
-        _check_out(out, source, name, axis)
-    result = new_tensor(source, name, axis)
-    run_requests([Request(source, result, target)], threads=threads, progress=None)
-    if out is None:
-        return result
-    out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
-    if out.scale is not None:
-        out.scale[...] = result.scale
-    return out
+    try:
+        if isinstance(scheme, str) and scheme.lower() == _BITNET:
+            if axis is not None or rounding is not None or out is not None:
+                raise ValueError("bitnet does not accept axis=, rounding= or out=")
+            return _quantize_bitnet(x, threads)
+        name = parse(scheme)
+        target = SCHEMES[name].target(rounding)
+        if name == INT8 and rounding is not None:
+            raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
+        check_threads(threads)
+        source = of_reals("", x, threads)
+        if axis is not None and axis < 0:
+            axis += len(source.shape)
+        storage_of(name, source.shape, axis)
+        if out is not None:
+            _check_out(out, source, name, axis)
+        result = new_tensor(source, name, axis)
+        run_requests([Request(source, result, target)], threads=threads, progress=None)
+        if out is None:
+            return result
+        out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
+        if out.scale is not None:
+            out.scale[...] = result.scale
+        return out
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def _check_out(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:

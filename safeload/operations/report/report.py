@@ -10,6 +10,7 @@ from ...base.paths import PathLike, native_path
 from ...base.scheme import parse
 from ...checkpoint import Checkpoint
 from ...engine.run.progress import Bars, Progress, bars
+from ...errors import SafeloadError, cut_traceback
 from ...formats.opening import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located
@@ -79,21 +80,25 @@ def report(
         >>> safeload.report("tiny-llama", "tiny-llama.html").ok
         True
     """
-    scheme = None if quantize is None else cast(SchemeName, parse(quantize))
-    place, _ = native_path(dst)
+    try:
+        scheme = None if quantize is None else cast(SchemeName, parse(quantize))
+        place, _ = native_path(dst)
 
-    def open() -> Checkpoint:
-        return loading.open(
-            path, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
-        )
+        def open() -> Checkpoint:
+            return loading.open(
+                path, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
+            )
 
-    sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
-    output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
-    output.check()
-    request = PageRequest(scheme, digest, threads, bars(progress))
-    text, checked = page_of(path, open, request)
-    output.write(text, checked.files)
-    return checked
+        sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
+        output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
+        output.check()
+        request = PageRequest(scheme, digest, threads, bars(progress))
+        text, checked = page_of(path, open, request)
+        output.write(text, checked.files)
+        return checked
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def page_of(path: PathLike | Located, open: Callable[[], Checkpoint], request: PageRequest) -> tuple[str, CheckReport]:

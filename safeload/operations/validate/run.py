@@ -30,6 +30,7 @@ from ...errors import (
     RemotePermissionError,
     SafeloadError,
     UnsupportedError,
+    cut_traceback,
     one_line,
 )
 from ...loading import entry as loading
@@ -127,29 +128,33 @@ def check(
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
-    options = settings(
-        config,
-        schema,
-        limits,
-        values=values,
-        only=only,
-        drop=drop,
-        executor=executor,
-        threads=threads,
-        progress=progress,
-    )
-    if isinstance(source, (np.ndarray, QuantizedTensor)):
-        if executor is not None:
-            raise in_memory("an array is", EXECUTOR)
-        return _validate_array(source, shape, options)
-    if shape is not None:
-        raise ValueError("shape= requires a single array")
-    if isinstance(source, (Mapping, Catalog)):
-        with Catalog.of(source) as catalog:
+    try:
+        options = settings(
+            config,
+            schema,
+            limits,
+            values=values,
+            only=only,
+            drop=drop,
+            executor=executor,
+            threads=threads,
+            progress=progress,
+        )
+        if isinstance(source, (np.ndarray, QuantizedTensor)):
             if executor is not None:
-                check_paths(catalog, EXECUTOR)
-            return _validate_tensors(CheckReport(catalog.title), catalog, options)
-    return validate_path(source, lambda: loading.open(source, storage_options=storage_options), options)
+                raise in_memory("an array is", EXECUTOR)
+            return _validate_array(source, shape, options)
+        if shape is not None:
+            raise ValueError("shape= requires a single array")
+        if isinstance(source, (Mapping, Catalog)):
+            with Catalog.of(source) as catalog:
+                if executor is not None:
+                    check_paths(catalog, EXECUTOR)
+                return _validate_tensors(CheckReport(catalog.title), catalog, options)
+        return validate_path(source, lambda: loading.open(source, storage_options=storage_options), options)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 validate = check
