@@ -62,9 +62,12 @@ def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[st
             end = max(name.rfind("_", 0, end), name.rfind(".", 0, end))
             if end < 0:
                 break
+            rest = name[end + 1 :]
             owner = owners.get(name[:end])
+            beside = name[end] == "_" and is_telling(rest.partition("_")[0].partition(".")[0])
+            if owner is None and beside:  # X_scale_2 of X.weight
+                owner = owners.get(f"{name[:end]}.weight")
             if owner is not None:
-                rest = name[end + 1 :]
                 if rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
                     yield owner, name
                 break

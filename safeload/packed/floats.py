@@ -6,10 +6,12 @@ import math
 
 from ..base import packing
 from ..base.packing import Grid, Packing
+from ..base.text import show
 from .families import FP8
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
 from .packed_group import PackedGroup, check_global, configured_bits, configured_grid, configured_group_size
+from .quantization import brief
 
 # ---- fp8 and int8 ----
 
@@ -111,6 +113,9 @@ def _fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: st
     if group.dtype(packing.SCALE) not in ("U8", exponents) and not (label == "mxfp4" and group.dtype() == "I8"):
         raise Misfit(f"scales of {label} must be {exponents}, got {group.dtype(packing.SCALE)}")
     shape = (*stored[:-1], stored[-1] * 2)
+    sizes = [weights["group_size"] for weights in group.weights() if weights.get("group_size") is not None]
+    if sizes and block not in sizes:
+        raise Misfit(f"{label} has groups of {block}, but group_size is {brief(show(sizes[0]))} (config_groups)")
     if group.shape(packing.SCALE) != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:
         raise Misfit(f"scales {list(group.shape(packing.SCALE))} do not fit rows of {shape[-1]} in blocks of {block}")
     grid = whole_grid(shape, 1, block)

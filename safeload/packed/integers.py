@@ -12,7 +12,7 @@ from ..base.text import show
 from ..engine.codes.zero_points import words_for
 from .grid import Misfit, label_of, whole_grid
 from .packed_group import PackedGroup, check_global, configured_grid, configured_group_size
-from .quantization import is_length
+from .quantization import brief, is_length
 
 # ---- compressed-tensors ----
 
@@ -142,7 +142,9 @@ def mlx(group: PackedGroup) -> Packing:
     if group.shape(packing.BIAS) != scale:
         raise Misfit(f"biases {list(group.shape(packing.BIAS))} do not fit scales {list(scale)}")
     bits, size = settings.get("bits"), settings.get("group_size")
-    if type(bits) is not int or bits not in (1, 2, 3, 4, 5, 6, 8) or not is_length(size):
+    if bits is not None and (type(bits) is not int or bits not in (1, 2, 3, 4, 5, 6, 8)):
+        raise Misfit(f"unknown bits {brief(show(bits))}, expected 1 to 6 or 8 (quantization)")
+    if bits is None or not is_length(size):
         fits = [(b, g) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128) if scale[-1] * g * b == stored[-1] * 32]
         if len(fits) != 1:
             raise Misfit("config.json does not set the bits and group_size of its quantization")

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from ..base import packing
 from ..base.packing import Grid, Packing
+from ..base.text import show
 from .contents import PackedContents
 from .families import Stored
 from .grid import Misfit, described_grid, matrices_of
-from .quantization import Quantization
+from .quantization import Quantization, brief
 
 # Methods with descriptions of weights in ``config_groups``.
 _IN_GROUPS = frozenset(("compressed-tensors", "modelopt"))
@@ -278,11 +279,22 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
         raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
     if packed.grid is not None:
         _check_grid(group, packed)
+    _check_bits(group, packed)
     if not group.has(packing.ZERO):
         _check_symmetric(group, packed)
     elif all(weights.get("symmetric") is True for weights in group.weights()) and group.weights():
         return packed._replace(symmetric=True)
     return packed
+
+
+def _check_bits(group: PackedGroup, packed: Packing) -> None:
+    """Refuse codes of other bits than ``num_bits``. A byte per code can hold an integer of fewer bits."""
+    if packed.numbers in NUMBERS:
+        return  # values of compressed-tensors' sparse tensors
+    configured = [weights["num_bits"] for weights in group.weights() if weights.get("num_bits") is not None]
+    fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)
+    if configured and not any(type(bits) is int and bits in fitting for bits in configured):
+        raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(configured[0]))} (config_groups)")
 
 
 def _check_symmetric(group: PackedGroup, packed: Packing) -> None:

@@ -23,6 +23,7 @@ from .methods import (
     AUTO_ROUND,
     COVERED,
     NOT_COVERED,
+    QUARK,
     TENSORRT,
     WEIGHTS,
     canonical_name,
@@ -59,6 +60,8 @@ _QUOTED = 40
 
 # Files beside weights with their quantization.
 BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# Keys of a config group beside the settings of its weights, without an effect on weights.
+_BESIDE_WEIGHTS = frozenset(("weights", "targets", "input_activations", "output_activations"))
 # Methods of files without a ``quant_method``: they hold nothing but the quantization.
 _METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -128,7 +131,11 @@ class Quantization:
         values = self.values
         if self.method == "mlx":  # the other keys are names of modules
             values = {key: value for key, value in values.items() if not isinstance(value, (Mapping, bool))}
-        return _setting_text(unknown_setting(values, row))
+        setting, export = unknown_setting(values, row), self.get("export")
+        exporter = method_of(QUARK)
+        if setting is None and exporter is not None and isinstance(export, Mapping):  # also written for method AWQ
+            setting = unknown_setting(export, exporter)
+        return _setting_text(setting)
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -280,13 +287,15 @@ class Quantization:
     def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
         """Weight descriptions with their targets; a single pair if all descriptions are alike."""
         groups = self.get("config_groups")
-        if not groups and isinstance(self.get("weights"), Mapping):
-            groups = {"": self.values}  # modelopt, without groups
-        pairs: list[tuple[Mapping[str, Any], Any]] = [
-            ({**group["weights"], "format": group.get("format")}, group.get("targets"))
-            for group in (groups.values() if isinstance(groups, Mapping) else ())
-            if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
-        ]
+        if not groups and isinstance(self.get("weights"), Mapping):  # modelopt, without groups
+            groups = {"": {key: self.get(key) for key in ("weights", "targets", "format")}}
+        pairs: list[tuple[Mapping[str, Any], Any]] = []
+        for key, group in groups.items() if isinstance(groups, Mapping) else ():
+            if not isinstance(group, Mapping):  # such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
+                pairs.append(({f"config_groups {key}": group}, group))
+            elif isinstance(group.get("weights"), Mapping):
+                rest = {name: value for name, value in group.items() if name not in _BESIDE_WEIGHTS}
+                pairs.append(({**group["weights"], **rest}, group.get("targets")))
         return pairs[:1] if all(weights == pairs[0][0] for weights, _ in pairs) else pairs
 
 

@@ -119,12 +119,19 @@ def test_fp8_with_a_companion_that_leaves_weights_alone(more, tmp_path):
     np.testing.assert_array_equal(safeload.load(tmp_path, dtype="float32")[f"{X}.weight"], np.full((64, 32), 2))
 
 
+@pytest.mark.parametrize("more", ["_scale_2", "_zero_point", "_smooth_factor", "_rotation", "_scales.second"])
+def test_a_scale_beside_the_module_is_a_companion_too(more, tmp_path):
+    folder_of(tmp_path, {**FP8, f"{X}{more}": np.float32([3])}, {"quant_method": "fp8"})
+    with pytest.raises(UnsupportedError, match=r"beside its codes"):
+        safeload.load(tmp_path, dtype="float32")
+
+
 def test_scales_of_other_modules_are_not_companions(tmp_path):
     others = {
         name: np.float32([3])
         for name in (
             "model.layers.0.mlp.scale", "model.layers.0.mlp.down_proj_norm.scale", f"{X}.norm.scale", "logit_scale",
-            "model.layers.0.mlp.down_projection_scale", f"{X}.input_quantizer.scale",
+            "model.layers.0.mlp.down_projection_scale", f"{X}.input_quantizer.scale", f"{X}_norm_scale",
         )
     }  # fmt: skip
     folder_of(tmp_path, {**FP8, **others}, {"quant_method": "modelopt", "quant_algo": "FP8"})

@@ -71,6 +71,57 @@ def test_a_key_that_is_not_set_is_not_refused(fixture, value, tmp_path):
         assert_expected(tmp_path / "x", fixture)
 
 
+# ---- settings below the top level, and settings that contradict the codes ----
+
+
+def _groups(said):
+    return list(said["config_groups"].values())
+
+
+def _preset(said):
+    said["config_groups"] = {"W8A8": ["Linear"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "what"),
+    [
+        ("ct_fp8_channel", lambda said: _groups(said)[0].update(rotated="yes"), "rotated yes"),
+        ("ct_pack_w4_g32_sym", lambda said: _groups(said)[0].update(scale_factor=2), "scale_factor 2"),
+        ("ct_fp8_channel", _preset, r"config_groups W8A8 \['Linear'\]"),
+        ("modelopt_nvfp4", lambda said: _groups(said)[0].update(smoothing={"alpha": 1}), "smoothing"),
+        ("quark_floats", lambda said: said["export"].update(weight_format="fake_quantized"), "weight_format fake"),
+        ("quark_integers", lambda said: said["export"].update(inverse_scales=True), "inverse_scales True"),
+    ],
+    ids=["group", "packed group", "preset", "modelopt group", "export format", "export key"],
+)
+def test_an_unknown_setting_below_the_top_level_is_refused(name, change, what, tmp_path):
+    path = tmp_path / "x"
+    assert changed(FIXTURES[name], path, change)
+    assert_refused(path, what, FIXTURES[name].stored())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "what"),
+    [
+        ("ct_fp8_channel", lambda said: _groups(said)[0]["weights"].update(num_bits=4), "8 bits, but num_bits is 4"),
+        ("ct_fp8_block", lambda said: _groups(said)[0]["weights"].update(num_bits="8"), "8 bits, but num_bits is '8'"),
+        ("ct_mxfp4", lambda said: _groups(said)[0]["weights"].update(num_bits=8), "4 bits, but num_bits is 8"),
+        ("ct_mxfp6", lambda said: _groups(said)[0]["weights"].update(num_bits=4), "6 bits, but num_bits is 4"),
+        ("ct_pack_w5_g32", lambda said: _groups(said)[0]["weights"].update(num_bits=10), "5 bits, but num_bits is 10"),
+        ("ct_int8_channel", lambda said: _groups(said)[0]["weights"].update(num_bits=9), "8 bits, but num_bits is 9"),
+        ("ct_nvfp4", lambda said: _groups(said)[0]["weights"].update(group_size=17), "of 16, but group_size is 17"),
+        ("modelopt_nvfp4", lambda said: _groups(said)[0]["weights"].update(group_size=32), "but group_size is 32"),
+        ("mlx_affine5_g64", lambda said: said.update(bits=10), "unknown bits 10"),
+    ],
+)
+def test_bits_and_groups_that_contradict_the_codes_are_an_error(name, change, what, tmp_path):
+    path = tmp_path / "x"
+    assert changed(FIXTURES[name], path, change)
+    with pytest.raises(FormatError, match=what):
+        safeload.load(path, dtype="float32")
+    assert set(safeload.load(path, stored=True)) == set(FIXTURES[name].stored())
+
+
 # ---- what writers set ----
 
 OPTIMUM = {
