@@ -133,6 +133,18 @@ def test_a_url_through_pathlib_is_recognised(here):
     )
 
 
+@pytest.mark.parametrize("path", [r"http:\\me:s3cr3t@host/a", r"https:\me:s3cr3t@host/a", r"S3:\\key:s3cr3t@b/a"])
+def test_a_url_with_backslashes_shows_no_secret(path, here):
+    for way in (
+        lambda: safeload.open(path),
+        lambda: load_file(path),
+        lambda: safeload.convert({"w": W}, path + ".safetensors"),
+    ):
+        with pytest.raises(OSError, match="://") as caught:
+            way()
+        assert "s3cr3t" not in f"{caught.value} {caught.value!r} {caught.value.filename}"
+
+
 def test_the_pattern_of_the_message_works(here):
     assert list(safeload.open(sorted(here.glob("*.safetensors")))) == ["embed", "w"]
 

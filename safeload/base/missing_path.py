@@ -73,7 +73,8 @@ def destination(path: str) -> tuple[str, str] | None:
 
 
 def _matched(path: str) -> re.Match[str] | None:
-    match = _URL.fullmatch(path.replace("\\", "/") if os.name == "nt" else path)
+    backslashes = os.name == "nt" or path.partition(":")[0].lower() in _SCHEMES
+    match = _URL.fullmatch(path.replace("\\", "/") if backslashes else path)
     return match if match is not None and (match[2] or match[1].lower() in _SCHEMES) else None
 
 

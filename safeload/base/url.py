@@ -83,6 +83,8 @@ class Url:
             return False
         if _SOUND_PLACE.fullmatch(self.place) is None:
             return True
+        if not self.place:  # a slash too many before user and password
+            return ":" in self.path and "@" in self.path
         return ":" in self.place and "@" in self.path and not self.place.startswith("[")
 
     @property
