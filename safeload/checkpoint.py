@@ -295,8 +295,9 @@ class Checkpoint(Mapping[str, TensorLike]):
             backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
                 private memory on all cores, and should be used if another program may truncate the file. "direct" also
                 bypasses the page cache. URLs are always read.
-            out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape. All are
-                checked before the first byte is written; if reading fails, some may be partly filled.
+            out: arrays to fill, by name. Each must be C-contiguous, have its tensor's dtype and shape, and share no
+                memory with another. All are checked before the first byte is written; if reading fails, some may be
+                partly filled.
             threads: number of reading threads; None chooses it.
             progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
 

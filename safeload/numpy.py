@@ -161,8 +161,8 @@ def load_file(
             F4 and F6 tensors are decoded. Integer, bool and complex tensors keep their dtype.
         names: exact names of the tensors to load; None loads all.
         out: arrays to fill, by name, so that a service can reload weights without allocating memory. Each must be
-            C-contiguous and have its tensor's dtype and shape. All are checked before the first byte is written; if
-            reading fails, some may be partly filled.
+            C-contiguous, have its tensor's dtype and shape, and share no memory with another. All are checked before
+            the first byte is written; if reading fails, some may be partly filled.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
 

@@ -20,6 +20,7 @@ from ..checkpoint import Checkpoint, chosen, with_aliases
 from ..engine.read.delivery import check_fits, refuse_own_files
 from ..engine.read.load import check_backend, check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
+from ..engine.run.memory import check_disjoint
 from ..engine.run.progress import Progress, reporter
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -620,6 +621,9 @@ def load_merged(
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
             merged[name] = out[name]
+        check_disjoint(
+            {name: array for name, array in out.items() if isinstance(array, np.ndarray) and array.flags.c_contiguous}
+        )
         plain_out = {name: array for name, array in out.items() if name not in rows}
     plain = [name for name in all_names if name not in rows]
     sizes = [rows[name].nbytes(math.prod(shapes[name])) for name in rows]

@@ -53,6 +53,24 @@ def test_loading_takes_few_steps_and_none_per_tensor(tmp_path, backend, steps):
     assert calls_of(lambda: load_file(more, backend=backend)) == taken <= steps
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="counted on CPython 3.11; 3.12 inlines comprehensions")
+def test_a_small_file_loads_in_29_calls_into_safeload(tmp_path):
+    path = saved(tmp_path, {"a": np.ones(4, np.float32), "b": np.ones((2, 3), np.float32)})
+    package, calls = os.path.dirname(safeload.__file__) + os.sep, []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(frame.f_code.co_qualname)
+
+    load_file(path)
+    sys.setprofile(note)
+    try:
+        load_file(path)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 29, calls
+
+
 def test_loading_many_tensors_of_a_mapped_file_takes_no_step_per_tensor(tmp_path):
     few, more = pair(tmp_path, (1_000, 3_000), 64)
     taken = calls_of(lambda: load_file(few))

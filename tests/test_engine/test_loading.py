@@ -203,6 +203,43 @@ def test_out_that_does_not_fit_is_refused_before_a_byte_is_written(path):
         assert all((np.asarray(array) == 1).all() for name, array in out.items() if name not in ("bf16", "more"))
 
 
+SHARED = {
+    "one array for both": lambda memory: (memory[:8], memory[:8]),
+    "an element in common": lambda memory: (memory[:8], memory[7:15]),
+    "one inside the other": lambda memory: (memory[:16].reshape(2, 8)[1], memory[4:12]),
+    "in reverse": lambda memory: (memory[5:13], memory[:8]),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_arrays_of_out_that_share_memory_are_refused(case, tmp_path):
+    """Only the last one filled would hold its tensor."""
+    tensors = {"a": np.arange(8, dtype=np.float32), "b": np.ones(8, np.float32), "empty": np.empty(0, np.float32)}
+    safeload.numpy.save_file(tensors, tmp_path / "x.safetensors")
+    memory = np.full(32, 7, np.float32)
+    a, b = SHARED[case](memory)
+    out = {"a": a, "b": b, "empty": memory[8:8]}
+    layout = safeload.Layout("same", [safeload.StackedTensor(name, name) for name in tensors])
+    with safeload.open(tmp_path / "x.safetensors") as checkpoint:
+        for fill in (
+            lambda: load_file(tmp_path / "x.safetensors", out=out),
+            lambda: checkpoint.load(out=out),
+            lambda: checkpoint.stream(out=out),
+            lambda: safeload.stack(tensors, layout, out=out),
+        ):
+            with pytest.raises(ValueError, match=r"out: '[ab]' and '[ab]' share memory"):
+                fill()
+    assert (memory == 7).all()
+
+
+def test_neighbours_in_one_memory_are_filled(tmp_path):
+    tensors = {"a": np.arange(8, dtype=np.float32), "b": np.ones(8, np.float32), "empty": np.empty(0, np.float32)}
+    safeload.numpy.save_file(tensors, tmp_path / "x.safetensors")
+    memory = np.full(16, 7, np.float32)
+    load_file(tmp_path / "x.safetensors", out={"a": memory[8:], "b": memory[:8], "empty": memory[4:4]})
+    np.testing.assert_array_equal(memory, np.concatenate([tensors["b"], tensors["a"]]))
+
+
 # ---- failures, signals, memory ----
 
 

@@ -22,6 +22,7 @@ from ..read.delivery import check_fits, deliver, stored_in_parts
 from ..read.load import check_out_names, parse_target
 from ..read.plan import Entry, entries_of, in_file_order
 from ..read.tensors import FileTensor, Tensors
+from ..run.memory import check_disjoint
 from ..run.progress import Progress
 from ..run.threads import check_threads
 from ..run.weight_file import WeightFile
@@ -363,3 +364,4 @@ def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
     check_out_names(out, (entry.name for entry in entries), "stream")
     for entry in entries:
         check_fits(entry.name, entry.dtype, entry.shape, out)
+    check_disjoint(out)

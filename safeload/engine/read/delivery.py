@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...base.text import show
 from ...stores.local import mapping_of
 from ..codes.quantized_tensor import QuantizedTensor
 from ..run import jobs
-from ..run.memory import HUGE_FROM
+from ..run.memory import HUGE_FROM, check_disjoint
 from ..run.progress import Progress, reporter
 from ..run.threads import thread_count
 from ..run.weight_file import WeightFile, is_remote
@@ -194,7 +195,7 @@ def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
 def _check_out(
     plans: Sequence[ReadPlan], packed: Mapping[str, Packed], target: dtypes.Dtype | None, out: Mapping[str, Array]
 ) -> None:
-    """Refuse arrays of ``out`` that are missing, do not fit, or map a file to be read."""
+    """Refuse arrays of ``out`` that are missing, do not fit, share memory, or map a file to be read."""
     for plan in plans:
         for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
             check_fits(name, plan.dtype(k), shape, out)
@@ -202,6 +203,7 @@ def _check_out(
         if target is None:
             raise stored_in_parts(name, tensor)
         check_fits(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
+    check_disjoint({name: out[name] for name in chain(packed, *(plan.names for plan in plans))})
     parts = (part.file for tensor in packed.values() for part in tensor.parts.values())
     refuse_own_files(out, [*(plan.file for plan in plans), *parts])
 

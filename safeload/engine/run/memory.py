@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from ...base.arrays import Array, array_over, empty_array
 from ...base.native import ffi, pointer, private_buffer
+from ...base.text import show
 
 # Tensors of at least this size get memory of their own. Smaller tensors share a pool: 100,000 tensors should not
 # take 100,000 allocations and reads.
@@ -45,6 +48,24 @@ def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[s
         if target.size and at < len(begins) and begins[at] < end:
             names.add(name)
     return names
+
+
+def check_disjoint(out: Mapping[str, Array]) -> None:
+    """Refuse arrays to fill that share memory, because only the last one filled would hold its tensor.
+
+    Args:
+        out: C-contiguous arrays by name.
+
+    Raises:
+        ValueError: names both arrays.
+    """
+    spans = [(address_of(array), array.nbytes, name) for name, array in out.items() if array.nbytes]
+    spans.sort(key=itemgetter(0))
+    for (begin, nbytes, name), (following, _, other) in pairwise(spans):
+        if following < begin + nbytes:
+            raise ValueError(
+                f"out: {show(name)} and {show(other)} share memory; pass an array of its own for each tensor"
+            )
 
 
 def _bounds(array: Array) -> tuple[int, int]:

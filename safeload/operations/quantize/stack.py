@@ -21,7 +21,7 @@ from ...engine.run import jobs
 from ...engine.run.cast import target_array
 from ...engine.run.job import JobGrid
 from ...engine.run.jobs import Batch
-from ...engine.run.memory import address_of, overlapping, private_array
+from ...engine.run.memory import address_of, check_disjoint, overlapping, private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, cut_traceback
@@ -141,6 +141,8 @@ def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> Stacked
             result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
         except ValueError as error:
             raise ValueError(f"{show(name)}: {error}") from None
+    if out is not None:
+        check_disjoint(result)
     return result
 
 
