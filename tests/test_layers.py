@@ -302,6 +302,33 @@ def test_a_module_has_at_most_800_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= most
 
 
+def functions_of(path):
+    """The functions of a module with the class they are in, or None."""
+    for parent in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield node, parent if isinstance(parent, ast.ClassDef) else None
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=module_name)
+def test_a_function_has_at_most_60_lines_and_5_positional_parameters(path):
+    """Without its docstring and self; the loop of the pickle machine is longer."""
+    for node, owner in functions_of(path):
+        begin = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
+        assert node.end_lineno - begin < 60 or (module_name(path), node.name) == ("formats.unpickle.run", "_run")
+        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+        assert len(names[names[:1] in (["self"], ["cls"]) and owner is not None :]) <= 5, node.name
+
+
+def test_a_class_name_is_used_once():
+    places = {}
+    for path in PYTHON_FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module_name(path)}:{node.lineno}")
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
 def test_a_listing_of_the_package_fits_eleven_lines():
     names = {path.name for path in PACKAGE.iterdir() if path.name[0] not in "_." and path.suffix != ".so"}
     assert len(names - {"py.typed"}) <= 22, names

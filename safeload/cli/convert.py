@@ -92,6 +92,12 @@ def register(commands: Any) -> None:
         action="append",
         help=r"rename tensors like Python's re.sub: \1 is the first group; may be repeated",
     )
+    _add_destination(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_destination(parser: argparse.ArgumentParser) -> None:
+    """Add the options for what is written, and how."""
     parser.add_argument(
         "--metadata",
         metavar="KEY[=VALUE]",
@@ -119,7 +125,6 @@ def register(commands: Any) -> None:
     add_threads(parser)
     add_dask(parser)
     parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,21 +30,27 @@ def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
             _number(metadata, f"{name}.{key}")
             for key in ("block_count", "embedding_length", "vocab_size", "expert_count")
         )
-        return _line(name, layers, experts, hidden, vocabulary, None)
+        return _line(name, layers=layers, experts=experts, hidden=hidden, words=vocabulary)
     inner = next((part for key in LANGUAGE if isinstance(part := config.get(key), Mapping)), {})
     both = {**inner, **config}
     return _line(
         _text(config, "model_type"),
-        _number(both, *_LAYERS),
-        _number(both, *_EXPERTS),
-        _number(both, *_HIDDEN),
-        _number(both, "vocab_size"),
-        _text(both, *_DTYPES),
+        layers=_number(both, *_LAYERS),
+        experts=_number(both, *_EXPERTS),
+        hidden=_number(both, *_HIDDEN),
+        words=_number(both, "vocab_size"),
+        dtype=_text(both, *_DTYPES),
     )
 
 
 def _line(
-    name: str | None, layers: int | None, experts: int | None, hidden: int | None, words: int | None, dtype: str | None
+    name: str | None,
+    *,
+    layers: int | None,
+    experts: int | None,
+    hidden: int | None,
+    words: int | None,
+    dtype: str | None = None,
 ) -> str:
     def parts() -> Iterator[str]:
         if name:
