@@ -27,6 +27,7 @@ _MODULE_OF = {
         "base.table": "TensorInfo",
         "checkpoint": "Checkpoint",
         "compat.alias": "install_as_safetensors",
+        "compat.prefetch": "PrefetchLoader",
         "compat.safe_open": "_safe_open_handle safe_open",
         "compat.safe_slice": "SafeSlice",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",
