@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
         judged = {} if options.tolerance is None else {"tolerance": options.tolerance, "within": good}
-        print(json.dumps({**report.to_json(), **judged}, indent=1))
+        print(json.dumps({**report.to_dict(), **judged}, indent=1))
     else:
         paint = painter()
         *lines, verdict = report.lines(columns(), most_rows(options, _ROWS), options.sort, options.tolerance)

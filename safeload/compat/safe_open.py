@@ -190,11 +190,15 @@ class safe_open:  # noqa: N801 - safetensors' name
         Raises:
             TensorNotFoundError: the name does not exist.
         """
-        file = self._opened()
-        index = file.table.index(name)
-        begin, end = file.table.byte_range(index)
-        data = file.table.byte_range(0)[0]
-        return TensorMeta(file.table.rows[index].code, list(file.table.shapes[index]), (begin - data, end - data))
+        try:
+            file = self._opened()
+            index = file.table.index(name)
+            begin, end = file.table.byte_range(index)
+            data = file.table.byte_range(0)[0]
+            return TensorMeta(file.table.rows[index].code, list(file.table.shapes[index]), (begin - data, end - data))
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     def prefetch(
         self, plan: Mapping[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
@@ -225,11 +229,15 @@ class safe_open:  # noqa: N801 - safetensors' name
             ...         for name, tensor in loader:
             ...             ...
         """
-        file = self._opened()
-        if self._handle is None:
-            raise SafetensorError(NO_PREFETCH)
-        rows = None if plan is None else planned_rows(file, plan)
-        return PrefetchLoader(*self._handle.arrivals(file, rows, device, threads))
+        try:
+            file = self._opened()
+            if self._handle is None:
+                raise SafetensorError(NO_PREFETCH)
+            rows = None if plan is None else planned_rows(file, plan)
+            return PrefetchLoader(*self._handle.arrivals(file, rows, device, threads))
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
 
     def close(self) -> None:
         """Close the file once no slice needs it. Arrays and slices stay valid."""

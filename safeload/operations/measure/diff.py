@@ -53,6 +53,15 @@ class _Checkpoint(NamedTuple):
         tensors = self.columns.named(names)
         return zip([dtypes.BY_NUMBER[number].name for number in tensors.columns.numbers], tensors.shapes, strict=True)
 
+    def rows(self, names: list[str]) -> dict[str, tuple[str, _Shape, int]]:
+        """Return dtype code, shape and bytes of each tensor."""
+        if self.columns is None:
+            return {about.name: (about.code, about.shape, about.nbytes) for about in map(self.catalog.about, names)}
+        tensors = self.columns.named(names)
+        elements = [dtypes.BY_NUMBER[number] for number in tensors.columns.numbers]
+        columns = zip(names, elements, tensors.shapes, strict=True)
+        return {name: (element.code, shape, element.nbytes(math.prod(shape))) for name, element, shape in columns}
+
 
 def diff(
     a: Given,
@@ -127,6 +136,7 @@ def _compare_structure(
     report.only_a = [name for name in in_a if name not in known_b]
     report.only_b = [name for name in in_b if name not in known_a]
     names = [name for name in in_a if name in known_b]
+    report.described = sides[1].rows(in_b) | sides[0].rows(report.only_a)
     shapes = {}
     described = (side.described(names) for side in sides)
     for name, (dtype_a, shape_a), (dtype_b, shape_b) in zip(names, *described, strict=True):

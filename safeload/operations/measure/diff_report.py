@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...base.layout import shorten, table
+from ...base.layout import shorten, table, terminal_columns
 from ...base.names import natural_key
+from ...base.results import Row, as_html, plain, tensor_row
 from ...base.text import clip, plural, printable, show
 
 
@@ -51,6 +52,11 @@ _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
 }
 
 
+# Columns of rows and of tables in notebooks.
+_NUMBERS, _COUNTS = ("max", "rms", "cosine"), ("unequal", "nonfinite")
+_HEADER = ("name", "dtype", "shape", "status", *_NUMBERS, "unequal")
+
+
 def _near(difference: TensorDiff, tolerance: float) -> bool:
     return difference.max <= tolerance and not difference.nonfinite
 
@@ -66,6 +72,7 @@ class DiffReport:
         shapes: both shapes of each tensor that differs in shape; values of these tensors are not compared.
         dtypes: both dtypes of each tensor that differs in dtype.
         tensors: `TensorDiff` of every tensor with equal shapes in both checkpoints.
+        described: dtype, shape and bytes of every tensor: in ``b``, or in ``a`` if ``b`` lacks it.
 
     Example:
         >>> import safeload
@@ -84,6 +91,7 @@ class DiffReport:
         self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.dtypes: dict[str, tuple[str, str]] = {}
         self.tensors: dict[str, TensorDiff] = {}
+        self.described: dict[str, tuple[str, tuple[int, ...], int]] = {}
 
     @property
     def same(self) -> bool:
@@ -171,17 +179,35 @@ class DiffReport:
         return f"{verdict}: {near:,} of {plural(len(self.tensors), 'tensor')} in both have {values}"
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.lines(terminal_columns()))
 
     def __repr__(self) -> str:
         return f"<DiffReport {show(self.a)}, {show(self.b)}: {self.lines()[-1]}>"
 
-    def to_json(self) -> dict[str, Any]:
+    def rows(self) -> list[Row]:
+        """Return a row for each tensor of either checkpoint, for ``pandas.DataFrame`` or ``polars.DataFrame``.
+
+        ``status`` is "equal", "different", "only in a", "only in b" or "other shape". Numbers are nan for tensors that
+        were not compared. dtype, shape and nbytes describe the tensor in ``b``, if it is there.
+        """
+        rows, only_b = [], frozenset(self.only_b)
+        for name, (dtype, shape, nbytes) in self.described.items():
+            difference = self.tensors.get(name)
+            if difference is not None:
+                status = "different" if difference.unequal else "equal"
+            else:
+                status = "other shape" if name in self.shapes else "only in b" if name in only_b else "only in a"
+            numbers = {key: math.nan if difference is None else float(getattr(difference, key)) for key in _NUMBERS}
+            counts = {key: 0 if difference is None else getattr(difference, key) for key in _COUNTS}
+            rows.append(tensor_row(name, dtype, shape, nbytes, status=status, **numbers, **counts))
+        return rows
+
+    def _repr_html_(self) -> str:
+        rows = [row for row in self.rows() if row["status"] != "equal"]
+        return as_html(f"{self.a} and {self.b}", rows, [self.lines()[-1]], _HEADER)
+
+    def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict for ``json.dump``; NaN and infinity become None."""
-
-        def plain(value: Any) -> Any:
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
         return {
             "same": self.same,
             **{name: getattr(self, name) for name in ("a", "b", "only_a", "only_b")},
@@ -192,3 +218,5 @@ class DiffReport:
                 for name, difference in self.tensors.items()
             },
         }
+
+    to_json = to_dict
