@@ -724,3 +724,27 @@ def test_a_name_in_a_dict_must_be_text(here, name):
         lambda: safeload.load_quantized(tensors, "int8"),
     ):
         assert message(call, TypeError) == f"a tensor name must be str, got {type(name).__name__}"
+
+
+# ---- names of modules, and patterns of a part ----
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda path: safeload.open(path)["model.layers.0"], "; 3 names begin with it, such as model.layers.0."),
+        (lambda path: safeload.open(path)["model"], "; 6 names begin with it, such as model.layers."),
+        (lambda path: safeload.load(path, only="layers.0"), "it must match whole names; '*layers.0*' matches 3"),
+        (lambda path: safeload.load(path, only="model.layers.[0-9]"), "names; 'model.layers.[0-9]*' matches 6"),
+        (lambda path: safeload.load(path, drop="weight"), "names; '*weight' matches 4"),
+        (
+            lambda path: safeload.load(path, only=r"model\.layers\.\d+\.a.*"),
+            "a shell pattern, not a regular expression",
+        ),
+        (lambda path: safeload.load(path, only="^model"), "a shell pattern, not a regular expression"),
+    ],
+)
+def test_a_part_of_a_name_is_answered_with_the_names_that_have_it(call, text, here):
+    names = [f"model.layers.{k}.{part}" for k in range(2) for part in ("a.weight", "a.bias", "b.weight")]
+    save_file(dict.fromkeys(names, W), "layers.safetensors", durable=False)
+    assert text in message(lambda: call("layers.safetensors"), safeload.TensorNotFoundError)

@@ -115,6 +115,10 @@ def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, 
     return list(selected) if only is None and drop is None else select(selected, only, drop)
 
 
+# Marks of regular expressions that shell patterns and names hardly have.
+_OF_EXPRESSIONS = ("\\", "^", "$", ".+", "(", "|")
+
+
 def _listed(what: str, patterns: Patterns) -> list[str]:
     single = isinstance(patterns, (str, bytes)) or not isinstance(patterns, Iterable)
     items: list[Any] = [patterns] if single else list(patterns)  # type: ignore[arg-type]
@@ -137,6 +141,12 @@ def _any_of(patterns: list[str]) -> Callable[[str], bool]:
 
 def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
     message = f"{what}={show(pattern)} matches none of {plural(len(names), 'name')}"
+    for longer in (f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
+        count = sum(map(bool, map(re.compile(translate(longer)).match, names))) if pattern else 0
+        if count:
+            return NoMatchError(f"{message}, because it must match whole names; {show(longer)} matches {count:,}")
+    if any(mark in pattern for mark in _OF_EXPRESSIONS):
+        return NoMatchError(f"{message}; it is a shell pattern, not a regular expression: * stands for any text")
     literal = re.sub(r"[*?\[\]]+", "", pattern)
     close = similar(literal, names, cutoff=0.3) if literal else []
     return NoMatchError(message + (f"; similar names: {', '.join(close)}" if close else ""))

@@ -16,7 +16,7 @@ from . import dtypes
 from .messages import error_about
 from .native import ffi, short
 from .packing import Packed
-from .text import check_name, clip, printable, show
+from .text import check_name, clip, plural, printable, show
 
 # Above this many names, errors about missing names make no suggestions, because difflib would compare all of them.
 _SUGGEST_UP_TO = 5_000
@@ -378,8 +378,11 @@ def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
     message = f"File does not contain tensor {clip(printable(name), _NAME)}"
     if any(c in name for c in "*?[") and any(fnmatchcase(known, name) for known in names[:_SUGGEST_UP_TO]):
         return TensorNotFoundError(f"{message}: names are exact; only= of safeload.load takes patterns", tensor=name)
+    inside = [known for known in names if isinstance(known, str) and known.startswith((f"{name}.", f"{name}/"))]
     close = similar(name, names)
-    if close:
+    if len(inside) > 1 and name:
+        message += f"; {plural(len(inside), 'name')} begin with it, such as {clip(printable(inside[0]), _NAME)}"
+    elif close:
         message += f"; similar names: {', '.join(close)}"
     return TensorNotFoundError(message, tensor=name)
 

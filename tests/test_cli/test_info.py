@@ -122,7 +122,7 @@ def test_only_selects_by_pattern(path, capsys):
     assert (status, out, err) == (
         2,
         "",
-        "safeload: --only 'norm' matches none of 22 names; similar names: model.norm.weight\n",
+        "safeload: --only 'norm' matches none of 22 names, because it must match whole names; '*norm*' matches 1\n",
     )
 
 

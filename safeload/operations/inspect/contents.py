@@ -93,9 +93,9 @@ class Info:
         """Return a row for each selected tensor, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
         return [
             tensor_row(
-                i.name, i.dtype, i.shape, i.nbytes, parameters=i.size, file=i.file, offset=i.offset, parts=i.parts
+                *tensor[:4], parameters=tensor.size, file=tensor.file, offset=tensor.offset, parts=[*tensor.parts]
             )
-            for i in self.tensors.values()
+            for tensor in self.tensors.values()
         ]
 
     def to_dict(self) -> dict[str, Any]:
