@@ -324,7 +324,7 @@ class RemotePermissionError(RemoteError, PermissionError):
 
 
 def cut_traceback(error: BaseException) -> None:
-    """End an error's traceback at the function that has caught it, a public function: users cannot act on the rest."""
+    """End an error's traceback at the caller; public functions should call this before they raise the error again."""
     if error.__traceback__ is not None:
         error.__traceback__.tb_next = None
 

@@ -29,8 +29,8 @@ _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 class TensorLike(Protocol):
     """What an array and a `QuantizedTensor` have in common: the type of ``checkpoint[name]``.
 
-    ``np.asarray(tensor)`` gives an array, and dequantizes. For more, ask ``isinstance(tensor, QuantizedTensor)``, or
-    load with ``dtype``, which always gives arrays.
+    Programs that need an array should call ``np.asarray(tensor)``, which dequantizes, or load with ``dtype``, which
+    always gives arrays.
 
     Example:
         >>> import numpy as np

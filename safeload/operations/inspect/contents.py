@@ -46,7 +46,7 @@ class Info:
     """The result of `safeload.info`. ``str()`` is the listing of ``safeload info``.
 
     Attributes:
-        path: path or URL of the checkpoint.
+        path: path or URL of the checkpoint, as messages should show it.
         format: format of its files.
         files: size of each file with tensors, by path.
         header_nbytes: bytes before the tensors; None for formats without a header.
