@@ -21,7 +21,8 @@ _ROWS, _LINES = 20, 8
 def tensor_row(name: str, dtype: str, shape: Sequence[int], nbytes: int, **more: Any) -> Row:
     """Return a row about a tensor.
 
-    A column should have values of a single type, because polars derives it from the first 100 rows: "" and [] instead of None.
+    A column should have values of a single type ("" and [] instead of None), because polars derives it from the first
+    100 rows.
 
     Args:
         name: "" for a tensor without a name.
