@@ -1,11 +1,13 @@
-"""Metadata of any format as safetensors stores it: text."""
+"""Metadata of any format as safetensors stores it: text. Some formats have none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+
+from ..base.paths import PathLike
 
 
 def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
@@ -23,3 +25,19 @@ def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
         except (TypeError, ValueError, RecursionError):
             continue
     return texts
+
+
+def without_metadata(save: Callable[..., None]) -> Callable[..., None]:
+    """Return a format's ``write`` that drops metadata, because the format has none."""
+
+    def write(
+        tensors: Mapping[str, Any],
+        metadata: Mapping[Any, Any] | None,
+        path: PathLike,
+        *,
+        overwrite: bool = True,
+        durable: bool = True,
+    ) -> None:
+        save(tensors, path, overwrite=overwrite, durable=durable)
+
+    return write

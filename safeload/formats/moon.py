@@ -26,6 +26,7 @@ from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from .metadata import without_metadata
 from .registry import Candidate, Content, OpenRequest
 
 MAGIC = 0x4D4F4F4E
@@ -140,18 +141,6 @@ def _read_entry(reader: _MoonReader, file_size: int) -> Listing:
 # ---- write ----
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
-    """Write tensors for `convert`; metadata is dropped, because the format has none."""
-    save(tensors, path, overwrite=overwrite, durable=durable)
-
-
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
     """Write a MOON file in the order of ``tensors``; see `safeload.moon.save_file`."""
     check_mapping(tensors, "tensors")
@@ -168,6 +157,9 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
             if array.size:
                 file.write([(address_of(array), array.nbytes)])
             del array  # frees it before the next is made
+
+
+write = without_metadata(save)
 
 
 def _write(file: AtomicFile, data: bytes) -> None:

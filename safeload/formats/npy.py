@@ -33,6 +33,7 @@ from ..engine.run.atomic_file import AtomicFile, pieces_of
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
+from .metadata import without_metadata
 from .registry import Candidate, Content, OpenRequest
 
 SUFFIX = ".npy"
@@ -162,18 +163,6 @@ def _parse_header(head: bytes) -> _Header:
 # ---- write ----
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
-    """Write tensors for `convert`; metadata is dropped, because the format has none."""
-    save(tensors, path, overwrite=overwrite, durable=durable)
-
-
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
     """Write an array in C order and little-endian, atomically.
 
@@ -203,6 +192,9 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
         for _owner, address, nbytes in pieces_of(materialize(value)):
             if nbytes:
                 file.write([(address, nbytes)])
+
+
+write = without_metadata(save)
 
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:

@@ -288,7 +288,7 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
 
 
 def _chooser(sharding: Any) -> Callable[[PlacedTensor], Place]:
-    """Return a function from tensors to places."""
+    """Return a function that maps a tensor to its placement."""
     if isinstance(sharding, Mapping):
 
         def by_name(tensor: PlacedTensor) -> Place:

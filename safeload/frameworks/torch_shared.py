@@ -12,7 +12,7 @@ _MAX_LISTED = 10
 
 
 def storage_ptr(tensor: Any) -> int:
-    """Return the address of a tensor's storage; 0 without memory."""
+    """Return the address of a tensor's storage, or 0 if it has no memory."""
     return int(tensor.untyped_storage().data_ptr())
 
 

@@ -504,7 +504,7 @@ def _factors(change: Change, target: AdapterTarget) -> _Factors:
 
 
 def _expert_factors(change: Change, target: AdapterTarget, stack_factors: _StackFactors) -> _Factors:
-    """Return the factors of a tensor with part of a stack."""
+    """Return the factors of a base tensor that holds part of a stacked adapter weight."""
     assert change.part is not None
     matrix, rows = change.part
     left, right = stack_factors(_stack_of(change), target.work.name)

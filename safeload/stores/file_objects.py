@@ -324,7 +324,7 @@ def _is_device(file: Any) -> bool:
 
 
 def _part(file: Any, size: int, name: str) -> bytes:
-    """Return the next bytes, none at the end."""
+    """Return the next bytes, or none at the end."""
     part = file.read(size)
     if part is None:
         raise BlockingIOError(f"{name}: the file object is non-blocking and has no bytes yet; make it blocking")

@@ -79,7 +79,7 @@ def path_of(value: Any) -> Location:
 
 
 class Single:
-    """A caller's store as a `Backend`: every URL leads to it."""
+    """A caller's store as a `Backend`, which serves every URL."""
 
     def __init__(self, store: ByteStore) -> None:
         self._store = store

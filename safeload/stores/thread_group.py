@@ -250,7 +250,7 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
         if self._queues.stopped:
             raise StopIteration
         if self._starting:
-            raise ValueError("this iterator cannot be advanced by a function that one of its tasks starts with")
+            raise ValueError("this iterator is starting a task, and cannot be advanced by the function that starts it")
         try:
             self._submit()
             if not self._sizes:

@@ -97,7 +97,7 @@ def test_stack(fixture):
         got = safeload.stack(fixture.path, layout, dtype=dtype)
         same(dict(got), {"w": want[name].astype(dtype)})
     for given in (fixture.path, safeload.load(fixture.path)):
-        with pytest.raises(UnsupportedError, match="pass a dtype= to stack its values"):
+        with pytest.raises(UnsupportedError, match="pass dtype= to stack its values"):
             safeload.stack(given, layout)
         same(dict(safeload.stack(given, layout, dtype="float64")), {"w": want[name].astype(np.float64)})
 

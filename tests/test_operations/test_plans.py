@@ -590,7 +590,7 @@ def test_resume_of_another_conversion_names_the_option(model, tmp_path, changed,
     options = {"dtype": "f16", "max_shard_size": LIMIT}
     safeload.convert(model, tmp_path / "made", resume=True, **options)
     before = contents(tmp_path / "made", records=True)
-    with pytest.raises(ValueError, match=rf"resume: .* {message}: pass overwrite=True"):
+    with pytest.raises(ValueError, match=rf"resume: .* {message}; pass overwrite=True to start over"):
         safeload.convert(model, tmp_path / "made", resume=True, **{**options, **changed})
     assert contents(tmp_path / "made", records=True) == before
     safeload.convert(model, tmp_path / "made", resume=True, overwrite=True, **{**options, **changed})
@@ -603,7 +603,8 @@ def test_resume_after_the_sources_changed(copied, tmp_path):
     safeload.convert(copied, tmp_path / "made", max_shard_size=LIMIT, resume=True)
     os.utime(copied / "model-00001-of-00003.safetensors", ns=(1, 1))
     with pytest.raises(
-        ValueError, match=r"before its source 'model-00001-of-00003.safetensors' changed: pass overwrite=True"
+        ValueError,
+        match=r"before its source 'model-00001-of-00003.safetensors' changed; pass overwrite=True to start over",
     ):
         safeload.convert(copied, tmp_path / "made", max_shard_size=LIMIT, resume=True)
 

@@ -161,7 +161,7 @@ class Tree:
         return error_about(LimitError, f"the pickle has more than {limit:,} {unit}", path=self._path)
 
     def _text(self, step: Any) -> str:
-        """Return a step as part of a name; its text is made once, even if many containers have the step."""
+        """Return a step as part of a name. The text is cached, because many containers have the same steps."""
         if type(step) is str:
             return step
         text = self._texts.get(id(step))

@@ -175,7 +175,7 @@ class Package:
 
 
 def _fill(placeholder: Inert, value: Any) -> None:
-    """Replace the placeholder of a script by its object."""
+    """Replace the placeholder of a script with its object."""
     if type(value) is Inert:
         placeholder.name, placeholder.args = value.name, value.args
         placeholder.items, placeholder.state = value.items, value.state

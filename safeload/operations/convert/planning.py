@@ -324,7 +324,8 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
         if isinstance(pattern, re.Pattern):
             if pattern.flags & ~re.UNICODE:
                 raise ValueError(
-                    f"rename: a plan is text: write the flags of {show(pattern.pattern)} inline, such as (?i)"
+                    f"rename: a plan stores patterns as text; write the flags of {show(pattern.pattern)} inline, "
+                    "such as (?i)"
                 )
             pattern = pattern.pattern
         if not isinstance(replacement, str):
@@ -410,7 +411,9 @@ def _check_resumable(
     if foreign:
         versions = [version for piece in pieces if piece.file == foreign[0] for version in versions_of(piece)]
         difference = journal.difference(records[foreign[0]], first.version, first.options, versions)
-        raise ValueError(f"resume: {show(folder.shown(foreign[0]))} was written {difference}: pass overwrite=True")
+        raise ValueError(
+            f"resume: {show(folder.shown(foreign[0]))} was written {difference}; pass overwrite=True to start over"
+        )
     if not records:
         _check_unrecorded(folder, present, files)
     if SINGLE in present:

@@ -249,7 +249,7 @@ def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | Non
         return target
     if tensor.scheme is not None or tensor.row.packed:
         raise UnsupportedError(
-            f"tensor {show(name)} is {tensor.scheme or tensor.row.name}: pass a dtype= to stack its values"
+            f"tensor {show(name)} is {tensor.scheme or tensor.row.name}: pass dtype= to stack its values"
         )
     return tensor.row
 

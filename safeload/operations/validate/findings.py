@@ -66,7 +66,7 @@ def error(code: str, tensor: str | None, message: str) -> Finding:
 
 
 def warning(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding about something suspicious, which can be intended."""
+    """Return a finding about something suspicious that may be intentional."""
     return Finding(WARNING, code, tensor, message)
 
 
