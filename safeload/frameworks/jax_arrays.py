@@ -234,7 +234,7 @@ def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
 
 
 def put_slices(pieces: Sequence[tuple[NumpyArray, Slice]]) -> list[tuple[Any, Array]]:
-    """Start to copy slices to their devices, and return (device, array) pairs; the caller must drop the slices."""
+    """Start to copy slices to their devices, and return (device, array) pairs; the caller should drop the slices."""
     targets = [(values, device) for values, part in pieces for device in part.devices]
     with jax.ensure_compile_time_eval():
         arrays = jax.device_put([values for values, _ in targets], [device for _, device in targets])

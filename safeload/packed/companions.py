@@ -31,7 +31,7 @@ _LISTED = frozenset(
 )  # fmt: skip
 _HARMLESS = IGNORED | _LISTED
 _OF_BIAS = ("bias_", "bias.")
-# Substrings in the names of companions with an effect on weights.
+# Substrings in the names of companions with an effect on weights. When in doubt, list the word: refusing is safe.
 _TELLING = (
     "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
     "codebook", "biases", "scb", "offset", "outlier",

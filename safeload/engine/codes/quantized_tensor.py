@@ -48,7 +48,7 @@ class QuantizedTensor:
         nbytes: bytes of data and scale, or of all parts.
         ndim: number of axes.
         size: number of elements.
-        parts: arrays by their names in the file, or "data" and "scale"; must not be modified.
+        parts: arrays by their names in the file, or "data" and "scale"; callers should not modify them.
 
     Raises:
         ValueError: an unknown scheme, or arrays that do not fit the shape.

@@ -25,8 +25,8 @@ _WASTE = 4
 class Recycler:
     """Allocate arrays, and keep the memory of dropped arrays for new arrays.
 
-    Any thread may use it and drop its arrays. The owner must close it, because the arrays refer to it and may live much
-    longer than the owner.
+    Any thread may use it and drop its arrays. The owner should close it, because the arrays refer to it and may live
+    much longer than the owner.
 
     Args:
         limit: most bytes to keep, less the bytes in use.

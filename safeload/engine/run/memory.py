@@ -51,7 +51,7 @@ def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[s
 
 
 def check_disjoint(out: Mapping[str, Array]) -> None:
-    """Refuse arrays to fill that share memory, because only the last one filled would hold its tensor.
+    """Refuse arrays to fill that share memory: each tensor should have its own, or only the last one filled is right.
 
     Args:
         out: C-contiguous arrays by name.
