@@ -16,6 +16,7 @@ __all__ = [
     "LimitError",
     "MissingDeviceError",
     "MissingShardError",
+    "NoMatchError",
     "RangeError",
     "RemoteError",
     "RemotePermissionError",
@@ -159,6 +160,17 @@ class TensorNotFoundError(SafeloadError, KeyError):
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0])
+
+
+class NoMatchError(TensorNotFoundError):
+    """A pattern of ``only`` or ``drop`` matches no name.
+
+    Example:
+        >>> import safeload
+        >>> safeload.load("tiny-llama", only="layers.0")
+        Traceback (most recent call last):
+        safeload.errors.NoMatchError: only='layers.0' matches none of 30 names, because it must match whole names; ...
+    """
 
 
 class UnsupportedDtypeError(SafeloadError, KeyError):

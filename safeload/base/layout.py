@@ -37,6 +37,11 @@ def terminal_columns() -> int | None:
     return width() if is_terminal(sys.stdout) else None
 
 
+def terminal_rows(rows: int) -> int | None:
+    """Return a limit of rows for a terminal, or None if stdout is not a terminal, because pipes get all rows."""
+    return rows if is_terminal(sys.stdout) else None
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Return True if a stream is an open terminal."""
     return stream is not None and not stream.closed and stream.isatty()

@@ -8,14 +8,14 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from . import html
-from .layout import figure, terminal_columns
+from .layout import figure, terminal_columns, terminal_rows
 from .text import plural, show, size
 
 # A row of a table: a plain value for each column.
 Row: TypeAlias = dict[str, Any]
 
-# Maximum number of rows in a notebook, and of lines in a repr.
-_ROWS, _LINES = 20, 8
+# Maximum number of rows in a notebook, in a repr, and on a terminal.
+_ROWS, _LINES, _LISTED = 20, 8, 100
 
 
 def tensor_row(name: str, dtype: str, shape: Sequence[int], nbytes: int, **more: Any) -> Row:
@@ -105,11 +105,15 @@ class ResultTable(dict[str, _R], Generic[_R]):
         return {row.pop("name"): plain(row) for row in self.rows()}
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_columns()))
+        rows = terminal_rows(_LISTED)
+        return "\n".join([*self.lines(terminal_columns(), rows), *self._rest(rows)])
 
     def __repr__(self) -> str:
-        rest = [f"... and {len(self) - _LINES:,} more"] if len(self) > _LINES else []
-        return "\n".join([*self.lines(terminal_columns(), _LINES), *rest])
+        return "\n".join([*self.lines(terminal_columns(), _LINES), *self._rest(_LINES)])
+
+    def _rest(self, rows: int | None) -> list[str]:
+        """Return the line that counts hidden rows, if there are any."""
+        return [] if rows is None or len(self) <= rows else [f"... and {len(self) - rows:,} more"]
 
     def _repr_html_(self) -> str:
         return as_html(plural(len(self), "tensor"), self.rows())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import translate
 from typing import Any, TypeAlias
 
-from ..errors import TensorNotFoundError
+from ..errors import NoMatchError
 from .table import similar
 from .text import clip, plural, show
 
@@ -19,10 +19,6 @@ Pair: TypeAlias = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], s
 Renames: TypeAlias = Iterable[Pair] | Mapping[str, str] | Pair | None
 
 _Compiled: TypeAlias = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
-
-
-class NoMatchError(TensorNotFoundError):
-    """A caller's pattern matches no name."""
 
 
 class Selection:

@@ -16,10 +16,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .._version import __version__
-from ..base.selecting import NoMatchError
 from ..base.table import similar
 from ..base.text import printable
-from ..errors import SafeloadError
+from ..errors import NoMatchError, SafeloadError
 from . import bench, check, completion, convert, diff, get, info, report, stats
 from .common import add_verbose, complain, log_to_stderr, plain
 

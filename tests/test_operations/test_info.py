@@ -78,6 +78,32 @@ def test_file_objects(folder):
     assert "model.layers" in (folder / "page.html").read_text("utf-8")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="pipes")
+def test_pipes_are_listed_and_have_no_page(folder):
+    for function in (safeload.info, lambda file: safeload.report(file, "page.html")):
+        reader, writer = os.pipe()
+        os.write(writer, save({"w": np.ones(3, np.float32)}))
+        os.close(writer)
+        with open(reader, "rb") as file:
+            if function is safeload.info:
+                assert function(file).parameters == 3
+                continue
+            with pytest.raises(ValueError, match="a pipe only once"):
+                function(file)
+    assert not (folder / "page.html").exists()
+
+
+def test_nothing_and_hostile_names(folder):
+    save_file({}, "empty.safetensors", durable=False)
+    empty = safeload.info("empty.safetensors")
+    assert empty.rows() == []
+    assert "<th" in empty._repr_html_()
+    save_file({"\x1b[31m<script>": np.ones(1)}, "hostile.safetensors", durable=False)
+    hostile = safeload.info("hostile.safetensors")
+    assert "\x1b" not in str(hostile) + hostile._repr_html_()
+    assert "<script" not in hostile._repr_html_()
+
+
 def test_an_adapter_and_its_base(folder):
     with pytest.raises(ValueError, match="base= needs a LoRA adapter, got m"):
         safeload.info("m", base="m.safetensors")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base.layout import quantity, shorten, table, terminal_columns, wrap
+from ...base.layout import quantity, shorten, table, terminal_columns, terminal_rows, wrap
 from ...base.results import Row, as_html, plain, tensor_row
 from ...base.table import TensorInfo
 from ...base.text import clip, plural, printable, show, size
@@ -20,6 +20,10 @@ from . import adapters, listing
 ROWS = 100
 # Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
 _ITEMS = 8
+
+
+# Columns in notebooks.
+_HEADER = ("name", "dtype", "shape", "nbytes")
 
 
 class View(NamedTuple):
@@ -125,15 +129,14 @@ class Info:
         }
 
     def __str__(self) -> str:
-        view = View(title_of(self.path), terminal_columns())
+        view = View(title_of(self.path), terminal_columns(), terminal_rows(ROWS))
         return "\n".join(line for line, _ in lines(self, view))
 
     def __repr__(self) -> str:
         return f"<Info {show(self.path)}: {self.format}, {plural(self.tensor_count, 'tensor')}, {size(self.nbytes)}>"
 
     def _repr_html_(self) -> str:
-        rows = [{key: row[key] for key in ("name", "dtype", "shape", "nbytes")} for row in self.rows()]
-        return as_html(repr(self)[1:-1], rows, filter(None, [self.model, *self.quantization]))
+        return as_html(repr(self)[1:-1], self.rows(), filter(None, [self.model, *self.quantization]), _HEADER)
 
 
 def title_of(path: str) -> str:

@@ -13,7 +13,7 @@ from ...engine.run.progress import Bars, Progress, bars
 from ...errors import SafeloadError, cut_traceback
 from ...formats.opening import UnknownGlobals
 from ...loading import entry as loading
-from ...stores.places import Located
+from ...stores.places import Located, is_file_object
 from ...stores.url import is_url
 from ..folders.output import Output
 from ..quantize.quantize import SchemeName
@@ -73,7 +73,7 @@ def report(
 
     Raises:
         FileExistsError: ``dst`` exists and is not a page that safeload wrote.
-        ValueError: ``dst`` is a source file or a URL, or ``quantize`` is no scheme.
+        ValueError: ``dst`` is a source file or a URL, ``path`` is a pipe, or ``quantize`` is no scheme.
         OSError: a file cannot be opened or written.
 
     Example:
@@ -84,6 +84,8 @@ def report(
     try:
         scheme = None if quantize is None else cast(SchemeName, parse(quantize))
         place, _ = native_path(dst)
+        if is_file_object(path) and not getattr(path, "seekable", bool)():
+            raise ValueError("report reads its source twice, and a pipe only once: save it to a file first")
 
         def open() -> Checkpoint:
             return loading.open(
