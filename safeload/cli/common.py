@@ -250,15 +250,19 @@ columns = terminal_columns
 
 
 # How messages of `FileExistsError` begin.
-_EXISTS = "File exists"
+_EXISTS, _UNFINISHED = "File exists", "An unfinished conversion"
 
 
 def complain(error: Exception) -> None:
     """Flush stdout and print an error to stderr."""
     sys.stdout.flush()
     text = one_line(error)
-    if isinstance(error, FileExistsError) and (reason := error.strerror or "").startswith(_EXISTS):
-        text = f"{error.filename} already exists{reason.removeprefix(_EXISTS)}"
+    if isinstance(error, FileExistsError):
+        reason = error.strerror or ""
+        if reason.startswith(_EXISTS):
+            text = f"{error.filename} already exists{reason.removeprefix(_EXISTS)}"
+        elif reason.startswith(_UNFINISHED):
+            text = f"{error.filename} holds {reason[0].lower()}{reason[1:]}"
     print(f"safeload: {printable(in_options(text))}", file=sys.stderr)
 
 

@@ -9,11 +9,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..base.scheme import SCHEMES
+from ..base.text import show
 from ..engine.read.load import targets
 from ..formats.registry import SUFFIXES, WRITTEN
 from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
 from ..operations.convert.write import ConvertReport
+from ..operations.folders.destinations import is_folder, where
 from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (
@@ -29,23 +31,26 @@ from .common import (
 )
 from .flags import in_options
 
+_ALL = "*"  # the pattern of a scheme for all matrices
+
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
   safeload convert training.ckpt model.safetensors --root state_dict
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
+  safeload convert Llama-3.2-1B/ mixed/ --quantize q4_k --quantize '*down*=q6_k'
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
   safeload convert model.safetensors text.safetensors --drop 'vision.*'
   safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
-  safeload convert DeepSeek-V3/ bf16/ --dtype bf16 --max-shard-size 5GB --resume
-  safeload convert Llama-3.2-1B/ merged/ --adapter my-lora/ --max-shard-size 5GB
+  safeload convert DeepSeek-V3/ bf16/ --dtype bf16 --resume
+  safeload convert Llama-3.2-1B/ merged/ --adapter my-lora/
   safeload convert Llama-3.2-1B/ s3://bucket/llama/ --dtype float16
 
 Options apply in this order: --only and --drop select tensors by their names in the source, --adapter changes them,
 --dtype and --quantize convert them, --rename renames them. Model architectures are not converted.
 
-With --resume or --dask a folder is written shard by shard, with a record beside each complete shard. If that is
-interrupted, run the same command with --resume to continue.
+With --resume or --dask a folder is written shard by shard, and .safeload-resume/ in it has a record of each complete
+shard until the conversion is finished. If that is interrupted, run the same command with --resume to continue.
 
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
@@ -62,11 +67,19 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders, index.json or URLs to merge")
     parser.add_argument(
-        "destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size; a URL is a folder"
+        "destination",
+        metavar="DESTINATION",
+        help="a file, or a folder: a path without suffix or with a final slash, or a URL",
     )
     dtype = parser.add_argument("--dtype", help='dtype for floating tensors, such as "float32" or "BF16"')
     suggest(dtype, targets)
-    scheme = parser.add_argument("--quantize", metavar="SCHEME", help=f"quantize matrices: {', '.join(SCHEMES)}")
+    scheme = parser.add_argument(
+        "--quantize",
+        metavar="[PATTERN=]SCHEME",
+        action="append",
+        help="quantize matrices, or those whose names match a shell pattern; may be repeated, the first match wins: "
+        f"{', '.join(SCHEMES)}, or none",
+    )
     suggest(scheme, lambda: SCHEMES)
     layout = parser.add_argument(
         "--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file"
@@ -117,7 +130,9 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         help=f"output format, whatever the suffix: {', '.join(WRITTEN)}",
     )
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help='write a folder of shards of at most this size, such as "5GB"'
+        "--max-shard-size",
+        metavar="SIZE",
+        help='write a folder of shards of at most this size, such as "500MB" (5GB)',
     )
     add_overwrite(parser, "replace an existing destination")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion to a folder")
@@ -130,8 +145,9 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert and return the exit status."""
     for option in ("resume", "dask"):
-        if getattr(options, option) and options.max_shard_size is None and not is_url(options.destination):
-            raise ValueError(f"--{option} needs a folder of shards; pass --max-shard-size")
+        sharded = options.max_shard_size is not None or is_url(options.destination)
+        if getattr(options, option) and not sharded and not is_folder(where(options.destination), options.format):
+            raise ValueError(f"--{option} needs a folder as destination, got {show(options.destination)}")
     report = _convert(options)
     if options.json:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
@@ -150,7 +166,7 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             options.source if plain else [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
             dtype=options.dtype,
-            quantize=options.quantize,
+            quantize=_schemes(options.quantize),
             layout=_layout(options.layout),
             names=options.name,
             only=options.only,
@@ -169,6 +185,28 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             threads=options.threads,
             progress=progress,
         )
+
+
+def _schemes(texts: list[str] | None) -> Any:
+    """Return a scheme for all matrices, or schemes by pattern, with the scheme without a pattern as the last.
+
+    Raises:
+        ValueError: a pattern or its scheme is missing, or a pattern is repeated.
+    """
+    if not texts:
+        return None
+    schemes: dict[str, str | None] = {}
+    for text in sorted(texts, key=lambda text: "=" not in text):
+        pattern, sign, scheme = text.rpartition("=")
+        if not scheme or (sign and not pattern):
+            raise ValueError(f"--quantize {show(text)}: expected SCHEME or PATTERN=SCHEME")
+        pattern = pattern if sign else _ALL
+        if pattern in schemes:
+            what = "a scheme for all matrices" if pattern == _ALL else f"pattern {show(pattern)}"
+            raise ValueError(f"--quantize has {what} twice")
+        schemes[pattern] = None if scheme.lower() == "none" else scheme
+    alone = schemes.get(_ALL) if len(schemes) == 1 else None
+    return schemes if alone is None else alone
 
 
 def _metadata(texts: list[str] | None) -> dict[str, str | None]:

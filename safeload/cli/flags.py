@@ -9,7 +9,8 @@ _ARGUMENT = re.compile(
     r"""(?<![^ (])
     (base|dtype|drop|format|keep|layout|max_shard_size|metadata|only|overwrite|quantize|rename|resume|root|stored
      |unknown_globals)
-    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?=[ ,;:.)]|$) )
+    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?<=quantize=)(?=')
+       | (?=[ ,;:.)]|$) )
        | (?<=max_shard_size)(?=[ ]|$))""",
     re.VERBOSE,
 )
@@ -39,7 +40,10 @@ _CODE = tuple(
         (r"safeload\.convert can merge", "`safeload convert` can merge"),
         (r"safeload\.convert\(\.\.\., URL\) writes", "`safeload convert SOURCE URL` writes"),
         (r"Convert the tensor with safeload\.astype, or leave it out", "Leave it out with --drop"),
+        (r"\bscheme=\{('[^']*)': None\}", r"--quantize \1=none'"),
+        (r"no pattern of scheme= matches", "no pattern of --quantize matches"),
         (r"\bscheme=", "--quantize "),
+        (r"or a dict with a scheme for each name pattern", "or --quantize PATTERN=SCHEME for each kind of matrix"),
     )
 )
 

@@ -34,7 +34,10 @@ from .patterns import Globs, compiled
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
-_CONFIG_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION = "quantization_config"
+_CONFIG_KEYS = (QUANTIZATION, "compression_config")
+# The ``quant_method`` of folders with safeload's own quantized tensors; the headers of their files describe them.
+OWN = "safeload"
 # Keys that list unquantized modules.
 _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 # The key of TensorRT-LLM and of mlx-lm, which also stores a copy without a method under the first of `_CONFIG_KEYS`.
@@ -378,7 +381,7 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
         for holder in level:
             for key in _CONFIG_KEYS:
                 value = holder.get(key)
-                if isinstance(value, Mapping) and value:
+                if isinstance(value, Mapping) and value and value.get("quant_method") != OWN:
                     settings = _flattened(value)
                     return Quantization(key, _method(settings), settings)
             value = holder.get(_MLX)
@@ -388,6 +391,12 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
                 return Quantization(_MLX, TENSORRT, value)
         level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
     return None
+
+
+def is_own(config: Mapping[str, Any]) -> bool:
+    """Return True if a ``config.json`` says that tensors are quantized by safeload."""
+    value = config.get(QUANTIZATION)
+    return isinstance(value, Mapping) and value.get("quant_method") == OWN
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

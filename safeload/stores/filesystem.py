@@ -53,6 +53,10 @@ class LocalUrls:
 
     def remove(self, targets: Sequence[str]) -> None:
         for url in targets:
+            if url.endswith("/"):
+                with suppress(OSError):  # it may be missing, or have files
+                    os.rmdir(urls.local_path(url))
+                continue
             with suppress(FileNotFoundError):
                 os.remove(urls.local_path(url))
 
@@ -133,6 +137,11 @@ class Filesystem:
     def remove(self, targets: Sequence[str]) -> None:
         def remove_one(url: str) -> None:
             handle, path = self._handles.find_writable(url)
+            if url.endswith("/"):
+                if not _ATOMIC.intersection(_protocols(handle.fs)):  # there, folders are only parts of names
+                    with suppress(Exception):  # it may be missing, or have files
+                        handle.fs.rmdir(path)
+                return
             with suppress(FileNotFoundError):
                 handle.ask(urls.shown(url), "rm_file", path)
 
@@ -312,7 +321,11 @@ def _upload_and_rename(handle: FsspecHandle, source: str, path: str, shown: str)
     folder, _, name = path.rpartition("/")
     temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
     try:
-        handle.ask(shown, "put_file", source, temporary)
+        try:
+            handle.ask(shown, "put_file", source, temporary)
+        except FileNotFoundError:  # the folder is missing
+            handle.ask(shown, "makedirs", folder, exist_ok=True)
+            handle.ask(shown, "put_file", source, temporary)
         handle.ask(shown, "mv", temporary, path)
         temporary = ""
     finally:

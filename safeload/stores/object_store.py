@@ -168,7 +168,7 @@ class Obstore:
             with suppress(FileNotFoundError):
                 checked_call(lambda: self._store.delete(place), url, self._secrets)
 
-        each(remove_one, targets)
+        each(remove_one, [url for url in targets if not url.endswith("/")])
 
     def check_writable(self, url: str) -> None:
         self._place(url)

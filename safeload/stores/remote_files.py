@@ -44,7 +44,7 @@ class Backend(Protocol):
         """
 
     def remove(self, targets: Sequence[str]) -> None:
-        """Remove files, of which some may not exist.
+        """Remove files, and empty folders, whose URLs end with a slash; some may not exist.
 
         Raises:
             UnsupportedError: the store is read-only.

@@ -14,9 +14,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+import safeload
 from safeload.engine.run import atomic_file
 from safeload.numpy import save_file
 from safeload.operations.folders import journal
+from safeload.operations.folders.folder import RESUME
 from safeload.operations.sources import piece_files
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
@@ -51,12 +53,30 @@ def fp8_folder(folder: Path) -> Path:
 
 def content(folder: Path) -> dict[str, bytes]:
     """The files of a folder, temporary ones too; without the records of its shards."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(journal.RECORD)}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != RESUME}
+
+
+def record_of(shard: Path) -> Path:
+    """The record of a shard."""
+    return shard.parent / RESUME / f"{shard.name}{journal.RECORD}"
+
+
+def records_in(folder: Path) -> list[Path]:
+    """The records in a folder and its subfolders."""
+    return sorted(folder.rglob(f"{RESUME}/*{journal.RECORD}"))
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
     """Which file each name of a folder is, and when it was last written."""
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file()}
+
+
+def run_pieces(*arguments, **options) -> safeload.Plan:
+    """Plan a conversion and write all of its shards with their records; the folder is not completed."""
+    plan = safeload.plan_convert(*arguments, **options)
+    for piece in plan.pieces:
+        safeload.run_piece(piece)
+    return plan
 
 
 @contextmanager

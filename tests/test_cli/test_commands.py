@@ -468,7 +468,8 @@ def test_resume_goes_on_where_a_conversion_stopped(folder, capsys):
     safeload.run_piece(plan.pieces[0])
     before = os.stat(os.path.join("out", plan.pieces[0]["file"])).st_mtime_ns
     assert run(capsys, "convert", "good.safetensors", "out", *options)[2] == (
-        "safeload: out already exists; pass --overwrite to replace it\n"
+        "safeload: out holds an unfinished conversion: 1 of 3 shards are there; pass --resume to continue or "
+        "--overwrite to start over\n"
     )
     status, _, err = run(capsys, "convert", "good.safetensors", "out", *options[:2], "--resume")
     assert status == 2
@@ -483,7 +484,7 @@ def test_resume_goes_on_where_a_conversion_stopped(folder, capsys):
 def test_what_is_for_folders_is_refused_for_a_file(option, folder, capsys):
     status, out, err = run(capsys, "convert", "good.safetensors", "out.safetensors", *option)
     assert (status, out) == (2, "")
-    assert err == f"safeload: {option[0]} needs a folder of shards; pass --max-shard-size\n"
+    assert err == f"safeload: {option[0]} needs a folder as destination, got 'out.safetensors'\n"
 
 
 @pytest.mark.parametrize("command", ["check", "stats", "diff", "convert"])

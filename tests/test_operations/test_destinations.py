@@ -32,7 +32,7 @@ from safeload.errors import RemotePermissionError
 from safeload.numpy import save_file
 from safeload.stores import foreign_errors, retries
 
-RECORD, INDEX, LIMIT = ".done.json", "model.safetensors.index.json", "60KB"
+RESUME, INDEX, LIMIT = ".safeload-resume", "model.safetensors.index.json", "60KB"
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
 BUCKET = "written"
 
@@ -143,16 +143,12 @@ def contents(fs, path, *, records=False):
     """What a listing shows: name to bytes."""
     fs.invalidate_cache()
     found = fs.find(path) if fs.exists(path) else []
-    names = {one.rpartition("/")[2]: one for one in found}
-    return {
-        name: fs.cat_file(one)
-        for name, one in names.items()
-        if not name.startswith(".") and (records or not name.endswith(RECORD))
-    }
+    names = {one.rpartition("/")[2]: one for one in found if records or f"/{RESUME}/" not in one}
+    return {name: fs.cat_file(one) for name, one in names.items() if not name.startswith(".")}
 
 
 def of_folder(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(RECORD)}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +210,8 @@ def test_the_result_is_that_on_this_machine(how, model, want, place):
     assert report.nbytes == sum(len(content) for name, content in want.items() if name.endswith("safetensors"))
     assert (report.format, report.tensors) == ("safetensors", 30)
     assert str(report).startswith(f"{dst}: safetensors, 30 tensors")
-    records = contents(fs, path, records=True).keys() - want.keys()
-    assert len(records) == (0 if how == "at once" else len(report.files))
+    assert contents(fs, path, records=True).keys() == want.keys()
+    assert not fs.exists(f"{path}/{RESUME}")
     assert_same(tensors(dst, storage_options=options), safeload.load(model, dtype="f16"))
 
 
@@ -225,7 +221,7 @@ def test_tensors_in_memory(tmp_path):
     report = safeload.convert(arrays, fs.at(), metadata={"a": "b"})
     assert report.destination == "memory:///model"
     assert_same(tensors(fs.at()), arrays)
-    assert set(contents(fs, "/model")) == {"model-00001-of-00001.safetensors", INDEX}
+    assert set(contents(fs, "/model")) == {"model.safetensors"}
     with pytest.raises(ValueError, match="only in this process"):
         safeload.convert(arrays, fs.at("/other"), resume=True)
 
@@ -307,18 +303,20 @@ def test_file_urls_are_this_machine(model, tmp_path, want):
     assert safeload.convert(model, f"{tmp_path.as_uri()}/x.gguf", dtype="f16").destination == str(tmp_path / "x.gguf")
     with pytest.raises(FileExistsError):
         safeload.convert(model, f"{tmp_path.as_uri()}/a b", **HALF)
-    with pytest.raises(ValueError, match="the suffix must be one of"):
-        safeload.convert(model, f"{tmp_path.as_uri()}/folder/")
+    report = safeload.convert(model, f"{tmp_path.as_uri()}/folder/")
+    assert report.files == [str(tmp_path / "folder" / "model.safetensors")]
 
 
 def test_a_relative_path_of_this_machine(model, want, tmp_path, monkeypatch):
-    """Its records stay, also where the plan names the folder by its absolute path."""
+    """Its shards stay, also where the plan names the folder by its absolute path."""
     monkeypatch.chdir(tmp_path)
-    for overwrite in (False, False, True):
+    plan = safeload.plan_convert(model, "made", **HALF)
+    times = {path["file"]: safeload.run_piece(path) and os.stat(f"made/{path['file']}").st_ino for path in plan.pieces}
+    for overwrite in (False, True):
         report = safeload.convert(model, "made", resume=True, overwrite=overwrite, **HALF)
         assert (report.destination, os.path.dirname(report.files[0])) == ("made", "made")
         assert of_folder(tmp_path / "made") == want
-        assert len(list((tmp_path / "made").glob(f"*{RECORD}"))) == len(report.files)
+        assert ({file: os.stat(f"made/{file}").st_ino for file in times} == times) is not overwrite
 
 
 def test_a_filesystem_that_only_reads(model):
@@ -480,21 +478,24 @@ def test_what_is_whole_is_neither_read_nor_written_again(model, want):
     safeload.convert(model, fs.at(), resume=True, **HALF)
     fs.cat_file = cat_file
     assert contents(fs, "/model") == want
-    assert not {name for name in written if name + RECORD in first}
+    assert not {name for name in written if name + ".json" in first}
 
 
 @pytest.mark.parametrize("change", ["gone", "shorter", "other bytes", "no version"])
 def test_an_object_that_is_not_what_its_record_says(change, model, want):
     fs = Memory()
-    safeload.convert(model, fs.at(), resume=True, **HALF)
+    fs.fails_at = 31  # after the shards and their records
+    with pytest.raises(OSError, match="the store is full"):
+        safeload.convert(model, fs.at(), resume=True, **HALF)
+    fs.fails_at = None
     name = "/model/model-00002-of-00005.safetensors"
     content = fs.cat_file(name)
     if change == "gone":
         fs.rm_file(name)
     elif change == "no version":
-        record = json.loads(fs.cat_file(name + RECORD))
+        record = json.loads(fs.cat_file(f"/model/{RESUME}/{name[7:]}.json"))
         record["object"] = 7
-        fs.pipe_file(name + RECORD, json.dumps(record).encode())
+        fs.pipe_file(f"/model/{RESUME}/{name[7:]}.json", json.dumps(record).encode())
     else:
         fs.pipe_file(name, content[:-1] if change == "shorter" else content[:-1] + b"x")
     written, put_file = [], fs.put_file
@@ -532,12 +533,12 @@ def test_two_plans_in_one_folder(model):
         first, second = ([safeload.run_piece(piece) for piece in plan.pieces] for plan in plans)
         with pytest.raises(FormatError, match="another conversion has written the shard since"):
             safeload.finalize(plans[0], first)
-        safeload.finalize(plans[1], second)
         with pytest.raises(ValueError, match=r"resume: 'memory://twice/.*' was written with dtype='float16'"):
             safeload.plan_convert(model, "memory://twice", dtype="bf16", max_shard_size=LIMIT, resume=True)
-        with pytest.raises(
-            FileExistsError, match="The folder holds a partial conversion; pass resume=True to continue"
-        ):
+        with pytest.raises(FileExistsError, match="An unfinished conversion: 5 of 5 shards are there"):
+            safeload.plan_convert(model, "memory://twice", **HALF)
+        safeload.finalize(plans[1], second)
+        with pytest.raises(FileExistsError, match="File exists; pass overwrite=True"):
             safeload.plan_convert(model, "memory://twice", **HALF)
     finally:
         MemoryFileSystem().rm("/twice", recursive=True)

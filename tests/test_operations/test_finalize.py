@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.clusters import record_of, run_pieces
 
 import safeload
 from safeload import FormatError
 from safeload.numpy import save_file
 from safeload.operations.folders import folder as destination
 
-RECORD = ".done.json"
 LIMIT = "60KB"
 
 
@@ -49,13 +49,13 @@ def in_anothers_place(made, results):
 
 def without_record(made, results):
     another_byte(made, results)
-    (made / (results[0]["file"] + RECORD)).unlink()
+    record_of(made / results[0]["file"]).unlink()
 
 
 def with_its_record(made, results):
     """Another process may record whatever it wrote: the results count."""
     another_byte(made, results)
-    record = made / (results[0]["file"] + RECORD)
+    record = record_of(made / results[0]["file"])
     digest = hashlib.sha256((made / results[0]["file"]).read_bytes()).hexdigest()
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": digest}))
 
@@ -122,7 +122,8 @@ def test_convert_reads_shards_again_only_if_their_identity_has_changed(model, tm
         if change is None:
             safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, executor=executor)
             assert not hashed
-            safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, resume=True)
+            run_pieces(model, tmp_path / "begun", max_shard_size=LIMIT)
+            safeload.convert(model, tmp_path / "begun", max_shard_size=LIMIT, resume=True)
             assert len(hashed) == len(set(hashed)) == len(list((tmp_path / "made").glob("*.safetensors")))
         else:
             with pytest.raises(FormatError, match="not what its piece wrote"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.clusters import content
+from builders.clusters import content, record_of, records_in, run_pieces
 from builders.cuts import survives
 
 import safeload
@@ -17,7 +17,6 @@ from safeload.numpy import save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
-RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
 LIMIT = "60KB"
 
@@ -27,7 +26,7 @@ def stamps(folder):
 
 
 def assert_made(made, want):
-    """The folder has what a conversion in one go makes, and nothing of how it was made but records."""
+    """The folder has what a conversion in one go makes, and nothing of how it was made."""
     found = content(made)
     assert {name: found.get(name) for name in want} == want
     assert not [path.name for path in made.iterdir() if path.is_dir() or path.name.startswith(".")]
@@ -48,10 +47,11 @@ def test_finalize_interrupted_anywhere_while_it_replaces_a_checkpoint(model, tmp
         whole = {piece["file"]: os.stat(os.path.join(piece["folder"], piece["file"])).st_ino for piece in plan.pieces}
         if survives(lambda: safeload.finalize(plan, results), monkeypatch, count):  # noqa: B023
             break
+        finished = len({path.name for path in records_in(made)}) < len(whole)  # killed while it removed its records
         safeload.convert(model, made, resume=True, overwrite=True, **options)
         assert_made(made, want)
         after = stamps(made)
-        assert {piece["file"]: after[piece["file"]] for piece in plan.pieces} == whole
+        assert {piece["file"]: after[piece["file"]] for piece in plan.pieces} == whole or finished
     assert count > 3 * len(plan.pieces)
 
 
@@ -76,22 +76,70 @@ def test_finalize_that_fails_leaves_an_existing_checkpoint(model, tmp_path):
 def test_one_go_over_a_folder_with_records_forgets_them(model, tmp_path):
     """They would say that its shards are of another conversion, which resume=True may write again."""
     made = tmp_path / "made"
-    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    run_pieces(model, made, max_shard_size=LIMIT)
     safeload.convert(model, made, metadata={"a": "b"}, max_shard_size=LIMIT, overwrite=True)
-    assert not list(made.glob(f"*{RECORD}"))
-    with pytest.raises(FileExistsError, match="no record of its conversion"):
+    assert not [path for path in made.iterdir() if path.name.startswith(".")]
+    with pytest.raises(FileExistsError, match="nothing to continue; pass overwrite=True to replace it"):
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_success_leaves_no_record(model, tmp_path, resume):
+    made = tmp_path / "made"
+    run_pieces(model, made, max_shard_size=LIMIT)
+    assert len(records_in(made)) == len(list(made.glob("*.safetensors")))
+    (made / ".safeload-resume" / ".x.json.0123456789abcdef.tmp").write_text("half")
+    executor = None if resume else ThreadPoolExecutor(2)
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=resume, executor=executor, overwrite=not resume)
+    safeload.convert(model, tmp_path / "want", max_shard_size=LIMIT)
+    assert_made(made, content(tmp_path / "want"))
+
+
+def test_what_others_put_beside_the_records_stays(model, tmp_path):
+    run_pieces(model, tmp_path / "made", max_shard_size=LIMIT)
+    notes = tmp_path / "made" / ".safeload-resume" / "notes.txt"
+    notes.write_text("mine")
+    safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, resume=True)
+    assert notes.read_text() == "mine"
+    assert not records_in(tmp_path / "made")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_an_unfinished_conversion_says_how_far_it_is(model, tmp_path, count):
+    made, executor = tmp_path / "made", ThreadPoolExecutor(1)
+    plan = safeload.plan_convert(model, made, max_shard_size=LIMIT)
+    for piece in plan.pieces[:count]:
+        safeload.run_piece(piece)
+    (made / "x").parent.mkdir(exist_ok=True)
+    (made / f".{plan.pieces[-1]['file']}.0123456789abcdef.tmp").write_text("half")
+    text = f"An unfinished conversion: {count} of {len(plan.pieces)} shards are there; pass resume=True to continue"
+    for options in ({}, {"executor": executor}, {"dtype": "f16"}):
+        with pytest.raises(FileExistsError, match=text if count else "File exists"):
+            safeload.convert(model, made, max_shard_size=LIMIT, **options)
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    with pytest.raises(FileExistsError, match="File exists; pass overwrite=True"):
+        safeload.convert(model, made, max_shard_size=LIMIT)
+
+
+def test_a_single_shard_that_waits_for_its_config_is_unfinished(model, tmp_path):
+    made = tmp_path / "made"
+    run_pieces(model, made)
+    assert sorted(path.name for path in made.iterdir()) == [".safeload-resume", "model.safetensors"]
+    with pytest.raises(FileExistsError, match="An unfinished conversion: 1 of 1 shard is there"):
+        safeload.convert(model, made)
+    safeload.convert(model, made, resume=True)
+    safeload.convert(model, tmp_path / "want")
+    assert_made(made, content(tmp_path / "want"))
+    assert "model.safetensors.index.json" not in content(made)
 
 
 def test_resume_after_a_folder_with_another_number_of_shards_was_replaced(model, tmp_path):
     made = tmp_path / "made"
     safeload.convert(model, made, max_shard_size="100KB", resume=True)
     safeload.convert(model, made, max_shard_size=LIMIT, resume=True, overwrite=True)
-    before = stamps(made)
-    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
-    assert stamps(made) == before
-    (made / INDEX).unlink()
-    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    assert len(list(made.glob("*.safetensors"))) == len(
+        set(json.loads((made / INDEX).read_text())["weight_map"].values())
+    )
     assert len(safeload.open(made)) == len(safeload.open(model))
 
 
@@ -110,7 +158,7 @@ def test_resume_never_replaces_what_has_no_record(model, tmp_path, there):
     else:
         (made / "config.json").write_text("{}")
     before = content(made)
-    with pytest.raises(FileExistsError, match="no record of this conversion; pass overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"(no record of this conversion|complete checkpoint).*overwrite=True"):
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
     assert content(made) == before
 
@@ -120,7 +168,8 @@ def test_what_workers_leave_that_are_killed_at_once(model, tmp_path):
     made = tmp_path / "made"
     plan = safeload.plan_convert(model, made, max_shard_size=LIMIT)
     file = safeload.run_piece(plan.pieces[0])["file"]
-    (made / (file + RECORD)).rename(made / f".{file}{RECORD}.0123456789abcdef.tmp")
+    record = record_of(made / file)
+    record.rename(record.with_name(f".{record.name}.0123456789abcdef.tmp"))
     (made / f".{plan.pieces[1]['file']}.0123456789abcdef.tmp").write_text("half")
     safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
     safeload.convert(model, tmp_path / "want", max_shard_size=LIMIT)
@@ -135,10 +184,8 @@ def test_killed_workers_leave_nothing_where_they_replaced_a_checkpoint(model, tm
     aside = Path(plan.pieces[0]["folder"])
     (aside / f".{results[0]['file']}.0123456789abcdef.tmp").write_text("half")
     (made / f".{INDEX}.0123456789abcdef.tmp").write_text("half")
-    (aside / (results[1]["file"] + RECORD)).write_bytes(b"\xff")
-    record = (aside / (results[0]["file"] + RECORD)).read_bytes()
+    record_of(aside / results[1]["file"]).write_bytes(b"\xff")
     safeload.finalize(plan, results)
-    assert (made / (results[0]["file"] + RECORD)).read_bytes() == record
     assert not [path for path in made.iterdir() if path.name.startswith(".")]
 
 
@@ -174,13 +221,14 @@ def test_two_conversions_that_began_in_one_empty_folder(model, tmp_path):
 )
 def test_a_record_that_nobody_wrote_is_none(model, tmp_path, change):
     made = tmp_path / "made"
-    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
-    path = sorted(made.glob(f"*{RECORD}"))[0]
+    run_pieces(model, made, max_shard_size=LIMIT)
+    path = records_in(made)[0]
     good = json.loads(path.read_text())
     change = {"size": float(good["size"])} if change == {"size": 1.0} else change
     path.write_text(json.dumps({**good, **change}))
+    before = stamps(made)
     safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
-    assert json.loads(path.read_text()) == good
+    assert [name for name, inode in stamps(made).items() if inode != before[name]] == [path.name[: -len(".json")]]
 
 
 @pytest.mark.parametrize(
@@ -188,8 +236,8 @@ def test_a_record_that_nobody_wrote_is_none(model, tmp_path, change):
 )
 def test_a_record_writes_nothing_to_the_terminal(model, tmp_path, change):
     made = tmp_path / "made"
-    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
-    for path in made.glob(f"*{RECORD}"):
+    run_pieces(model, made, max_shard_size=LIMIT)
+    for path in records_in(made):
         path.write_text(json.dumps({**json.loads(path.read_text()), "piece": "other", **change}))
     with pytest.raises(ValueError, match="was written with") as caught:
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
@@ -203,19 +251,25 @@ def test_a_path_that_no_system_has(model, tmp_path):
         safeload.run_piece(piece)
 
 
-def test_a_piece_that_comes_late_writes_nothing_into_a_folder_that_is_complete(model, tmp_path):
+@pytest.mark.parametrize("over", [False, True])
+def test_a_piece_that_comes_late_changes_nothing_in_a_folder_that_is_complete(model, tmp_path, over):
     """As when an engine gives a piece to a second worker because it has lost sight of the first one."""
     made = tmp_path / "made"
-    safeload.convert(model, made, max_shard_size=LIMIT)
-    plan = safeload.plan_convert(model, made, dtype="f16", max_shard_size="200KB", overwrite=True)
+    if over:
+        safeload.convert(model, made, max_shard_size=LIMIT)
+    plan = safeload.plan_convert(model, made, dtype="f16", max_shard_size="200KB", overwrite=over)
     results = [safeload.run_piece(piece) for piece in plan.pieces]
     safeload.finalize(plan, results)
-    before = stamps(made)
+    before = content(made)
+    safeload.finalize(plan, results)
+    assert content(made) == before
     again = [safeload.run_piece(piece) for piece in plan.pieces]
-    assert not any(result["written"] for result in again)
-    assert stamps(made) == before
+    after = {path.name: path.read_bytes() for path in made.iterdir() if path.is_file()}
+    assert after == before
+    with pytest.raises(FileExistsError, match="File exists; pass overwrite=True"):
+        safeload.convert(model, made, dtype="f16", max_shard_size="200KB")
     safeload.finalize(plan, again)
-    assert stamps(made) == before
+    assert_made(made, before)
 
 
 @pytest.mark.parametrize("plan", [None, 7, ["plan"]], ids=repr)

@@ -83,8 +83,7 @@ def test_the_old_checkpoint_is_gone(model, new, way, old):
         way(new, model, max_shard_size=SIZE, overwrite=True)
         is_new(model)
         kept = {f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)} | {INDEX}
-        assert {name for name in names(model) if not name.endswith(".done.json")} == kept
-        assert {name.removesuffix(".done.json") for name in names(model)} == kept
+        assert set(names(model)) == kept
         assert mine <= content(model).keys()
 
 
@@ -93,7 +92,7 @@ def test_onto_itself(model, way):
     single(model)
     way(model, model, dtype="float16", max_shard_size="1KB", overwrite=True)
     assert safeload.load(model)["l.0.w"].dtype == np.float16
-    assert SINGLE not in content(model)
+    assert INDEX not in content(model)
 
 
 NAMED = [
@@ -283,10 +282,29 @@ def test_a_set_without_an_index_is_the_old_checkpoint(model, new, way):
     shards(model)
     (model / INDEX).unlink()
     way(new, model, max_shard_size="1MB", overwrite=True)
-    assert {name for name in names(model) if name.startswith("model") and name.endswith(".safetensors")} == {
-        "model-00001-of-00001.safetensors"
-    }
+    assert {name for name in names(model) if name.startswith("model") and name.endswith(".safetensors")} == {SINGLE}
     is_new(model)
+
+
+@WAYS
+@pytest.mark.parametrize("old", [single, shards, lambda folder: shards(folder, 300)])
+def test_a_single_shard_replaces_the_old_checkpoint(model, new, way, old):
+    """Readers prefer an index, and other programs model.safetensors: both go, or change, together."""
+    old(model)
+    mine = {name for name, data in content(model).items() if data == b"mine"}
+    for _ in range(2):
+        way(new, model, overwrite=True)
+        is_new(model)
+        assert [name for name in names(model) if name.startswith("model")] == [SINGLE]
+        assert mine <= content(model).keys()
+
+
+@WAYS
+def test_shards_replace_a_single_shard(model, new, way):
+    way(new, model, overwrite=True)
+    way(new, model, overwrite=True, max_shard_size=SIZE)
+    is_new(model)
+    assert SINGLE not in names(model)
 
 
 @pytest.mark.parametrize("stray", ["model-00002-of-00009.safetensors", "other.safetensors"])

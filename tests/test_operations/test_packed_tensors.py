@@ -293,8 +293,9 @@ def test_a_folder_with_dtype_says_nothing_of_a_quantization(fixture, tmp_path):
         assert not mentions(json.loads((out / "config.json").read_text()))
     got = safeload.load(out)
     same(got, {name: array.astype(ml_dtypes.bfloat16) for name, array in want.items()})
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == want.keys()
+    index = out / "model.safetensors.index.json"
+    if not (out / "model.safetensors").exists():
+        assert json.loads(index.read_text())["weight_map"].keys() == want.keys()
     assert safeload.validate(out, schema=None).ok
 
 

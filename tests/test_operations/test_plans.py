@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.clusters import RESUME, record_of, run_pieces
 from builders.quantized import FIXTURES
 
 import safeload
@@ -25,7 +26,6 @@ from safeload.numpy import save_file
 
 pytestmark = pytest.mark.no_core
 
-RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
 
 
@@ -42,12 +42,12 @@ def scattered(stored, config, folder, shards=3):
     return folder
 
 
-def contents(folder, *, records=False):
-    """The SHA-256 of each file."""
+def contents(folder):
+    """The SHA-256 of each file, but for records."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(Path(folder).iterdir())
-        if records or not path.name.endswith(RECORD)
+        if path.name != RESUME
     }
 
 
@@ -254,9 +254,9 @@ def test_the_id_tells_options_sources_and_versions_apart(copied, tmp_path, monke
 
 
 def test_arguments_that_are_no_plan(copied, tmp_path):
-    with pytest.raises(ValueError, match=r"pass max_shard_size= for a folder"):
+    with pytest.raises(ValueError, match=r"pass the path of a folder"):
         safeload.plan_convert(copied, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"pass max_shard_size= for a folder"):
+    with pytest.raises(ValueError, match=r"pass the path of a folder"):
         safeload.convert(copied, tmp_path / "x.safetensors", executor=ThreadPoolExecutor(1))
     with pytest.raises(ValueError, match=r"needs the path of a checkpoint.* a dict are only in this process"):
         safeload.convert({"a": np.ones(3)}, tmp_path / "x", max_shard_size=1, executor=ThreadPoolExecutor(1))
@@ -330,7 +330,7 @@ def test_a_file_in_use_by_a_process_that_does_the_same_piece(model, tmp_path, mo
     first = safeload.run_piece(plan.pieces[0])
     path = tmp_path / "made" / first["file"]
     if same:
-        os.unlink(f"{path}{RECORD}")
+        record_of(path).unlink()
     else:
         path.write_bytes(path.read_bytes()[:-1])
     replace = os.replace
@@ -532,7 +532,7 @@ def test_a_process_killed_between_rename_and_record(model, tmp_path):
     """The shard is at its place, and nothing says that it is whole: it is written again."""
     plan = safeload.plan_convert(model, tmp_path / "made", max_shard_size=LIMIT)
     done = safeload.run_piece(plan.pieces[0])
-    os.unlink(tmp_path / "made" / (done["file"] + RECORD))
+    record_of(tmp_path / "made" / done["file"]).unlink()
     safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, resume=True)
     safeload.convert(model, tmp_path / "want", max_shard_size=LIMIT)
     assert contents(tmp_path / "made") == contents(tmp_path / "want")
@@ -547,12 +547,13 @@ def stamps(folder, pattern="*.safetensors"):
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "longer", "another byte", "record gone", "record malformed"])
 def test_resume_writes_what_is_not_whole(model, tmp_path, damage):
-    options = {"dtype": "f16", "max_shard_size": LIMIT, "resume": True}
+    options = {"dtype": "f16", "max_shard_size": LIMIT}
     made = tmp_path / "made"
-    safeload.convert(model, made, **options)
-    want, before = contents(made, records=True), stamps(made)
+    safeload.convert(model, tmp_path / "want", **options)
+    run_pieces(model, made, **options)
+    before = stamps(made)
     path = sorted(made.glob("*.safetensors"))[1]
-    record = path.with_name(path.name + RECORD)
+    record = record_of(path)
     if damage == "gone":
         path.unlink()
     elif damage == "record gone":
@@ -564,8 +565,8 @@ def test_resume_writes_what_is_not_whole(model, tmp_path, damage):
         data[-1] ^= 1
         path.write_bytes({"shorter": data[:-1], "longer": data + b"x", "another byte": data}[damage])
         os.utime(path, ns=(before[path.name][1],) * 2)
-    report = safeload.convert(model, made, **options)
-    assert contents(made, records=True) == want
+    report = safeload.convert(model, made, resume=True, **options)
+    assert contents(made) == contents(tmp_path / "want")
     after = stamps(made)
     assert {name for name in before if before[name] != after[name]} == {path.name}
     assert report.tensors == len(safeload.open(model))
@@ -588,11 +589,11 @@ def test_a_first_call_with_resume_begins(model, tmp_path):
 )
 def test_resume_of_another_conversion_names_the_option(model, tmp_path, changed, message):
     options = {"dtype": "f16", "max_shard_size": LIMIT}
-    safeload.convert(model, tmp_path / "made", resume=True, **options)
-    before = contents(tmp_path / "made", records=True)
+    run_pieces(model, tmp_path / "made", **options)
+    before = contents(tmp_path / "made")
     with pytest.raises(ValueError, match=rf"resume: .* {message}; pass overwrite=True to start over"):
         safeload.convert(model, tmp_path / "made", resume=True, **{**options, **changed})
-    assert contents(tmp_path / "made", records=True) == before
+    assert contents(tmp_path / "made") == before
     safeload.convert(model, tmp_path / "made", resume=True, overwrite=True, **{**options, **changed})
     safeload.convert(model, tmp_path / "want", **{**options, **changed})
     made, want = contents(tmp_path / "made"), contents(tmp_path / "want")
@@ -600,7 +601,9 @@ def test_resume_of_another_conversion_names_the_option(model, tmp_path, changed,
 
 
 def test_resume_after_the_sources_changed(copied, tmp_path):
-    safeload.convert(copied, tmp_path / "made", max_shard_size=LIMIT, resume=True)
+    run_pieces(copied, tmp_path / "made", max_shard_size=LIMIT)
+    safeload.convert(copied, tmp_path / "whole", max_shard_size=LIMIT)
+    shutil.copy(tmp_path / "whole" / INDEX, tmp_path / "made")  # killed before the records were removed
     os.utime(copied / "model-00001-of-00003.safetensors", ns=(1, 1))
     with pytest.raises(
         ValueError,
@@ -614,10 +617,10 @@ def test_existing_folders(model, tmp_path):
     safeload.convert(model, made, max_shard_size=LIMIT)
     with pytest.raises(FileExistsError):
         safeload.convert(model, made, max_shard_size=LIMIT, executor=ThreadPoolExecutor(1))
-    with pytest.raises(FileExistsError, match="no record of its conversion"):
+    with pytest.raises(FileExistsError, match="nothing to continue; pass overwrite=True to replace it"):
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
-    safeload.convert(model, tmp_path / "begun", max_shard_size=LIMIT, resume=True)
-    with pytest.raises(FileExistsError, match=r"holds a partial conversion; pass resume=True to continue"):
+    run_pieces(model, tmp_path / "begun", max_shard_size=LIMIT)
+    with pytest.raises(FileExistsError, match=r"An unfinished conversion: 5 of 5 shards are there; pass resume=True"):
         safeload.convert(model, tmp_path / "begun", max_shard_size=LIMIT, executor=ThreadPoolExecutor(1))
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileExistsError):
@@ -693,7 +696,7 @@ def test_a_call_without_executor_or_resume_leaves_nothing_when_it_fails(copied, 
         safeload.convert(copied, tmp_path / "made", dtype="f16", max_shard_size=LIMIT, progress=fail)
     assert not (tmp_path / "made").exists()
     safeload.convert(copied, tmp_path / "made", dtype="f16", max_shard_size=LIMIT)
-    assert not list((tmp_path / "made").glob(f"*{RECORD}"))
+    assert not (tmp_path / "made" / RESUME).exists()
 
 
 def test_progress_counts_pieces(model, tmp_path):

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.clusters import OPTIONS, content, fp8_folder
+from builders.clusters import OPTIONS, content, fp8_folder, record_of, records_in, run_pieces
 from builders.cuts import survives
 
 import safeload
 from safeload import RangeError
 from safeload.numpy import save_file
 
-RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
 SHARDS = 4
 LIMIT = {"max_shard_size": "17KB"}  # one of the tensors, 16 KiB each
@@ -61,9 +60,9 @@ def test_the_id_of_a_piece_depends_on_its_own_sources_only(source, tmp_path):
 
 
 def test_a_record_has_the_versions_of_its_sources(source, tmp_path):
-    safeload.convert(source, tmp_path / "made", resume=True, **LIMIT)
+    run_pieces(source, tmp_path / "made", **LIMIT)
     for path in sorted(source.glob("*.safetensors")):
-        record = json.loads((tmp_path / "made" / (path.name + RECORD)).read_text())
+        record = json.loads(record_of(tmp_path / "made" / path.name).read_text())
         assert record["sources"] == [[path.name, path.stat().st_size, path.stat().st_mtime_ns]]
         assert str(tmp_path) not in json.dumps(record)
 
@@ -77,7 +76,7 @@ def test_a_repaired_source_shard_leaves_the_other_shards(source, tmp_path, over,
     write_shard(source, 2, np.nan)
     with pytest.raises(RangeError, match="only finite numbers"):
         safeload.convert(source, made, resume=True, **options)
-    shards = [path.with_name(path.name.removesuffix(RECORD)) for path in made.rglob("*" + RECORD)]
+    shards = [path.parents[1] / path.name.removesuffix(".json") for path in records_in(made)]
     before = {path.name: path.stat().st_ino for path in shards}
     assert len(before) == 2
     write_shard(source, 2)
@@ -92,16 +91,18 @@ def test_a_repaired_source_shard_leaves_the_other_shards(source, tmp_path, over,
 
 @pytest.mark.parametrize("index", [True, False], ids=["complete", "without its index"])
 def test_a_source_that_changes_after_its_shard_was_written(source, tmp_path, index):
+    """A complete folder has records only if the process was killed before it removed them."""
     made = tmp_path / "made"
-    safeload.convert(source, made, resume=True, **LIMIT)
+    run_pieces(source, made, **LIMIT)
+    if index:
+        safeload.convert(source, tmp_path / "whole", **LIMIT)
+        shutil.copy(tmp_path / "whole" / INDEX, made)
     before = inodes(made)
     write_shard(source, 1, 7)
     if index:
         with pytest.raises(ValueError, match=r"before its source 'model-00002-of-00004.safetensors' changed"):
             safeload.convert(source, made, resume=True, **LIMIT)
         assert inodes(made) == before
-    else:
-        (made / INDEX).unlink()
     safeload.convert(source, made, resume=True, overwrite=index, **LIMIT)
     assert changed(before, inodes(made)) == ["model-00002-of-00004.safetensors"]
     assert values(made) == {"t0": 0, "t1": 7, "t2": 2, "t3": 3}
@@ -110,8 +111,7 @@ def test_a_source_that_changes_after_its_shard_was_written(source, tmp_path, ind
 def test_all_sources_changed(source, tmp_path):
     """Another model of equal shape: nothing proves that the folder belongs to this conversion."""
     made = tmp_path / "made"
-    safeload.convert(source, made, resume=True, **LIMIT)
-    (made / INDEX).unlink()
+    run_pieces(source, made, **LIMIT)
     for number in range(SHARDS):
         write_shard(source, number, 7)
     with pytest.raises(ValueError, match=r"before its source 'model-00001-of-00004.safetensors' changed"):
@@ -129,11 +129,13 @@ def test_scales_in_another_shard(tmp_path):
         if scales in [name for one in piece["sources"] for name, *_ in one["files"]]
     ]
     assert expected
-    safeload.convert(source, made, resume=True, **OPTIONS)
+    run_pieces(source, made, **OPTIONS)
     before = inodes(made)
     os.utime(source / scales, ns=(1, 1))
     safeload.convert(source, made, resume=True, overwrite=True, **OPTIONS)
     assert changed(before, inodes(made)) == sorted(expected)
+    shutil.rmtree(made)
+    run_pieces(source, made, **OPTIONS)
     (source / "config.json").write_text((source / "config.json").read_text() + " ")
     with pytest.raises(ValueError, match=r"before its source 'config.json' changed"):
         safeload.convert(source, made, resume=True, **OPTIONS)
@@ -174,11 +176,11 @@ def test_killed_anywhere_after_a_repair_that_continues_in_the_folder_of_the_firs
         results = [safeload.run_piece(piece) for piece in plan.pieces]
         if survives(lambda: safeload.finalize(plan, results), monkeypatch, count):  # noqa: B023
             break
+        finished = len({path.name for path in records_in(made)}) < SHARDS  # killed while it removed its records
         safeload.convert(source, made, resume=True, **options)
         assert values(made) == {"t0": 0, "t1": 7, "t2": 2, "t3": 3}
-        assert changed(whole, {path.name: path.stat().st_ino for path in made.glob("*.safetensors")}) == [
-            "model-00002-of-00004.safetensors"
-        ]
+        rewritten = changed(whole, {path.name: path.stat().st_ino for path in made.glob("*.safetensors")})
+        assert rewritten == ["model-00002-of-00004.safetensors"] or finished
         assert not [path for path in made.iterdir() if path.name.startswith(".")]
     assert count > 3 * SHARDS
 
@@ -189,38 +191,47 @@ def test_a_store_keeps_the_shards_whose_sources_are_unchanged(source, tmp_path):
 
     fs, made = MemoryFileSystem(), "memory://repaired/made"
     fs.store.clear()
-    safeload.convert(source, made, resume=True, **LIMIT)
+    run_pieces(source, made, **LIMIT)
     write_shard(source, 1, 7)
-    with pytest.raises(ValueError, match=r"before its source 'model-00002-of-00004.safetensors' changed"):
-        safeload.convert(source, made, resume=True, **LIMIT)
-    for value in (7, 8):
-        write_shard(source, 1, value)
-        plan = safeload.plan_convert(source, made, resume=True, overwrite=True, **LIMIT)
-        results = [safeload.run_piece(piece) for piece in plan.pieces]
-        assert [result["written"] for result in results] == [False, True, False, False]
-        assert values(made)["t1"] != value  # the checkpoint is the old one until the end
-        safeload.finalize(plan, results)
-        assert values(made) == {"t0": 0, "t1": value, "t2": 2, "t3": 3}
-        shards = [name for name in fs.ls("/repaired/made", detail=False) if name.endswith(".safetensors")]
-        assert len(shards) == SHARDS
+    plan = safeload.plan_convert(source, made, resume=True, **LIMIT)
+    results = [safeload.run_piece(piece) for piece in plan.pieces]
+    assert [result["written"] for result in results] == [False, True, False, False]
+    safeload.finalize(plan, results)
+    assert values(made) == {"t0": 0, "t1": 7, "t2": 2, "t3": 3}
+    shards = [name for name in fs.find("/repaired/made") if not name.endswith(INDEX)]
+    assert len(shards) == SHARDS + 1  # and config.json
     fs.store.clear()
 
 
 def test_records_with_more_fields_keep_their_shards(source, tmp_path):
     made = tmp_path / "made"
-    safeload.convert(source, made, resume=True, **LIMIT)
+    run_pieces(source, made, **LIMIT)
     before = inodes(made)
-    for path in made.glob("*" + RECORD):
+    for path in records_in(made):
         path.write_text(json.dumps({**json.loads(path.read_text()), "later": [1]}))
     safeload.convert(source, made, resume=True, **LIMIT)
     assert not changed(before, inodes(made))
 
 
+def test_records_beside_their_shards_as_earlier_releases_wrote_them(source, tmp_path):
+    made = tmp_path / "made"
+    run_pieces(source, made, **LIMIT)
+    before = inodes(made)
+    for path in records_in(made):
+        path.rename(made / f"{path.name.removesuffix('.json')}.done.json")
+    (made / ".safeload-resume").rmdir()
+    with pytest.raises(FileExistsError, match="4 of 4 shards are there"):
+        safeload.convert(source, made, **LIMIT)
+    safeload.convert(source, made, resume=True, **LIMIT)
+    assert not changed(before, inodes(made))
+    assert sorted(os.listdir(made)) == sorted([*before, "config.json", INDEX])
+
+
 def test_records_of_an_older_safeload_keep_nothing(source, tmp_path):
     made = tmp_path / "made"
-    safeload.convert(source, made, resume=True, **LIMIT)
+    run_pieces(source, made, **LIMIT)
     before = inodes(made)
-    for path in made.glob("*" + RECORD):
+    for path in records_in(made):
         record = json.loads(path.read_text())
         kept = ("plan", "version", "options", "size", "sha256")
         path.write_text(json.dumps({"safeload_done": 1, **{key: record[key] for key in kept}}))
@@ -234,8 +245,8 @@ def test_records_of_an_older_safeload_keep_nothing(source, tmp_path):
 @pytest.mark.parametrize("sources", [None, 7, [], [7], [[]], [["\x1b[2J", 1, 1]], [[[], 1, 1]]], ids=repr)
 def test_sources_in_a_record_that_no_conversion_wrote(source, tmp_path, sources):
     made = tmp_path / "made"
-    safeload.convert(source, made, resume=True, **LIMIT)
-    for path in made.glob("*" + RECORD):
+    run_pieces(source, made, **LIMIT)
+    for path in records_in(made):
         path.write_text(json.dumps({**json.loads(path.read_text()), "piece": "other", "sources": sources}))
     with pytest.raises(ValueError, match="from other sources") as caught:
         safeload.convert(source, made, resume=True, **LIMIT)

@@ -1,8 +1,9 @@
 """Quantized tensors in safetensors files: plain tensors with a description in the metadata.
 
 ``__metadata__["safeload.quantized"]`` is JSON that maps names to {"scheme", "shape", "axis"}. An int8 tensor is stored
-as ``<name>`` (I8) and ``<name>_scale`` (F32), the names of compressed-tensors. Blocks are stored as U8, and their last
-axis counts bytes.
+as ``<name>`` (I8) and ``<name>_scale`` (F32), the names of compressed-tensors; in folders, where other libraries would
+load the codes as weights, as ``<name>.codes`` and ``<name>_scale``, with the name of the codes in "codes". Blocks are
+stored as U8, and their last axis counts bytes.
 
 Packed tensors of published checkpoints keep their bytes and the names of their parts. Their descriptions have "parts"
 instead of "axis", and ``safeload.quantization`` holds the quantization of the original ``config.json``.
@@ -29,14 +30,18 @@ from ...errors import FormatError, SafetensorError
 
 KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
+CODES_SUFFIX = ".codes"
 
 _QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked)
 
 
 def pack(
-    tensors: Mapping[str, Any], metadata: Mapping[str, str] | None
+    tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, in_folder: bool = False
 ) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
     """Convert tensors and metadata to plain tensors and text.
+
+    Args:
+        in_folder: True to store the codes of int8 tensors as ``<name>.codes``.
 
     Raises:
         TypeError: tensors or metadata are not a mapping.
@@ -71,7 +76,13 @@ def pack(
             continue
         assert isinstance(value, (QuantizedTensor, LazyQuantized))
         described[name] = {"scheme": value.scheme, "shape": list(value.shape), "axis": value.axis}
-        packed[name] = value.data
+        stored = name
+        if in_folder and value.scale is not None:
+            stored = described[name]["codes"] = name + CODES_SUFFIX
+            if stored in tensors:
+                text = f"has the name of the codes of int8 tensor {show(name)}"
+                raise error_about(SafetensorError, text, tensor=stored)
+        packed[stored] = value.data
         if value.scale is not None:
             if name + SCALE_SUFFIX in tensors:
                 text = f"has the name of the scale of int8 tensor {show(name)}"
@@ -113,8 +124,11 @@ def _add_parts(
         packed[stored] = part
 
 
-def unpack(file: WeightFile) -> bool:
-    """Replace the table of an open file by the table in its metadata; return False if there is none.
+def unpack(file: WeightFile) -> dict[str, str]:
+    """Replace the table of an open file by the table in its metadata.
+
+    Returns:
+        The tensors whose codes have a name of their own, by that name.
 
     Raises:
         FormatError: the description is malformed, or does not match the stored tensors.
@@ -123,24 +137,31 @@ def unpack(file: WeightFile) -> bool:
     metadata = table.metadata() or {}
     text = metadata.get(KEY)
     if text is None:
-        return False
+        return {}
     described = _parse(text, file.path)
     listings = {}
     scales = set()
+    named: dict[str, str] = {}
     for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
         listings[name] = Listing(name, row, shape, begin, end)
     for name, entry in described.items():
         if isinstance(entry, dict) and isinstance(entry.get("parts"), dict):
             continue  # a packed tensor, recognised by the names and shapes of its parts as in a published checkpoint
-        stored = listings.get(name)
+        scheme, shape, axis, codes = _entry(name, entry, file.path)
+        stored = listings.get(codes)
         if stored is None:
-            raise FormatError(f"{KEY} describes {show(name)}, which is not in the file", file.path)
-        scheme, shape, axis = _entry(name, entry, file.path)
+            raise FormatError(f"{KEY} describes {show(codes)}, which is not in the file", file.path)
+        if codes != name:
+            if name in listings:
+                raise FormatError(
+                    f"{KEY}: {show(codes)} holds the codes of {show(name)}, which is stored too", file.path
+                )
+            named[codes] = name
         try:
             data, scale = storage_of(scheme, shape, axis)
         except ValueError as error:
             raise error_about(FormatError, f": {error} ({KEY})", path=file.path, tensor=name) from None
-        _expect(stored, data, name, file.path)
+        _expect(stored, data, codes, file.path)
         row = dtypes.BLOCK_TYPES.get(scheme, stored.row)
         described_scale = None
         if scale is not None:
@@ -150,13 +171,13 @@ def unpack(file: WeightFile) -> bool:
             _expect(scales_listing, scale, name + SCALE_SUFFIX, file.path)
             described_scale = Scale(axis, scales_listing.shape, scales_listing.begin, scales_listing.end)
             scales.add(name + SCALE_SUFFIX)
-        listings[name] = stored._replace(row=row, shape=shape, scale=described_scale)
-    both = scales & described.keys()
+        listings[codes] = stored._replace(name=name, row=row, shape=shape, scale=described_scale)
+    both = (scales & described.keys()) | (scales & named.keys()) | (named.keys() & described.keys())
     if both:
-        raise FormatError(f"{KEY}: {show(min(both))} is a scale and a quantized tensor", file.path)
+        raise FormatError(f"{KEY}: {show(min(both))} is part of a quantized tensor and a quantized tensor", file.path)
     rest = {key: value for key, value in metadata.items() if key != KEY}
     file.table = ListedTable([entry for name, entry in listings.items() if name not in scales], rest)
-    return True
+    return named
 
 
 def _parse(text: str, path: str) -> dict[str, Any]:
@@ -171,16 +192,18 @@ def _parse(text: str, path: str) -> dict[str, Any]:
     return described
 
 
-def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int | None]:
+def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int | None, str]:
+    """Return scheme, shape, axis and the stored name of the codes."""
     valid = isinstance(entry, dict) and isinstance(entry.get("scheme"), str)
     if valid:
         scheme, shape, axis = entry["scheme"], entry.get("shape"), entry.get("axis")
         valid = isinstance(shape, list) and all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
         valid = valid and (axis is None or type(axis) is int)
+        valid = valid and entry.get("codes", name) in (name, name + CODES_SUFFIX)
     if not valid:
-        expected = '{"scheme": text, "shape": [integers], "axis": integer or null}'
+        expected = f'{{"scheme": text, "shape": [integers], "axis": integer or null, "codes": name + "{CODES_SUFFIX}"}}'
         raise FormatError(f"{KEY}: the entry of {show(name)} must be {expected}", path)
-    return scheme, tuple(shape), axis
+    return scheme, tuple(shape), axis, entry.get("codes", name)
 
 
 def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], name: str, path: str) -> None:
@@ -196,11 +219,23 @@ def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], na
 def unpack_all(
     files: list[WeightFile], where: dict[str, tuple[WeightFile, int]] | None
 ) -> dict[str, tuple[WeightFile, int]] | None:
-    """List the quantized tensors of safetensors files, and no longer list their scales as tensors."""
-    changed = {file for file in files if KEY in (file.table.metadata() or {}) and unpack(file)}
+    """List the quantized tensors of safetensors files, and no longer list their scales as tensors.
+
+    Raises:
+        FormatError: a description is malformed, or two files have a tensor with the same name.
+    """
+    changed = {file: unpack(file) for file in files if KEY in (file.table.metadata() or {})}
     if where is None or not changed:
         return where
-    places = (
-        (name, file, file.table.find(name) if file in changed else index) for name, (file, index) in where.items()
-    )
-    return {name: (file, index) for name, file, index in places if index >= 0}
+    places: dict[str, tuple[WeightFile, int]] = {}
+    for stored, (file, index) in where.items():
+        name = stored
+        if file in changed:
+            name = changed[file].get(stored, stored)
+            index = file.table.find(name)
+        if index < 0:
+            continue
+        if name in places:
+            raise FormatError(f"{show(places[name][0].path)} has a tensor {show(name)} too", file.path)
+        places[name] = (file, index)
+    return places

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -76,9 +76,13 @@ class Decider:
         """Source names of the tensors to convert, and of tied heads that can be added."""
         return [*self.descriptions, *self._heads]
 
-    def config(self) -> dict[str, Any] | None:
-        """Return the ``config.json`` of the result, or None if the source has none."""
-        return config_with(self._catalog.config, self._target, restored=self.restored)
+    def config(self, schemes: Collection[str]) -> dict[str, Any] | None:
+        """Return the ``config.json`` of the result, or None if the source has none.
+
+        Args:
+            schemes: safeload's schemes of quantized tensors in the result.
+        """
+        return config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
 
     @property
     def restored(self) -> bool:
@@ -294,6 +298,7 @@ class ConversionPlan:
     config: PlannedConfig | None = None
     extras: dict[str, str | PlannedPath]
     quantized: PlannedSummary | None = None
+    schemes: tuple[str, ...] = ()  # safeload's schemes of quantized tensors in the result
     storage_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

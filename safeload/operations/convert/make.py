@@ -69,7 +69,11 @@ class Outputs(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any] | None:
-        return self.decider.config()
+        return self.decider.config(self.schemes)
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        return tuple(sorted({output.scheme for output in self.tensors.values() if isinstance(output, LazyQuantized)}))
 
     @property
     def summary(self) -> Summary | None:
@@ -133,6 +137,8 @@ def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, th
     if keep is not None and not callable(keep):
         check_matches("keep", keep, decider.names)
     decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
+    if rules is not None:
+        check_matches("quantize", rules.patterns, {*decider.names, *decisions})
     converts = request.target is not None or rules is not None
     if options.get("adapters") is not None and not converts and layout is None:
         for source in {source for decision in decisions.values() for source in decision.sources}:

@@ -21,7 +21,7 @@ from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.metadata import as_texts
 from ..folders import journal, unfinished
 from ..folders.destinations import Destination, replacement_of
-from ..folders.folder import Folder
+from ..folders.folder import RESUME, Folder
 from ..folders.shards import divide, weight_map
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import decode, encode
@@ -30,7 +30,7 @@ from ..sources.plan import Plan
 from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, TensorRun, runs_of
 from .make import Outputs, prepare
 from .request import ConvertOptions, ConvertRequest, open_sources, request_of
-from .run_plan import versions_of
+from .run_plan import ONCE, versions_of
 from .write import config_without_codes
 
 if TYPE_CHECKING:
@@ -101,7 +101,10 @@ def planned(
     """Return the plan of a conversion, without storage options, and its destination; see `plan_convert`."""
     request = request_of(dst, options)
     if request.folder is None:
-        raise ValueError("a single file is written by a single process: pass max_shard_size= for a folder of shards")
+        raise ValueError(
+            f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
+            "written by several processes; pass the path of a folder"
+        )
     sources: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
     call = _id_of([__version__, _options(request), unfinished.call_id(sources)])
     plan = _continued(request.folder, call) if overwrite and resume else None
@@ -161,6 +164,7 @@ def _continued(folder: Folder, call: str) -> ConversionPlan | None:
         config=None if note.config is None else PlannedConfig(content=note.config),
         extras={},
         quantized=None if note.quantized is None else decode(PlannedSummary, note.quantized, prefix),
+        schemes=note.schemes,
     )
 
 
@@ -180,7 +184,7 @@ def _plan(
         if folder.location.files.remote:
             unfinished.check_remote(folder)
         in_place = _id_of([call, encode(adapters) or None])
-        if resume and {"adapters", "rename"} & options.keys():
+        if resume and ONCE & options.keys():
             _check_not_applied(folder, prepared.catalog, in_place)
     pieces = [replace(piece, plan=plan_id, options=options, in_place=in_place) for piece in pieces]
     places = _places(pieces, folder, overwrite=overwrite, resume=resume)
@@ -202,6 +206,7 @@ def _plan(
         config=config,
         extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
         quantized=_summary(prepared),
+        schemes=prepared.schemes,
     )
 
 
@@ -365,11 +370,6 @@ def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: boo
     if not overwrite:
         if resume:
             _check_resumable(pieces, folder, present, records, begun=begun)
-        elif ours:
-            message = (
-                "The folder holds a partial conversion; pass resume=True to continue or overwrite=True to start over"
-            )
-            raise FileExistsError(errno.EEXIST, message, folder.location.shown)
         else:
             replacement.check_free(overwrite)
     places = {file: _Place(folder, file) for file in files}
@@ -416,7 +416,7 @@ def _check_resumable(
         )
     if not records:
         _check_unrecorded(folder, present, files)
-    if SINGLE in present:
+    if SINGLE in present and SINGLE not in files:
         message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
         raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
 
@@ -427,13 +427,17 @@ def _check_unrecorded(folder: Folder, present: Set[str], files: Sequence[str]) -
     Raises:
         FileExistsError: the folder is complete, or has other files.
     """
-    if INDEX in present:
-        message = "The folder is complete, but has no record of its conversion; pass overwrite=True to replace it"
-        raise FileExistsError(errno.EEXIST, message, folder.location.shown)
-    leftovers = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
-    if present >= set(files) or not present <= {*files, *leftovers}:
+    if present & {INDEX, SINGLE}:
+        _refuse_complete(folder)
+    leftovers = replacement_of(folder).leftovers([*files, *(file + journal.OLD_RECORD for file in files)])
+    if present >= set(files) or not present <= {RESUME, *files, *leftovers}:
         message = "The folder has other files, but no record of this conversion; pass overwrite=True to replace them"
         raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+
+
+def _refuse_complete(folder: Folder) -> None:
+    message = "The folder has a complete checkpoint: there is nothing to continue; pass overwrite=True to replace it"
+    raise FileExistsError(errno.EEXIST, message, folder.location.shown)
 
 
 def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:

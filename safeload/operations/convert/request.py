@@ -16,7 +16,7 @@ from ...formats.registry import BY_NAME, SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES,
 from ...models.layout import Layout
 from ...stores.files import Location
 from ..folders import unfinished
-from ..folders.destinations import USUAL_SIZE, Destination, of, where
+from ..folders.destinations import USUAL_SIZE, Destination, is_folder, of, where
 from ..folders.folder import Folder
 from ..folders.shards import extras_of
 from ..quantize.checkpoint import Keep, Scheme
@@ -75,8 +75,9 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     if options.get("keep") is not None and options.get("quantize") is None:
         raise ValueError("keep= selects tensors that quantize= leaves unquantized: pass quantize= too")
     place, max_shard_size = where(dst, options.get("storage_options")), options.get("max_shard_size")
-    format = _format_of(place, options)
-    folder = None if max_shard_size is None and not place.files.remote else of(place)
+    in_folder = max_shard_size is not None or is_folder(place, options.get("format"))
+    format = _format_of(place, options, in_folder=in_folder)
+    folder = of(place) if in_folder else None
     limit = parse_size(USUAL_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     return ConvertRequest(place.shown, format, folder, limit, target, options)
 
@@ -97,20 +98,23 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
     return repeatable  # type: ignore[return-value]
 
 
-def _format_of(place: Location, options: ConvertOptions) -> str:
+def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> str:
     """Return the format to write: ``format=`` if given, else the format of the destination's suffix.
 
     Raises:
         ValueError: the format or suffix is unknown, or the suffix belongs to another format.
     """
-    format, path, sharded = options.get("format"), place.shown, options.get("max_shard_size") is not None
+    format, path = options.get("format"), place.shown
     if format is not None and format not in WRITTEN:
         raise ValueError(f"unknown format {show(format)}, expected one of {', '.join(WRITTEN)}")
     suffix = os.path.splitext(path)[1].lower()
-    if place.files.remote or sharded:
+    if in_folder:
         if format not in (None, SAFETENSORS):
-            raise ValueError(f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}")
-        if sharded and not place.files.remote and any(suffix in suffixes for suffixes in WRITTEN.values()):
+            raise ValueError(
+                f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}; pass a file"
+            )
+        of_file = any(suffix in suffixes for suffixes in WRITTEN.values())
+        if of_file and not place.files.remote and not is_folder(place):
             raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
         return SAFETENSORS
     known = ", ".join(SUFFIXES)
@@ -129,7 +133,7 @@ def _format_of(place: Location, options: ConvertOptions) -> str:
                 f"{show(path)}: other programs read {suffix} as a torch file: use one of {known}, or pass "
                 f'format="{name}" if you mean {BY_NAME[name].title}'
             )
-    raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
+    raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
 
 
 def open_sources(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:

@@ -13,12 +13,12 @@ from ...engine.codes.pieces import in_order
 from ...engine.run.digest import Digest
 from ...engine.run.progress import Progress
 from ...errors import FormatError, SafeloadError, cut_traceback
-from ...formats.folder import CONFIG, INDEX
+from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
 from ..folders import journal, unfinished
 from ..folders.destinations import folder_at, replacement_of
 from ..folders.folder import Folder, LocalFolder, homes_of, shared_identity
-from ..folders.shards import Beside, config_with, open_shard, write_beside, write_shard, writer_of
+from ..folders.shards import Beside, config_with, open_shard, warn_of_schemes, write_beside, write_shard, writer_of
 from ..quantize.checkpoint import Summary
 from ..sources import executors
 from ..sources.catalog import Catalog
@@ -29,6 +29,9 @@ from ..sources.plan import INVALID_PLAN, check_version, decode_piece
 from .decide import ConversionPiece, ConversionPlan, ShardResult, decisions_of, row_of
 from .make import Maker
 from .write import ConvertReport
+
+# Options that change tensors of a folder again if they are applied to their own result.
+ONCE = {"adapters", "rename"}
 
 
 def run_all(
@@ -265,7 +268,9 @@ def complete(
     replacement = replacement_of(folder)
     with ExitStack() as stack, ExitStack() as first:
         # The other files come first: if copying them fails, an existing checkpoint is still complete.
-        beside = Beside(weight_map, total, config, extras)
+        indexed = [*shards] != [SINGLE]
+        beside = Beside(weight_map, total, config, extras, indexed)
+        stack.enter_context(replacement.after_index(plan.outdated))
         write_beside(stack, beside, folder, replacement, overwrite=True, outdated=plan.outdated, extras=first)
         first.close()
         if waiting or plan.in_place:
@@ -273,9 +278,12 @@ def complete(
         replacement.collect(plan.id, places)
     names = [*shards, INDEX, CONFIG, *extras]
     waited = [*places.values(), *journal.superseded(replacement.asides(), plan.version, plan.options)]
-    replacement.tidy(plan.id, [*names, *(file + journal.RECORD for file in names)], waited)
+    replacement.tidy(plan.id, [*names, *(file + journal.OLD_RECORD for file in names)], waited)
     if waiting or plan.outdated or plan.in_place or not folder.location.files.remote:
-        unfinished.forget(folder)  # last: once it is gone, the same call may refuse to continue
+        unfinished.forget(folder)  # once it is gone, the same call may refuse to continue
+    if not (plan.in_place and ONCE & plan.options.keys()):  # there the records prevent a second time
+        journal.clear(folder)
+    warn_of_schemes(folder.location.shown, plan.schemes)
     nbytes, seconds = (sum(shard.size for shard in shards.values()), sum(shard.seconds for shard in shards.values()))
     files = [folder.shown(file) for file in shards]
     return ConvertReport(folder.location.shown, SAFETENSORS, files, plan.tensors, nbytes, seconds, summary)
@@ -294,6 +302,7 @@ def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.
         call=plan.call,
         tensors=plan.tensors,
         quantized=encode(plan.quantized),
+        schemes=plan.schemes,
         pieces=tuple(pieces) if plan.in_place else None,
         config=config if plan.in_place else None,
     )
@@ -359,11 +368,13 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
         weight_file = open_shard(place, file)
     except FileNotFoundError:
         moved = None if place.place == folder.place else journal.read(folder, file)
-        if moved is None or moved.piece != shard.piece:  # otherwise `finalize` was interrupted
-            advice = "run its piece again, on a machine that shares this folder"
-            raise FormatError(f"the shard is gone: {advice}", place.shown(file)) from None
-        place, record = folder, moved
-        weight_file = open_shard(folder, file)
+        if place.place == folder.place or (moved is not None and moved.piece != shard.piece):
+            raise _gone(place, file) from None
+        place, record = folder, moved  # `finalize` was interrupted, or is repeated
+        try:
+            weight_file = open_shard(folder, file)
+        except FileNotFoundError:
+            raise _gone(shard.folder, file) from None
     with closing(weight_file):
         if weight_file.size != shard.size:
             message = f"the shard has {weight_file.size:,} bytes, but its piece wrote {shard.size:,}"
@@ -378,6 +389,11 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
         return [*weight_file.table.names], sum(weight_file.table.sizes())
 
 
+def _gone(place: Folder, file: str) -> FormatError:
+    advice = "run its piece again, on a machine that shares this folder"
+    return FormatError(f"the shard is gone: {advice}", place.shown(file))
+
+
 def _config_of(plan: ConversionPlan) -> dict[str, Any] | None:
     """Return the ``config.json`` of the result."""
     planned = plan.config
@@ -385,7 +401,7 @@ def _config_of(plan: ConversionPlan) -> dict[str, Any] | None:
         return None
     config = config_from(planned.source if planned.content is None else planned.content)
     target = None if planned.dtype is None else row_of(planned.dtype)
-    return None if config is None else config_with(config, target, restored=planned.restored)
+    return config_with(config, target, restored=planned.restored, schemes=plan.schemes)
 
 
 def _summary(plan: ConversionPlan, total: int) -> Summary | None:

@@ -24,12 +24,12 @@ from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS
 from ...formats.safetensors.header import Header
 from ...formats.safetensors.quantized import pack
-from ...packed.quantization import without_quantization
+from ...packed.quantization import is_own, without_quantization
 from ...stores.files import Location
 from ..folders import journal, unfinished
 from ..folders.destinations import replacement_of
 from ..folders.folder import Folder, LocalFolder
-from ..folders.shards import Beside, ShardWriter, config_with, shard_bounds, write_shards
+from ..folders.shards import Beside, ShardWriter, config_with, shard_bounds, warn_of_schemes, write_shards
 from ..quantize.checkpoint import Summary
 from ..sources.catalog import Catalog
 from .make import may_be_code
@@ -111,6 +111,10 @@ class Conversion(Protocol):
         """The ``config.json`` of a folder; None if the source has none."""
 
     @property
+    def schemes(self) -> tuple[str, ...]:
+        """Safeload's schemes of quantized tensors."""
+
+    @property
     def extras(self) -> Mapping[str, Location]:
         """Other files to copy into a folder, by name."""
 
@@ -163,6 +167,7 @@ def write(
             if in_place and not folder.location.files.remote:
                 replacing = partial(unfinished.note, folder, unfinished.UnfinishedNote())
             files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
+            warn_of_schemes(path, conversion.schemes)
     return ConvertReport(path, request.format, files, conversion.tensor_count, nbytes, 0.0, conversion.summary)
 
 
@@ -182,11 +187,12 @@ def _write_folder(
     config = conversion.config
     if config is None and overwrite:
         config = config_without_codes(conversion, folder, request.target)
-    beside = Beside(conversion.weight_map(shards), conversion.nbytes, config, conversion.extras)
+    weight_map = conversion.weight_map(shards)
+    beside = Beside(weight_map, conversion.nbytes, config, conversion.extras, [*shards] != [SINGLE])
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = write_shards(writers, beside, folder, overwrite=overwrite, replacing=replacing)
-    journal.forget(folder, [*shards])
     if overwrite:
+        journal.clear(folder)
         unfinished.forget(folder)
     return [folder.shown(file) for file in shards], nbytes
 
@@ -205,6 +211,7 @@ class Copies(NamedTuple):
     extras: dict[str, Location]
     threads: int | None
     summary: None = None
+    schemes: tuple[str, ...] = ()
 
     @property
     def tensor_count(self) -> int:
@@ -308,23 +315,30 @@ class CopyWriter:
 
 
 def config_without_codes(conversion: Conversion, folder: Folder, target: dtypes.Dtype | None) -> dict[str, Any] | None:
-    """Return the destination's old ``config.json`` without its quantization.
+    """Return the destination's old ``config.json`` with the quantization of the new weights, or without any.
 
-    None if the new weights can be the codes it describes, if it has no quantization, or if it cannot be read.
+    None if the new weights can be the codes it describes, if it needs no change, or if it cannot be read.
 
     Args:
         folder: the destination.
         target: dtype that floating tensors were converted to; None if unchanged.
     """
-    config = None if conversion.may_hold_codes else _quantized_config(folder)
+    config = None if conversion.may_hold_codes else _config_in(folder)
     if config is None:
         return None
+    if without_quantization(config) == config:
+        return config_with(config, target, schemes=conversion.schemes) if conversion.schemes else None
+    if not (is_own(config) and conversion.schemes):
+        _warn_of_removal(folder)
+    return config_with(config, target, restored=True, schemes=conversion.schemes)
+
+
+def _warn_of_removal(folder: Folder) -> None:
     log.warning(
         "%s: removed the quantization of the old weights, because the new weights have none and their source has no %s",
         folder.shown(CONFIG),
         CONFIG,
     )
-    return config_with(config, target, restored=True)
 
 
 def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None:
@@ -333,7 +347,10 @@ def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None
     if request.format != SAFETENSORS or name != SINGLE or conversion.may_hold_codes:
         return
     beside = LocalFolder(folder or ".")
-    if _quantized_config(beside) is not None:
+    config = _config_in(beside)
+    if config is None or (is_own(config) and conversion.schemes):
+        return
+    if without_quantization(config) != config:
         log.warning(
             "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
             "the weights. A conversion from folder to folder, with max_shard_size=, removes it",
@@ -342,12 +359,11 @@ def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None
         )
 
 
-def _quantized_config(folder: Folder) -> dict[str, Any] | None:
-    """Return the folder's ``config.json`` if it has a quantization."""
+def _config_in(folder: Folder) -> dict[str, Any] | None:
+    """Return the folder's ``config.json``, or None if it is missing or unreadable."""
     try:
         if CONFIG not in folder.names():
             return None
-        config = folder.read_json(CONFIG, CONFIG)
+        return folder.read_json(CONFIG, CONFIG)
     except (FormatError, OSError):
         return None
-    return config if without_quantization(config) != config else None

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ...base.paths import PathLike, native_path
 from ...base.text import show
-from ...formats.registry import SUFFIXES, WEIGHT_SUFFIXES
+from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES
 from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.places import Located, places_of
@@ -20,8 +20,11 @@ from .replacement import LocalReplacement, Replacement
 # The destination of a conversion.
 Destination: TypeAlias = PathLike | Located
 
-# The default limit for shards in a store.
+# The default limit for shards.
 USUAL_SIZE = "5GB"
+
+# A suffix begins with a letter: the names of models end in versions and sizes, such as "Qwen2.5-7B".
+_SUFFIX = re.compile(r"\.(?:[a-z]\w*)?", re.ASCII)
 
 # A URL as `pathlib` spells it.
 _PATH_OF_URL = re.compile(rf"({'|'.join(urls.PLAIN)}):[/\\](?![/\\])")
@@ -44,6 +47,20 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
     if path_like and len(urls.links(text)) == 1 and urls.scheme_of(text) == "file":
         return Location(LOCAL, native_path(urls.local_path(text))[0])
     return Location(files, text)
+
+
+def is_folder(location: Location, format: str | None = None) -> bool:
+    """Return True if a destination is a folder: a URL, an existing folder, or a path with a final slash or no suffix.
+
+    Args:
+        format: the requested format; a format other than safetensors is written to a file without a suffix.
+    """
+    path = location.path
+    if location.files.remote or os.path.isdir(path) or not os.path.basename(path):
+        return True
+    suffix = os.path.splitext(path)[1].lower()
+    named = suffix in WEIGHT_SUFFIXES or suffix in SUFFIXES or _SUFFIX.fullmatch(suffix) is not None
+    return not named and format in (None, SAFETENSORS)
 
 
 def of(location: Location) -> Folder:

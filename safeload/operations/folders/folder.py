@@ -28,6 +28,8 @@ from ...stores.store import ByteStore
 _BUFFER = 8 << 20
 # The names of subfolders in which shards wait begin with this; the id of their plan follows.
 ASIDE = ".safeload-"
+# The subfolder for the records of an unfinished conversion.
+RESUME = ".safeload-resume"
 
 
 class Folder(ABC):
@@ -37,6 +39,10 @@ class Folder(ABC):
 
     def __init__(self, location: Location) -> None:
         self.location = location
+
+    @abstractmethod
+    def __truediv__(self, name: str) -> Folder:
+        """Return a subfolder."""
 
     @property
     @abstractmethod
@@ -64,7 +70,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; missing files are ignored."""
+        """Remove files, and empty subfolders, whose names end with a slash; missing ones are ignored."""
 
     @abstractmethod
     def identity(self, name: str) -> list[Any] | None:
@@ -99,6 +105,9 @@ class LocalFolder(Folder):
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalFolder, (self.location.path,)
 
+    def __truediv__(self, name: str) -> LocalFolder:
+        return LocalFolder((self.location / name).path)
+
     @property
     def place(self) -> str:
         return absolute(self.location.path)
@@ -114,7 +123,7 @@ class LocalFolder(Folder):
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             with suppress(OSError):
-                os.unlink(self.shown(name))
+                (os.rmdir if name.endswith("/") else os.unlink)(self.shown(name))
 
     def identity(self, name: str) -> list[Any] | None:
         try:

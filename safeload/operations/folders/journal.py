@@ -1,19 +1,28 @@
-"""Records beside complete shards: a resumed conversion skips recorded shards."""
+"""Records of complete shards: a resumed conversion skips recorded shards.
+
+The records of an unfinished conversion stand in the subfolder ``.safeload-resume``, a file for each shard; success
+removes them. Records of earlier releases, ``SHARD.done.json`` beside the shard, are read and removed too.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...base.text import printable, show
+from ...base.text import plural, printable, show
 from ...errors import FormatError
+from ...formats.folder import INDEX, SINGLE
 from ..sources.codec import decode, encode
-from .folder import Folder
+from . import unfinished
+from .folder import RESUME, Folder
 
-# Suffix of the record of a shard.
-RECORD = ".done.json"
+# Suffixes of the record of a shard: in the subfolder, and beside the shard by earlier releases.
+RECORD, OLD_RECORD = ".json", ".done.json"
+_COUNT = re.compile(r"-of-([0-9]{5,})\.safetensors\Z", re.ASCII)
 KEY, VERSION = "safeload_done", 2
 # Records of this version do not name the piece of a shard, so their shards are written again.
 _WITHOUT_PIECE = 1
@@ -48,14 +57,20 @@ def write(folder: Folder, file: str, record: ShardRecord) -> None:
 
 def _write(folder: Folder, file: str, record: ShardRecord) -> None:
     text = (json.dumps(encode(record), indent=1) + "\n").encode()
-    with folder.writing(file + RECORD, len(text), overwrite=True) as written, written.stream() as stream:
+    records = folder / RESUME
+    with records.writing(file + RECORD, len(text), overwrite=True) as written, written.stream() as stream:
         stream.write(text)
 
 
 def read(folder: Folder, file: str) -> ShardRecord | None:
     """Return the record of a shard, or None if there is no valid record."""
+    record = _read(folder / RESUME, file + RECORD)
+    return _read(folder, file + OLD_RECORD) if record is None else record
+
+
+def _read(folder: Folder, name: str) -> ShardRecord | None:
     try:
-        plain = folder.read_json(file + RECORD, "the record of a shard")
+        plain = folder.read_json(name, "the record of a shard")
         if plain.get(KEY) == _WITHOUT_PIECE:
             plain["piece"] = ""
         record = decode(ShardRecord, plain, "invalid record", extra=True)
@@ -77,9 +92,48 @@ def is_whole(folder: Folder, file: str, piece: str) -> ShardRecord | None:
 
 
 def forget(folder: Folder, files: Iterable[str]) -> None:
-    """Remove the records of shards after a conversion without records."""
-    names = folder.names()
-    folder.remove([file + RECORD for file in files if file + RECORD in names])
+    """Remove the records of shards."""
+    files = [*files]
+    (folder / RESUME).remove([file + RECORD for file in files])
+    folder.remove([file + OLD_RECORD for file in files])
+
+
+def clear(folder: Folder) -> None:
+    """Remove all records of a complete folder."""
+    records, names = folder / RESUME, folder.names()
+    folder.remove([name for name in sorted(names) if name.endswith(OLD_RECORD) and _is_shard(name, OLD_RECORD)])
+    records.remove([name for name in sorted(records.names()) if name.endswith((RECORD, ".tmp"))])
+    folder.remove([RESUME + "/"])
+
+
+def _is_shard(name: str, suffix: str) -> bool:
+    file = name.removesuffix(suffix)
+    return file == SINGLE or _COUNT.search(file) is not None
+
+
+def check_unfinished(folder: Folder, names: Collection[str]) -> None:
+    """Refuse a folder with an unfinished conversion, and say how to continue it.
+
+    Args:
+        names: names in the folder.
+
+    Raises:
+        FileExistsError: the folder has records of shards, and no index.
+    """
+    if INDEX in names and unfinished.NAME not in names:
+        return
+    records = recorded(folder, names)
+    complete = sorted(file for file in records if file in names)
+    if not complete or (complete == [SINGLE] and records[SINGLE].in_place is not None):
+        return
+    count = _COUNT.search(complete[0])
+    total = 1 if count is None else int(count[1])
+    of = f"{len(complete):,} of {plural(total, 'shard')} {'is' if total == 1 else 'are'} there"
+    raise FileExistsError(
+        errno.EEXIST,
+        f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over",
+        folder.location.shown,
+    )
 
 
 def copy(file: str, source: Folder, target: Folder) -> None:
@@ -95,9 +149,19 @@ def recorded(folder: Folder, names: Iterable[str]) -> dict[str, ShardRecord]:
     Args:
         names: names in the folder.
     """
-    files = [name.removesuffix(RECORD) for name in sorted(names) if name.endswith(RECORD)]
+    files = sorted(shards(folder, names))
     records = folder.location.files.each(lambda file: read(folder, file), files)
     return {file: record for file, record in zip(files, records, strict=True) if record is not None}
+
+
+def shards(folder: Folder, names: Iterable[str]) -> set[str]:
+    """Return the names of the shards with records, which can be malformed.
+
+    Args:
+        names: names in the folder.
+    """
+    old = {name.removesuffix(OLD_RECORD) for name in names if name.endswith(OLD_RECORD)}
+    return old | {name.removesuffix(RECORD) for name in (folder / RESUME).names() if name.endswith(RECORD)}
 
 
 def same_work(record: ShardRecord, version: str, options: Mapping[str, Any]) -> bool:
@@ -107,11 +171,12 @@ def same_work(record: ShardRecord, version: str, options: Mapping[str, Any]) -> 
 
 def superseded(asides: Iterable[Folder], version: str, options: Mapping[str, Any]) -> list[Folder]:
     """Return the subfolders in which the same conversion left shards of other sources; see `same_work`."""
-    names_of = [(aside, aside.names()) for aside in asides]
+    names_of = [(aside, aside.names() - {RESUME}) for aside in asides]
     return [
         aside
         for aside, names in names_of
-        if not names or any(same_work(record, version, options) for record in recorded(aside, names).values())
+        if not names - {RESUME}
+        or any(same_work(record, version, options) for record in recorded(aside, names).values())
     ]
 
 

@@ -20,8 +20,8 @@ from ...errors import FormatError
 from ...formats.folder import INDEX, SINGLE, sets_of
 from ...stores.local import identity_of, replace
 from . import journal
-from .folder import ASIDE, Folder, LocalFolder, check_free
-from .journal import RECORD
+from .folder import ASIDE, RESUME, Folder, LocalFolder, check_free
+from .journal import OLD_RECORD
 
 # Shards of any writer. An old index can name other files too; they are never removed.
 _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
@@ -107,12 +107,15 @@ class Replacement(ABC):
         """
 
     @abstractmethod
-    def before_config(self, config: bytes | None, outdated: Sequence[str]) -> AbstractContextManager[object]:
-        """Return a context that must end when only the config and the index are left to be put in place.
+    def before_config(
+        self, config: bytes | None, outdated: Sequence[str], *, indexed: bool
+    ) -> AbstractContextManager[object]:
+        """Return a context that must end when only the config, and the index or only shard, are left to put in place.
 
         Args:
             config: content of the new config; None for none.
             outdated: see `outdated`.
+            indexed: False if the only shard is ``model.safetensors``.
         """
 
     @abstractmethod
@@ -125,11 +128,15 @@ class LocalReplacement(Replacement):
 
     def __init__(self, folder: LocalFolder) -> None:
         self._folder = folder
-        self._hidden: str | None = None  # the old model.safetensors, while config and index are put in place
+        self._hidden: dict[str, str] = {}  # old model.safetensors or index, while config and index are put in place
 
     def check_free(self, overwrite: bool) -> None:
         path = self._folder.location.path
-        if not os.path.isdir(path) or self._folder.names():
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", path)
+        names = self._folder.names()
+        if names and not overwrite:
+            journal.check_unfinished(self._folder, names)
             check_free(path, overwrite)
 
     def outdated(self, files: Sequence[str]) -> list[str]:
@@ -139,16 +146,17 @@ class LocalReplacement(Replacement):
         """
         names = self._folder.names()
         indexed = _indexed(self._folder)
-        if INDEX in names and SINGLE not in indexed:
+        if INDEX in names and SINGLE not in indexed and SINGLE not in files:
             self._check_no_single()
         shards = {name for name in indexed if _NUMBERED.fullmatch(name)}
-        shards.update(name for name in names if name + RECORD in names and _NUMBERED.fullmatch(name))
+        shards.update(name for name in journal.shards(self._folder, names) & names if _NUMBERED.fullmatch(name))
         if not names & {INDEX, SINGLE}:
             shards.update(filter(_NUMBERED.fullmatch, _complete_set(names - {*files})))
-        records = {name + RECORD for name in shards} & names
+        records = {name + OLD_RECORD for name in shards} & names
         single = {SINGLE} if self._has_single() else set()
-        single.update(self.leftovers([SINGLE]) if names else ())  # a conversion was killed while it was hidden
-        return sorted((single | shards | records) - {*files, *(file + RECORD for file in files)})
+        single.update(self.leftovers([SINGLE, INDEX]) if names else ())  # a conversion was killed while it was hidden
+        index = {INDEX} & names if SINGLE in files else set()
+        return sorted((single | index | shards | records) - {*files, *(file + OLD_RECORD for file in files)})
 
     def free_names(self, files: Sequence[str]) -> dict[str, str]:
         return {file: file for file in files}  # they replace old files together
@@ -160,7 +168,7 @@ class LocalReplacement(Replacement):
         return os.path.isdir(self._aside(plan).location.path)
 
     def asides(self) -> list[Folder]:
-        names = sorted(name for name in self._folder.names() if name.startswith(ASIDE))
+        names = sorted(name for name in self._folder.names() if name.startswith(ASIDE) and name != RESUME)
         return [LocalFolder(path) for path in map(self._folder.shown, names) if os.path.isdir(path)]
 
     def collect(self, plan: str, places: Mapping[str, Folder]) -> None:
@@ -181,6 +189,7 @@ class LocalReplacement(Replacement):
                     os.unlink(path)
                 if folder in waited:
                     LocalFolder(folder).remove(names)
+                    journal.clear(LocalFolder(folder))
                     os.rmdir(folder)
 
     @contextmanager
@@ -199,30 +208,31 @@ class LocalReplacement(Replacement):
         return nullcontext(stack)
 
     @contextmanager
-    def before_config(self, config: bytes | None, outdated: Sequence[str]) -> Iterator[None]:
-        """Hide ``model.safetensors`` at the end, because other programs load it instead of an index."""
-        if SINGLE not in outdated:
+    def before_config(self, config: bytes | None, outdated: Sequence[str], *, indexed: bool) -> Iterator[None]:
+        """Hide the old ``model.safetensors`` or index at the end: readers would prefer it to the new files."""
+        if indexed and SINGLE not in outdated:
             self._check_no_single()
         yield
-        if SINGLE in outdated and self._has_single():
-            hidden = self._folder.shown(f".{SINGLE}.{os.urandom(8).hex()}.tmp")
-            os.rename(self._folder.shown(SINGLE), hidden)
-            self._hidden = hidden
+        for name in (SINGLE, INDEX):
+            if name in outdated and os.path.isfile(self._folder.shown(name)):
+                hidden = self._folder.shown(f".{name}.{os.urandom(8).hex()}.tmp")
+                os.rename(self._folder.shown(name), hidden)
+                self._hidden[name] = hidden
 
     @contextmanager
     def after_index(self, outdated: Sequence[str]) -> Iterator[None]:
-        """Restore ``model.safetensors`` if the index cannot be put in place."""
+        """Restore the hidden file if the new files cannot be put in place."""
         try:
             yield
         except BaseException:
-            if self._hidden is not None:
+            for name, hidden in self._hidden.items():
                 with suppress(OSError):
-                    os.rename(self._hidden, self._folder.shown(SINGLE))
-                self._hidden = None
+                    os.rename(hidden, self._folder.shown(name))
+            self._hidden = {}
             raise
-        hidden = [] if self._hidden is None else [os.path.basename(self._hidden)]
-        self._hidden = None
-        self._folder.remove([*hidden, *(name for name in outdated if name != SINGLE)])
+        files = [*map(os.path.basename, self._hidden.values()), *(name for name in outdated if name != SINGLE)]
+        self._hidden = {}
+        self._folder.remove(files)
 
     def _aside(self, plan: str) -> LocalFolder:
         return LocalFolder(self._folder.shown(ASIDE + plan))
@@ -239,7 +249,7 @@ class LocalReplacement(Replacement):
                 os.chmod(old, stat.S_IMODE(os.stat(new).st_mode))
         with suppress(FileNotFoundError):
             replace(old, new, new)
-        source.remove([file + RECORD])
+        journal.forget(source, [file])
 
     def _has_single(self) -> bool:
         return os.path.isfile(self._folder.shown(SINGLE))
@@ -298,7 +308,7 @@ class OldShards:
                 message = f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
                 raise FileExistsError(errno.EEXIST, message, folder.shown(INDEX))
             shards = sorted(name for name in _indexed(folder) if _NUMBERED.fullmatch(name))
-            self._shards.append((folder, [INDEX, *shards, *(name + RECORD for name in shards)]))
+            self._shards.append((folder, [INDEX, *shards, *(name + OLD_RECORD for name in shards)]))
 
     def check_source(self, paths: Sequence[str], *, every_tensor: bool) -> None:
         """Refuse to remove shards of the source if the new file does not get all of their tensors.

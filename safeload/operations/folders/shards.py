@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...base import dtypes
+from ...base import dtypes, log
 from ...base.arrays import Array
 from ...base.text import show
 from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized
@@ -20,12 +20,12 @@ from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ...formats import registry
-from ...formats.folder import CONFIG, INDEX
+from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import WEIGHT_SUFFIXES
 from ...formats.safetensors.file import Writer, open_file
 from ...formats.safetensors.quantized import pack
 from ...models.config_dtype import with_dtype
-from ...packed.quantization import without_quantization
+from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import Location
 from ...stores.remote import RemoteStore
 from .destinations import replacement_of
@@ -48,7 +48,11 @@ Output = Lazy | LazyQuantized | LazyPacked
 
 
 def config_with(
-    config: Mapping[str, Any] | None, target: dtypes.Dtype | None, *, restored: bool = False
+    config: Mapping[str, Any] | None,
+    target: dtypes.Dtype | None,
+    *,
+    restored: bool = False,
+    schemes: Collection[str] = (),
 ) -> dict[str, Any] | None:
     """Return the ``config.json`` for converted weights; nested configurations change too.
 
@@ -56,12 +60,26 @@ def config_with(
         config: the config of the source, if it has one.
         target: new dtype of floating tensors; None if it is unchanged.
         restored: True to remove the quantization, because packed tensors were dequantized.
+        schemes: safeload's schemes of quantized tensors in the result.
     """
     if config is None:
         return None
-    if restored:
+    if restored or is_own(config):
         config = without_quantization(config)
-    return dict(config) if target is None else with_dtype(config, target)
+    result = dict(config) if target is None else with_dtype(config, target)
+    if schemes and quantization_of(result) is None:
+        result[QUANTIZATION] = {"quant_method": OWN, "schemes": sorted(schemes)}
+    return result
+
+
+def warn_of_schemes(path: str, schemes: Collection[str]) -> None:
+    """Warn that other libraries cannot load a folder with quantized tensors of ours."""
+    if schemes:
+        log.warning(
+            "%s: only safeload reads the quantized tensors (%s); transformers, vLLM and other engines do not load them",
+            path,
+            ", ".join(sorted(schemes)),
+        )
 
 
 def extras_of(folder: Location) -> dict[str, Location]:
@@ -95,7 +113,9 @@ def divide(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Out
 
 
 def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
-    """Return the range of tensors in each shard by file name. Without tensors there is a single empty shard.
+    """Return the range of tensors in each shard by file name: ``model.safetensors`` for a single shard.
+
+    Without tensors there is a single empty shard.
 
     Args:
         sizes: bytes of each tensor.
@@ -108,6 +128,8 @@ def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
         bounds.append(slice(begin, end))
         begin, done = end, int(ends[end - 1])
     bounds = bounds or [slice(0, 0)]
+    if len(bounds) == 1:
+        return {SINGLE: bounds[0]}
     return {f"model-{k + 1:05}-of-{len(bounds):05}.safetensors": rows for k, rows in enumerate(bounds)}
 
 
@@ -119,7 +141,7 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
     """
     files: dict[str, str] = {}
     for file, shard in shards.items():
-        for name in pack(shard, None)[0]:
+        for name in pack(shard, None, in_folder=True)[0]:
             if name in files:  # `pack` refuses duplicates within a shard
                 raise SafetensorError(
                     f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
@@ -130,7 +152,7 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
 
 def writer_of(outputs: Mapping[str, Output], metadata: Mapping[str, str] | None) -> ShardWriter:
     """Return the writer of a shard with these tensors and metadata."""
-    return Writer(*pack(outputs, metadata))
+    return Writer(*pack(outputs, metadata, in_folder=True))
 
 
 def open_shard(folder: Folder, name: str) -> WeightFile:
@@ -152,6 +174,7 @@ class Beside(NamedTuple):
     total_size: int  # bytes of all tensors
     config: Mapping[str, Any] | None  # content of config.json; None to write none
     extras: Mapping[str, Location]  # other files to copy into the folder, by name
+    indexed: bool  # False if the only shard is ``model.safetensors``
 
 
 class ShardWriter(Protocol):
@@ -172,8 +195,8 @@ def write_shards(
 ) -> int:
     """Write shards, config and index, and return the bytes of the shards.
 
-    The index is put in place last: a new folder has no index until its shards are complete. If an error occurs, a new
-    folder is removed.
+    The index, or the only shard, is put in place last: a new folder cannot be opened until it is complete. If an error
+    occurs, a new folder is removed.
 
     Args:
         shards: functions returning the writer of a shard, by file name; each is called when its turn comes.
@@ -185,8 +208,14 @@ def write_shards(
     replacement = replacement_of(folder)
     outdated = replacement.outdated([*shards]) if overwrite else []
     with replacement.undone(), ExitStack() as stack:  # closed in reverse order: the first file is put in place last
+        stack.enter_context(replacement.after_index(outdated))
+        alone = [*shards] == [SINGLE]
+        for file, shard in shards.items() if alone else ():
+            writer = shard()
+            write_shard(stack, writer, folder, file, overwrite=overwrite)
+            written += writer.size
         write_beside(stack, beside, folder, replacement, overwrite=overwrite, outdated=outdated)
-        for file, shard in shards.items():
+        for file, shard in () if alone else shards.items():
             with replacement.shard(stack, file) as own:
                 writer = shard()
                 write_shard(own, writer, folder, file, overwrite=overwrite)
@@ -227,7 +256,7 @@ def write_beside(
     outdated: Sequence[str] = (),
     extras: ExitStack | None = None,
 ) -> None:
-    """Write the files beside the shards. Leaving the stack puts them in place, the index last.
+    """Write the files beside the shards. Leaving the stack puts them in place, the index last if there is one.
 
     Args:
         overwrite: False to refuse existing files.
@@ -236,8 +265,7 @@ def write_beside(
     """
     import json
 
-    stack.enter_context(replacement.after_index(outdated))
-    texts = {INDEX: _index(beside)}
+    texts = {INDEX: _index(beside)} if beside.indexed else {}
     if beside.config is not None:
         texts[CONFIG] = (json.dumps(dict(beside.config), indent=2) + "\n").encode()
     for name, text in texts.items():
@@ -245,7 +273,7 @@ def write_beside(
         written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
         written.write([(address_of(data), data.size)])
         written.seal()
-    stack.enter_context(replacement.before_config(texts.get(CONFIG), outdated))
+    stack.enter_context(replacement.before_config(texts.get(CONFIG), outdated, indexed=beside.indexed))
     for name, location in beside.extras.items():
         _copy(stack if extras is None else extras, location, folder, name, overwrite=overwrite)
 

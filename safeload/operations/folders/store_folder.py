@@ -24,16 +24,20 @@ from ...stores import url as urls
 from ...stores.files import Location
 from ...stores.json_file import MAX_JSON
 from ...stores.store import read_at
+from . import journal
 from .folder import Folder
-from .journal import RECORD
+from .journal import OLD_RECORD
 from .replacement import Replacement
 
 if TYPE_CHECKING:
     from ...stores.remote_files import RemoteFiles
 
 # Shards of conversions, and their records; their names include digits of the plan's id if the usual names were taken.
-_SHARD = re.compile(rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}-of-[0-9]{{5,}}\.safetensors(?:{re.escape(RECORD)})?", re.ASCII)
+_SHARD = re.compile(
+    rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}-of-[0-9]{{5,}}\.safetensors(?:{re.escape(OLD_RECORD)})?", re.ASCII
+)
 _STEM, _DIGITS = "model-", 8
+_NUMBERED = "model-00001-of-00001.safetensors"
 
 
 class StoreFolder(Folder):
@@ -58,6 +62,9 @@ class StoreFolder(Folder):
     def __reduce__(self) -> tuple[Any, ...]:
         return StoreFolder, (self._files, self.place)
 
+    def __truediv__(self, name: str) -> StoreFolder:
+        return StoreFolder(self._files, (self.location / name).path)
+
     @property
     def place(self) -> str:
         return urls.public(self.location.path)  # a branch is not resolved to its commit, because commits are read-only
@@ -79,7 +86,7 @@ class StoreFolder(Folder):
             self._files.backend(self.location.path).upload(path, (self.location / name).path)
 
     def remove(self, names: Iterable[str]) -> None:
-        paths = [(self.location / name).path for name in names]
+        paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
         if paths:
             self._files.backend(self.location.path).remove(paths)
 
@@ -100,6 +107,7 @@ class StoreReplacement(Replacement):
         location = self._folder.location
         names = self._folder.names()
         if names and not overwrite:
+            journal.check_unfinished(self._folder, names)
             raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", location.shown)
         if not names and not location.path.endswith("/") and self._is_file():
             raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
@@ -114,11 +122,11 @@ class StoreReplacement(Replacement):
 
     def outdated(self, files: Sequence[str]) -> list[str]:
         """List ``model.safetensors``, and the shards and records of earlier conversions."""
-        kept = {*files, *(file + RECORD for file in files)}
+        kept = {*files, *(file + OLD_RECORD for file in files)}
         return sorted(name for name in self._folder.names() - kept if name == SINGLE or _SHARD.fullmatch(name))
 
     def free_names(self, files: Sequence[str]) -> dict[str, str]:
-        taken = {INDEX, *files, *(file + RECORD for file in files)}
+        taken = {INDEX, *files, *(file + OLD_RECORD for file in files)}
         if taken.isdisjoint(self._folder.names()):
             return {file: file for file in files}
         mark = os.urandom(_DIGITS // 2).hex()
@@ -140,7 +148,7 @@ class StoreReplacement(Replacement):
         return []  # interrupted uploads are not listed
 
     def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
-        """Leave no work: a store has neither subfolders nor leftovers."""
+        """Leave no work: a store has no leftovers."""
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -163,7 +171,7 @@ class StoreReplacement(Replacement):
             yield own
 
     @contextmanager
-    def before_config(self, config: bytes | None, outdated: Sequence[str]) -> Iterator[None]:
+    def before_config(self, config: bytes | None, outdated: Sequence[str], *, indexed: bool) -> Iterator[None]:
         """Remove an old config and its index at the end: no weights stand beside a foreign config at any moment."""
         yield
         self._complete = True
@@ -192,6 +200,8 @@ class StoreReplacement(Replacement):
 
 
 def _marked(file: str, mark: str) -> str:
+    """Return a free name for a shard; ``model.safetensors`` becomes a numbered shard, which needs an index."""
+    file = _NUMBERED if file == SINGLE else file
     return f"{_STEM}{mark[:_DIGITS]}-{file.removeprefix(_STEM)}"
 
 

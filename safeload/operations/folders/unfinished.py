@@ -55,6 +55,7 @@ class UnfinishedNote:
     call: str | None = None  # id of the call
     tensors: int = 0
     quantized: dict[str, Any] | None = None  # as in the plan
+    schemes: tuple[str, ...] = ()  # as in the plan
     pieces: tuple[NotedPiece, ...] | None = None
     config: dict[str, Any] | None = None  # the new config.json
 

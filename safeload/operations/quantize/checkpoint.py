@@ -178,6 +178,11 @@ class Rules:
         self._keep = keep if callable(keep) else None
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of ``scheme``, except "*"."""
+        return [pattern for pattern in self._schemes if pattern != "*"]
+
     def plan(self, name: str, about: TensorDescription) -> Planned:
         """Decide about a tensor; the first reason to keep it wins."""
         shape, scheme = about.shape, about.scheme
