@@ -32,6 +32,8 @@ def describe(path: str) -> tuple[str, str] | None:
     """
     if (url := _of_url(path)) is not None:
         return url
+    if path.startswith("hf:") and _REPOSITORY.fullmatch(path[len("hf:") :]) is not None:
+        return path, f'for a repository of the Hugging Face Hub: safeload.open("hf://{path[len("hf:") :]}")'
     advice = _of_home(path) or _of_pattern(path) or _of_hub(path)
     return None if advice is None else (path, advice)
 

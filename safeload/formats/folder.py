@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXE
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# The subfolder of an unfinished conversion; see `operations.folders.journal`.
+RESUME = ".safeload-resume"
 CONFIG = "config.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
@@ -279,7 +281,7 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     formats = request.formats or (SAFETENSORS, TORCH_ZIP, GGUF)
     chosen: list[str] | None = None
     if SAFETENSORS in formats:
-        chosen = _choose_safetensors(names, shown)
+        chosen = _choose_safetensors(names, shown, lambda: files.is_folder(files.join(path, RESUME)))
     if chosen is None and (TORCH_ZIP in formats or TORCH_LEGACY in formats):
         chosen = _choose_torch(names, shown)
     if chosen is None and GGUF in formats:
@@ -298,8 +300,12 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     return shards._replace(config=config, notes=_notes(names, folders, used, path, files))
 
 
-def _choose_safetensors(names: Sequence[str], path: str) -> list[str] | None:
-    """Choose the safetensors files of a folder: the index, the single file, the complete set or the only file."""
+def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable[[], bool]) -> list[str] | None:
+    """Choose the safetensors files of a folder: the index, the single file, the complete set or the only file.
+
+    Args:
+        is_unfinished: tells if a conversion to the folder was interrupted.
+    """
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if INDEX in indexes:
         return [INDEX]
@@ -315,7 +321,7 @@ def _choose_safetensors(names: Sequence[str], path: str) -> list[str] | None:
     if len(complete) == 1:
         return complete[0].in_order
     if not complete:
-        _refuse_incomplete(sets, path)
+        _refuse_incomplete(sets, path, is_unfinished)
         if len(files) <= 1:
             return files or None
     shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
@@ -329,11 +335,16 @@ def _choose_safetensors(names: Sequence[str], path: str) -> list[str] | None:
     )
 
 
-def _refuse_incomplete(sets: Sequence[_NumberedFiles], path: str) -> None:
+def _refuse_incomplete(
+    sets: Sequence[_NumberedFiles], path: str, is_unfinished: Callable[[], bool] | None = None
+) -> None:
     for numbered in sets:
         if not numbered.complete:
             total = int(numbered.total)
             present = sum(1 <= number <= total for number in numbered.files)
+            if is_unfinished is not None and is_unfinished():
+                message = "shards are there; repeat the conversion with resume=True to continue it"
+                raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
             raise MissingShardError(
                 f"{present:,} of {total:,} shards are there, {total - present:,} missing: "
                 f"{_listed(numbered.missing, 5)}" + (", ..." if total - present > 5 else ""),

@@ -119,10 +119,24 @@ def describe(head: bytes, path: str = "") -> Kind | None:
         return Kind("a pickle of protocol 0 or 1")
     text = head.lstrip()[:15].lower()
     if text.startswith((b"<!doctype html", b"<html")):
+        if b"<title>directory listing for" in head.lower() or b"<title>index of" in head.lower():
+            return _listing_page(path)
         return Kind("an HTML page (a failed download?)")
     if text.startswith(b"<?xml"):
         return Kind("an XML page (a failed download?)")
     return _by_pattern(head, path)
+
+
+def _listing_page(path: str) -> Kind:
+    """Describe the page of a web server that lists the files of a folder."""
+    if "://" not in path:
+        return Kind("an HTML page that lists a folder")
+    folder = path.rstrip("/")
+    return Kind(
+        "a page that lists a folder",
+        f"http has no folders; open {folder}/model.safetensors.index.json, or {folder}/model.safetensors if the "
+        "weights are a single file",
+    )
 
 
 def _by_pattern(head: bytes, path: str) -> Kind | None:

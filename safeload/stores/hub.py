@@ -30,7 +30,10 @@ _URL = re.compile(
     r"(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
+# The URL of a repository that had a name without an owner, such as "gpt2".
+_OWNERLESS = re.compile(r"(?i:hf)://(?P<name>[A-Za-z0-9][\w.-]{0,95})(?P<revision>@[^/]+)?/?", re.ASCII)
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
+_FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
 # huggingface_hub's errors for missing repositories, revisions and files, as opposed to missing access.
@@ -124,6 +127,27 @@ class Hub:
                     log.debug("%s: commit %s, %d files", urls.shown(url), snapshot.commit, len(snapshot.files))
         return snapshot
 
+    def _place(self, url: str) -> HubPlace:
+        """Parse a URL, and look up the owner for the message if it has none.
+
+        Raises:
+            UnsupportedError: the URL does not name a repository.
+        """
+        match = _OWNERLESS.fullmatch(url)
+        if match is None:
+            return place_of(url)
+        shown, name = urls.shown(url), match["name"]
+
+        def ask() -> Any:
+            return self._api.repo_info(name)
+
+        try:
+            info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
+        except FileNotFoundError:
+            return place_of(url)  # raises
+        full = info.id if isinstance(info.id, str) and _FULL_NAME.fullmatch(info.id) else f"OWNER/{name}"
+        raise UnsupportedError(f"{shown}: names have an owner: open hf://{full}{match['revision'] or ''}")
+
     def _ask(self, place: HubPlace, shown: str) -> Snapshot:
         def ask() -> Any:
             return self._api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
@@ -141,22 +165,37 @@ class Hub:
         """Like `translated`, but with the Hub's own explanation."""
         names = [kind.__name__ for kind in type(error).__mro__]
         text = cleaned(error, self._secrets)
-        if "GatedRepoError" in names or "DisabledRepoError" in names or "LocalTokenNotFoundError" in names:
+        if "GatedRepoError" in names:
+            return RemotePermissionError(self._gated(shown), shown)
+        if "DisabledRepoError" in names:
             return RemotePermissionError(text, shown)
+        if "LocalTokenNotFoundError" in names:
+            return RemotePermissionError("there is no token on this machine; log in with `hf auth login`", shown)
         if any(name in names for name in _MISSING):
-            return missing_file(shown, f"{text} ({shown})")
+            return missing_file(shown, f"{shown}: {_missing(shown, names)}")
+        if _status(error) == 401:
+            return RemotePermissionError(
+                "the Hub refuses the token: Invalid credentials; log in with `hf auth login`, or set HF_TOKEN", shown
+            )
         if "HFValidationError" in names or "HfUriError" in names:
             return UnsupportedError(f"{shown}: {text}")
-        if _status(error) in (401, 403):
+        if _status(error) == 403:
             return RemotePermissionError(text, shown)
         if _status(error) is not None:
             return RemoteError(text, shown)
         return translated(error, shown, self._secrets)
 
+    def _gated(self, shown: str) -> str:
+        """Say how to get access to a gated repository."""
+        place = place_of(shown)
+        kind = "" if place.kind == "model" else f"{place.kind}s/"
+        page = f"{self._api.endpoint}/{kind}{place.repo}"
+        return f"access to this {place.kind} is restricted: accept its terms at {page}, and log in with `hf auth login`"
+
     # ---- Backend ----
 
     def open(self, url: str) -> ByteStore:
-        place = place_of(url)
+        place = self._place(url)
         snapshot = self.snapshot(place, url)
         shown = urls.shown(url)
         if place.path not in snapshot.files:
@@ -191,7 +230,7 @@ class Hub:
         return None
 
     def is_folder(self, url: str) -> bool:
-        place = place_of(url)
+        place = self._place(url)
         try:
             files = self.snapshot(place, url).files
         except FileNotFoundError:
@@ -199,7 +238,7 @@ class Hub:
         return not place.path or any(name.startswith(f"{place.path}/") for name in files)
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        place = place_of(url)
+        place = self._place(url)
         begin = f"{place.path}/" if place.path else ""
         entries = {
             (name[len(begin) :].partition("/")[0], "/" in name[len(begin) :])
@@ -210,7 +249,7 @@ class Hub:
 
     def pinned(self, url: str) -> str:
         """Return the URL with its revision replaced by the resolved commit, if any, for other processes."""
-        place = place_of(url)
+        place = self._place(url)
         snapshot = self._snapshots.get((place.kind, place.repo, place.revision))
         if snapshot is None:
             return url
@@ -219,7 +258,7 @@ class Hub:
 
     def upload(self, source: str, url: str) -> None:
         """Upload a file in its own commit."""
-        place = place_of(url)
+        place = self._place(url)
         shown = urls.shown(url)
         if not place.path:
             raise UnsupportedError(f"{shown}: expected the path of a file in the repository")
@@ -262,7 +301,7 @@ class Hub:
 
     def check_writable(self, url: str) -> None:
         """Check that the repository exists."""
-        place = place_of(url)
+        place = self._place(url)
         self._forget(place)
         self.snapshot(place, url)
 
@@ -276,6 +315,21 @@ def _is_path(name: object) -> bool:
     if not isinstance(name, str) or any("\ud800" <= char <= "\udfff" for char in name):
         return False
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
+
+
+def _missing(shown: str, names: Sequence[str]) -> str:
+    """Say what is missing.
+
+    Args:
+        names: classes of huggingface_hub's error.
+    """
+    match = _URL.fullmatch(shown)
+    kind = "model" if match is None else _KINDS[match["kind"] or "models"]
+    if "RevisionNotFoundError" in names:
+        return f"the {kind} has no such branch, tag or commit"
+    if "EntryNotFoundError" in names:
+        return f"the {kind} has no such file"
+    return f"no such {kind}, or it is private; check the name, or log in with `hf auth login`"
 
 
 def _status(error: Exception) -> int | None:

@@ -16,9 +16,9 @@ import numpy as np
 
 import safeload
 from safeload.engine.run import atomic_file
+from safeload.formats.folder import RESUME
 from safeload.numpy import save_file
 from safeload.operations.folders import journal
-from safeload.operations.folders.folder import RESUME
 from safeload.operations.sources import piece_files
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]

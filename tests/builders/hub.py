@@ -62,6 +62,7 @@ class Hub(Server):
 
     Attributes:
         repositories: by the path of their page: ``owner/name``, ``datasets/owner/name``.
+        moved: the new path of a page, by its old one.
         token: that private repositories are for.
         cdn: the server of large files.
         signature: that the CDN's URLs must have; those with an older one are answered 403.
@@ -70,6 +71,7 @@ class Hub(Server):
     def __init__(self, **options: Any) -> None:
         super().__init__({}, **options)
         self.repositories: dict[str, Repository] = {}
+        self.moved: dict[str, str] = {}
         self.token = "hf_" + "T0kenOfTheTests"
         self.signature = 1
         self.cdn = _Cdn(self)
@@ -99,6 +101,7 @@ class Hub(Server):
             parts = parts[2:] if parts[1] == "models" else parts[1:]
         count = 3 if parts[0] in ("datasets", "spaces") else 2
         page, rest = "/".join(parts[:count]), parts[count:]
+        page = self.moved.get(page, page)
         known = self.repositories.get(page)
         refused = self._refused(known, request, page, api and rest != ["auth-check"])
         if refused is not None:

@@ -202,13 +202,13 @@ def test_a_private_repository_is_not_found_without_its_token(server, repository)
     repository.private = True
     error = refused(RemoteFiles({"endpoint": server.url(), "token": False}))
     assert isinstance(error, FileNotFoundError)
-    assert "make sure you are authenticated" in str(error)
+    assert str(error) == f"{FILE}: no such model, or it is private; check the name, or log in with `hf auth login`"
 
 
 def test_a_wrong_token_is_refused_and_not_shown(server, repository):
     error = refused(RemoteFiles({"endpoint": server.url(), "token": "hf_another-token-of-mine"}))
     assert isinstance(error, RemotePermissionError)
-    assert "Invalid credentials" in str(error)
+    assert "Invalid credentials; log in with `hf auth login`, or set HF_TOKEN" in str(error)
     assert "another-token" not in f"{error}{error!r}{error.__dict__}"
 
 
@@ -217,12 +217,33 @@ def test_a_gated_repository_says_so(server, repository, files):
     assert files.listing("hf://owner/name")
     error = refused(files)
     assert isinstance(error, RemotePermissionError)
-    assert "Access to model owner/name is restricted" in str(error)
+    page = f"{server.url().rstrip('/')}/owner/name"
+    assert f"accept its terms at {page}, and log in with `hf auth login`" in str(error)
 
 
-@pytest.mark.parametrize("url", ["hf://owner/other/x", "hf://owner/name@none/x", "hf://owner/name/x"])
-def test_what_is_missing_is_not_found(url, files):
-    assert isinstance(refused(files, url), FileNotFoundError)
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("hf://owner/other/x", "no such model, or it is private"),
+        ("hf://datasets/owner/other/x", "no such dataset, or it is private"),
+        ("hf://owner/name@none/x", "the model has no such branch, tag or commit"),
+        ("hf://owner/name/x", "the repository has no such file"),
+    ],
+)
+def test_what_is_missing_is_not_found(url, message, server, files):
+    error = refused(files, url)
+    assert isinstance(error, FileNotFoundError)
+    assert f"{url}: {message}" in str(error)
+    assert server.url() not in str(error)
+
+
+@pytest.mark.parametrize("url", ["hf://name", "hf://name/", "hf://name@main"])
+def test_a_name_without_an_owner_is_looked_up(url, server, repository, files):
+    """Old models, such as gpt2, moved to an owner; the Hub redirects to them."""
+    server.moved["name"] = "owner/name"
+    for call in (files.open, files.listing, files.is_folder):
+        with pytest.raises(UnsupportedError, match=f"{url}: names have an owner: open hf://owner/name"):
+            call(url)
 
 
 def test_a_busy_hub_is_asked_again_when_it_says(server, files):

@@ -17,11 +17,11 @@ from ...base.selecting import pairs_of
 from ...base.text import show
 from ...checkpoint import folder_of
 from ...errors import SafeloadError, cut_traceback
-from ...formats.folder import CONFIG, INDEX, SINGLE
+from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE
 from ...formats.metadata import as_texts
 from ..folders import journal, unfinished
 from ..folders.destinations import Destination, replacement_of
-from ..folders.folder import RESUME, Folder
+from ..folders.folder import Folder
 from ..folders.shards import divide, weight_map
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import decode, encode

@@ -28,8 +28,6 @@ from ...stores.store import ByteStore
 _BUFFER = 8 << 20
 # The names of subfolders in which shards wait begin with this; the id of their plan follows.
 ASIDE = ".safeload-"
-# The subfolder for the records of an unfinished conversion.
-RESUME = ".safeload-resume"
 
 
 class Folder(ABC):

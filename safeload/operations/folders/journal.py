@@ -15,10 +15,10 @@ from typing import Any
 
 from ...base.text import plural, printable, show
 from ...errors import FormatError
-from ...formats.folder import INDEX, SINGLE
+from ...formats.folder import INDEX, RESUME, SINGLE
 from ..sources.codec import decode, encode
 from . import unfinished
-from .folder import RESUME, Folder
+from .folder import Folder
 
 # Suffixes of the record of a shard: in the subfolder, and beside the shard by earlier releases.
 RECORD, OLD_RECORD = ".json", ".done.json"

@@ -17,10 +17,10 @@ from types import TracebackType
 
 from ...engine.run.atomic_file import leftovers
 from ...errors import FormatError
-from ...formats.folder import INDEX, SINGLE, sets_of
+from ...formats.folder import INDEX, RESUME, SINGLE, sets_of
 from ...stores.local import identity_of, replace
 from . import journal
-from .folder import ASIDE, RESUME, Folder, LocalFolder, check_free
+from .folder import ASIDE, Folder, LocalFolder, check_free
 from .journal import OLD_RECORD
 
 # Shards of any writer. An old index can name other files too; they are never removed.
