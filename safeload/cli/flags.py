@@ -58,7 +58,7 @@ def _option(argument: re.Match[str]) -> str:
 
 def in_options(text: str) -> str:
     """Return a message with options instead of Python arguments and calls."""
-    if "=" not in text and "safeload." not in text and "max_shard_size" not in text:
+    if not any(mark in text for mark in ("=", "safeload.", "max_shard_size", "or a dict")):
         return text
     for pattern, replacement in _CODE:
         text = pattern.sub(replacement, text)
