@@ -71,15 +71,17 @@ def convert(
         src: a path or URL, an open `Checkpoint` (such as ``open(path, root="state_dict")``), a dict of arrays, or a
             list of these to merge.
         dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for a
-            single tensor); the error for an unknown suffix lists all formats. With ``max_shard_size`` it is a folder,
-            which gets safetensors shards, an index, and the source's ``config.json`` with the new dtype, and without
-            its quantization if the tensors are dequantized. A URL such as "s3://bucket/model/", or a path of
-            `safeload.remote`, is always a folder: shards are uploaded in turn, the index last.
+            single tensor); the error for an unknown suffix lists all formats. A path without a suffix, a path with a
+            final slash, and an existing folder are folders: they get ``model.safetensors``, or safetensors shards and
+            an index, and the source's ``config.json`` with the new dtype, and without its quantization if the tensors
+            are dequantized. A URL such as "s3://bucket/model/", or a path of `safeload.remote`, is always a folder:
+            shards are uploaded in turn, the index last.
         dtype: dtype for floating tensors, and for quantized and packed tensors, which are dequantized. In ".gguf" files
             tensors with a single axis always become float32, because llama.cpp requires it for norms and biases.
-        quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision. Selects the tensors that `load_quantized`
-            quantizes, including tied heads unless ``names`` is given; ``dtype`` applies to the rest. Q4_0 rounds by
-            "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
+        quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, whose patterns must match tensors. Selects
+            the tensors that `load_quantized` quantizes, including tied heads unless ``names`` is given; ``dtype``
+            applies to the rest. Q4_0 rounds by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`. Only
+            safeload reads the quantized tensors of a folder; its ``config.json`` says so.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
         names: exact names of the tensors to convert; None for all.
         only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of
@@ -91,8 +93,8 @@ def convert(
             ".gguf", values can also be numbers and lists.
         adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
             these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
-        max_shard_size: bytes, or text such as "500MB" or "5GB"; the default for URLs is "5GB". A larger tensor gets a
-            shard of its own. The index is put in place last: until then a new folder has no index, and an old folder
+        max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a
+            shard of its own. A single shard is called ``model.safetensors`` and has no index. The index is put in place last: until then a new folder has no index, and an old folder
             with a different number of shards is unchanged. If the number of shards is equal, a crash during the renames
             leaves a mixture of old and new shards. A store renames nothing, so new shards get different names.
         format: the format of the file, such as "gguf", if the suffix does not select it; the error for an unknown
@@ -108,8 +110,8 @@ def convert(
             replaces an index and its shards beside it, even if they are the source, as long as every tensor is
             converted. If the source has no ``config.json``, the folder keeps its own, without the quantization of the
             old weights.
-        resume: True to record each complete shard of a folder, and to continue an earlier call with the same options.
-            If such a call fails, it leaves the complete shards in place, so long conversions should set this.
+        resume: True to record each complete shard of a folder in ``.safeload-resume/``, and to continue an earlier call
+            with the same options. Success removes the records. If such a call fails, it leaves the complete shards in place, so long conversions should set this.
         executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
             files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The result has the same bytes as with a single process. Complete shards
@@ -129,7 +131,7 @@ def convert(
         SafeloadError: two sources have a tensor with the same name.
         TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
         ValueError: invalid arguments, such as a ``rename`` that gives two tensors the same name, ``executor`` without
-            ``max_shard_size`` or with tensors in memory, or ``resume`` with different options.
+            a folder as destination or with tensors in memory, or ``resume`` with different options.
         FormatError, OSError: a source cannot be read, or ``dst`` cannot be written. No partial file is left; if shards
             in a store cannot be removed, they have no index.
 

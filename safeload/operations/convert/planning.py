@@ -65,7 +65,7 @@ def plan_convert(
         resume: True to continue an interrupted conversion: shards that are complete according to their records stay.
             Without ``overwrite``, a folder with other files and no records of this conversion is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
-            max_shard_size (required), format, extras and storage_options. The plan contains only storage options
+            max_shard_size, format, extras and storage_options. The plan contains only storage options
             without secrets (``endpoint_url``, ``region``, ``anon``, ...).
 
     Returns:
@@ -73,7 +73,7 @@ def plan_convert(
 
     Raises:
         FileExistsError: ``dst`` exists, and neither ``overwrite`` nor ``resume`` applies.
-        ValueError: tensors are in memory, ``max_shard_size`` is missing, or ``resume`` has different options.
+        ValueError: tensors are in memory, ``dst`` is a file, or ``resume`` has different options.
         SafeloadError, OSError: see `convert`.
 
     Example:
