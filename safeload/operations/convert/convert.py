@@ -93,10 +93,11 @@ def convert(
             ".gguf", values can also be numbers and lists.
         adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
             these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
-        max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a
-            shard of its own. A single shard is called ``model.safetensors`` and has no index. The index is put in place last: until then a new folder has no index, and an old folder
-            with a different number of shards is unchanged. If the number of shards is equal, a crash during the renames
-            leaves a mixture of old and new shards. A store renames nothing, so new shards get different names.
+        max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
+            of its own. A single shard is called ``model.safetensors`` and has no index. The index is put in place last:
+            until then a new folder has no index, and an old folder with a different number of shards is unchanged. If
+            the number of shards is equal, a crash during the renames leaves a mixture of old and new shards. A store
+            renames nothing, so new shards get different names.
         format: the format of the file, such as "gguf", if the suffix does not select it; the error for an unknown
             format lists all formats. A suffix of a different format is refused. ".bin", which other programs read as a
             torch file, requires ``format`` or ``layout``.
@@ -111,7 +112,8 @@ def convert(
             converted. If the source has no ``config.json``, the folder keeps its own, without the quantization of the
             old weights.
         resume: True to record each complete shard of a folder in ``.safeload-resume/``, and to continue an earlier call
-            with the same options. Success removes the records. If such a call fails, it leaves the complete shards in place, so long conversions should set this.
+            with the same options. Success removes the records. If such a call fails, it leaves the complete shards in
+            place, so long conversions should set this.
         executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
             files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The result has the same bytes as with a single process. Complete shards
