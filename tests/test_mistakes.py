@@ -59,6 +59,8 @@ HUB = 'for a repository of the Hugging Face Hub: safeload.open("hf://meta-llama/
 PATHS = {
     "a plain name": ("missing.safetensors", ["not: ;"]),
     "a repository": ("meta-llama/Llama-3.2-1B", [HUB]),
+    "a repository after hf:": ("hf:meta-llama/Llama-3.2-1B", [HUB]),
+    "an old name after hf:": ("hf:gpt2", ['safeload.open("hf://gpt2")']),
     "a repository and a slash": ("meta-llama/Llama-3.2-1B/", [HUB]),
     "a folder that is here": ("home/Llama-3.2-1B", ["not: Hugging Face"]),
     "a file in a folder": ("checkpoints/model.safetensors", ["not: Hugging Face"]),
@@ -241,6 +243,11 @@ CONTENTS = {
     "text that begins like zlib": ("a.txt", b"x^2 + 1", ["this is text: 'x^2 + 1'"]),
     "Git LFS": ("model.gguf", b"version https://git-lfs.github.com/spec/v1\n", ["Git LFS pointer: run `git lfs pull`"]),
     "HTML": ("model.gguf", b"<!DOCTYPE html><html>", ["this is an HTML page (a failed download?)"]),
+    "a listing": (
+        "model.gguf",
+        b"<html><head><title>Index of /m/</title></head>",
+        ["this is an HTML page that lists a folder"],
+    ),
     "XML": ("model.gguf", b"<?xml version='1.0'?><Error/>", ["this is an XML page (a failed download?)"]),
     "text": ("model.gguf", RESTRICTED, ["this is text: 'Access to model meta-llama/Llama-3.2-1B is", "Visit it.'"]),
     "a long text": ("model.gguf", b"no " * 99999, ["this is text: 'no no", "...'"]),

@@ -418,3 +418,17 @@ def test_a_layer_of_an_object_store_reads_its_bytes_alone(model):
         same(found, safeload.load(model, only="model.layers.3.*", dtype="float32"))
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    "title", ["Directory listing for /model/", "Index of /model/", "INDEX OF /model"], ids=["python", "nginx", "apache"]
+)
+def test_a_listing_page_names_the_index_to_open(title):
+    page = f'<!DOCTYPE HTML>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'.encode()
+    with Server({"/model": page, "/model/": page}) as server:
+        for url in (server.url("/model"), server.url("/model/")):
+            with pytest.raises(
+                safeload.UnsupportedError, match="a page that lists a folder: http has no folders"
+            ) as caught:
+                safeload.open(url)
+            assert f"open {server.url('model')}/model.safetensors.index.json, or " in str(caught.value)
