@@ -431,4 +431,4 @@ def test_a_listing_page_names_the_index_to_open(title):
                 safeload.UnsupportedError, match="a page that lists a folder: http has no folders"
             ) as caught:
                 safeload.open(url)
-            assert f"open {server.url('model')}/model.safetensors.index.json, or " in str(caught.value)
+            assert f"open {server.url('/model')}/model.safetensors.index.json, or " in str(caught.value)

@@ -290,3 +290,38 @@ def test_shards_that_are_replaced_keep_their_modes(model, tmp_path):
         path.chmod(0o600)
     safeload.convert(model, made, metadata={"a": "b"}, max_shard_size="200KB", resume=True, overwrite=True)
     assert {path.stat().st_mode & 0o777 for path in shards} == {0o600}
+
+
+@pytest.mark.parametrize("way", ["at once", "resumed"])
+@pytest.mark.parametrize(
+    "limits", [(LIMIT, None), (None, LIMIT), (None, None)], ids=["to one", "from one", "one to one"]
+)
+def test_killed_anywhere_while_a_single_shard_comes_or_goes(tmp_path, monkeypatch, limits, way):
+    """A reader finds the old weights or the new ones, or no complete set; the next call leaves the new ones alone."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    save_file({f"w{k}": np.full((100, 100), k, np.float16) for k in range(5)}, model / "model.safetensors")
+    options = {"dtype": "f32", "max_shard_size": limits[1], "overwrite": True, "resume": way == "resumed"}
+    safeload.convert(model, tmp_path / "before", max_shard_size=limits[0])
+    safeload.convert(model, tmp_path / "want", dtype="f32", max_shard_size=limits[1])
+    old, new = (safeload.load(tmp_path / name) for name in ("before", "want"))
+    for count in range(100):
+        made = tmp_path / f"made{count}"
+        shutil.copytree(tmp_path / "before", made)
+        done = survives(lambda made=made: safeload.convert(model, made, **options), monkeypatch, count)
+        try:
+            weights = safeload.load(made)
+        except safeload.SafeloadError as error:
+            assert "shards are there" in str(error) or "no weights" in str(error) or "not in " in str(error), error
+        else:
+            expected = new if {array.dtype for array in weights.values()} == {np.dtype("f4")} else old
+            assert {name: array.tobytes() for name, array in weights.items()} == {
+                name: array.tobytes() for name, array in expected.items()
+            }
+        safeload.convert(model, made, **options)
+        assert_made(made, content(tmp_path / "want"))
+        assert len(content(made)) == len(content(tmp_path / "want"))
+        if done:
+            break
+    assert count > 3

@@ -152,9 +152,12 @@ class LocalReplacement(Replacement):
         shards.update(name for name in journal.shards(self._folder, names) & names if _NUMBERED.fullmatch(name))
         if not names & {INDEX, SINGLE}:
             shards.update(filter(_NUMBERED.fullmatch, _complete_set(names - {*files})))
-        records = {name + OLD_RECORD for name in shards} & names
         single = {SINGLE} if self._has_single() else set()
-        single.update(self.leftovers([SINGLE, INDEX]) if names else ())  # a conversion was killed while it was hidden
+        hidden = self.leftovers([SINGLE, INDEX]) if names else []  # of a conversion killed before it removed them
+        single.update(hidden)
+        for index in hidden:
+            shards.update(name for name in _indexed(self._folder, index) if _NUMBERED.fullmatch(name))
+        records = {name + OLD_RECORD for name in shards} & names
         index = {INDEX} & names if SINGLE in files else set()
         return sorted((single | index | shards | records) - {*files, *(file + OLD_RECORD for file in files)})
 
@@ -232,7 +235,7 @@ class LocalReplacement(Replacement):
             raise
         files = [*map(os.path.basename, self._hidden.values()), *(name for name in outdated if name != SINGLE)]
         self._hidden = {}
-        self._folder.remove(files)
+        self._folder.remove(sorted(files, key=lambda name: name.startswith(".")))  # a hidden index names the shards
 
     def _aside(self, plan: str) -> LocalFolder:
         return LocalFolder(self._folder.shown(ASIDE + plan))
@@ -267,10 +270,10 @@ class LocalReplacement(Replacement):
             raise FileExistsError(errno.EEXIST, message, self._folder.shown(SINGLE))
 
 
-def _indexed(folder: LocalFolder) -> set[str]:
+def _indexed(folder: LocalFolder, index: str = INDEX) -> set[str]:
     """Return the indexed files of a folder; none if the index cannot be read."""
     try:
-        weight_map = folder.read_json(INDEX, INDEX).get("weight_map")
+        weight_map = folder.read_json(index, INDEX).get("weight_map")
     except (FormatError, OSError):
         return set()
     named = weight_map.values() if isinstance(weight_map, dict) else ()
