@@ -153,10 +153,10 @@ class LocalReplacement(Replacement):
         if not names & {INDEX, SINGLE}:
             shards.update(filter(_NUMBERED.fullmatch, _complete_set(names - {*files})))
         single = {SINGLE} if self._has_single() else set()
-        hidden = self.leftovers([SINGLE, INDEX]) if names else []  # of a conversion killed before it removed them
-        single.update(hidden)
-        for index in hidden:
-            shards.update(name for name in _indexed(self._folder, index) if _NUMBERED.fullmatch(name))
+        indexes = self.leftovers([INDEX]) if names else []  # a conversion was killed while they were hidden
+        single.update(self.leftovers([SINGLE]) if names else (), indexes)
+        for hidden in indexes:
+            shards.update(name for name in _indexed(self._folder, hidden) if _NUMBERED.fullmatch(name))
         records = {name + OLD_RECORD for name in shards} & names
         index = {INDEX} & names if SINGLE in files else set()
         return sorted((single | index | shards | records) - {*files, *(file + OLD_RECORD for file in files)})
