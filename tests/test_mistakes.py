@@ -422,7 +422,7 @@ def test_schemes_are_taken_in_any_case(scheme, here, capsys):
 
 WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k"
 SCHEMES = {
-    "Q4_K_M": ["scheme 'Q4_K_M' is a llama.cpp mixture: use 'q4_k' for all matrices, or a dict with a scheme"],
+    "Q4_K_M": ["scheme 'Q4_K_M' is a llama.cpp mixture: use 'q4_k' for all matrices, or "],
     "Q3_K_M": [f"scheme 'Q3_K_M': Q3_K can only be read; writable schemes are {WRITTEN}"],
     "q2_k": [f"Q2_K can only be read; writable schemes are {WRITTEN}"],
     "int4": [f"unknown scheme 'int4', expected one of {WRITTEN}", "not: int8'?"],

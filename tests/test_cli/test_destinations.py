@@ -113,7 +113,7 @@ def schemes(path):
         (["model.layers.[0-1].mlp.up_proj.weight=q5_1"], [None, "q5_1"] * 2),
         (["*=q8_0"], ["q8_0"] * 4),
     ],
-    ids=str,
+    ids=["one for all", "alone first", "alone last", "order", "other order", "none", "a class", "a star"],
 )
 def test_the_first_pattern_wins_and_a_scheme_alone_is_for_the_rest(run, options, expected):
     arguments = [text for option in options for text in ("--quantize", option)]
@@ -144,7 +144,7 @@ def load_bytes(folder):
         (["*.0.*=q9"], "unknown scheme 'q9'"),
         (["q4_k_m"], "use 'q4_k' for all matrices, or --quantize PATTERN=SCHEME for each kind of matrix"),
     ],
-    ids=str,
+    ids=["typo", "two", "two by star", "repeated", "no pattern", "no scheme", "empty", "unknown", "a mixture"],
 )
 def test_patterns_that_say_nothing(run, options, message):
     status, out, err = run("q", *(text for option in options for text in ("--quantize", option)))

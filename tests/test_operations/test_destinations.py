@@ -731,7 +731,7 @@ def test_the_hub(model, want, monkeypatch):
             model, "hf://owner/name", storage_options=options, resume=True, overwrite=True, max_shard_size=LIMIT
         )
         assert_same(tensors("hf://owner/name", storage_options=options), tensors(model))
-        assert len(repository.files("main")[1]) == len(want) + 1 + 5
+        assert len(repository.files("main")[1]) == len(want) + 1
 
 
 def test_the_command_line(model, want, capsys):
