@@ -183,3 +183,14 @@ def test_codes_of_a_tensor_that_is_stored_too(source, tmp_path):
     shutil.copy(out / "model.safetensors", two / "model-00002-of-00002.safetensors")
     with pytest.raises(FormatError, match=r"has a tensor 'h\.0\.w\.weight' too"):
         safeload.open(two)
+
+
+def test_a_fallback_is_told(tmp_path, caplog):
+    """Rows of 64 elements are no super-blocks of 256."""
+    weights = {"a": np.ones((4, 64), np.float32), "b": np.ones((4, 64), np.float32), "c": np.ones((4, 256), np.float32)}
+    path = tmp_path / "x.safetensors"
+    safeload.convert(weights, path, quantize={"a": "q6_k", "*": "q4_k"})
+    assert [record.message for record in caplog.records] == [
+        f"{path}: 1 tensor got q8_0 instead of q6_k, because rows are not whole blocks of 256 elements",
+        f"{path}: 1 tensor got q5_0 instead of q4_k, because rows are not whole blocks of 256 elements",
+    ]

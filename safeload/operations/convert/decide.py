@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -64,6 +65,7 @@ class Decider:
         self._ignored = [name for name in catalog.ignored if name in chosen]
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
+        self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         if rules is not None:
             rules.schema = model.schema
         if self._target is not None or rules is not None or self._format != SAFETENSORS:
@@ -142,6 +144,8 @@ class Decider:
             self._kept[name] = planned.reason
         else:
             self._quantized[name] = planned.scheme
+            if planned.requested is not None:
+                self.fallbacks[planned.requested, planned.scheme] += 1
         return planned
 
     def _decide(self, name: str, tensor: TensorDescription) -> Decision:

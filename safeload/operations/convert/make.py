@@ -15,7 +15,7 @@ from ...base import dtypes, log, packing
 from ...base.arrays import Array, foreign_order
 from ...base.gc_pause import paused
 from ...base.packing import MLX, Part
-from ...base.scheme import usual_axis
+from ...base.scheme import SCHEMES, usual_axis
 from ...base.selecting import check_matches, renamed
 from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
@@ -150,6 +150,15 @@ def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, th
         _check_rename(name, names[name], output)
     if decider.restored:
         _warn_of_stacks(catalog, names, request.path)
+    for (requested, scheme), count in decider.fallbacks.items():
+        log.warning(
+            "%s: %s got %s instead of %s, because rows are not whole blocks of %d elements",
+            request.path,
+            plural(count, "tensor"),
+            scheme,
+            requested,
+            SCHEMES[requested].block,
+        )
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = metadata_for(catalog, request)
     if format == "gguf" and converts and file_type.KEY not in (options.get("metadata") or {}):

@@ -125,6 +125,7 @@ class Planned(NamedTuple):
     scheme: str | None  # None leaves the tensor unquantized
     reason: str = ""  # why it is left unquantized
     already: bool = False  # True if it has the requested scheme already
+    requested: str | None = None  # the requested scheme, if the rows of the tensor need its fallback
 
 
 class ModelRules(NamedTuple):
@@ -213,7 +214,7 @@ class Rules:
             return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}")
         if scheme is not None and not about.packed:
             check_restorable(name, scheme)
-        return Planned(result)
+        return Planned(result, requested=None if result == requested else requested)
 
     def usual(self, name: str) -> str | None:
         """Return why a matrix of this name is kept by default, or None if it is quantized."""
