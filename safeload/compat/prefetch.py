@@ -23,6 +23,12 @@ class PrefetchLoader:
         names: of the tensors, in file order.
         arrivals: yields name, tensor, and a function that waits until the tensor's bytes have been copied. It is
             advanced in another thread.
+
+    Example:
+        >>> from safeload import safe_open
+        >>> with safe_open("model.safetensors", framework="pt") as file:  # doctest: +SKIP
+        ...     with file.prefetch({"conv1.bias": None}, device="cuda") as loader:
+        ...         bias = loader.take("conv1.bias")
     """
 
     def __init__(self, names: list[str], arrivals: Generator[tuple[str, Any, Callable[[], object]]]) -> None:
