@@ -46,7 +46,7 @@ _MODULE_OF = {
         "operations.inspect.contents": "Info",
         "operations.inspect.info": "info",
         "operations.measure.diff": "diff",
-        "operations.measure.diff_report": "DiffReport TensorDiff",
+        "operations.measure.diff_report": "DiffReport LayerDiff TensorDiff",
         "operations.measure.stats": "stats",
         "operations.measure.stats_table": "HISTOGRAM_EDGES TensorStats",
         "operations.pieces": "run_piece",

@@ -48,6 +48,7 @@ from .operations.inspect.contents import Info as Info
 from .operations.inspect.info import info as info
 from .operations.measure.diff import diff as diff
 from .operations.measure.diff_report import DiffReport as DiffReport
+from .operations.measure.diff_report import LayerDiff as LayerDiff
 from .operations.measure.diff_report import TensorDiff as TensorDiff
 from .operations.measure.stats import stats as stats
 from .operations.measure.stats_table import HISTOGRAM_EDGES as HISTOGRAM_EDGES

@@ -26,7 +26,7 @@ from .common import (
 _ROWS = 40
 
 # Sort keys of tensors with different values.
-_KEYS = ("name", "max", "rms", "cosine", "unequal")
+_KEYS = ("name", "max", "rms", "relative", "cosine", "unequal")
 
 _EPILOG = """examples:
   safeload diff old.safetensors new.safetensors
@@ -44,8 +44,9 @@ def register(commands: Any) -> None:
         "diff",
         help="compare two checkpoints",
         description="List tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
-        "tensor in both, show the largest difference, the RMS difference and the cosine. Formats and dtypes may "
-        "differ; quantized tensors are dequantized first.",
+        "tensor in both, show the largest difference, the RMS difference, the relative change and the cosine; for each "
+        "layer, the relative change. Tensors that differ only in the size of their first axis are compared up to the "
+        "last common row. Formats and dtypes may differ; quantized tensors are dequantized first.",
         epilog=_EPILOG,
     )
     add_path(parser, "a")

@@ -335,23 +335,24 @@ only in b
 different dtype
   bfloat16 and float32: 1 tensor, b
 
-different values  max    rms    cosine  unequal
-a.weight          0.5   0.25  0.993399        1
+different values  max    rms  relative    cosine  unequal
+a.weight          0.5   0.25    RELATV  0.993399        1
 
-different: 2 of 3 tensors in both have equal values
+different: 1 differs in value, 1 only in b, 1 differs in dtype; 3 tensors compared
 """
 
 
 def test_diff(folder, capsys):
     status, out, err = run(capsys, "diff", "good.safetensors", "good.safetensors")
     assert (status, err) == (0, "")
-    assert out == "a: good.safetensors\nb: good.safetensors\n\nthe same: 3 of 3 tensors in both have equal values\n"
+    assert out == "a: good.safetensors\nb: good.safetensors\n\nthe same: 3 tensors\n"
     other = {**GOOD, "a.weight": X + np.float32([[0, 0], [0.5, 0]]), "b": np.ones(4, np.float32), "new": X}
     save_file(other, "other.safetensors")
     status, out, err = run(capsys, "diff", "good.safetensors", "other.safetensors")
     assert (status, err) == (1, "")
     cosine = float((X * other["a.weight"]).sum() / np.linalg.norm(X) / np.linalg.norm(other["a.weight"]))
-    assert squeezed(out) == squeezed(DIFF.replace("0.993399", f"{cosine:.6f}"))
+    relative = f"{0.5 / float(np.linalg.norm(X)):.3g}"
+    assert squeezed(out) == squeezed(DIFF.replace("0.993399", f"{cosine:.6f}").replace("RELATV", relative))
     del other["new"]
     save_file(other, "other.safetensors")
     status, out, _ = run(capsys, "diff", "good.safetensors", "nan.safetensors", "--json")
@@ -373,21 +374,22 @@ def test_diff_of_some_tensors(folder, capsys):
     assert (status, err) == (2, "safeload: --only 'nothing*' matches none of 4 names\n")
 
 
-TWO_THIRDS = "different: 2 of 3 tensors in both have values within"
+HALF = "3 tensors; 1 not equal, the largest difference is 0.5 (a.weight)"
+FAR = "different: 1 differs by more than"
 
 
 @pytest.mark.parametrize(
     ("change", "tolerance", "verdict"),
     [
-        ({}, "0", "the same: 3 of 3 tensors in both have values within 0"),
-        ({}, "1e-3", "the same: 3 of 3 tensors in both have values within 0.001"),
-        ({"a.weight": X + np.float32(0.5)}, "0.5", "within 0.5: 3 of 3 tensors in both have values within 0.5"),
-        ({"a.weight": X + np.float32(0.5)}, "inf", "within inf: 3 of 3 tensors in both have values within inf"),
-        ({"a.weight": X + np.float32(0.5)}, "0.4", f"{TWO_THIRDS} 0.4"),
-        ({"a.weight": X * np.nan}, "inf", f"{TWO_THIRDS} inf"),
-        ({"b": np.ones(4, np.float64)}, "0", "within 0: 3 of 3 tensors in both have values within 0"),
-        ({"new": X}, "1", "different: 3 of 3 tensors in both have values within 1"),
-        ({"a.weight": X[:1]}, "1", "different: 2 of 2 tensors in both have values within 1"),
+        ({}, "0", "the same: 3 tensors"),
+        ({}, "1e-3", "the same: 3 tensors"),
+        ({"a.weight": X + np.float32(0.5)}, "0.5", f"within 0.5: {HALF}"),
+        ({"a.weight": X + np.float32(0.5)}, "inf", f"within inf: {HALF}"),
+        ({"a.weight": X + np.float32(0.5)}, "0.4", f"{FAR} 0.4; 3 tensors compared"),
+        ({"a.weight": X * np.nan}, "inf", f"{FAR} inf; 3 tensors compared"),
+        ({"b": np.ones(4, np.float64)}, "0", "within 0: 3 tensors with equal values; 1 differs in dtype"),
+        ({"new": X}, "1", "different: 1 only in b; 3 tensors compared"),
+        ({"a.weight": X[:1]}, "1", "different: 1 differs in shape; 2 tensors compared"),
     ],
 )
 def test_the_words_of_a_tolerance_agree_with_the_exit_status(folder, capsys, change, tolerance, verdict):

@@ -1,6 +1,7 @@
 """diff: structure and values of two checkpoints, across formats, dtypes and quantization."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +33,7 @@ def test_the_same(llama, tmp_path):
         assert report.within(0)
         assert set(report.tensors.values()) == {EQUAL}
         assert report.tensors.keys() == tensors.keys()
-    assert str(report).endswith("the same: 30 of 30 tensors in both have equal values")
+    assert str(report).endswith("the same: 30 tensors")
 
 
 def test_structure():
@@ -145,7 +146,7 @@ def test_the_largest_difference_comes_first():
     lines = report.lines(80, rows=2)
     assert "... and 2 more" in lines
     assert all(len(line) <= 80 for line in report.lines(80))
-    assert lines[-1] == "different: 1 of 5 tensors in both have equal values"
+    assert lines[-1] == "different: 4 differ in value; 5 tensors compared"
 
 
 def test_progress(llama):
@@ -155,3 +156,93 @@ def test_progress(llama):
     diff(path, quantized, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1]
     assert seen == sorted(seen)
+
+
+# ---- relative changes and common rows ----
+
+
+@pytest.fixture
+def finetuned(llama, tmp_path):
+    """A base and its finetuned edition: one matrix of a layer and the norm of another changed, four tokens added."""
+    path, tensors = llama
+    rng = np.random.default_rng(3)
+    changed = dict(tensors)
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"):
+        x = tensors[name].astype(np.float32)
+        changed[name] = (x * (1 + 0.01 * rng.standard_normal(x.shape))).astype(ml_dtypes.bfloat16)
+    embedding = tensors["model.embed_tokens.weight"]
+    changed["model.embed_tokens.weight"] = np.concatenate([embedding, embedding[:4]])
+    save_file(changed, tmp_path / "b.safetensors")
+    return path, tmp_path / "b.safetensors", tensors, changed
+
+
+def norm_of(arrays):
+    return np.sqrt(sum(np.square(x.astype(np.float64)).sum() for x in arrays))
+
+
+def test_the_relative_change_of_tensors_and_layers(finetuned):
+    path, other, a, b = finetuned
+    report = diff(path, other)
+    for name, found in report.tensors.items():
+        change = norm_of([a[name].astype(np.float64) - b[name].astype(np.float64)])
+        assert found.change == pytest.approx(change, rel=1e-12)
+        assert found.relative_change == pytest.approx(change / norm_of([a[name]]), rel=1e-12)
+    for layer, found in report.layers.items():
+        names = [
+            name for name in report.tensors if name.startswith(layer + ".") or (not layer and ".layers." not in name)
+        ]
+        unequal = [name for name in names if report.tensors[name].unequal]
+        assert (found.tensors, found.unequal) == (len(names), len(unequal))
+        change = norm_of([a[name].astype(np.float64) - b[name].astype(np.float64) for name in names])
+        assert found.relative_change == pytest.approx(change / norm_of([a[name] for name in names]), rel=1e-9)
+    assert [layer for layer, found in report.layers.items() if found.unequal] == ["model.layers.1", "model.layers.2"]
+    text = str(report)
+    assert "relative" in text
+    assert "model.layers.1" in text.partition("by layer")[2]
+    plain = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert plain["layers"]["model.layers.1"]["unequal"] == 1
+    assert plain["tensors"]["model.layers.1.mlp.up_proj.weight"]["relative_change"] > 0
+    assert report.lines(sort="relative")
+
+
+def test_the_common_rows_of_a_resized_tensor(finetuned):
+    path, other, a, b = finetuned
+    name = "model.embed_tokens.weight"
+    report = diff(path, other, only=name)
+    assert report.shapes == {name: ((96, 64), (100, 64))}
+    assert report.common_rows == {name: EQUAL}
+    assert f"{name}: [96, 64] and [100, 64]; the first 96 rows are equal" in str(report)
+    assert not report.same
+    assert not report.within(1e9)
+    for one, two in ((a, b), (b, a), (other, a), (safeload.load_quantized(path, "q8_0"), b)):
+        assert list(diff(one, two, only=name).common_rows) == [name]
+    shifted = {name: np.float32(b[name].astype(np.float32) + 0.5)}
+    found = diff(path, shifted, only=name).common_rows[name]
+    assert (found.max, found.unequal) == (pytest.approx(0.5, rel=0.01), 96 * 64)
+    quantized = {name: safeload.quantize(np.float32(b[name]), "q8_0")}
+    assert diff(quantized, path, only=name).common_rows[name].relative_change < 0.01
+
+
+def test_shapes_without_common_rows():
+    x = np.ones((3, 4))
+    for other in (np.ones((3, 5)), np.ones(3), np.ones((0, 4)), np.array(1.0)):
+        report = diff({"w": x}, {"w": other})
+        assert (report.common_rows, list(report.shapes)) == ({}, ["w"])
+    assert diff({"c": np.ones(3, np.complex64)}, {"c": np.ones(2, np.complex64)}).common_rows == {"c": EQUAL}
+
+
+def test_the_report_of_an_executor_is_the_same(finetuned):
+    path, other, *_ = finetuned
+    alone = diff(path, other)
+    with ThreadPoolExecutor(2) as executor:
+        report = diff(path, other, executor=executor)
+    assert report.to_json() == alone.to_json()
+    assert report.lines() == alone.lines()
+
+
+def test_zero_and_not_finite_tensors_have_a_relative_change():
+    zero = diff({"w": np.zeros(3)}, {"w": np.ones(3)})
+    assert zero.tensors["w"].relative_change == np.inf
+    assert zero.to_json()["tensors"]["w"]["relative_change"] is None
+    assert diff({"w": np.ones(3)}, {"w": np.float64([1, np.nan, 1])}).tensors["w"].relative_change == 0
+    assert zero.layers[""].relative_change == np.inf

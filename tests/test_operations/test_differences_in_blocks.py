@@ -35,9 +35,11 @@ def oracle(a, b):
     with np.errstate(invalid="ignore", over="ignore"):
         cosine = (x * y).sum() / (np.sqrt((x * x).sum()) * np.sqrt((y * y).sum())) if unequal else 1.0
         rms = np.sqrt((difference**2).sum() / max(1, np.count_nonzero(finite)))
+        change, norm = float(np.sqrt((difference**2).sum())), float(np.sqrt((x * x).sum()))
     at = difference.argmax() // (len(x) // a.size) if largest else None
     index = None if at is None else tuple(map(int, np.unravel_index(at, a.shape)))
-    return TensorDiff(int(largest) if whole else largest, index, rms, cosine, unequal, nonfinite)
+    largest = int(largest) if whole else largest
+    return TensorDiff(largest, index, rms, cosine, unequal, nonfinite, change, norm if unequal else None)
 
 
 def check(report, a, b):
@@ -45,8 +47,11 @@ def check(report, a, b):
     for name, difference in report.tensors.items():
         expected = oracle(a[name], b[name])
         assert difference[:2] == expected[:2], name
-        assert difference[4:] == expected[4:], name
+        assert difference[4:6] == expected[4:6], name
         assert difference[2:4] == pytest.approx(expected[2:4], rel=1e-12, nan_ok=True), name
+        assert difference.change == pytest.approx(expected.change, rel=1e-12), name
+        assert (difference.norm is None) == (expected.norm is None), name
+        assert difference.norm is None or difference.norm == pytest.approx(expected.norm, rel=1e-12), name
 
 
 def tensor(dtype, shape, rng):

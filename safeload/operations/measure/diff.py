@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from ...base import dtypes, log
 from ...base.arrays import Array
 from ...base.gc_pause import paused
+from ...base.names import layer_of
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, select
 from ...engine.ahead.spans import SpanColumns, Spans
@@ -32,6 +33,7 @@ from ..sources.piece_files import PieceSource, Sources, opened
 from ..sources.plan import TensorPiece, open_piece
 from .diff_blocks import NUMBERS, compare
 from .diff_report import DiffReport, TensorDiff
+from .stats import measure, measure_in_pieces
 
 _Shape: TypeAlias = tuple[int, ...]
 
@@ -76,6 +78,9 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints tensor by tensor, holding only a few blocks (or one quantized tensor) in memory.
 
+    Tensors that differ only in the size of their first axis, such as embeddings with added tokens, are compared up to
+    the last common row.
+
     Quantized tensors are dequantized before they are compared. Integers are compared exactly, even with floats.
 
     Args:
@@ -117,16 +122,52 @@ def diff(
         for catalog in (catalog_a, catalog_b):
             catalog.refuse_codes(shapes, "diff")
         if executor is None:
-            report.tensors = _compare_values(*sides, shapes, threads, progress)
+            differences = _compare_values(*sides, shapes, report.shapes, threads=threads, progress=progress)
         else:
-            report.tensors = _in_pieces(catalog_a, catalog_b, shapes, executor, threads=threads, progress=progress)
+            differences = _in_pieces(catalog_a, catalog_b, shapes, executor, threads=threads, progress=progress)
+        for name in report.shapes:
+            if name in differences:
+                report.common_rows[name] = differences.pop(name)
+        report.tensors = differences
+        report.norms = _norms(catalog_a, _equal_among_unequal(differences), executor, threads)
         return report
+
+
+def _equal_among_unequal(differences: Mapping[str, TensorDiff]) -> list[str]:
+    """Return the equal tensors in layers with differences."""
+    changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
+    if not changed:
+        return []
+    return [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
+
+
+def _norms(catalog: Catalog, names: list[str], executor: Executor | None, threads: int | None) -> dict[str, float]:
+    """Return the L2 norms of tensors; complex tensors have none."""
+    if not names:
+        return {}
+    if executor is None:
+        statistics = measure(catalog, names, False, threads)
+    else:
+        statistics = measure_in_pieces(catalog, names, False, executor, threads=threads, progress=None)
+    norms = {}
+    for name, row in statistics.items():
+        finite = row.count - row.nan - row.inf
+        norms[name] = math.sqrt(finite) * math.hypot(row.mean, row.std) if finite else 0.0
+    return norms
+
+
+def _common_shape(a: _Shape, b: _Shape) -> _Shape | None:
+    """Return the shape of the rows that tensors have in common; None if they differ beyond the first axis."""
+    if a == b:
+        return a
+    common = a and b and a[1:] == b[1:] and (min(a[0], b[0]), *a[1:])
+    return common if common and common[0] else None
 
 
 def _compare_structure(
     sides: tuple[_Checkpoint, _Checkpoint], only: Patterns, drop: Patterns, report: DiffReport
 ) -> dict[str, _Shape]:
-    """Report differences in names, dtypes and shapes; return the shapes of the tensors to compare by value."""
+    """Report differences in names, dtypes and shapes; return the common shapes of the tensors to compare by value."""
     in_a, in_b = (list(side.catalog) for side in sides)
     if only is not None or drop is not None:
         known = set(in_a)
@@ -144,8 +185,9 @@ def _compare_structure(
             report.dtypes[name] = dtype_a, dtype_b
         if shape_a != shape_b:
             report.shapes[name] = shape_a, shape_b
-        else:
-            shapes[name] = shape_a
+        common = _common_shape(shape_a, shape_b)
+        if common is not None:
+            shapes[name] = common
     return shapes
 
 
@@ -154,20 +196,31 @@ def _dtype(about: TensorDescription) -> str:
 
 
 def _compare_values(
-    a: _Checkpoint, b: _Checkpoint, shapes: Mapping[str, _Shape], threads: int | None, progress: Progress
+    a: _Checkpoint,
+    b: _Checkpoint,
+    shapes: Mapping[str, _Shape],
+    resized: Collection[str],
+    *,
+    threads: int | None,
+    progress: Progress,
 ) -> dict[str, TensorDiff]:
-    """Compare tensors with equal shapes: plain tensors of local files together, the rest in batches."""
+    """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches.
+
+    Args:
+        resized: tensors with other shapes.
+    """
     meter = Meter(progress, sum(map(_size, shapes.values())))
     differences: dict[str, TensorDiff | None] = dict.fromkeys(shapes)
     columns = [side.columns for side in (a, b) if side.columns is not None and not side.columns.remote]
     if len(columns) == 2:
-        names = list(shapes)
+        names = [name for name in shapes if name not in resized]
         spans_a, spans_b = (Spans.of(tensors.named(names)) for tensors in columns)
-        differences = dict(zip(names, compare(spans_a, spans_b, [*shapes.values()], threads, meter), strict=True))
+        compared = compare(spans_a, spans_b, [shapes[name] for name in names], threads, meter)
+        differences.update(zip(names, compared, strict=True))
     names = [name for name, difference in differences.items() if difference is None]
     with _Reader(a.catalog, names, threads) as read_a, _Reader(b.catalog, names, threads) as read_b:
         for batch in _batches(names, shapes):
-            pairs = {name: _pair(name, read_a, read_b) for name in batch}
+            pairs = {name: _pair(name, read_a, read_b, shapes[name]) for name in batch}
             differences.update(_compare_sources(pairs, shapes, threads, meter))
             del pairs  # before the next tensors are decoded
     return {name: difference for name, difference in differences.items() if difference is not None}
@@ -216,8 +269,11 @@ def run(
         open_piece(DiffPiece, piece, storage_options) as (decoded, a),
         opened(decoded.against, decoded.names, storage_options) as b,
     ):
-        shapes = {name: a.about(name).shape for name in decoded.names}
-        return {"tensors": encode(_compare_values(_Checkpoint.of(a), _Checkpoint.of(b), shapes, threads, None))}
+        common = {name: _common_shape(a.about(name).shape, b.about(name).shape) for name in decoded.names}
+        shapes = {name: shape for name, shape in common.items() if shape is not None}
+        resized = {name for name in shapes if a.about(name).shape != b.about(name).shape}
+        sides = _Checkpoint.of(a), _Checkpoint.of(b)
+        return {"tensors": encode(_compare_values(*sides, shapes, resized, threads=threads, progress=None))}
 
 
 # ---- tensors that are not plain, or not in local files ----
@@ -291,17 +347,33 @@ def _is_encoded(about: TensorDescription) -> bool:
     return about.element is None or about.element.packed
 
 
-def _pair(name: str, a: _Reader, b: _Reader) -> tuple[Source, Source]:
-    """Return the next tensor of both checkpoints, with complex numbers as real and imaginary parts."""
-    values = [a(name), b(name)]
+def _pair(name: str, a: _Reader, b: _Reader, shape: _Shape) -> tuple[Source, Source]:
+    """Return the first rows of the next tensor of both checkpoints, with complex numbers as two parts.
+
+    Args:
+        shape: the shape of these rows.
+    """
+    values = [_rows(value, shape) for value in (a(name), b(name))]
     if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in values):
         arrays = (
-            reader.whole(name) if isinstance(value, Source) else value
+            _rows(reader.whole(name), shape) if isinstance(value, Source) else value
             for reader, value in zip((a, b), values, strict=True)
         )
         values = [np.asarray(array, np.complex128).reshape(-1).view(np.float64) for array in arrays]
     x, y = (value if isinstance(value, Source) else _as_source(name, value) for value in values)
     return x, y
+
+
+_Value = TypeVar("_Value", Source, Array, Source | Array)
+
+
+def _rows(value: _Value, shape: _Shape) -> _Value:
+    """Return the first rows of a tensor, without a copy."""
+    if value.shape == shape:
+        return value
+    if isinstance(value, Source):
+        return value._replace(shape=shape)
+    return value[: shape[0]]
 
 
 def _as_source(name: str, array: Array) -> Source:

@@ -285,12 +285,19 @@ def _summaries(sums: _Sums, per_element: Array, shapes: Sequence[tuple[int, ...]
         rms = np.sqrt(totals["squares"] / np.maximum(totals["finite"], 1))
         # NaN if either tensor is zero.
         cosine = np.clip(totals["dot"] / (np.sqrt(totals["norm_a"]) * np.sqrt(totals["norm_b"])), -1.0, 1.0)
-    cosine[totals["unequal"] == 0] = 1.0
-    columns = rms, cosine, totals["unequal"], totals["nonfinite"], totals["at"].astype(np.int64) // per_element
+        cosine[totals["unequal"] == 0] = 1.0
+        change, norm = np.sqrt(totals["squares"]), np.sqrt(totals["norm_a"])
+    columns = (
+        *(rms, cosine, totals["unequal"], totals["nonfinite"], change, norm),
+        totals["at"].astype(np.int64) // per_element,
+    )
     with paused(len(shapes)):
         return [
-            TensorDiff(largest, index_of(at, shape) if largest > 0 else None, mean, angle, unequal, nonfinite)
-            for largest, shape, mean, angle, unequal, nonfinite, at in zip(
+            TensorDiff(
+                *(largest, index_of(at, shape) if largest > 0 else None, mean, angle, unequal, nonfinite, size),
+                norm=length if unequal else None,
+            )
+            for largest, shape, mean, angle, unequal, nonfinite, size, length, at in zip(
                 sums.largest, shapes, *(column.tolist() for column in columns), strict=True
             )
         ]

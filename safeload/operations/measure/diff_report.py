@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...base.cached import cached_property
 from ...base.layout import shorten, table, terminal_columns
-from ...base.names import natural_key
+from ...base.names import layer_of, natural_key
 from ...base.results import Row, as_html, plain, tensor_row
 from ...base.text import clip, plural, printable, show
 
@@ -25,6 +26,9 @@ class TensorDiff(NamedTuple):
         cosine: cosine similarity of the tensors as vectors; 1 if they are equal, nan if either tensor is zero.
         unequal: number of elements that differ.
         nonfinite: number of differing elements with a NaN or infinity.
+        change: L2 norm of the differences.
+        norm: L2 norm of the tensor of ``a``; None if nothing differs.
+        relative_change: ``change / norm``; inf if the tensor of ``a`` is zero.
 
     Example:
         >>> import numpy as np
@@ -40,6 +44,40 @@ class TensorDiff(NamedTuple):
     cosine: float
     unequal: int
     nonfinite: int
+    change: float = 0.0
+    norm: float | None = None
+
+    @property
+    def relative_change(self) -> float:
+        return _ratio(self.change, self.norm)
+
+
+class LayerDiff(NamedTuple):
+    """The difference between two layers: their tensors with equal shapes, taken together.
+
+    Attributes:
+        tensors: number of tensors.
+        unequal: number of tensors that differ.
+        relative_change: L2 norm of all differences by that of all values of ``a``.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> base = {"h.0.weight": np.float32([3, 4]), "h.0.bias": np.zeros(2)}
+        >>> tuned = {**base, "h.0.weight": np.float32([3, 5])}
+        >>> safeload.diff(base, tuned).layers["h.0"]
+        LayerDiff(tensors=2, unequal=1, relative_change=0.2)
+    """
+
+    tensors: int
+    unequal: int
+    relative_change: float
+
+
+def _ratio(change: float, norm: float | None) -> float:
+    if not change:
+        return 0.0
+    return change / norm if norm else math.inf
 
 
 # Sort keys of rows, by the column to sort by.
@@ -47,14 +85,26 @@ _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
     "name": lambda row: natural_key(row[0]),
     "max": lambda row: -row[1].max,
     "rms": lambda row: -row[1].rms,
+    "relative": lambda row: -row[1].relative_change,
     "cosine": lambda row: -2.0 if math.isnan(row[1].cosine) else row[1].cosine,
     "unequal": lambda row: -row[1].unequal,
 }
 
 
 # Columns of rows and of tables in notebooks.
-_NUMBERS, _COUNTS = ("max", "rms", "cosine"), ("unequal", "nonfinite")
+_NUMBERS, _COUNTS = ("max", "rms", "relative_change", "cosine"), ("unequal", "nonfinite")
 _HEADER = ("name", "dtype", "shape", "status", *_NUMBERS, "unequal")
+
+
+def _cells(difference: TensorDiff) -> tuple[str, ...]:
+    """Return a row of the table, without the name."""
+    cosine = f"{difference.cosine:.6f}"
+    return (
+        *(f"{value:.3g}" for value in (difference.max, difference.rms, difference.relative_change)),
+        ">0.999999" if cosine == "1.000000" and difference.change else cosine,
+        f"{difference.unequal:,}",
+        f"{difference.nonfinite:,}",
+    )
 
 
 def _near(difference: TensorDiff, tolerance: float) -> bool:
@@ -69,7 +119,8 @@ class DiffReport:
         b: title of the second checkpoint.
         only_a: names found only in ``a``.
         only_b: names found only in ``b``.
-        shapes: both shapes of each tensor that differs in shape; values of these tensors are not compared.
+        shapes: both shapes of each tensor that differs in shape.
+        common_rows: `TensorDiff` of the first rows, for each tensor that differs only in the size of its first axis.
         dtypes: both dtypes of each tensor that differs in dtype.
         tensors: `TensorDiff` of every tensor with equal shapes in both checkpoints.
         described: dtype, shape and bytes of every tensor: in ``b``, or in ``a`` if ``b`` lacks it.
@@ -92,6 +143,25 @@ class DiffReport:
         self.dtypes: dict[str, tuple[str, str]] = {}
         self.tensors: dict[str, TensorDiff] = {}
         self.described: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        self.common_rows: dict[str, TensorDiff] = {}
+        self.norms: Mapping[str, float] = {}  # internal: of the equal tensors in layers with differences
+
+    @cached_property
+    def layers(self) -> dict[str, LayerDiff]:
+        """`LayerDiff` of every layer, by prefix, such as "model.layers.0"; "" holds the tensors outside layers."""
+        layers: dict[str, list[str]] = {}
+        for name in self.tensors:
+            layers.setdefault(layer_of(name), []).append(name)
+        summaries = {}
+        for layer, names in sorted(layers.items(), key=lambda item: natural_key(item[0])):
+            rows = [self.tensors[name] for name in names]
+            norms = (
+                self.norms.get(name, 0.0) if row.norm is None else row.norm
+                for name, row in zip(names, rows, strict=True)
+            )
+            relative = _ratio(math.hypot(*(row.change for row in rows)), math.hypot(*norms))
+            summaries[layer] = LayerDiff(len(names), sum(row.unequal > 0 for row in rows), relative)
+        return summaries
 
     @property
     def same(self) -> bool:
@@ -140,7 +210,7 @@ class DiffReport:
 
         block("only in a", [printable(name) for name in self.only_a])
         block("only in b", [printable(name) for name in self.only_b])
-        block("different shape", [f"{printable(n)}: {list(a)} and {list(b)}" for n, (a, b) in self.shapes.items()])
+        block("different shape", [self._shapes_of(name) for name in self.shapes])
         pairs: dict[tuple[str, str], list[str]] = {}
         for name, pair in self.dtypes.items():
             pairs.setdefault(pair, []).append(name)
@@ -153,30 +223,76 @@ class DiffReport:
             unequal = dict(sorted(unequal.items(), key=_ORDERS[sort]))
         if unequal:
             top = list(unequal.items())[:rows]
-            cells: list[tuple[str, ...]] = [
-                (printable(n), f"{d.max:.3g}", f"{d.rms:.3g}", f"{d.cosine:.6f}", f"{d.unequal:,}", f"{d.nonfinite:,}")
-                for n, d in top
-            ]
-            header: tuple[str, ...] = ("different values", "max", "rms", "cosine", "unequal", "not finite")
+            cells: list[tuple[str, ...]] = [(printable(name), *_cells(difference)) for name, difference in top]
+            header: tuple[str, ...] = ("different values", "max", "rms", "relative", "cosine", "unequal", "not finite")
             if not any(d.nonfinite for d in unequal.values()):
                 header, cells = header[:-1], [row[:-1] for row in cells]
             lines.append("")
             lines += table(header, cells, right=frozenset(range(1, len(header))), columns=columns)
             if len(top) < len(unequal):
                 lines.append(f"... and {len(unequal) - len(top):,} more")
+            lines += self._layer_lines(columns, rows)
         lines.append("")
         lines.append(self._verdict(tolerance))
         return lines
 
+    def _shapes_of(self, name: str) -> str:
+        """Describe a tensor with two shapes, and the difference of its common rows."""
+        a, b = self.shapes[name]
+        text = f"{printable(name)}: {list(a)} and {list(b)}"
+        common = self.common_rows.get(name)
+        if common is None:
+            return text
+        rows = f"the first {min(a[0], b[0]):,} rows"
+        if not common.unequal:
+            return f"{text}; {rows} are equal"
+        return f"{text}; {rows}: max {common.max:.3g}, relative {common.relative_change:.3g}"
+
+    def _layer_lines(self, columns: int | None, rows: int | None) -> list[str]:
+        """Return the table of layers, if there are several."""
+        changed = [(layer, row) for layer, row in self.layers.items() if row.unequal]
+        if sum(layer != "" for layer in self.layers) < 2 or not changed:
+            return []
+        cells = [
+            (
+                printable(layer) or "(outside layers)",
+                f"{row.relative_change:.3g}",
+                f"{row.unequal:,} of {row.tensors:,}",
+            )
+            for layer, row in changed[:rows]
+        ]
+        lines = ["", *table(("by layer", "relative", "tensors"), cells, right=frozenset((1, 2)), columns=columns)]
+        if rows is not None and len(changed) > rows:
+            lines.append(f"... and {len(changed) - rows:,} more")
+        return lines
+
     def _verdict(self, tolerance: float | None) -> str:
-        limit = 0.0 if tolerance is None else tolerance
-        near = sum(_near(difference, limit) for difference in self.tensors.values())
-        values = "equal values" if tolerance is None else f"values within {tolerance:g}"
+        """Return the last line, which agrees with `same` or, with a tolerance, with `within`."""
+        count = plural(len(self.tensors), "tensor")
         if self.same:
-            verdict = "the same"
-        else:
-            verdict = f"within {tolerance:g}" if tolerance is not None and self.within(tolerance) else "different"
-        return f"{verdict}: {near:,} of {plural(len(self.tensors), 'tensor')} in both have {values}"
+            return f"the same: {count}"
+        unequal = {name: difference for name, difference in self.tensors.items() if difference.unequal}
+        if tolerance is not None and self.within(tolerance):
+            if not unequal:
+                differ = "differs" if len(self.dtypes) == 1 else "differ"
+                return f"within {tolerance:g}: {count} with equal values; {len(self.dtypes):,} {differ} in dtype"
+            name, largest = max(unequal.items(), key=lambda item: item[1].max)
+            worst = f"the largest difference is {largest.max:.3g} ({printable(name)})"
+            return f"within {tolerance:g}: {count}; {len(unequal):,} not equal, {worst}"
+        far = sum(not _near(difference, tolerance or 0.0) for difference in self.tensors.values())
+        faults = [
+            (far, "differs in value" if tolerance is None else f"differs by more than {tolerance:g}"),
+            (len(self.only_a), "only in a"),
+            (len(self.only_b), "only in b"),
+            (len(self.shapes), "differs in shape"),
+            (0 if tolerance is not None else len(self.dtypes), "differs in dtype"),
+        ]
+        parts = (
+            f"{number:,} {fault if number == 1 else fault.replace('differs', 'differ')}"
+            for number, fault in faults
+            if number
+        )
+        return f"different: {', '.join(parts)}; {count} compared"
 
     def __str__(self) -> str:
         return "\n".join(self.lines(terminal_columns()))
@@ -187,16 +303,19 @@ class DiffReport:
     def rows(self) -> list[Row]:
         """Return a row for each tensor of either checkpoint, for ``pandas.DataFrame`` or ``polars.DataFrame``.
 
-        ``status`` is "equal", "different", "only in a", "only in b" or "other shape". Numbers are nan for tensors that
-        were not compared. dtype, shape and nbytes describe the tensor in ``b``, if it is there.
+        ``status`` is "equal", "different", "only in a", "only in b" or "other shape". Numbers are those of the common
+        rows for another shape, and nan for tensors that were not compared. dtype, shape and nbytes describe the tensor
+        in ``b``, if it is there.
         """
         rows, only_b = [], frozenset(self.only_b)
         for name, (dtype, shape, nbytes) in self.described.items():
-            difference = self.tensors.get(name)
-            if difference is not None:
+            difference = self.tensors.get(name, self.common_rows.get(name))
+            if name in self.shapes:
+                status = "other shape"
+            elif difference is not None:
                 status = "different" if difference.unequal else "equal"
             else:
-                status = "other shape" if name in self.shapes else "only in b" if name in only_b else "only in a"
+                status = "only in b" if name in only_b else "only in a"
             numbers = {key: math.nan if difference is None else float(getattr(difference, key)) for key in _NUMBERS}
             counts = {key: 0 if difference is None else getattr(difference, key) for key in _COUNTS}
             rows.append(tensor_row(name, dtype, shape, nbytes, status=status, **numbers, **counts))
@@ -208,15 +327,18 @@ class DiffReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict for ``json.dump``; NaN and infinity become None."""
+
+        def row(difference: TensorDiff) -> Any:
+            return plain({**difference._asdict(), "relative_change": difference.relative_change})
+
         return {
             "same": self.same,
             **{name: getattr(self, name) for name in ("a", "b", "only_a", "only_b")},
             "shapes": {name: [list(shape) for shape in pair] for name, pair in self.shapes.items()},
             "dtypes": {name: list(pair) for name, pair in self.dtypes.items()},
-            "tensors": {
-                name: {key: plain(value) for key, value in difference._asdict().items()}
-                for name, difference in self.tensors.items()
-            },
+            "tensors": {name: row(difference) for name, difference in self.tensors.items()},
+            "common_rows": {name: row(difference) for name, difference in self.common_rows.items()},
+            "layers": {layer: plain(difference._asdict()) for layer, difference in self.layers.items()},
         }
 
     to_json = to_dict

@@ -140,7 +140,7 @@ def stats(
                 catalog.refuse_codes(chosen, "stats")
                 if executor is None:
                     return StatsTable(measure(catalog, chosen, histogram, threads, progress))
-                pieces = _in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
+                pieces = measure_in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
                 return StatsTable(pieces)
         if not (names is only is drop is None):
             raise ValueError("names=, only= and drop= require a checkpoint or a dict")
@@ -194,7 +194,7 @@ class StatsPiece(TensorPiece):
     histogram: bool = False
 
 
-def _in_pieces(
+def measure_in_pieces(
     catalog: Catalog,
     names: Sequence[str],
     histogram: bool,
@@ -203,6 +203,7 @@ def _in_pieces(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorStats]:
+    """Compute statistics on an executor; see `stats`."""
     sizes = {name: catalog.about(name).nbytes for name in names}
     plain = executors.by_tensor(
         run,
