@@ -347,6 +347,14 @@ static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rule
                    (unsigned long long)table->ends[i], reason);
 }
 
+/* Returns the size of a file that holds all tensors from the i-th on, at most UINT64_MAX. */
+static uint64_t whole_size(const sl_table *table, uint64_t i, uint64_t data_begin) {
+    uint64_t end = 0;
+    for (; i < table->columns.count; i++)
+        if (table->ends[i] > end) end = table->ends[i];
+    return end > UINT64_MAX - data_begin ? UINT64_MAX : data_begin + end;
+}
+
 /* Checks the byte ranges in file order: no overlaps, no end past the data and, unless the rules allow holes, no holes.
  */
 static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
@@ -365,12 +373,13 @@ static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, 
                               covered, covered - begin, error);
         int32_t status = check_size(table, i, rules, error);
         if (status != SL_OK) return status;
-        if (end > data_size)
-            return fail_range(
-                table, i, rules,
-                "end past the data, which has %llu bytes (file of %llu bytes, data from byte %llu): the file "
-                "is truncated, or its header belongs to another file",
-                data_size, file_size, data_begin, error);
+        if (end > data_size) {
+            uint64_t whole = whole_size(table, i, data_begin);
+            return fail_range(table, i, rules,
+                              "end past the data, which has %llu bytes: %llu of %llu bytes are missing; "
+                              "the file is truncated, or its header belongs to another file",
+                              data_size, whole - file_size, whole, error);
+        }
         covered = end;
     }
     if (covered == data_size || rules->holes) return SL_OK;

@@ -24,6 +24,7 @@ from .common import (
     bar,
     columns,
     open_path,
+    opening,
     painter,
     suggest,
 )
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from ..operations.sources.executors import Executor
     from ..operations.validate.findings import CheckReport
 
+# Warnings that --strict accepts: matrices of a single value occur in good models.
+_HARMLESS = ("value.constant", "value.zero")
+
 _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/
   safeload check model.safetensors --config config.json --schema llama
@@ -41,7 +45,7 @@ _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
   safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors
 
-{STATUS} With --strict, warnings count as errors."""
+{STATUS} With --strict, warnings other than value.constant and value.zero count as errors."""
 
 
 def register(commands: Any) -> None:
@@ -82,7 +86,9 @@ def register(commands: Any) -> None:
         "--structure", action="store_true", help="check only files, names, shapes and sizes; read no values"
     )
     add_patterns(parser)
-    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    parser.add_argument(
+        "--strict", action="store_true", help="treat warnings as errors, except value.constant and value.zero"
+    )
     manifest = parser.add_mutually_exclusive_group()
     manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
     manifest.add_argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file")
@@ -120,7 +126,8 @@ def run(options: argparse.Namespace) -> int:
             if report.errors or report.warnings or report.notes:
                 print()
             print(paint(f"checked: {printable(report.checked)}, {report.seconds:.1f} s", "dim"))
-    return 0 if report.ok and not (options.strict and report.warnings) else 1
+    refused = options.strict and any(finding.code not in _HARMLESS for finding in report.warnings)
+    return 0 if report.ok and not refused else 1
 
 
 def _output(options: argparse.Namespace) -> Output | None:
@@ -171,7 +178,7 @@ def _report(options: argparse.Namespace, executor: Executor | None, output: Outp
             threads=options.threads,
             progress=progress,
         )
-        report = validate_path(options.path, lambda: open_path(options.path, options), request)
+        report = validate_path(options.path, opening(options), request)
     if report.files and (options.manifest or output is not None):
         try:
             _manifest(report, options, executor, output)

@@ -173,13 +173,17 @@ def not_negative(text: str) -> float:
 
 def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     """Open a checkpoint with the options of `add_opening`."""
-    return loading.open(
-        path,
-        root=options.root,
-        unknown_globals=options.unknown_globals,
-        stored=options.stored,
-        storage_options=storage_options(options),
-    )
+    return loading.open(path, **opening(options))
+
+
+def opening(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `add_opening` as keyword arguments of `safeload.open`."""
+    return {
+        "root": options.root,
+        "unknown_globals": options.unknown_globals,
+        "stored": options.stored,
+        "storage_options": storage_options(options),
+    }
 
 
 def shown(path: str) -> str:

@@ -19,7 +19,7 @@ from .common import (
     add_path,
     add_threads,
     bar,
-    open_path,
+    opening,
     write_to_stdout,
 )
 
@@ -84,11 +84,11 @@ def run(options: argparse.Namespace) -> int:
     if options.output != STDOUT:
         output.check()
     request = PageRequest(options.quantize, options.digest, options.threads, bar)
-    text, report = page_of(options.path, lambda: open_path(options.path, options), request)
+    text, report = page_of(options.path, opening(options), request)
     nbytes = write_to_stdout(text) if options.output == STDOUT else output.write(text, report.files)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": report.ok}, indent=1))
     else:
         where, stream = ("stdout", sys.stderr) if options.output == STDOUT else (options.output, sys.stdout)
-        print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)} is {report.verdict}", file=stream)
+        print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)}: {report.verdict}", file=stream)
     return 0 if report.ok else 1

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..base.messages import error_about
@@ -33,6 +34,10 @@ TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_mo
 _FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
 
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
+
+
+# A set with more missing files is not listed: its names are wrong.
+_MOST_MISSING = 10_000
 
 
 class Shards(NamedTuple):
@@ -237,14 +242,11 @@ class _NumberedFiles(NamedTuple):
     def complete(self) -> bool:
         return len(self.files) == max(self.files) == int(self.total) and min(self.files) == 1
 
-    @property
-    def missing(self) -> list[str]:
-        """Names of the first five missing files."""
+    def missing(self, limit: int = _MOST_MISSING) -> list[str]:
+        """Return the names of the first missing files."""
         width = len(self.total) if len(self.total) < 5 else 5
         numbers = (k for k in range(1, int(self.total) + 1) if k not in self.files)
-        return [
-            f"{self.stem}-{k:0{width}}-of-{self.total}{self.suffix}" for k, _ in zip(numbers, range(5), strict=False)
-        ]
+        return [f"{self.stem}-{k:0{width}}-of-{self.total}{self.suffix}" for k in islice(numbers, limit)]
 
     @property
     def in_order(self) -> list[str]:
@@ -260,6 +262,55 @@ def sets_of(names: Sequence[str]) -> list[_NumberedFiles]:
             key = match[1], match[3], match[4]
             sets.setdefault(key, _NumberedFiles(*key, {})).files[int(match[2])] = name
     return list(sets.values())
+
+
+class ExpectedShards(NamedTuple):
+    """The shards that a folder should have."""
+
+    folder: str
+    listed_in: str | None  # name of the index that lists them; None for numbered files
+    names: Mapping[str, Sequence[str]]  # names of shards, each with the tensors that the index lists for it
+    total_size: int | None  # bytes of all tensors, as the index states
+
+
+def expected_shards(path: str, files: Files) -> ExpectedShards | None:
+    """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file.
+
+    Raises:
+        FormatError, OSError: the index or the folder cannot be read.
+    """
+    folder, base = files.split(path)
+    numbered: _NumberedFiles | None
+    if base.endswith(".json"):
+        return _listed_shards(folder, base, files)
+    if files.is_folder(path):
+        names = [name for name, is_folder in files.listing(path) if not is_folder]
+        indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+        indexes = [INDEX] if INDEX in indexes else indexes
+        if not indexes and SINGLE not in names and TORCH_INDEX in names:
+            indexes = [TORCH_INDEX]
+        if indexes:
+            return _listed_shards(path, indexes[0], files) if len(indexes) == 1 else None
+        sets = (
+            [] if SINGLE in names else [numbered for numbered in sets_of(names) if numbered.suffix in WEIGHT_SUFFIXES]
+        )
+        folder, numbered = path, sets[0] if len(sets) == 1 else None
+    else:
+        part = _SHARD.fullmatch(base)
+        if part is None or part[4] != ".gguf":
+            return None
+        names = [name for name, is_folder in files.listing(folder) if not is_folder]
+        numbered = next((numbered for numbered in sets_of(names) if base in numbered.files.values()), None)
+    if numbered is None or int(numbered.total) > len(numbered.files) + _MOST_MISSING:
+        return None
+    return ExpectedShards(folder, None, dict.fromkeys([*numbered.in_order, *numbered.missing()], ()), None)
+
+
+def _listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
+    path = files.join(folder, base)
+    names, metadata = _parse_index(read_json(path, "index.json", files), path, files)
+    total = metadata.get("total_size")
+    return ExpectedShards(folder, base, names, total if type(total) is int else None)
 
 
 def open_folder(path: str, request: OpenRequest) -> Shards:
@@ -347,7 +398,7 @@ def _refuse_incomplete(
                 raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
             raise MissingShardError(
                 f"{present:,} of {total:,} shards are there, {total - present:,} missing: "
-                f"{_listed(numbered.missing, 5)}" + (", ..." if total - present > 5 else ""),
+                f"{_listed(numbered.missing(5), 5)}" + (", ..." if total - present > 5 else ""),
                 path,
             )
 

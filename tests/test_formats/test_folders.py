@@ -113,7 +113,7 @@ def test_an_incomplete_set_names_what_is_missing(there, total, missing, tmp_path
         safeload.open(folder)
     assert all(part in str(caught.value) for part in missing)
     assert len(str(caught.value)) < 600 + len(str(folder))
-    assert [finding.code for finding in safeload.validate(folder).errors] == ["index.shard"]
+    assert {finding.code for finding in safeload.validate(folder).errors} == {"index.shard"}
     assert safeload.load(folder / f"m-{there[0]:05}-of-{total:05}.safetensors")  # by its path it opens
 
 
@@ -264,7 +264,7 @@ def test_all_parts_of_a_gguf_open_by_the_folder_and_by_any_of_them(name, split):
         assert opened.metadata["general.name"] == "a name"
         assert not [key for key in opened.metadata if key.startswith("split.")]
         assert opened.get_slice("w4")[1, 3] == 4
-        assert safeload.validate(opened).ok
+        assert safeload.validate(opened, schema=None).ok
 
 
 def test_a_split_gguf_is_converted_into_one_file(split, tmp_path):

@@ -78,7 +78,7 @@ def check(found, nbytes, count):
     assert found["open"][0] == found["list"][0] == nbytes
     assert found["slice"][0] == [0, 0, 1.5]
     assert found["view"][0] == list(SHAPE)
-    assert found["validate"][0] == [True, count]
+    assert found["validate"][0] == [False, count]  # these files are holes: blocks that were never written
     # Seconds, where reading all bytes would take minutes at best.
     assert sum(step[1] for name, step in found.items() if name != "memory") < 30
     # 247 MiB for 100,000 tensors with Python 3.11, 259 with 3.10: half of it validate's, a sixth the descriptions.

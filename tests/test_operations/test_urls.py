@@ -1,5 +1,6 @@
 """Operations on checkpoints behind URLs: the results of the local copy, in how many requests, and how they end."""
 
+import shutil
 import signal
 import threading
 import time
@@ -257,6 +258,23 @@ def test_a_shard_that_is_missing_is_a_finding(model):
     report = safeload.validate(there.at("mem://model"))
     assert here.ok
     assert [finding.code for finding in report.errors] == ["index.shard"]
+    assert "model-00002-of-00003.safetensors" in report.errors[0].message
+    there.content["mem://model/model-00003-of-00003.safetensors"] = b"\xff" * 100
+    report = safeload.validate(there.at("mem://model"))
+    assert sorted(finding.code for finding in report.errors) == ["file.format", "index.shard"]
+    assert "2 of 3 shards are missing or damaged; fetch again: " in report.notes[0].message
+
+
+def test_damaged_shards_behind_https_are_all_named(model, tmp_path):
+    pytest.importorskip("urllib3")
+    folder = tmp_path / "copy"
+    shutil.copytree(model, folder)
+    (folder / "model-00001-of-00003.safetensors").unlink()
+    (folder / "model-00003-of-00003.safetensors").write_bytes(b"\xff" * 100)
+    with Server(folder) as server:
+        report = safeload.validate(server.url("/model.safetensors.index.json"))
+    assert sorted(finding.code for finding in report.errors) == ["file.format", "index.shard"]
+    assert "2 of 3 shards are missing or damaged; fetch again: " in report.notes[0].message
 
 
 def test_a_read_that_fails_is_a_finding_with_its_url(model):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from ...base.paths import PathLike, native_path
 from ...base.scheme import parse
-from ...checkpoint import Checkpoint
 from ...engine.run.progress import Bars, Progress, bars
 from ...errors import SafeloadError, cut_traceback
 from ...formats.opening import UnknownGlobals
@@ -87,16 +86,17 @@ def report(
         if is_file_object(path) and not getattr(path, "seekable", bool)():
             raise ValueError("report reads its source twice, and a pipe only once: save it to a file first")
 
-        def open() -> Checkpoint:
-            return loading.open(
-                path, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
-            )
-
+        opening = {
+            "root": root,
+            "unknown_globals": unknown_globals,
+            "stored": stored,
+            "storage_options": storage_options,
+        }
         sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
         output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
         output.check()
         request = PageRequest(scheme, digest, threads, bars(progress))
-        text, checked = page_of(path, open, request)
+        text, checked = page_of(path, opening, request)
         output.write(text, checked.files)
         return checked
     except SafeloadError as error:
@@ -104,12 +104,16 @@ def report(
         raise
 
 
-def page_of(path: PathLike | Located, open: Callable[[], Checkpoint], request: PageRequest) -> tuple[str, CheckReport]:
-    """Return the page about the checkpoint that ``open`` opens, and the report of its check."""
+def page_of(path: PathLike | Located, opening: Mapping[str, Any], request: PageRequest) -> tuple[str, CheckReport]:
+    """Return the page about a checkpoint, and the report of its check.
+
+    Args:
+        opening: keyword arguments of `safeload.open`.
+    """
     date = now()
     with request.bar("report") as progress:
         checks = settings(threads=request.threads, progress=progress, histogram=True)
-        report = validate_path(path, open, checks)
+        report = validate_path(path, opening, checks)
     parts = [findings_section(report)]
     remote = is_url(report.source)
     local = isinstance(path, (str, os.PathLike)) and not remote
@@ -118,7 +122,7 @@ def page_of(path: PathLike | Located, open: Callable[[], Checkpoint], request: P
         paths = report.files or [report.source]
         files = files_of(paths, digest=request.digest, threads=request.threads, bars=request.bar)
     if report.files:
-        with open() as opened:
+        with loading.open(path, **opening) as opened:
             parts += sections(opened, report, request.scheme, threads=request.threads, bars=request.bar)
             if not local:  # read only once
                 files = [File(file.path, file.identity[0]) for file in opened.weight_files]

@@ -1,1 +1,1 @@
-"""Whether a checkpoint is sound: files, names and shapes, values."""
+"""Find faults in checkpoints: files, names and shapes, values."""

@@ -6,7 +6,7 @@ order of a single process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, groups
 from ..sources.piece_files import PieceSource, PlannedPath, Sources, location_of, opened, path_in_plan
 from ..sources.plan import INVALID_PIECE, PlannedPiece, TensorPiece, decode_piece
-from . import files, values
+from . import files, holes, values
 from .files import FileEntry
 from .findings import ERROR, CheckReport, Finding
 from .settings import CheckSettings, Limits, settings
@@ -76,6 +76,20 @@ class Contents:
         """Return the statistics of tensors; tensors without real numbers are skipped."""
         return measure(self._catalog, names, self._options.histogram, self._options.threads, self._options.progress)
 
+    def zeros(
+        self, stats: Mapping[str, TensorStats], model: Model, reported: set[str]
+    ) -> Iterator[tuple[Finding, list[str]]]:
+        """Yield findings about lost blocks, each with the names of its zero tensors."""
+        yield from holes.check_zeros(self._catalog, stats, model.role, reported)
+
+    def outliers(self, stats: Mapping[str, TensorStats]) -> dict[str, float]:
+        """Return the tensors with a value far beyond all others, each with a bound of 99.9 % of the values.
+
+        Args:
+            stats: statistics of the tensors with large values.
+        """
+        return values.find_outliers(self._catalog, stats, self._options.threads)
+
     def tied(self, head: str, embedding: str) -> Finding | None:
         """Compare a head with its tied embedding."""
         return values.check_tied(self._catalog, head, embedding)
@@ -109,12 +123,35 @@ def check_contents(
             if _has_error(findings):
                 bad.add(name)
     report.stats = StatsTable(contents.stats(_readable(names, model.tensors, bad)))
+    for finding, hidden in contents.zeros(report.stats, model, zero):
+        report.add([finding])
+        zero.update(hidden)
     codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
     report.add(
-        values.check_values(report.stats, model.tensors, contents.limits, bad, role=model.role, codes=codes, zero=zero)
+        values.check_values(
+            report.stats,
+            model.tensors,
+            contents.limits,
+            bad,
+            role=model.role,
+            codes=codes,
+            zero=zero,
+            outliers=contents.outliers(_large(report.stats, model.tensors, codes)),
+        )
     )
     tied = (contents.tied(*pair) for pair in pairs.items() if bad.isdisjoint(pair))
     report.add(finding for finding in tied if finding is not None)
+
+
+def _large(
+    stats: Mapping[str, TensorStats], tensors: Mapping[str, TensorDescription], codes: Collection[str]
+) -> dict[str, TensorStats]:
+    """Return the statistics of the tensors that can have outliers."""
+    return {
+        name: row
+        for name, row in stats.items()
+        if row.absmax > values.OUTLIER_ABOVE and name not in codes and values.is_real(tensors[name])
+    }
 
 
 def _has_error(findings: Sequence[Finding]) -> bool:
@@ -184,6 +221,10 @@ class GatheredContents(Contents):
     def stats(self, names: Sequence[str]) -> dict[str, TensorStats]:
         plain = {name: _field(self._results[name], "stats").get(name) for name in names}
         return {name: of_plain(row) for name, row in plain.items() if row is not None}
+
+    def outliers(self, stats: Mapping[str, TensorStats]) -> dict[str, float]:
+        bounds = {name: _field(self._results[name], "outliers").get(name) for name in stats}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def tied(self, head: str, embedding: str) -> Finding | None:
         findings = _field(self._results[head, embedding], "tied")
@@ -340,6 +381,7 @@ def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options
                 result["scales"][name] = encode(scales[name])
         bad = {name for name, findings in scales.items() if _has_error(findings)}
         stats = contents.stats(_readable(names, tensors, bad))
+        result["outliers"] = contents.outliers(_large(stats, tensors, ()))
         result["stats"] = {name: as_plain(row) for name, row in stats.items()}
     return result
 

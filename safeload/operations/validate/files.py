@@ -24,6 +24,7 @@ from ...stores.files import Location
 from ...stores.local import descriptor_of
 from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
+from .holes import may_be_zero
 
 # Numbers usually have five digits. DeepSeek writes six after "of", a few models two.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
@@ -40,14 +41,6 @@ _HOLE_OF_FILE = 1000
 
 # Bytes to read from the end first. The last byte is nearly always nonzero.
 _FIRST_PIECE = 64 << 10
-
-# Tensors that can be zero in good files: biases, the second factor of an untrained LoRA adapter, counters and caches of
-# torch modules, zero points of symmetric quantization.
-_MAY_BE_ZERO = re.compile(
-    r"(?i:.*(?:^|[._])(?:bias(?:es)?|beta|lora_(?:embedding_)?b|lora(?:_linear_layer)?[._]up|running_mean|num_batches_tracked|position_ids"
-    r"|inv_freq|mask|[kv]_cache|zero_?points?|q?zeros|g_idx)(?:\..*)?)|[bB]",
-    re.ASCII | re.DOTALL,
-)
 
 
 def check_index(catalog: Catalog) -> Iterator[Finding]:
@@ -238,7 +231,7 @@ def check_tails(
         if tail is None:
             continue
         where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
-        weighty = any(role(name) not in ("bias", "buffer") and not _MAY_BE_ZERO.fullmatch(name) for name in tail.whole)
+        weighty = any(role(name) not in ("bias", "buffer") and not may_be_zero(name) for name in tail.whole)
         size = tail.end - tail.begin
         message = f"{where}{_description(tail)}; was the download finished?"
         if tail.hole:

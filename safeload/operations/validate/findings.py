@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -22,6 +23,9 @@ _TENSOR_CODES = ("value.", "tensor.", "quantization.scale", "quantization.zero",
 
 # Fewer findings with equal messages about different tensors are not grouped.
 _GROUP_FROM = 4
+
+# More findings about files are grouped, too.
+_MOST_FILES = 100
 
 # A group lists at most this many names, each of at most this many characters.
 _LISTED, _NAME_LENGTH = 8, 100
@@ -61,7 +65,7 @@ class Finding(NamedTuple):
 
 
 def error(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding about a fault, which makes the file unsound."""
+    """Return a finding about a fault: the weights cannot be used as they are."""
     return Finding(ERROR, code, tensor, message)
 
 
@@ -80,7 +84,7 @@ class CheckReport:
 
     Attributes:
         ok: True if there are no errors.
-        errors: faults, which make the file unsound.
+        errors: faults; the weights cannot be used as they are.
         warnings: suspicions, which can turn out to be intended.
         notes: skipped checks, with the reasons.
         stats: `TensorStats` by name, for every tensor of real numbers.
@@ -139,13 +143,9 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """A line for the result and the numbers of errors, warnings and notes."""
-        kinds = ((self.errors, ERROR), (self.warnings, WARNING), (self.notes, NOTE))
-        counts = [plural(len(findings), noun) for findings, noun in kinds if findings]
-        sound = "sound as far as it was checked" if self.notes else "sound"
-        if not self.values:
-            sound = "sound as far as its structure goes, values were not read"
-        return (sound if self.ok else "NOT SOUND") + (f": {', '.join(counts)}" if counts else "")
+        """The numbers of errors and warnings: "no errors", "3 errors, 8 warnings"."""
+        errors = plural(len(self.errors), ERROR) if self.errors else "no errors"
+        return f"{errors}, {plural(len(self.warnings), WARNING)}" if self.warnings else errors
 
     @property
     def checked(self) -> str:
@@ -251,8 +251,12 @@ class FindingGroup(NamedTuple):
 def gather(findings: Sequence[Finding]) -> list[FindingGroup]:
     """Group findings with equal messages about four or more tensors, keeping the order."""
     by_message: dict[tuple[str, str], list[Finding]] = {}
+    counts = Counter(finding.code for finding in findings if finding.tensor is None)
     for finding in findings:
-        message = "" if finding.tensor is None else _DETAILS.sub("#", finding.message)
+        if finding.tensor is not None:
+            message = _DETAILS.sub("#", finding.message)
+        else:  # every file is named, unless there are very many
+            message = finding.message if counts[finding.code] <= _MOST_FILES else ""
         by_message.setdefault((finding.code, message), []).append(finding)
     groups: list[FindingGroup] = []
     for alike in by_message.values():

@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,21 +18,18 @@ from ...base.arrays import Array, refuse_masked
 from ...base.paths import PathLike, os_error
 from ...base.selecting import Patterns
 from ...base.text import show
-from ...checkpoint import Checkpoint
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.progress import Progress
 from ...engine.run.weight_file import WeightFile
 from ...errors import (
-    ForbiddenError,
     FormatError,
-    LimitError,
-    MissingShardError,
     RemotePermissionError,
     SafeloadError,
     UnsupportedError,
     cut_traceback,
     one_line,
 )
+from ...formats.registry import GGUF
 from ...loading import entry as loading
 from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
@@ -43,19 +40,16 @@ from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor
 from ..sources.piece_files import check_paths, in_memory
-from . import files, structure
+from . import files, holes, structure
+from .causes import fits
 from .contents import Contents, GatheredContents, Model, check_contents
 from .findings import CheckReport, Finding, error, warning
+from .gguf_rules import check_gguf
 from .settings import CheckSettings, Limits, settings
+from .shards import ShardCheck, refusal
 
-# Codes of findings about unreadable files, by error class.
-_REFUSALS = (
-    (MissingShardError, "index.shard"),
-    (ForbiddenError, "file.forbidden"),
-    (UnsupportedError, "file.unsupported"),
-    (LimitError, "file.limit"),
-    (SafeloadError, "file.format"),
-)
+# Codes of findings that hold without the other shards.
+_SHARD_CODES = ("value.", "file.", "tensor.")
 
 # The name of a single array in reports.
 ARRAY = "array"
@@ -151,7 +145,7 @@ def check(
                 if executor is not None:
                     check_paths(catalog, EXECUTOR)
                 return _validate_tensors(CheckReport(catalog.title), catalog, options)
-        return validate_path(source, lambda: loading.open(source, storage_options=storage_options), options)
+        return validate_path(source, {"storage_options": storage_options}, options)
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -185,26 +179,51 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     return params if len(slices) < 2 else None
 
 
-def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], options: CheckSettings) -> CheckReport:
-    """Validate the checkpoint at a path or URL, which ``open`` opens."""
-    (place,), where = places_of([path])
+def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options: CheckSettings) -> CheckReport:
+    """Validate the checkpoint at a path or URL.
+
+    Args:
+        opening: keyword arguments of `safeload.open`.
+    """
+    (place,), where = places_of([path], opening.get("storage_options"))
     text = where.shown(place)
     report = CheckReport(text)
     if not where.remote and not os.path.lexists(place):
         raise os_error(errno.ENOENT, text)
     try:
-        opened = open()
-    except SafeloadError as problem:
-        code = next(code for kind, code in _REFUSALS if isinstance(problem, kind))
-        report.add([error(code, None, str(problem))])
-        return report
-    except FileNotFoundError as problem:
-        if problem.filename in (None, text):
+        opened = loading.open(path, **opening)
+    except (SafeloadError, OSError) as problem:
+        plain = not isinstance(problem, SafeloadError)
+        if plain and getattr(problem, "filename", None) in (None, text):
             raise
-        report.add([error("index.shard", None, f"{problem.filename} is missing, but the index lists it")])
-        return report
+        shards = ShardCheck.of(place, where, opening)
+        if shards is None or not shards.faults:
+            if plain and not isinstance(problem, FileNotFoundError):
+                raise
+            report.add([refusal(problem)])
+            return report
+        report.add(shards.faults)
+        return _validate_rest(report, shards, opening, options)
     with opened, Catalog.of(opened) as catalog:
         return _validate_tensors(report, catalog, options)
+
+
+def _validate_rest(
+    report: CheckReport, shards: ShardCheck, opening: Mapping[str, Any], options: CheckSettings
+) -> CheckReport:
+    """Check the values in the good shards of a damaged folder, whose tensors are known without the rest."""
+    report.add(shards.advice)
+    if not shards.good or not options.values or quantization_of(shards.config) is not None:
+        return report
+    try:
+        with loading.open(shards.good, **opening) as opened, Catalog.of(opened) as catalog:
+            rest = _validate_tensors(CheckReport(report.source), catalog, options._replace(choose=False))
+    except (SafeloadError, OSError):  # these shards need the others
+        return report
+    for name in ("format", "files", "tensors", "parameters", "nbytes", "seconds", "stats"):
+        setattr(report, name, getattr(rest, name))
+    report.add(finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES))
+    return report
 
 
 def _validate_array(
@@ -217,7 +236,7 @@ def _validate_array(
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
             raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-        if not structure.fits(about.shape, tuple(shape)):
+        if not fits(about.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([error("array.shape", ARRAY, f"has shape {list(about.shape)}, expected [{sizes}]")])
     return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
@@ -257,7 +276,12 @@ class _Validation:
         report.values = self._options.values
         config = self._config()
         report.add(files.check_index(catalog))
-        choice, inner = self._choose_schema(config)
+        if catalog.format == GGUF and self._options.choose and config is None:
+            model = check_gguf(catalog.metadata, tensors)
+            report.add(model.findings)
+            choice, inner, config = model.choice, None, model.config if model.choice else None
+        else:
+            choice, inner = self._choose_schema(config)
         own_config = config if inner is None else inner.config  # of the part covered by the schema
         schema = None if choice is None else choice.schema
         report.add(structure.check_sizes(tensors, schema))
@@ -315,6 +339,9 @@ class _Validation:
         zero: set[str] = set()
         with self._readable_files():
             for finding, names in files.check_tails(self._catalog, model.role, values=options.values):
+                report.add([finding])
+                zero.update(names)
+            for finding, names in holes.check_unwritten(self._catalog, model.role, zero):
                 report.add([finding])
                 zero.update(names)
         if not options.values or self._unreadable:

@@ -11,10 +11,12 @@ from ...base import dtypes
 from ...base.names import pattern_of
 from ...base.text import plural, show
 from ...models.choosing import Choice, Inner
+from ...models.gguf_architectures import METADATA
 from ...models.schema import NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
 from ...packed.codes_without_scale import Codes
 from ...packed.quantization import Quantization
 from ..sources.description import TensorDescription
+from .causes import find_causes, fits
 from .findings import Finding, error, note, warning
 
 # Name parts before a layer number, for models without a schema. Other numbers can have gaps: torch's Sequential also
@@ -251,24 +253,30 @@ def check_schema(
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
         message = f"is not in schema {schema.name} ({first}); only {len(names)} of {len(tensors)} names are"
         return Comparison([error("schema.names", next(iter(tensors)), message)], 0)
-    findings = list(_check_missing(choice, expected, tensors, modules))
+    causes = find_causes(schema, config, tensors, names, expected)
+    findings = causes.findings + list(_check_missing(choice, expected, tensors, modules))
     if inner is not None and inner.whole:
         message = f"names begin with {show(inner.prefix)}, but names of schema {schema.name} do not"
         findings.append(warning("schema.prefix", next(name for name in tensors if name in expected), message))
     findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized, inner=inner)
-    findings += _check_shapes(names, expected, tensors)
+    source = "metadata" if schema.config == METADATA else "config"
+    findings += _check_shapes(names, {**expected, **causes.expected}, tensors, source)
     return Comparison(findings, len(names))
 
 
 def _check_shapes(
-    names: Sequence[str], expected: Mapping[str, ExpectedTensor], tensors: Mapping[str, TensorDescription]
+    names: Sequence[str],
+    expected: Mapping[str, ExpectedTensor],
+    tensors: Mapping[str, TensorDescription],
+    source: str,
 ) -> Iterator[Finding]:
+    """Find wrong shapes; ``source`` is what the sizes come from."""
     for name in names:
         shape = expected[name].shape
-        if shape is not None and tensors[name].shape != shape and not fits(tensors[name].shape, shape):
+        if shape is not None and not fits(tensors[name].shape, shape):
             formula = ", ".join(expected[name].entry.shape or ())
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            message = f"has shape {list(tensors[name].shape)}, but [{formula}] is [{sizes}] by the config"
+            message = f"has shape {list(tensors[name].shape)}, but [{formula}] is [{sizes}] by the {source}"
             yield error("schema.shape", name, message)
 
 
@@ -278,11 +286,6 @@ def _mostly_absent(
     """True if more than half of the required tensors are missing."""
     required = [w.name for w in expected.values() if w.required and module_of(w.name) not in modules]
     return 2 * sum(name in tensors for name in required) < len(required)
-
-
-def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    """True if a shape matches the expected shape, in which None matches any size."""
-    return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
 
 
 def _check_missing(

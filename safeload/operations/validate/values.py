@@ -20,11 +20,19 @@ from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.tensors import packed_of
 from ...packed.gptq import wrapped_zeros, zeros_disagree
-from ..measure.stats_table import TensorStats
+from ..measure.stats import measure
+from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .findings import Finding, error, note, warning
 from .settings import Limits
+
+# A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
+# magnitudes without zeros. Smaller tensors are not judged.
+OUTLIER_ABOVE = 65504.0
+_OUTLIER_FACTOR, _OUTLIER_PERMILLE, _OUTLIER_COUNT = 1e4, 999, 1000
+# Numbers to compare at a time.
+_CHUNK = 1 << 20
 
 # Largest relative difference between a float32 scale and the expected one: two roundings.
 _SCALE_TOLERANCE = 2.0**-22
@@ -59,18 +67,21 @@ def check_values(
     role: Callable[[str], str | None] = lambda name: None,
     codes: Collection[str] = (),
     zero: Collection[str] = (),
+    outliers: Mapping[str, float] | None = None,
 ) -> Iterator[Finding]:
-    """Find NaN and infinity (errors), values out of range and constant matrices (warnings).
+    """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings).
 
     Args:
         skip: tensors to skip because of bad scales.
         role: returns the role of a tensor in the schema, or None.
         codes: parts of quantized weights, which can have any finite value.
         zero: tensors already reported as zero.
+        outliers: tensors with outliers, see `find_outliers`.
     """
+    outliers = outliers or {}
     for name, values in stats.items():
         about = tensors[name]
-        if name in skip or not (about.floating or about.quantized):
+        if name in skip or not is_real(about):
             continue
         for code, kind, count, first in (
             ("value.nan", "NaN", values.nan, values.first_nan),
@@ -83,12 +94,68 @@ def check_values(
         if values.count == 0 or math.isnan(values.min) or name in codes or name in zero:
             continue
         low, high = limits.of_norms() if is_norm(name, about, role(name)) else (limits.low, limits.high)
-        if values.min < low or values.max > high:
+        if name in outliers:
+            bound = figure(outliers[name], 6)
+            message = f"a value of magnitude {figure(values.absmax, 6)}, but 99.9 % of the values are below {bound}"
+            yield error("value.outlier", name, f"{message}; is a bit flipped?")
+        elif values.min < low or values.max > high:
             extent = f"values range from {figure(values.min, 6)} to {figure(values.max, 6)}"
             yield warning("value.range", name, f"{extent}, outside [{low:g}, {high:g}]")
         if sum(size > 1 for size in about.shape) > 1 and values.nan + values.inf == 0 and values.min == values.max:
             constant, code = ("0", "value.zero") if values.absmax == 0 else (figure(values.min, 6), "value.constant")
             yield warning(code, name, f"all {values.count:,} values of the matrix are {constant}")
+
+
+def is_real(about: TensorDescription) -> bool:
+    """True if the values of a tensor are real numbers, dequantized ones included."""
+    return about.floating or about.quantized
+
+
+# ---- outliers ----
+
+
+def find_outliers(catalog: Catalog, stats: Mapping[str, TensorStats], threads: int | None = None) -> dict[str, float]:
+    """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below.
+
+    The bound is a power of two, or the largest magnitude that is not an outlier divided by 10,000.
+
+    Args:
+        stats: statistics of the tensors with large values.
+
+    Raises:
+        FormatError, OSError: a file cannot be read.
+    """
+    bounds = {}
+    for name, counted in measure(catalog, list(stats), True, threads).items():
+        histogram = counted.histogram
+        assert histogram is not None
+        count = int(histogram.sum())
+        if count < _OUTLIER_COUNT:
+            continue
+        allowed = count - -(-count * _OUTLIER_PERMILLE // 1000)  # values beyond the percentile
+        limit = counted.absmax / _OUTLIER_FACTOR
+        first = int(np.searchsorted(HISTOGRAM_EDGES, limit, side="right")) - 1  # the bin of the limit
+        bins = len(histogram)
+        if first >= 0 and int(histogram[min(first, bins - 1) :].sum()) <= allowed:
+            bounds[name] = _bound(histogram, allowed, limit)
+        elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
+            array = catalog.array(name, threads).reshape(-1)
+            if sum(_count_from(array[at : at + _CHUNK], limit) for at in range(0, array.size, _CHUNK)) <= allowed:
+                bounds[name] = limit
+    return bounds
+
+
+def _bound(histogram: Array, allowed: int, limit: float) -> float:
+    """Return the smallest edge of the histogram with at most ``allowed`` larger values."""
+    beyond = np.cumsum(histogram[::-1])[::-1]
+    edge = int((beyond > allowed).sum())
+    return min(float(HISTOGRAM_EDGES[edge]), limit)
+
+
+def _count_from(values: Array, limit: float) -> int:
+    """Count the finite magnitudes of at least ``limit``."""
+    magnitudes = np.abs(values.astype(np.float64))
+    return int(((magnitudes >= limit) & np.isfinite(magnitudes)).sum())
 
 
 # ---- quantized tensors ----

@@ -327,7 +327,7 @@ def test_without_tensors_the_data_may_begin_past_the_end(path):
             assert opened.load() == {}
             assert opened.metadata == {"general.alignment": alignment}
     path.write_bytes(g.build([g.entry("general.alignment", g.U32, 4096)], [g.tensor("w", (1,), 24, 0)]))
-    with pytest.raises(FormatError, match=r"the data, which has 0 bytes .* data from byte 4096"):
+    with pytest.raises(FormatError, match="which has 0 bytes: 4007 of 4097 bytes are missing"):
         safeload.open(path)
 
 

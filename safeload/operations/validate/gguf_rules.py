@@ -1,0 +1,121 @@
+"""Check a GGUF file against llama.cpp's rules for its architecture: keys, their types, and the types of vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base.text import show
+from ...formats.gguf.values import F32, U32
+from ...models import gguf_architectures as rows
+from ...models.choosing import Choice
+from ..sources.description import TensorDescription
+from .findings import Finding, error, note
+
+_ARCHITECTURE, _TYPE, _TOKENIZER = "general.architecture", "general.type", "tokenizer.ggml.model"
+_TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
+# Optional keys with a size.
+_MORE_SIZES = ("feed_forward_length", "attention.head_count_kv", "expert_feed_forward_length")
+# Files of these types have the architecture of another file, and other tensors.
+_OTHER_TYPES = ("adapter", "imatrix", "mmproj", "vocab")
+
+
+class GgufModel(NamedTuple):
+    """The model in a GGUF file."""
+
+    findings: list[Finding]
+    choice: Choice | None  # None if tensors cannot be compared
+    config: Mapping[str, Any]  # integers of the metadata, as the schema names them
+
+
+def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription]) -> GgufModel:
+    """Check the metadata and the vectors of a GGUF file, and choose its schema."""
+    architecture = metadata.get(_ARCHITECTURE)
+    if not tensors:
+        return GgufModel([], None, {})
+    if architecture is None:
+        message = f"no key {_ARCHITECTURE}: llama.cpp does not load this file, so its rules were not checked"
+        return GgufModel([note("gguf.unchecked", None, message)], None, {})
+    kind = metadata.get(_TYPE)
+    known = isinstance(architecture, str) and architecture in rows.ARCHITECTURES
+    if not known or kind in _OTHER_TYPES:
+        subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
+        message = f"{subject}: keys and tensors were not checked against llama.cpp"
+        return GgufModel([note("gguf.unchecked", None, message)], None, {})
+    faults = list(_check_keys(metadata, architecture))
+    broken = {key for key, _ in faults}
+    findings = [finding for _, finding in faults]
+    findings += _check_vectors(tensors)
+    sizes = (*rows.SIZES, *rows.ARCHITECTURES[architecture].keys, *_MORE_SIZES)
+    config = _config(metadata, architecture, tensors)
+    arrays = [key for key in sizes if isinstance(metadata.get(f"{architecture}.{key}"), np.ndarray)]
+    if arrays:
+        message = f"key {architecture}.{arrays[0]} has a value per layer: names and shapes were not checked"
+        return GgufModel([*findings, note("gguf.unchecked", None, message)], None, config)
+    if broken.intersection(f"{architecture}.{key}" for key in sizes):
+        return GgufModel(findings, None, config)
+    return GgufModel(findings, Choice(rows.schema_of(architecture), True), config)
+
+
+def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
+    """Yield missing keys and keys of a wrong type, each with its finding."""
+    required = [f"{architecture}.{key}" for key in (*rows.REQUIRED, *rows.ARCHITECTURES[architecture].keys)]
+    model = metadata.get(_TOKENIZER)
+    required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
+    required += [_MERGES] if model == "gpt2" else []
+    for key in required:
+        if key not in metadata:
+            yield key, error("gguf.key", None, f"key {key} is missing; llama.cpp refuses the file")
+    own = {**rows.KEY_TYPES, **rows.ARCHITECTURES[architecture].types}
+    types = {**rows.GENERAL_TYPES, **{f"{architecture}.{key}": kind for key, kind in own.items()}}
+    for key, kinds in types.items():
+        if key in metadata and not any(_has_type(metadata[key], kind) for kind in kinds.split("/")):
+            expected = kinds.replace("/", " or ")
+            message = f"key {key} is {_type_of(metadata[key])}, expected {expected}; llama.cpp refuses the file"
+            yield key, error("gguf.key_type", None, message)
+    if isinstance(model, str) and model not in rows.TOKENIZERS:
+        expected = ", ".join(rows.TOKENIZERS)
+        yield _TOKENIZER, error("gguf.key", None, f"key {_TOKENIZER} is {show(model)}, expected one of {expected}")
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    if kind == rows.TEXTS:
+        return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
+    if kind == rows.NUMBERS:
+        return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+    types: dict[str, type] = {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}
+    return type(value) is types[kind]
+
+
+def _type_of(value: Any) -> str:
+    """Return the GGUF type of a value for messages."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    if isinstance(value, (list, tuple)):
+        return "an array"
+    return "string" if isinstance(value, str) else type(value).__name__.lower()
+
+
+def _check_vectors(tensors: Mapping[str, TensorDescription]) -> Iterator[Finding]:
+    for name, about in tensors.items():
+        if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
+            kind = "bias" if name.endswith(".bias") else "vector"
+            message = f"is a {kind} of {about.dtype}, expected float32; llama.cpp cannot compute with it"
+            yield error("gguf.vector", name, message)
+
+
+def _config(metadata: Mapping[Any, Any], architecture: str, tensors: Mapping[str, TensorDescription]) -> dict[str, Any]:
+    """Return the integers of the metadata under the names of a schema."""
+    prefix = f"{architecture}."
+    config: dict[str, Any] = {}
+    for key in (*rows.KEY_TYPES, *rows.ARCHITECTURES[architecture].types):
+        value = metadata.get(f"{prefix}{key}")
+        if isinstance(value, int) and not isinstance(value, bool):
+            config[key.replace(".", "_")] = int(value)
+    tokens = metadata.get(_TOKENS)
+    if isinstance(tokens, (list, tuple)):
+        config["vocab_size"] = len(tokens)
+    config[rows.FUSED] = int(any(name.endswith(".attn_qkv.weight") for name in tensors))
+    return config

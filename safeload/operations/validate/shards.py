@@ -1,0 +1,145 @@
+"""Find all missing and damaged shards of a folder that does not open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from ...base.text import clip, plural, printable, show
+from ...errors import (
+    ForbiddenError,
+    LimitError,
+    MissingShardError,
+    SafeloadError,
+    UnsupportedError,
+    one_line,
+)
+from ...formats.folder import CONFIG, RESUME, ExpectedShards, expected_shards, read_config
+from ...formats.registry import OpenRequest, open_file
+from ...stores.files import Files, Location
+from ..folders.journal import OLD_RECORD
+from .findings import Finding, error, note
+
+# Codes of findings about unreadable files, by error class.
+_REFUSALS = (
+    (MissingShardError, "index.shard"),
+    (ForbiddenError, "file.forbidden"),
+    (UnsupportedError, "file.unsupported"),
+    (LimitError, "file.limit"),
+    (SafeloadError, "file.format"),
+)
+
+# The advice lists at most this many files, each with at most this many characters.
+_LISTED, _NAME_LENGTH = 20, 100
+
+
+def refusal(problem: SafeloadError | OSError) -> Finding:
+    """Return the finding for an error that opening raised."""
+    if isinstance(problem, OSError):
+        missing = isinstance(problem, FileNotFoundError)
+        text = f"{problem.filename} is missing, but the index lists it" if missing else one_line(problem)
+        return error("index.shard" if missing else "file.read", None, text)
+    code = next(code for kind, code in _REFUSALS if isinstance(problem, kind))
+    return error(code, None, str(problem))
+
+
+class CheckedShard(NamedTuple):
+    """The check of a single shard."""
+
+    name: str
+    fault: Finding | None
+    nbytes: int = 0  # bytes of its tensors
+    missing: bool = False
+
+
+class ShardCheck(NamedTuple):
+    """The checks of all shards of a folder."""
+
+    faults: list[Finding]
+    good: list[Location]
+    advice: list[Finding]  # a note that lists the files to fetch again
+    config: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, path: str, files: Files, opening: Mapping[str, Any]) -> ShardCheck | None:
+        """Check each shard that a path needs; return None if it does not need several files.
+
+        Args:
+            opening: keyword arguments of `safeload.open`.
+        """
+        try:
+            expected = expected_shards(path, files)
+        except (SafeloadError, OSError):  # the error of opening says it
+            return None
+        if expected is None:
+            return None
+        faults: list[Finding] = []
+        config, broken_config = None, False
+        try:
+            config = read_config(expected.folder, files)
+        except (SafeloadError, OSError) as problem:
+            broken_config = True
+            faults.append(refusal(problem))
+        inert = opening.get("unknown_globals") == "inert"
+        request = OpenRequest(None, opening.get("root"), inert, files)
+        shards = files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))
+        faults += [shard.fault for shard in shards if shard.fault is not None]
+        good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.fault is None]
+        advice = list(_advice(shards, expected, broken_config, _is_unfinished(expected.folder, files)))
+        return cls(faults, good, advice, config)
+
+
+def _is_unfinished(folder: str, files: Files) -> bool:
+    """True if a folder has the records of a conversion that did not end."""
+    try:
+        return any(name == RESUME or name.endswith(OLD_RECORD) for name, _ in files.listing(folder))
+    except (SafeloadError, OSError):  # https lists no folders
+        return False
+
+
+def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> CheckedShard:
+    """Open a shard, and compare its tensors with the index."""
+    files = request.files
+    try:
+        opened = open_file(files.join(expected.folder, name), request)
+    except FileNotFoundError:
+        listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
+        return CheckedShard(name, error("index.shard", None, f"{show(name)[1:-1]} is missing{listed}"), missing=True)
+    except (SafeloadError, OSError) as problem:
+        return CheckedShard(name, refusal(problem))
+    with ExitStack() as stack:
+        for file in opened.files:
+            stack.callback(file.close)
+        tables = [file.table for file in opened.files]
+        nbytes = sum(sum(table.sizes()) for table in tables)
+        absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
+    if not absent:
+        return CheckedShard(name, None, nbytes)
+    listed = (
+        f"{len(absent):,} of the {plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists there"
+    )
+    message = f"{show(name)[1:-1]} lacks {listed}, the first is {show(min(absent))}"
+    return CheckedShard(name, error("index.tensor", None, message), nbytes)
+
+
+def _advice(
+    shards: Sequence[CheckedShard], expected: ExpectedShards, broken_config: bool, unfinished: bool
+) -> Iterator[Finding]:
+    """Yield the note that lists the files to fetch again, or says to resume a conversion."""
+    bad = [shard for shard in shards if shard.fault is not None]
+    if not bad:
+        return
+    names = [shard.name for shard in bad] + ([CONFIG] if broken_config else [])
+    listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in names[:_LISTED])
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    message = f"{len(bad):,} of {plural(len(shards), 'shard')} {'is' if len(bad) == 1 else 'are'} missing or damaged"
+    if expected.total_size is not None and all(shard.missing for shard in bad):
+        absent = expected.total_size - sum(shard.nbytes for shard in shards)
+        message += f" ({absent:,} bytes)" if absent > 0 else ""
+    if unfinished:
+        advice = "this is an unfinished conversion: repeat it with resume=True"
+    else:
+        advice = f"fetch again: {listed}{more}"
+    unchecked = "names and shapes were not checked"
+    yield note("index.fetch", None, f"{message}; {advice}; {unchecked}")
