@@ -307,8 +307,16 @@ AT_OPENING = {
     "awq: no qzeros": ("awq4_gemm", of_module("qzeros"), "its qzeros are missing"),
     "gptq: no qzeros": ("gptq4_g32_asym", of_module("qzeros"), "its qzeros are missing"),
     "ct: mxfp8 in groups of 16": ("ct_mxfp8", said_of_weights(group_size=16), "for groups of 16"),
-    "ct: nvfp4 in groups of 32": ("ct_nvfp4", said_of_weights(group_size=32), "for groups of 32"),
-    "ct: mxfp4 in groups of 16": ("ct_mxfp4", said_of_weights(group_size=16), "for groups of 16"),
+    "ct: nvfp4 in groups of 32": (
+        "ct_nvfp4",
+        said_of_weights(group_size=32),
+        "nvfp4 has groups of 16, but group_size is 32",
+    ),
+    "ct: mxfp4 in groups of 16": (
+        "ct_mxfp4",
+        said_of_weights(group_size=16),
+        "mxfp4 has groups of 32, but group_size is 16",
+    ),
     "ct: mxfp6 in groups of 64": ("ct_mxfp6", said_of_weights(group_size=64), "for groups of 64"),
     "ct: sparse rows said to be blocks": ("ct_sparse_24_fp8", BLOCKS, "blocks of 64 x 64"),
     "ct: nvfp4 without a global scale": ("ct_nvfp4", without("_global_scale"), "must be F8_E8M0 or U8, got F8_E4M3"),

@@ -475,7 +475,9 @@ def test_resume_goes_on_where_a_conversion_stopped(folder, capsys):
     )
     status, _, err = run(capsys, "convert", "good.safetensors", "out", *options[:2], "--resume")
     assert status == 2
-    assert err.endswith("was written with dtype='float16', but this call has dtype=None: pass --overwrite\n")
+    assert err.endswith(
+        "was written with dtype='float16', but this call has dtype=None; pass --overwrite to start over\n"
+    )
     status, out, err = run(capsys, "convert", "good.safetensors", "out", *options, "--resume")
     assert (status, err) == (0, "")
     assert out.startswith("out: safetensors, 3 tensors, ")
