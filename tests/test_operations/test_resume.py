@@ -235,7 +235,7 @@ def test_records_of_an_older_safeload_keep_nothing(source, tmp_path):
         record = json.loads(path.read_text())
         kept = ("plan", "version", "options", "size", "sha256")
         path.write_text(json.dumps({"safeload_done": 1, **{key: record[key] for key in kept}}))
-    with pytest.raises(ValueError, match="by an older safeload, whose record does not list the shard's sources: pass"):
+    with pytest.raises(ValueError, match="by an older safeload, whose record does not list the shard's sources; pass"):
         safeload.convert(source, made, resume=True, **LIMIT)
     safeload.convert(source, made, resume=True, overwrite=True, **LIMIT)
     assert len(changed(before, inodes(made))) == SHARDS
