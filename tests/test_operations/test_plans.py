@@ -58,17 +58,23 @@ def in_pieces(src, dst, *, order=reversed, **options):
     return safeload.finalize(plan, json.loads(json.dumps(results)))
 
 
+def known(summary):
+    """A summary without the source's tensors, which pieces do not report."""
+    return summary and summary._replace(tensors=None)
+
+
 def assert_same(src, tmp_path, **options):
     """In pieces and in one go."""
     want = safeload.convert(src, tmp_path / "want", **options)
     got = in_pieces(src, tmp_path / "got", **options)
     assert contents(tmp_path / "got") == contents(tmp_path / "want")
     assert [os.path.basename(file) for file in got.files] == [os.path.basename(file) for file in want.files]
-    assert (got.format, got.tensors, got.nbytes, got.summary) == (want.format, want.tensors, want.nbytes, want.summary)
+    assert (got.format, got.tensors, got.nbytes) == (want.format, want.tensors, want.nbytes)
+    assert known(got.summary) == known(want.summary)
     with ThreadPoolExecutor(3) as executor:
         again = safeload.convert(src, tmp_path / "executor", executor=executor, **options)
     assert contents(tmp_path / "executor") == contents(tmp_path / "want")
-    assert again.summary == want.summary
+    assert known(again.summary) == known(want.summary)
     return got
 
 
