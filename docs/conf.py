@@ -40,7 +40,7 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:(class|exc)", r"(?!safeload).*"),  # annotations that are not ours: they have no pages here
-    (r"py:obj", r"concurrent\.futures\..*"),
+    (r"py:obj", r"(concurrent\.futures|gzip|io)\..*"),
 ]
 
 napoleon_use_ivar = True  # attributes as a list beside the parameters, not as members once more

@@ -44,6 +44,8 @@ from .operations.convert.convert import convert as convert
 from .operations.convert.planning import plan_convert as plan_convert
 from .operations.convert.run_plan import finalize as finalize
 from .operations.convert.write import ConvertReport as ConvertReport
+from .operations.inspect.adapters import AdapterFitting as AdapterFitting
+from .operations.inspect.adapters import AdapterSummary as AdapterSummary
 from .operations.inspect.contents import Info as Info
 from .operations.inspect.info import info as info
 from .operations.measure.diff import diff as diff
@@ -52,6 +54,7 @@ from .operations.measure.diff_report import LayerDiff as LayerDiff
 from .operations.measure.diff_report import TensorDiff as TensorDiff
 from .operations.measure.stats import stats as stats
 from .operations.measure.stats_table import HISTOGRAM_EDGES as HISTOGRAM_EDGES
+from .operations.measure.stats_table import StatsTable as StatsTable
 from .operations.measure.stats_table import TensorStats as TensorStats
 from .operations.pieces import run_piece as run_piece
 from .operations.quantize.checkpoint import KEPT_NAMES as KEPT_NAMES
@@ -60,6 +63,7 @@ from .operations.quantize.checkpoint import Summary as Summary
 from .operations.quantize.checkpoint import load_quantized as load_quantized
 from .operations.quantize.quantization_error import QuantizationError as QuantizationError
 from .operations.quantize.quantization_error import QuantizationStats as QuantizationStats
+from .operations.quantize.quantization_error import QuantizationTable as QuantizationTable
 from .operations.quantize.quantization_error import quantization_error as quantization_error
 from .operations.quantize.quantize import quantize as quantize
 from .operations.quantize.stack import StackedDict as StackedDict

@@ -119,7 +119,7 @@ class TensorStream(Iterator[tuple[str, _T]]):
         raise TypeError("cannot copy or pickle a TensorStream; copy or pickle the checkpoint, and call stream() again")
 
     def check_process(self) -> None:
-        """Raise RuntimeError after a fork; see `Prefetch.check_process`."""
+        """Raise RuntimeError after a fork; see ``Prefetch.check_process``."""
         self._results.check_process()
 
     def close(self) -> None:

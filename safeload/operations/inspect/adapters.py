@@ -19,30 +19,63 @@ if TYPE_CHECKING:
 _KINDS, _NAMES = 12, 6
 
 
-class Fitting(NamedTuple):
-    """How an adapter fits a base."""
+class AdapterFitting(NamedTuple):
+    """How an adapter fits a base: ``adapter.fitting`` of `Info`.
 
-    base: str  # path
-    changed: int  # tensors of the base that the adapter changes
-    packed: int  # changed tensors that are packed, and dequantized when merged
-    total: int  # tensors of the base
-    problems: list[str]  # messages about tensors that do not fit
+    Attributes:
+        base: path of the base.
+        changed: number of base tensors that the adapter changes.
+        packed: number of changed tensors that are packed, and dequantized when merged.
+        total: number of base tensors.
+        problems: messages about tensors that do not fit.
+
+    Example:
+        >>> import safeload
+        >>> safeload.info("tiny-lora", base="tiny-llama").adapter.fitting.total
+        30
+    """
+
+    base: str
+    changed: int
+    packed: int
+    total: int
+    problems: list[str]
 
 
 class AdapterSummary(NamedTuple):
-    """An adapter, summarized."""
+    """A LoRA adapter, summarized: ``adapter`` of `Info`.
 
-    method: str  # "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA"
-    writer: str  # "PEFT" or "MLX"
-    ranks: list[int]  # ascending
-    alphas: list[float]  # ascending; the scale factors of an MLX adapter
-    modules: dict[str, int]  # modules by the last part of their names, most frequent first
+    Attributes:
+        method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA".
+        writer: "PEFT" or "MLX".
+        ranks: ranks of its modules, ascending.
+        alphas: alphas of its modules, ascending; the scale factors of an MLX adapter.
+        modules: number of modules by the last part of their names, most frequent first.
+        embeddings: names of embeddings that it changes.
+        parameters: name suffixes of changed tensors other than layer weights.
+        replaced: base tensors that it stores whole.
+        biases: number of biases that it adds to.
+        config: its parsed configuration.
+        fitting: how it fits the base: ``fitting.problems`` is empty if it does. None without a base.
+
+    Example:
+        >>> import safeload
+        >>> adapter = safeload.info("tiny-lora", base="tiny-llama").adapter
+        >>> adapter.method, adapter.ranks, adapter.fitting.problems
+        ('LoRA', [4], [])
+    """
+
+    method: str
+    writer: str
+    ranks: list[int]
+    alphas: list[float]
+    modules: dict[str, int]
     embeddings: list[str]
-    parameters: list[str]  # name suffixes of changed tensors other than layer weights
-    replaced: list[str]  # base tensors that the adapter stores whole
-    biases: int  # biases that the adapter adds to
+    parameters: list[str]
+    replaced: list[str]
+    biases: int
     config: dict[str, Any]
-    fitting: Fitting | None  # None without a base
+    fitting: AdapterFitting | None
 
 
 # An adapter; the reason why it cannot be merged; None for other checkpoints.
@@ -105,7 +138,7 @@ def _described(opened: Checkpoint, base: Paths | None, storage_options: Mapping[
     )
 
 
-def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] | None) -> Fitting:
+def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] | None) -> AdapterFitting:
     from ...loading.adapter_base import CheckpointBase
     from ...loading.merge import fit
 
@@ -115,7 +148,7 @@ def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] |
         against = CheckpointBase(whole)
         packed = sum(against.target(name).row is None for name in merge.changes)
         messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
-        return Fitting(base.path, len(merge.changes), packed, len(base), messages)
+        return AdapterFitting(base.path, len(merge.changes), packed, len(base), messages)
 
 
 def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
@@ -148,7 +181,7 @@ def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> It
         yield from _of_fitting(found.fitting, rows, rest)
 
 
-def _of_fitting(fitting: Fitting, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
+def _of_fitting(fitting: AdapterFitting, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
     if not fitting.problems:
         packed = f", {fitting.packed:,} of them packed" if fitting.packed else ""
         yield f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"

@@ -56,7 +56,7 @@ class Info:
         header_nbytes: bytes before the tensors; None for formats without a header.
         notes: the kind of a folder, and the weight files in it that were not opened.
         model: a line about the model from its config, such as "llama, 12 layers, hidden 512"; "" if unknown.
-        metadata: metadata of the files, as in `Checkpoint.metadata`.
+        metadata: metadata of the files, as in ``Checkpoint.metadata``.
         globals: classes and functions that a pickle references: True if they are on the allowlist.
         tensors: `TensorInfo` of the selected tensors, by name.
         selected: True if ``only`` or ``drop`` was given.
@@ -66,7 +66,7 @@ class Info:
         dtypes: number of tensors, elements and bytes of each dtype, most bytes first.
         memory: bytes of all tensors when loaded with a dtype or a quantization scheme, by its name.
         quantization: lines about packed tensors, and about codes that cannot be dequantized.
-        adapter: summary of a LoRA adapter; or the reason why it cannot be merged; None for other checkpoints.
+        adapter: `AdapterSummary` of a LoRA adapter; or the reason why it cannot be merged; None for other checkpoints.
 
     Example:
         >>> import safeload

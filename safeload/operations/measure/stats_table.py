@@ -98,7 +98,15 @@ COLUMNS = ("name", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", 
 
 
 class StatsTable(ResultTable[TensorStats]):
-    """The dict of `TensorStats` by name that `safeload.stats` returns. ``str()`` is the table of ``safeload stats``."""
+    """The dict of `TensorStats` by name that `safeload.stats` returns. ``str()`` is the table of ``safeload stats``.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> safeload.stats({"w": np.float32([1, 2, 3])})
+        tensor  min  max  mean    std  bad
+        w         1    3     2  0.816
+    """
 
     def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
         return [line for line, _ in lines_of([*islice(self.items(), rows)], columns)]

@@ -74,8 +74,13 @@ COLUMNS = ("max error", "RMS error", "SNR in dB")
 class QuantizationTable(ResultTable[QuantizationStats]):
     """The dict of `QuantizationStats` by name that `quantization_error` returns. ``str()`` is a table.
 
-    Args:
-        tensors: descriptions of the quantized tensors.
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> x = np.float32([[0.25] * 32])
+        >>> safeload.quantization_error({"w": x}, {"w": safeload.quantize(x, "q8_0")})
+        tensor  max error  RMS error  SNR in dB
+        w       ...
     """
 
     def __init__(self, stats: Mapping[str, QuantizationStats], tensors: Iterable[TensorDescription]) -> None:
