@@ -79,3 +79,8 @@ def absolute(path: str) -> str:
         return os.path.abspath(path)
     except OSError:  # the working directory has been deleted
         return path
+
+
+def is_bare(name: str) -> bool:
+    """Return True for the bare name of a file: metadata and indexes must not refer to files outside its folder."""
+    return bool(name) and name not in (".", "..") and not any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in name)

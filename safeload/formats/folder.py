@@ -12,14 +12,17 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..base.messages import error_about
-from ..base.paths import os_error
+from ..base.paths import is_bare, os_error
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..stores.files import Files
 from ..stores.json_file import read_if_there, read_json, read_version
+from .dcp.names import METADATA as DCP_METADATA
+from .dcp.names import SUFFIX as DCP_SUFFIX
+from .dcp.names import ranks_of, shards_of
 from .gguf import split as gguf_split
-from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, OpenRequest, open_file
+from .registry import DCP, GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, OpenRequest, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -127,7 +130,7 @@ def open_parts(first: Opened, request: OpenRequest) -> Shards:
         return _union(GGUF, files, metadata)
     if first.where is not None:
         return Shards(first.format, first.files, first.where, first.metadata)
-    return _union(first.format, first.files, first.metadata)
+    return _union(first.format, first.files, first.metadata)._replace(notes=first.notes)
 
 
 def _union(format: str, files: list[WeightFile], metadata: Mapping[str, Any]) -> Shards:
@@ -221,7 +224,7 @@ def _shard_name(value: Any, tensor: str, path: str) -> str:
     """Check a bare file name: an index must not refer to files outside its folder."""
     if not isinstance(value, str) or not value:
         raise FormatError(f"weight_map[{show(tensor)}] must name a file, got {show(value)}", path, tensor=tensor)
-    if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
+    if not is_bare(value):
         expected = "the bare name of a file in the same folder"
         raise FormatError(f"weight_map[{show(tensor)}] must be {expected}, got {show(value)}", path, tensor=tensor)
     return value
@@ -318,7 +321,8 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
 
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
     ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
-    ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; one ``*.gguf`` with all of its parts.
+    ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; the metadata of ``*.distcp`` files; one
+    ``*.gguf`` with all of its parts. Sharded safetensors of torch.distributed come before a set of other files.
     ``request.formats`` excludes other formats.
 
     Raises:
@@ -329,12 +333,16 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     visible = files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    formats = request.formats or (SAFETENSORS, TORCH_ZIP, GGUF)
+    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, GGUF)
     chosen: list[str] | None = None
-    if SAFETENSORS in formats:
+    if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
+        chosen, request = shards_of(names)[:1], request._replace(formats=(DCP,))
+    if chosen is None and SAFETENSORS in formats:
         chosen = _choose_safetensors(names, shown, lambda: files.is_folder(files.join(path, RESUME)))
     if chosen is None and (TORCH_ZIP in formats or TORCH_LEGACY in formats):
         chosen = _choose_torch(names, shown)
+    if chosen is None and DCP in formats:
+        chosen = _choose_dcp(names)
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
     if chosen is None:
@@ -348,7 +356,9 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         shards = _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     config = read_config(path, files) if shards.config is None else shards.config
-    return shards._replace(config=config, notes=_notes(names, folders, used, path, files))
+    if shards.format == DCP:
+        used.update(shards_of(names))
+    return shards._replace(config=config, notes=[*shards.notes, *_notes(names, folders, used, path, files)])
 
 
 def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable[[], bool]) -> list[str] | None:
@@ -423,6 +433,13 @@ def _choose_torch(names: Sequence[str], path: str) -> list[str] | None:
             path=path,
         )
     return parts or None
+
+
+def _choose_dcp(names: Sequence[str]) -> list[str] | None:
+    """Choose the metadata of a torch.distributed checkpoint: the common file, or that of the first process."""
+    if any(name.endswith(DCP_SUFFIX) for name in names):
+        return ranks_of(names)[:1] or [DCP_METADATA]
+    return None
 
 
 def _choose_gguf(names: Sequence[str], path: str) -> list[str] | None:

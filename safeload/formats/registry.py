@@ -48,6 +48,7 @@ class Format(NamedTuple):
     family: str | None = None  # value of ``format=`` shared by several rows
     public: bool = False  # ``safeload.NAME`` is a module of functions for this format
     peer: str | None = None  # key of another reader in the table of ``safeload bench``
+    folder: bool = False  # a file stands for all files of its folder
     ranges: bool = True  # False if reading the table takes most of the file
 
     def load(self) -> Any:
@@ -75,17 +76,20 @@ ROWS = (
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, ambiguous=True, peer="numpy.load"),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
+    Format("dcp", "torch.distributed checkpoints", "the metadata of a torch.distributed checkpoint", foreign.is_binary_pickle,
+           "dcp.file", ambiguous=True, nested=True, folder=True),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
 
 # The values of ``format=`` for type checkers: names and families of the rows.
 FormatName: TypeAlias = Literal[
-    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "moon"
+    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "dcp", "moon"
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
+DCP = "dcp"
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
@@ -151,6 +155,7 @@ class Content(NamedTuple):
     file: WeightFile  # the candidate's file with its table, or a temporary file that replaces it
     beside: WeightFile | None = None  # a temporary file with more tensors
     names: Sequence[str] = ()  # tensors of both files in order; empty without a second file
+    notes: Sequence[str] = ()  # what the file holds besides
 
 
 class Opened(NamedTuple):
@@ -160,6 +165,7 @@ class Opened(NamedTuple):
     file: WeightFile  # with its table
     beside: WeightFile | None = None  # a temporary file with more tensors
     names: Sequence[str] = ()  # tensors of both files in order; empty without a second file
+    notes: Sequence[str] = ()  # what the file holds besides
 
     @property
     def files(self) -> list[WeightFile]:
@@ -253,7 +259,9 @@ def _find(candidate: Candidate, request: OpenRequest) -> Format:
     """Return the row of a file, which ``request`` must accept."""
     path, head = candidate.file.path, candidate.head
     row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
-    if candidate.file.files is not LOCAL and foreign.is_safetensors(head):
+    if request.formats == (DCP,) and foreign.is_safetensors(head):
+        row = BY_NAME[DCP]  # a shard stands for its folder
+    elif candidate.file.files is not LOCAL and foreign.is_safetensors(head):
         row = BY_NAME[SAFETENSORS]  # its first bytes, the header's size, can equal the magic number of another format
     if row is None:
         if not foreign.is_safetensors(head):

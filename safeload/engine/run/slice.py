@@ -171,10 +171,20 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: st
     return view if view.flags.c_contiguous else view.copy()
 
 
+def _is_box(axes: list[_SliceAxis], shape: tuple[int, ...]) -> bool:
+    """Return True if the selected elements are a box, and no range of the tensor's bytes."""
+    partial = any(axis.length != n for axis, n in zip(axes[1:], shape[1:], strict=True))
+    return partial and all(axis.step == 1 for axis in axes)
+
+
 def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[_SliceAxis], origin: Origin) -> Array:
     """Read the selected elements of a tensor in C order."""
     dtype, shape, begin = layout.dtype, layout.shape, layout.begin
     result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
+    read_box = getattr(file.store, "read_box", None)  # only an `AssembledStore` has it
+    if read_box is not None and result.size and _is_box(axes, shape) and file.store.has_boxes(begin, shape):  # type: ignore[attr-defined]
+        read_box(begin, [axis.start for axis in axes], result.reshape(*result.shape, 1).view(np.uint8))
+        return result
     if result.size:
         direct = jobs.Batch()
         for run in _runs(axes, shape, dtype.itemsize, WINDOW if file.remote else _BLOCK):

@@ -244,6 +244,11 @@ class Tree:
             return {str(k): item for k, item in enumerate(plain) if self._replace(value[k]) is not _NOTHING}
         return {"value": plain}
 
+    def plain(self) -> Any:
+        """Return the whole value without tensors; None if it holds only tensors."""
+        plain = self._replace(self._root)
+        return None if plain is _NOTHING else plain
+
     def select(self, root: str) -> Any:
         """Return the container or tensor with a dotted name.
 

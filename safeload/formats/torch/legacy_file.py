@@ -11,6 +11,7 @@ Strings can come from Python 2. Bytes after the last storage are ignored, as in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...base.messages import error_about
@@ -19,7 +20,7 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError
 from ..registry import Candidate, Content, OpenRequest
 from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, describe
+from ..unpickle.machine import Fault, Global, describe
 from ..unpickle.run import TruncatedError, Unpickled, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import PickleTables, content_of, make_tables
@@ -31,7 +32,13 @@ PROTOCOL = 1001
 _WINDOW = 1 << 16
 
 
-def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None, inert: bool) -> Unpickled:
+def pickle_at(
+    file: WeightFile,
+    offset: int,
+    storages: dict[str, Storage] | None,
+    inert: bool,
+    table: Mapping[str, Global] = ALLOWED,
+) -> Unpickled:
     """Run the pickle at an offset of the file; `Unpickled.end` is relative to the offset."""
 
     def persistent(value: Any) -> Any:
@@ -44,7 +51,7 @@ def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None
         data = file.read_at(offset, size)
         complete = offset + size >= file.size
         try:
-            return unpickle(data, ALLOWED, persistent, path=file.path, base=offset, inert=inert, complete=complete)
+            return unpickle(data, table, persistent, path=file.path, base=offset, inert=inert, complete=complete)
         except TruncatedError:
             if complete:
                 raise

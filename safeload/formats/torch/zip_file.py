@@ -42,6 +42,25 @@ def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Pic
     top = torch_package.top_of(archive)
     if top is not None:
         return _read_package(archive, file, request, top)
+    pickled, prefix = _run_pickle(archive, file, request.inert)
+
+    def entry_of(storage: Storage) -> str:
+        return f"{prefix}data/{storage.key}"
+
+    return _make_tables(archive, file, pickled, request, prefix=prefix, entry_of=entry_of)
+
+
+def read_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> Unpickled:
+    """Run the pickle of an archive, for values without tensors.
+
+    Raises:
+        FormatError, UnsupportedError, ForbiddenError, LimitError, OSError: see `read_tables`.
+    """
+    return _run_pickle(archive, file, inert)[0]
+
+
+def _run_pickle(archive: Archive, file: WeightFile, inert: bool) -> tuple[Unpickled, str]:
+    """Return the object of an archive's pickle, and the prefix of its entries."""
     name = _find_pickle(archive, file.path)
     prefix = name[: name.rindex("/") + 1] if "/" in name else ""
     storages: dict[str, Storage] = {}
@@ -53,17 +72,13 @@ def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Pic
     def persistent(value: Any) -> Any:
         return read_persistent_id(value, storages)
 
-    def entry_of(storage: Storage) -> str:
-        return f"{prefix}data/{storage.key}"
-
     try:
-        pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=request.inert)
+        return unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert), prefix
     except ForbiddenError as error:
         if not _is_script(archive, prefix):
             raise
         text = f"this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
         raise error_about(UnsupportedError, text, path=file.path) from None
-    return _make_tables(archive, file, pickled, request, prefix=prefix, entry_of=entry_of)
 
 
 def _find_pickle(archive: Archive, path: str) -> str:

@@ -1,0 +1,361 @@
+"""The chunks of a checkpoint in its files: each is found on first use.
+
+1. Bytes [offset, offset + length) of a file are a whole zip archive of `torch.save`, of a single tensor in any strides.
+   Offsets inside the archive count from its own begin.
+2. Other values are archives too, without a storage, unless they hold tensors.
+3. With the transform ``stream.zstd/1`` the bytes are a zstd frame around the archive. The name may carry "@domain"
+   before the slash; the version is read up to the first dot and must be 1.
+4. With the serialization format SAFETENSORS a file is the archives of other values, followed by a whole safetensors
+   file. The offset of each chunk is the begin of that file, and its length the bytes of the chunk. The place of the
+   chunk is in the header, under the name of its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, c_strides
+from ...base.listed_table import ListedTable
+from ...base.messages import error_about
+from ...base.table import Table
+from ...base.text import show
+from ...engine.run.weight_file import WeightFile
+from ...errors import FormatError, LimitError, UnsupportedError, missing_file
+from ...stores.assembled import Region
+from ...stores.files import Files
+from ...stores.store import ByteStore, Memory, read_at
+from .. import foreign
+from ..registry import Candidate, OpenRequest
+from ..safetensors import file as safetensors
+from ..torch import zip_file
+from ..torch.flatten import Tree
+from ..zip import Archive
+from .records import ChunkPlace
+
+# Bytes of an archive beside its storage: about 1,500. Strided storages may hold a few more elements.
+MAX_OVERHEAD = 1 << 20
+# Bytes that a byte of a zstd frame can stand for: blocks of 128 KiB take at least 4 bytes.
+MAX_RATIO = 32_768
+# Bytes of a decompressed frame read at a time.
+_STEP = 1 << 20
+_ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
+
+
+class Window:
+    """A range of a store as a store of its own.
+
+    Args:
+        begin: first byte in the store.
+        size: in bytes.
+    """
+
+    def __init__(self, store: ByteStore, begin: int, size: int, path: str) -> None:
+        self.size = size
+        self.version = (size,)
+        self._store = store
+        self._begin = begin
+        self._path = path
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        if offset + memoryview(memory).nbytes > self.size:
+            raise FormatError(f"the range ends at byte {self.size}", self._path, self.size)
+        self._store.read_into(self._begin + offset, memory)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return bytes of the window, fewer at its end."""
+        return read_at(self._store, self._begin + offset, max(0, min(size, self.size - offset)))
+
+    def close(self) -> None:
+        pass
+
+
+class Unpacked:
+    """Bytes in memory as a store."""
+
+    def __init__(self, content: bytearray) -> None:
+        self.size = len(content)
+        self.version = (self.size,)
+        self.content = content
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        view = memoryview(memory).cast("B")  # type: ignore[arg-type]
+        view[:] = memoryview(self.content)[offset : offset + len(view)]
+
+    def close(self) -> None:
+        pass
+
+
+class DataFiles:
+    """The files of a folder, opened on first use.
+
+    Attributes:
+        stores: the open files by name.
+    """
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+        self._parts: dict[tuple[str, int], Table] = {}
+        self.stores: dict[str, ByteStore] = {}
+
+    def path(self, name: str) -> str:
+        """Return the path of a file for messages."""
+        return self._files.shown(self._files.join(self._folder, name))
+
+    def open_all(self, names: Sequence[str]) -> None:
+        """Open files, and keep them open.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            OSError: a file cannot be opened.
+        """
+        stores = self._files.each(self.open, names)
+        self.stores.update(zip(names, stores, strict=True))
+
+    def open(self, name: str) -> ByteStore:
+        """Open a file."""
+        try:
+            return self._files.open(self._files.join(self._folder, name))
+        except FileNotFoundError as error:
+            message = f"No such file or directory: {error.filename}; the checkpoint's metadata lists it: was it copied?"
+            raise missing_file(error.filename, message) from None
+
+    def close(self) -> None:
+        """Close the files."""
+        for store in self.stores.values():
+            store.close()
+
+    def table_at(self, name: str, offset: int) -> Table:
+        """Return the table of the safetensors file that begins at an offset and reaches to the end of a file."""
+        table = self._parts.get((name, offset))
+        if table is None:
+            store = self.stores[name]
+            path = self.path(name)
+            window = WeightFile(path, Window(store, offset, store.size - offset, path), ListedTable([]))
+            try:
+                table = safetensors.read(Candidate(window), OpenRequest()).file.table
+            except FormatError as error:
+                raise _moved(error, offset) from None
+            self._parts[name, offset] = table
+        return table
+
+
+class Chunk:
+    """A chunk of a tensor; see `Stored`.
+
+    Args:
+        name: of the tensor.
+        shape: of the chunk, as torch counts.
+    """
+
+    __slots__ = ("_data", "_name", "_region", "_row", "_shape", "place")
+
+    def __init__(self, data: DataFiles, name: str, row: dtypes.Dtype, shape: tuple[int, ...], place: ChunkPlace) -> None:
+        self._data = data
+        self._name = name
+        self._row = row
+        self._shape = shape
+        self._region: Region | None = None
+        self.place = place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self._shape) * itemsize_of(self._row)
+
+    def region(self) -> Region | None:
+        if self._region is None and not self.place.transforms:
+            self._region = self._locate()
+        return self._region
+
+    def unpack(self) -> Array:
+        file, offset, length, transforms = self.place
+        path = self._data.path(file)
+        window = Window(self._data.stores[file], offset, length, path)
+        content = decompressed(window, transforms, self.nbytes + MAX_OVERHEAD, path, self._name)
+        region = self._in_archive(Unpacked(content), path, None)
+        strides = region.strides or c_strides(self._shape, itemsize_of(self._row))
+        shape = (*self._shape, itemsize_of(self._row))
+        elements = np.ndarray(shape, np.uint8, content, region.begin, (*strides, 1))
+        return np.ascontiguousarray(elements)
+
+    def _locate(self) -> Region:
+        file, offset, length, _ = self.place
+        store, path = self._data.stores[file], self._data.path(file)
+        head = read_at(store, offset, foreign.HEAD_SIZE)
+        if foreign.is_safetensors(head) and not foreign.is_zip(head):
+            return self._in_safetensors(store, path)
+        region = self._in_archive(Window(store, offset, length, path), path, offset)
+        return Region(store, offset + region.begin, region.strides)
+
+    def _in_safetensors(self, store: ByteStore, path: str) -> Region:
+        offset = self.place.offset
+        table = self._data.table_at(self.place.file, offset)
+        index = table.find(self._name)
+        if index < 0:
+            text = "should be in the safetensors part, but is not there"
+            raise error_about(FormatError, text, path=path, offset=offset, tensor=self._name)
+        self._check(table, index, path, offset)
+        return Region(store, offset + table.byte_range(index)[0])
+
+    def _in_archive(self, store: ByteStore, path: str, offset: int | None) -> Region:
+        """Return the place of the elements in an archive.
+
+        Args:
+            offset: of the archive in the file; None if it was compressed.
+        """
+        window = WeightFile(path, store, ListedTable([]))
+        try:
+            tables = zip_file.read_tables(Archive(window), window, OpenRequest())
+        except FormatError as error:
+            raise _moved(error, offset) from None
+        if len(tables.names) != 1 or tables.beside is not None:
+            text = f": its chunk must hold a single tensor, got {len(tables.names)}"
+            raise error_about(FormatError, text, path=path, offset=offset, tensor=self._name)
+        table = tables.table
+        self._check(table, 0, path, offset)
+        if table.big_endian(0):
+            raise error_about(UnsupportedError, "has big-endian chunks", path=path, tensor=self._name)
+        begin, end = table.byte_range(0)
+        if end - begin > 4 * self.nbytes + MAX_OVERHEAD:
+            text = f": strides spread a chunk of {self.nbytes:,} bytes over {end - begin:,}"
+            raise error_about(LimitError, text, path=path, tensor=self._name)
+        return Region(store, begin, table.strides(0))
+
+    def _check(self, table: Table, index: int, path: str, offset: int | None) -> None:
+        """Check that a stored tensor is the chunk that the metadata describes."""
+        row, shape, expected = table.row(index), table.shape(index), logical_shape(self._row, self._shape)
+        if (row, shape) != (self._row, expected):
+            text = f": the metadata says its chunk is {self._row.code} {list(expected)}, but it is "
+            text += f"{row.code} {list(shape)}"
+            raise error_about(FormatError, text, path=path, offset=offset, tensor=self._name)
+
+
+def itemsize_of(row: dtypes.Dtype) -> int:
+    """Return the bytes of an element as torch counts them: a byte if several elements share it."""
+    return max(1, row.bits // 8)
+
+
+def logical_shape(row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in elements, of a shape whose last axis counts bytes if elements share them."""
+    return (*shape[:-1], shape[-1] * 8 // row.bits) if row.packed and shape else shape
+
+
+def _moved(error: FormatError, by: int | None) -> FormatError:
+    """Return an error with its position in the file instead of a window."""
+    if by is None:
+        error.offset = None
+    elif error.offset is not None:
+        error.offset += by
+    return error
+
+
+# ---- other values ----
+
+
+def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
+    """Return a value other than a tensor, without running code; unknown objects become placeholders.
+
+    Raises:
+        FormatError, LimitError, UnsupportedError, OSError: the value cannot be read.
+    """
+    path = data.path(place.file)
+    with closing(data.open(place.file)) as store:
+        check_inside(store, name, place, path)
+        source: ByteStore = Window(store, place.offset, place.length, path)
+        if place.transforms:
+            limit = min(place.length * MAX_RATIO, _STEP << 10)
+            source = Unpacked(decompressed(source, place.transforms, limit, path, name))
+        window = WeightFile(path, source, ListedTable([]))
+        try:
+            pickled = zip_file.read_pickle(Archive(window), window, inert=True)
+        except FormatError as error:
+            raise _moved(error, None if place.transforms else place.offset) from None
+    return Tree(pickled.value, path, pickled.size).plain()
+
+
+def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> None:
+    """Check that the bytes of a chunk or value are inside their file."""
+    end = place.offset + place.length
+    if end > store.size:
+        text = f": bytes [{place.offset:,}, {end:,}) lie outside the file, which has {store.size:,}; is it cut off?"
+        raise error_about(FormatError, text, path=path, offset=min(place.offset, store.size), tensor=name)
+
+
+# ---- zstd ----
+
+
+class _Stream:
+    """A store as a stream for a decompressor."""
+
+    def __init__(self, store: ByteStore) -> None:
+        self._store = store
+        self._at = 0
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._store.size - self._at
+        data = read_at(self._store, self._at, left if size < 0 else size)
+        self._at += len(data)
+        return data
+
+
+def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
+    """Refuse transforms other than zstd, and zstd without its package.
+
+    Raises:
+        UnsupportedError: another transform.
+        ImportError: the package is not installed.
+    """
+    for text in transforms:
+        kind, _, version = text.partition("/")
+        if len(transforms) > 1 or kind.partition("@")[0] != _ZSTD or version.partition(".")[0] != _ZSTD_VERSION:
+            shown = ", ".join(map(show, transforms[:5]))
+            text = f"is stored with {shown}; of transforms safeload reads a single {_ZSTD}/{_ZSTD_VERSION}"
+            raise error_about(UnsupportedError, text, path=path, tensor=name)
+        _reader()
+
+
+def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
+    """Return a function from a stream to its decompressed stream, and the errors of that stream."""
+    try:
+        from compression.zstd import ZstdError, ZstdFile  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        pass
+    else:
+        return lambda stream: ZstdFile(stream), (ZstdError, EOFError)
+    try:
+        import zstandard
+    except ImportError:
+        text = "this checkpoint is compressed with zstd: pip install 'safeload[zstd]'"
+        raise ImportError(text) from None
+    return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
+
+
+def decompressed(store: ByteStore, transforms: Sequence[str], limit: int, path: str, name: str) -> bytearray:
+    """Return the content of a zstd frame.
+
+    Raises:
+        FormatError: the frame is malformed or cut off.
+        LimitError: the content has more than ``limit`` bytes.
+        UnsupportedError, ImportError: see `check_transforms`.
+    """
+    check_transforms(transforms, path, name)
+    read, errors = _reader()
+    content = bytearray()
+    try:
+        stream = read(_Stream(store))
+        while piece := stream.read(_STEP):
+            content += piece
+            if len(content) > limit:
+                text = f": its zstd frame holds more than {limit:,} bytes, the most that its shape needs"
+                raise error_about(LimitError, text, path=path, tensor=name)
+    except errors as error:
+        text = f": its zstd frame cannot be read: {show(str(error))}"
+        raise error_about(FormatError, text, path=path, tensor=name) from None
+    return content

@@ -1,0 +1,276 @@
+"""Open a checkpoint of torch.distributed.checkpoint by one of its files.
+
+1. A folder has ``.metadata``, or ``__<rank>.metadata`` for each process if it was written without collectives, and data
+   files ``__<rank>_<number>.distcp`` (records.py, chunks.py).
+2. HuggingFaceStorageWriter writes no ``.metadata`` but files ``shard-<process>-model-<number>-of-<count>.safetensors``.
+   The header of each has the metadata ``DCP_SHARDING_INFO``: JSON of {name: {"saved_offsets": [...]}}. The shape of a
+   whole tensor is written nowhere: it is the largest offset + size along each axis (sharded.py).
+3. Megatron and NeMo add ``metadata.json`` and ``common.pt`` (iteration, arguments), which safeload does not read.
+
+The first metadata file, or the first shard, stands for the whole checkpoint: opening it opens all other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from ...base.listed_table import ListedTable, Listing
+from ...base.messages import error_about
+from ...base.text import show
+from ...engine.run.weight_file import WeightFile, open_without_table
+from ...errors import FormatError, TensorNotFoundError, UnsupportedError
+from ...stores.assembled import AssembledStore, Box, BoxedTensor, checked
+from .. import foreign
+from ..registry import Candidate, Content, OpenRequest
+from . import sharded
+from .chunks import (
+    MAX_RATIO,
+    Chunk,
+    DataFiles,
+    check_inside,
+    check_transforms,
+    itemsize_of,
+    logical_shape,
+    read_value,
+)
+from .names import METADATA, ranks_of
+from .records import MARK, ChunkPlace, Description, TensorRecord, describe_all
+
+# Most names in a message.
+_SHOWN = 20
+
+
+def claims(candidate: Candidate) -> bool:
+    """Return True if a pickle is the metadata of a checkpoint."""
+    return MARK in candidate.head
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Open the checkpoint that a metadata file or a shard belongs to.
+
+    Raises:
+        FormatError: a file is malformed, missing bytes, or chunks do not cover a tensor.
+        UnsupportedError: a dtype or a transform is not supported.
+        FileNotFoundError: a data file is missing.
+        ForbiddenError, LimitError, TensorNotFoundError, OSError: see the modules used.
+    """
+    file = candidate.file
+    folder, name = file.files.split(file.place)
+    data = DataFiles(file.files, folder)
+    try:
+        if foreign.is_safetensors(candidate.head):
+            tensors, boxes = sharded.read(data, file, folder)
+            return assemble(file, folder, tensors, boxes, data)
+        return _read_metadata(file, folder, name, data, request)
+    except BaseException:
+        data.close()
+        raise
+
+
+def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, request: OpenRequest) -> Content:
+    files = file.files
+    ranks = [] if name == METADATA else ranks_of([name for name, is_folder in files.listing(folder) if not is_folder])
+
+    def metadata_files() -> Iterator[WeightFile]:
+        if not ranks:
+            yield file
+        for rank in ranks:
+            path = files.join(folder, rank)
+            with closing(open_without_table(path, files=files)) as opened:
+                yield opened
+
+    description = describe_all(metadata_files(), request.inert)
+    names = _under(description, request.root, file.path)
+    left_out = set(description.reformulated)
+    tensors = {
+        known: description.tensors[full]
+        for full, known in names.items()
+        if full in description.tensors and full not in left_out
+    }
+    places = [place for tensor in tensors.values() for *_, place in tensor.chunks]
+    data.open_all(sorted({place.file for place in places}))
+    originals = {known: full for full, known in names.items()}
+    boxes = {known: _boxes(originals[known], tensor, data, file.path) for known, tensor in tensors.items()}
+    _check_sizes(boxes, data)
+    values = {full: description.values[full] for full in names if full in description.values}
+    content = assemble(
+        file, folder, tensors, boxes, data, _Values(data, values, description.paths, request.root), description
+    )
+    return content._replace(notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
+
+
+def assemble(
+    file: WeightFile,
+    folder: str,
+    tensors: Mapping[str, TensorRecord],
+    boxes: Mapping[str, Sequence[Box]],
+    data: DataFiles,
+    metadata: Mapping[str, Any] | None = None,
+    description: Description | None = None,
+) -> Content:
+    """Return the content of a checkpoint whose tensors are in boxes; it stands for ``file``."""
+    path = file.files.shown(folder)
+    assembled: list[BoxedTensor] = []
+    for name, tensor in tensors.items():
+        assembled.append(checked(name, tensor.shape, itemsize_of(tensor.row), boxes[name], path))
+    store = AssembledStore(path, assembled, list(data.stores.values()), file.identity)
+    listings = (
+        Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), boxed.begin, boxed.begin + boxed.nbytes)
+        for (name, tensor), boxed in zip(tensors.items(), assembled, strict=True)
+    )
+    named_globals = None if description is None else description.named_globals
+    whole = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
+    whole.stand_for(file)
+    file.close()
+    return Content(whole)
+
+
+def _boxes(name: str, tensor: TensorRecord, data: DataFiles, path: str) -> list[Box]:
+    """Return the boxes of a tensor."""
+    row = tensor.row
+    if row.packed and not tensor.shape:
+        text = f"is {row.code} without an axis, which no array can represent"
+        raise error_about(UnsupportedError, text, path=path, tensor=name)
+    boxes = []
+    for offsets, sizes, place in tensor.chunks:
+        chunk = Chunk(data, name, row, sizes, place)
+        if 0 not in sizes:
+            file_path = data.path(place.file)
+            check_inside(data.stores[place.file], name, place, file_path)
+            if place.transforms:
+                check_transforms(place.transforms, file_path, name)
+            held = place.length * MAX_RATIO if place.transforms else place.length
+            if chunk.nbytes > held:
+                text = f": a chunk of {list(sizes)} has {chunk.nbytes:,} bytes, but {place.length:,} bytes store it"
+                raise error_about(FormatError, text, path=file_path, offset=place.offset, tensor=name)
+        boxes.append(Box(offsets, sizes, chunk))
+    return boxes
+
+
+def _check_sizes(boxes: Mapping[str, Sequence[Box]], data: DataFiles) -> None:
+    """Refuse files whose chunks need more bytes than they have: many chunks could name the same bytes."""
+    needed = dict.fromkeys(data.stores, 0)
+    packed: set[str] = set()
+    for tensor in boxes.values():
+        for box in tensor:
+            assert isinstance(box.stored, Chunk)
+            if 0 not in box.sizes:
+                place: ChunkPlace = box.stored.place
+                needed[place.file] += box.stored.nbytes
+                if place.transforms:
+                    packed.add(place.file)
+    for name, size in needed.items():
+        held = data.stores[name].size * (MAX_RATIO if name in packed else 1)
+        if size > held:
+            text = f"its chunks need {size:,} bytes, but it has {data.stores[name].size:,}: chunks overlap in the file"
+            raise FormatError(text, data.path(name))
+
+
+def _notes(description: Description, names: Sequence[str]) -> Iterator[str]:
+    if description.reformulated:
+        first, *others = description.reformulated
+        more = f" and {len(others):,} more" if others else ""
+        yield f"left out: {show(first)}{more}, which Megatron stores flattened, not in the model's shape"
+    if "common.pt" in names:
+        yield "Megatron's common.pt (iteration, arguments) is not read: open it by path"
+
+
+# ---- names and metadata ----
+
+
+def _under(description: Description, root: str | None, path: str) -> dict[str, str]:
+    """Return the names of the tensors and values below a container, each with its name there.
+
+    Raises:
+        TensorNotFoundError: the container does not exist; the message lists the containers.
+        FormatError: two names below the container are equal.
+    """
+    if root is None:
+        return {name: name for name in description.paths}
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for name, steps in description.paths.items():
+        depth = _depth(steps, root)
+        if depth:
+            known = ".".join(map(str, steps[depth:]))
+            if known in taken:
+                raise FormatError(f"two values below {show(root)} are named {show(known)}", path)
+            taken.add(known)
+            names[name] = known
+    if names:
+        return names
+    containers = sorted({str(steps[0]) for steps in description.paths.values() if len(steps) > 1})
+    shown = ", ".join(show(text)[1:-1] for text in containers[:_SHOWN]) or "none"
+    raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: {shown}", path=path)
+
+
+def _depth(steps: Sequence[Any], root: str) -> int:
+    """Return how many steps of a path make up the name of a container; 0 if the path is not below it."""
+    text = ""
+    for k, step in enumerate(steps[:-1]):
+        text += f".{step}" if k else str(step)
+        if text == root:
+            return k + 1
+        if len(text) > len(root):
+            return 0
+    return 0
+
+
+class _Values(Mapping[str, Any]):
+    """All values but tensors, nested as in the state dict. They are read with the first access to any of them."""
+
+    def __init__(
+        self, data: DataFiles, places: Mapping[str, ChunkPlace], paths: Mapping[str, tuple[Any, ...]], root: str | None
+    ) -> None:
+        self._read: Callable[[str], Any] = lambda name: read_value(data, name, places[name])
+        self._paths = {}
+        for name in places:
+            steps = paths[name]
+            steps = steps if root is None else steps[_depth(steps, root) :]
+            self._paths[name] = (str(steps[0]), *steps[1:])
+        self._keys = list(dict.fromkeys(steps[0] for steps in self._paths.values()))
+        self._tree: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, key: str) -> Any:
+        if self._tree is None:
+            self._tree = self._nested()
+        return self._tree[key]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def _nested(self) -> dict[str, Any]:
+        root = _Level()
+        for name, steps in self._paths.items():
+            level = root
+            for step in steps[:-1]:
+                below = level.setdefault(step, _Level())
+                if type(below) is not _Level:
+                    raise FormatError(f"{show(name)} is below another value")
+                level = below
+            if steps[-1] in level:
+                raise FormatError(f"{show(name)} has the path of another value")
+            level[steps[-1]] = self._read(name)
+        return {key: _plain(value) for key, value in root.items()}
+
+
+class _Level(dict[Any, Any]):
+    """A level of the state dict; dicts that are values themselves are not levels."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a level as dict, or as list if its keys are the indices of a whole list."""
+    if type(value) is not _Level:
+        return value
+    items = {key: _plain(item) for key, item in value.items()}
+    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
+        return [items[k] for k in range(len(items))]
+    return items

@@ -1,0 +1,266 @@
+"""The pickle of ``.metadata``: which tensors exist, their chunks, and where each chunk is stored.
+
+1. One object ``Metadata`` with the fields ``state_dict_metadata`` {name: TensorStorageMetadata | BytesStorageMetadata},
+   ``planner_data`` {name: path in the nested state dict} or None, ``storage_data`` {MetadataIndex: _StorageInfo}, and in
+   newer files ``storage_meta`` and ``version``.
+2. TensorStorageMetadata: ``properties``, ``size``, ``chunks``, each with ``offsets`` and ``sizes``. The state of the
+   properties is a tuple that begins with the dtype.
+3. MetadataIndex: ``fqn`` (the name), ``offset`` (of the chunk; None for other values), ``index``.
+4. _StorageInfo: ``relative_path``, ``offset``, ``length``, and in newer files ``transform_descriptors``.
+5. Without collectives each process writes its own ``__<rank>.metadata`` with its own chunks of all tensors.
+6. Megatron adds ``mcore_data``: {name: {"nd_reformulated_orig_global_shape": shape}} for tensors stored in other shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ...base import dtypes
+from ...base.messages import error_about
+from ...base.paths import is_bare
+from ...base.text import show
+from ...engine.run.weight_file import WeightFile
+from ...errors import FormatError, UnsupportedError
+from ..torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
+from ..torch.legacy_file import pickle_at
+from ..unpickle.machine import Built, Fault, Global, describe
+from ..unpickle.run import Unpickled
+
+_MODULE = "torch.distributed.checkpoint.metadata."
+_OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    "MetadataIndex",
+)
+STORAGE_INFO = "_StorageInfo"
+# Begins every ``.metadata``, in protocols 2 and 4.
+MARK = b"torch.distributed.checkpoint.metadata"
+
+
+class Record(Built):
+    """An object of a dataclass: the name of its class and the state that the pickle sets."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: Any = {}
+
+    def build(self, state: Any) -> None:
+        if type(state) not in (dict, tuple):
+            raise Fault(f"the state of a {self.kind} must be a dict or a tuple, got {describe(state)}")
+        self.state = state
+
+
+def _record(kind: str, name: str) -> Global:
+    def build(args: tuple[Any, ...]) -> Record:
+        if args:
+            raise Fault(f"{kind} takes no arguments, got {len(args)}")
+        return Record(kind)
+
+    return Global(name, CONTAINER, build)
+
+
+def _text(args: tuple[Any, ...]) -> Any:
+    """Make the text of a layout, or of a path from its parts."""
+    if any(type(part) is not str for part in args):
+        raise Fault("expected texts as arguments")
+    return "/".join(args)
+
+
+def _number(args: tuple[Any, ...]) -> Any:
+    if len(args) != 1 or type(args[0]) is not int:
+        raise Fault("a member of an enumeration takes its number")
+    return args[0]
+
+
+RECORDS: dict[str, Global] = {
+    row.name: row
+    for row in (
+        *(_record(kind, _MODULE + kind) for kind in (METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX, "StorageMeta")),
+        _record(PROPERTIES, _OLD_MODULE + PROPERTIES),
+        _record(STORAGE_INFO, "torch.distributed.checkpoint.filesystem._StorageInfo"),
+        _record(METADATA, _MCORE),
+        *(Global(module + "_MEM_FORMAT_ENCODING", VALUE, _number) for module in (_MODULE, _OLD_MODULE)),
+        Global(_OLD_MODULE + "MEM_FORMAT_ENCODING", VALUE, _number),
+        Global("torch.serialization._get_layout", VALUE, _text, copies=True),
+        *(
+            Global(f"{module}.{kind}", VALUE, _text, copies=True)
+            for module in ("pathlib", "pathlib._local")
+            for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ),
+    )
+}
+_TABLE = {**ALLOWED, **RECORDS}
+
+
+class ChunkPlace(NamedTuple):
+    """The place of a chunk or of another value."""
+
+    file: str  # bare name
+    offset: int  # first byte in the file
+    length: int  # bytes, compressed if there are transforms
+    transforms: tuple[str, ...] = ()  # in the order of reading
+
+
+class TensorRecord(NamedTuple):
+    """A tensor and its chunks."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...], ChunkPlace]]  # offsets, sizes and place
+
+
+class Description(NamedTuple):
+    """The content of one or several metadata files."""
+
+    tensors: dict[str, TensorRecord]
+    values: dict[str, ChunkPlace]  # other values by name
+    paths: dict[str, tuple[Any, ...]]  # path of each name in the nested state dict
+    reformulated: list[str]  # names of tensors that Megatron stores in another shape
+    named_globals: dict[str, bool]
+
+
+def read_records(file: WeightFile, inert: bool) -> tuple[Record, Unpickled]:
+    """Run the pickle of a metadata file.
+
+    Raises:
+        FormatError: the pickle is malformed, or holds another object.
+        ForbiddenError, LimitError: see `unpickle`.
+    """
+    pickled = pickle_at(file, 0, None, inert, _TABLE)
+    if type(pickled.value) is not Record or pickled.value.kind != METADATA:
+        raise FormatError(f"expected the Metadata of a checkpoint, got {describe(pickled.value)}", file.path, 0)
+    return pickled.value, pickled
+
+
+def describe_all(files: Iterable[WeightFile], inert: bool) -> Description:
+    """Return the union of the metadata files of a checkpoint.
+
+    Raises:
+        FormatError: a record is malformed, or two files disagree about a tensor.
+        UnsupportedError: no array can represent a tensor.
+    """
+    whole = Description({}, {}, {}, [], {})
+    for file in files:
+        record, pickled = read_records(file, inert)
+        whole.named_globals.update(dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False))
+        _Reader(file.path, whole).add(record)
+    return whole
+
+
+class _Reader:
+    """Adds the records of a file to a description."""
+
+    def __init__(self, path: str, into: Description) -> None:
+        self._path = path
+        self._into = into
+
+    def add(self, record: Record) -> None:
+        fields = self._fields(record, METADATA, "the checkpoint")
+        names = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
+        places = self._places(self._dict(fields.get("storage_data"), "storage_data"))
+        planned = fields.get("planner_data")
+        paths = planned if type(planned) is dict else {}
+        for name, about in names.items():
+            if type(name) is not str:
+                raise FormatError(f"a name must be text, got {describe(name)}", self._path)
+            path = paths.get(name)
+            if type(path) not in (tuple, list) or any(type(step) not in (str, int) for step in path) or not path:
+                path = (name,)
+            self._into.paths[name] = tuple(path)
+            if type(about) is Record and about.kind == BYTES:
+                place = places.get((name, None))
+                if place is None:
+                    raise FormatError(f"value {show(name)} has no place in storage_data", self._path)
+                self._into.values.setdefault(name, place)
+            elif type(about) is Record and about.kind == TENSOR:
+                self._add_tensor(name, self._fields(about, TENSOR, name), places)
+            else:
+                raise FormatError(f"{show(name)} must be described as tensor or bytes, got {describe(about)}", self._path)
+        mcore = fields.get("mcore_data")
+        for name, data in mcore.items() if type(mcore) is dict else ():
+            if type(data) is dict and data.get("nd_reformulated_orig_global_shape") is not None and name in names:
+                self._into.reformulated.append(name)
+
+    def _places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], ChunkPlace]:
+        places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace] = {}
+        for index, info in storage.items():
+            key = self._fields(index, INDEX, "a key of storage_data")
+            name, offset = key.get("fqn"), key.get("offset")
+            if type(name) is not str:
+                raise FormatError(f"a key of storage_data must have a name, got {describe(name)}", self._path)
+            at = None if offset is None else self._integers(offset, "the offset in storage_data", name)
+            places[name, at] = self._place(self._fields(info, STORAGE_INFO, name), name)
+        return places
+
+    def _place(self, fields: dict[Any, Any], name: str) -> ChunkPlace:
+        file, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
+        offset, length = self._integers((fields.get("offset"), fields.get("length")), "offset and length", name)
+        if type(file) is not str or not is_bare(file):
+            text = f": relative_path must be the bare name of a file in the folder, got {describe(file)}"
+            raise error_about(FormatError, text, path=self._path, tensor=name)
+        if transforms is None:
+            transforms = ()
+        if type(transforms) not in (list, tuple) or any(type(text) is not str for text in transforms):
+            text = f": transform_descriptors must be a list of texts, got {describe(transforms)}"
+            raise error_about(FormatError, text, path=self._path, tensor=name)
+        return ChunkPlace(file, offset, length, tuple(transforms))
+
+    def _add_tensor(
+        self, name: str, fields: dict[Any, Any], places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace]
+    ) -> None:
+        row = self._row(fields.get("properties"), name)
+        shape = self._integers(fields.get("size"), "the size", name)
+        chunks = fields.get("chunks")
+        if type(chunks) not in (list, tuple):
+            raise self._fault(name, f"chunks must be a list, got {describe(chunks)}")
+        record = self._into.tensors.setdefault(name, TensorRecord(row, shape, []))
+        if (record.row, record.shape) != (row, shape):
+            text = f"is {row.code} {list(shape)} here, but {record.row.code} {list(record.shape)} in another file"
+            raise error_about(FormatError, text, path=self._path, tensor=name)
+        for chunk in chunks:
+            about = self._fields(chunk, CHUNK, name)
+            offsets = self._integers(about.get("offsets"), "the offsets of a chunk", name)
+            sizes = self._integers(about.get("sizes"), "the sizes of a chunk", name)
+            place = places.get((name, offsets))
+            if place is None and 0 in sizes:
+                continue
+            if place is None:
+                raise self._fault(name, f"the chunk at {list(offsets)} has no place in storage_data")
+            record.chunks.append((offsets, sizes, place))
+
+    def _row(self, properties: Any, name: str) -> dtypes.Dtype:
+        state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(state) is dict:
+            dtype = state.get("dtype")
+        if type(dtype) is not Global or dtype.kind != DTYPE:
+            raise self._fault(name, f"its properties have no dtype of torch, got {describe(dtype)}")
+        if dtype.code is None:
+            text = f"is {dtype.name}, which no array can represent"
+            raise error_about(UnsupportedError, text, path=self._path, tensor=name)
+        return dtypes.BY_CODE[dtype.code]
+
+    def _fields(self, record: Any, kind: str, subject: str) -> dict[Any, Any]:
+        if type(record) is not Record or record.kind != kind or type(record.state) is not dict:
+            what = record.kind if type(record) is Record else describe(record)
+            raise FormatError(f"{show(subject)}: expected a {kind} with fields, got {what}", self._path)
+        return record.state
+
+    def _dict(self, value: Any, label: str) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise FormatError(f"{label} must be a dict, got {describe(value)}", self._path)
+        return value
+
+    def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
+        if type(values) not in (tuple, list) or any(type(value) is not int for value in values):
+            raise self._fault(name, f"{label} must be integers, got {describe(values)}")
+        if any(not 0 <= value < 1 << 62 for value in values):
+            raise self._fault(name, f"{label} must be from 0 to 2**62, got {[describe(value) for value in values[:8]]}")
+        return tuple(values)
+
+    def _fault(self, name: str, text: str) -> FormatError:
+        return error_about(FormatError, f": {text}", path=self._path, tensor=name)
