@@ -267,10 +267,10 @@ class _Level(dict[Any, Any]):
 
 
 def _plain(value: Any) -> Any:
-    """Return a level as dict, or as list if its keys are the indices of a whole list."""
+    """Return a level as list if its keys are the indices of a whole list, else as dict with text as keys."""
     if type(value) is not _Level:
         return value
     items = {key: _plain(item) for key, item in value.items()}
     if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
         return [items[k] for k in range(len(items))]
-    return items
+    return {str(key): item for key, item in items.items()}

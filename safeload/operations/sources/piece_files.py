@@ -15,6 +15,7 @@ from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
+from ...formats.registry import BY_NAME
 from ...formats.opening import Recipe, reopen_subset
 from ...formats.registry import FORMATS
 from ...stores import url as urls
@@ -212,7 +213,8 @@ class Sources:
             config=config,
             beside=tuple(version for version in dict.fromkeys(beside) if version != config),
             unlisted=unlisted,
-            format=recipe.format,
+            # A file of a folder's format can be of another format when it is opened alone.
+            format=owner.format if BY_NAME[owner.format].folder else recipe.format,
             root=recipe.root,
             unknown_globals=recipe.unknown_globals,
             stored=recipe.stored,
