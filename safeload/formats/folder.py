@@ -19,8 +19,8 @@ from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedE
 from ..stores.files import Files
 from ..stores.json_file import read_if_there, read_json, read_version
 from .dcp.names import METADATA as DCP_METADATA
-from .dcp.names import SUFFIX as DCP_SUFFIX
 from .dcp.names import ranks_of, shards_of
+from .foreign import DCP_SUFFIX
 from .gguf import split as gguf_split
 from .registry import DCP, GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, OpenRequest, open_file
 

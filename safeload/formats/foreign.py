@@ -36,6 +36,10 @@ class Kind(NamedTuple):
         return f"{text}: {self.advice}" if self.advice else text
 
 
+# Data files of torch.distributed.checkpoint: archives one after another, so the first bytes do not tell.
+DCP_SUFFIX = ".distcp"
+DCP_PART = Kind("a part of a torch.distributed checkpoint", "open its folder")
+
 _OLD_GGML = Kind("a GGML file from before GGUF", "convert it with the scripts of llama.cpp or whisper.cpp")
 _OLD_TORCH = Kind("a torch checkpoint from before 2017, in a tar archive", "load it with torch and save it again")
 _LLAMA2 = Kind("a llama2.c checkpoint", "export.py of llama2.c shows its layout, and numpy.memmap can read it")

@@ -122,7 +122,9 @@ def open_paths(
             from . import folder
 
             return _logged(text, recipe, folder.open_parts(opened, recipe.options))
-    return OpenedPath(text, opened.format, opened.files, opened.where, opened.metadata, notes=opened.notes, recipe=recipe)
+    return OpenedPath(
+        text, opened.format, opened.files, opened.where, opened.metadata, notes=opened.notes, recipe=recipe
+    )
 
 
 def _check_heads(files: Files) -> None:

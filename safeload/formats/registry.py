@@ -60,7 +60,10 @@ def _begins(magic: bytes) -> Callable[[bytes], bool]:
     return lambda head: head[: len(magic)] == magic
 
 
-_ZIP, _PICKLE = "a zip archive (torch checkpoint or npz)", "a pickle (legacy torch checkpoint, or numpy's)"
+_ZIP, _PICKLE = (
+    "a zip archive (torch checkpoint or npz)",
+    "a pickle (legacy torch checkpoint, torch.distributed's metadata, or numpy's)",
+)
 _TORCH, _TORCH_SUFFIXES = "torch checkpoints", (".pt", ".pth", ".ckpt", ".bin")
 
 # fmt: off
@@ -76,8 +79,8 @@ ROWS = (
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, ambiguous=True, peer="numpy.load"),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
-    Format("dcp", "torch.distributed checkpoints", "the metadata of a torch.distributed checkpoint", foreign.is_binary_pickle,
-           "dcp.file", ambiguous=True, nested=True, folder=True),
+    Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, "dcp.file",
+            ambiguous=True, nested=True, folder=True),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
@@ -258,6 +261,8 @@ def _matching(head: bytes) -> Iterator[Format]:
 def _find(candidate: Candidate, request: OpenRequest) -> Format:
     """Return the row of a file, which ``request`` must accept."""
     path, head = candidate.file.path, candidate.head
+    if path.endswith(foreign.DCP_SUFFIX):
+        raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
     row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
     if request.formats == (DCP,) and foreign.is_safetensors(head):
         row = BY_NAME[DCP]  # a shard stands for its folder

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..base.arrays import MAX_ARRAY, Array, c_strides
+from ..base.arrays import Array, array_fits, c_strides
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..errors import FormatError, LimitError, SafeloadError
 from .remote import RemoteStore
 from .stop import current
-from .store import ByteStore, Memory, Span
+from .store import ByteStore, Span
 
 # Tensors begin at multiples of this many bytes.
 ALIGNMENT = 64
@@ -38,8 +38,10 @@ _KEPT = 32 << 20
 _BLOCK, _NEAR = 4 << 20, 64 << 10
 # Boxes that no cut along an axis separates are compared pairwise, up to this many. Meshes of processes never interlock.
 MAX_INTERLOCKED = 2_048
-# Levels of cuts to separate boxes.
-_MAX_CUTS = 64
+# Cuts in a row to separate boxes; meshes take a few for each axis.
+_MAX_CUTS = 128
+# Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are one.
+MAX_RANK = 31
 
 
 class Region(NamedTuple):
@@ -50,7 +52,7 @@ class Region(NamedTuple):
     strides: tuple[int, ...] | None = None  # bytes between neighbours along each axis; None for C order
 
 
-class Stored(Protocol):
+class BoxSource(Protocol):
     """Finds the elements of a box on first use, so that opening a checkpoint reads none of its boxes."""
 
     def region(self) -> Region | None:
@@ -69,7 +71,7 @@ class Box(NamedTuple):
 
     offsets: tuple[int, ...]  # of its first element, along each axis
     sizes: tuple[int, ...]  # elements along each axis
-    stored: Stored
+    stored: BoxSource
 
 
 class InFile:
@@ -131,14 +133,16 @@ def checked(name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Bo
         LimitError: the tensor is larger than any memory, or its boxes interlock.
     """
     size = prod(shape)
-    if size * itemsize > MAX_ARRAY:
+    if len(shape) > MAX_RANK:
+        raise error_about(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}", path=path, tensor=name)
+    if not array_fits(shape, itemsize):
         text = f": shape {list(shape)} needs more bytes than any memory has"
         raise error_about(LimitError, text, path=path, tensor=name)
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
     for box in boxes:
         offsets, sizes = box.offsets, box.sizes
         inside = len(offsets) == len(sizes) == len(shape) and all(
-            0 <= offset and 0 <= count and offset + count <= n
+            offset >= 0 and count >= 0 and offset + count <= n
             for offset, count, n in zip(offsets, sizes, shape, strict=True)
         )
         if not inside:
@@ -156,7 +160,9 @@ def checked(name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Bo
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
             raise error_about(FormatError, text, path=path, tensor=name)
     if total != size:
-        text = f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks; is a file missing?"
+        text = (
+            f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks; is a file missing?"
+        )
         raise error_about(FormatError, text, path=path, tensor=name)
     return BoxedTensor(name, shape, itemsize, list(distinct.values()))
 
@@ -169,7 +175,7 @@ def _overlapping(begins: Array, ends: Array, name: str, path: str) -> tuple[int,
     """
     groups = [(np.arange(len(begins)), 0, 0)]  # boxes, the next axis to cut, axes in a row without a cut
     axes = begins.shape[1]
-    for _ in range(_MAX_CUTS * max(1, axes)):
+    for _ in range(_MAX_CUTS):
         if not groups:
             return None
         below: list[tuple[Array, int, int]] = []
@@ -193,10 +199,10 @@ def _compare(begins: Array, ends: Array, which: Array, name: str, path: str) -> 
     if len(which) > MAX_INTERLOCKED:
         raise _interlocked(name, path)
     for k, box in enumerate(which.tolist()):
-        others = which[k + 1 :]
-        overlap = ((begins[others] < ends[box]) & (ends[others] > begins[box])).all(axis=1)
+        rest = which[k + 1 :]
+        overlap = ((begins[rest] < ends[box]) & (ends[rest] > begins[box])).all(axis=1)
         if overlap.any():
-            return box, int(others[overlap.argmax()])
+            return box, int(rest[overlap.argmax()])
     return None
 
 
@@ -351,9 +357,7 @@ class AssembledStore(RemoteStore):
             return whole
 
 
-def _divided(
-    shape: tuple[int, ...], begin: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _divided(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Divide consecutive bytes of a tensor into boxes in order: the first element and the sizes of each."""
     strides = c_strides(shape, 1)
     rank = len(shape)
@@ -399,7 +403,7 @@ def _copy(store: ByteStore, begin: int, strides: Sequence[int], target: Array) -
     extent = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True)) + 1
     if extent == target.size and target.flags.c_contiguous:
         if isinstance(store, RemoteStore):
-            store.read_into(begin, memoryview(target).cast("B"))
+            store.read_into(begin, target.reshape(-1))
         else:
             with current().filling():
                 store.read_into(begin, target.reshape(-1))
@@ -412,6 +416,6 @@ def _copy(store: ByteStore, begin: int, strides: Sequence[int], target: Array) -
         return
     axis = next(k for k, count in enumerate(shape) if count > 1)
     half = shape[axis] // 2
-    before = (slice(None),) * axis
-    _copy(store, begin, strides, target[(*before, slice(half))])
-    _copy(store, begin + half * strides[axis], strides, target[(*before, slice(half, None))])
+    first, second = np.split(target, [half], axis)
+    _copy(store, begin, strides, first)
+    _copy(store, begin + half * strides[axis], strides, second)

@@ -47,7 +47,7 @@ _STEP = 1 << 20
 _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 
 
-class Window:
+class StoreWindow:
     """A range of a store as a store of its own.
 
     Args:
@@ -63,7 +63,7 @@ class Window:
         self._path = path
 
     def read_into(self, offset: int, memory: Memory) -> None:
-        if offset + memoryview(memory).nbytes > self.size:
+        if offset + memoryview(memory).nbytes > self.size:  # type: ignore[arg-type]
             raise FormatError(f"the range ends at byte {self.size}", self._path, self.size)
         self._store.read_into(self._begin + offset, memory)
 
@@ -137,7 +137,7 @@ class DataFiles:
         if table is None:
             store = self.stores[name]
             path = self.path(name)
-            window = WeightFile(path, Window(store, offset, store.size - offset, path), ListedTable([]))
+            window = WeightFile(path, StoreWindow(store, offset, store.size - offset, path), ListedTable([]))
             try:
                 table = safetensors.read(Candidate(window), OpenRequest()).file.table
             except FormatError as error:
@@ -146,7 +146,7 @@ class DataFiles:
         return table
 
 
-class Chunk:
+class StoredChunk:
     """A chunk of a tensor; see `Stored`.
 
     Args:
@@ -156,7 +156,9 @@ class Chunk:
 
     __slots__ = ("_data", "_name", "_region", "_row", "_shape", "place")
 
-    def __init__(self, data: DataFiles, name: str, row: dtypes.Dtype, shape: tuple[int, ...], place: ChunkPlace) -> None:
+    def __init__(
+        self, data: DataFiles, name: str, row: dtypes.Dtype, shape: tuple[int, ...], place: ChunkPlace
+    ) -> None:
         self._data = data
         self._name = name
         self._row = row
@@ -177,7 +179,7 @@ class Chunk:
     def unpack(self) -> Array:
         file, offset, length, transforms = self.place
         path = self._data.path(file)
-        window = Window(self._data.stores[file], offset, length, path)
+        window = StoreWindow(self._data.stores[file], offset, length, path)
         content = decompressed(window, transforms, self.nbytes + MAX_OVERHEAD, path, self._name)
         region = self._in_archive(Unpacked(content), path, None)
         strides = region.strides or c_strides(self._shape, itemsize_of(self._row))
@@ -191,7 +193,7 @@ class Chunk:
         head = read_at(store, offset, foreign.HEAD_SIZE)
         if foreign.is_safetensors(head) and not foreign.is_zip(head):
             return self._in_safetensors(store, path)
-        region = self._in_archive(Window(store, offset, length, path), path, offset)
+        region = self._in_archive(StoreWindow(store, offset, length, path), path, offset)
         return Region(store, offset + region.begin, region.strides)
 
     def _in_safetensors(self, store: ByteStore, path: str) -> Region:
@@ -268,7 +270,7 @@ def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
     path = data.path(place.file)
     with closing(data.open(place.file)) as store:
         check_inside(store, name, place, path)
-        source: ByteStore = Window(store, place.offset, place.length, path)
+        source: ByteStore = StoreWindow(store, place.offset, place.length, path)
         if place.transforms:
             limit = min(place.length * MAX_RATIO, _STEP << 10)
             source = Unpacked(decompressed(source, place.transforms, limit, path, name))
@@ -291,7 +293,7 @@ def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> N
 # ---- zstd ----
 
 
-class _Stream:
+class _StoreStream:
     """A store as a stream for a decompressor."""
 
     def __init__(self, store: ByteStore) -> None:
@@ -349,7 +351,7 @@ def decompressed(store: ByteStore, transforms: Sequence[str], limit: int, path: 
     read, errors = _reader()
     content = bytearray()
     try:
-        stream = read(_Stream(store))
+        stream = read(_StoreStream(store))
         while piece := stream.read(_STEP):
             content += piece
             if len(content) > limit:

@@ -22,13 +22,14 @@ from ...base.text import show
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError
 from ...stores.assembled import AssembledStore, Box, BoxedTensor, checked
+from ...stores.store import ByteStore
 from .. import foreign
 from ..registry import Candidate, Content, OpenRequest
 from . import sharded
 from .chunks import (
     MAX_RATIO,
-    Chunk,
     DataFiles,
+    StoredChunk,
     check_inside,
     check_transforms,
     itemsize_of,
@@ -62,7 +63,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     try:
         if foreign.is_safetensors(candidate.head):
             tensors, boxes = sharded.read(data, file, folder)
-            return assemble(file, folder, tensors, boxes, data)
+            return assemble(file, folder, tensors, boxes, list(data.stores.values()))
         return _read_metadata(file, folder, name, data, request)
     except BaseException:
         data.close()
@@ -96,7 +97,13 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
     _check_sizes(boxes, data)
     values = {full: description.values[full] for full in names if full in description.values}
     content = assemble(
-        file, folder, tensors, boxes, data, _Values(data, values, description.paths, request.root), description
+        file,
+        folder,
+        tensors,
+        boxes,
+        list(data.stores.values()),
+        metadata=_Values(data, values, description.paths, request.root),
+        named_globals=description.named_globals,
     )
     return content._replace(notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
 
@@ -106,21 +113,21 @@ def assemble(
     folder: str,
     tensors: Mapping[str, TensorRecord],
     boxes: Mapping[str, Sequence[Box]],
-    data: DataFiles,
+    stores: Sequence[ByteStore],
+    *,
     metadata: Mapping[str, Any] | None = None,
-    description: Description | None = None,
+    named_globals: Mapping[str, bool] | None = None,
 ) -> Content:
     """Return the content of a checkpoint whose tensors are in boxes; it stands for ``file``."""
     path = file.files.shown(folder)
     assembled: list[BoxedTensor] = []
     for name, tensor in tensors.items():
         assembled.append(checked(name, tensor.shape, itemsize_of(tensor.row), boxes[name], path))
-    store = AssembledStore(path, assembled, list(data.stores.values()), file.identity)
+    store = AssembledStore(path, assembled, stores, file.identity)
     listings = (
         Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), boxed.begin, boxed.begin + boxed.nbytes)
         for (name, tensor), boxed in zip(tensors.items(), assembled, strict=True)
     )
-    named_globals = None if description is None else description.named_globals
     whole = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
     whole.stand_for(file)
     file.close()
@@ -135,14 +142,14 @@ def _boxes(name: str, tensor: TensorRecord, data: DataFiles, path: str) -> list[
         raise error_about(UnsupportedError, text, path=path, tensor=name)
     boxes = []
     for offsets, sizes, place in tensor.chunks:
-        chunk = Chunk(data, name, row, sizes, place)
+        chunk = StoredChunk(data, name, row, sizes, place)
         if 0 not in sizes:
             file_path = data.path(place.file)
             check_inside(data.stores[place.file], name, place, file_path)
             if place.transforms:
                 check_transforms(place.transforms, file_path, name)
-            held = place.length * MAX_RATIO if place.transforms else place.length
-            if chunk.nbytes > held:
+            limit = place.length * MAX_RATIO if place.transforms else place.length
+            if chunk.nbytes > limit:
                 text = f": a chunk of {list(sizes)} has {chunk.nbytes:,} bytes, but {place.length:,} bytes store it"
                 raise error_about(FormatError, text, path=file_path, offset=place.offset, tensor=name)
         boxes.append(Box(offsets, sizes, chunk))
@@ -155,23 +162,22 @@ def _check_sizes(boxes: Mapping[str, Sequence[Box]], data: DataFiles) -> None:
     packed: set[str] = set()
     for tensor in boxes.values():
         for box in tensor:
-            assert isinstance(box.stored, Chunk)
+            assert isinstance(box.stored, StoredChunk)
             if 0 not in box.sizes:
                 place: ChunkPlace = box.stored.place
                 needed[place.file] += box.stored.nbytes
                 if place.transforms:
                     packed.add(place.file)
     for name, size in needed.items():
-        held = data.stores[name].size * (MAX_RATIO if name in packed else 1)
-        if size > held:
+        if size > data.stores[name].size * (MAX_RATIO if name in packed else 1):
             text = f"its chunks need {size:,} bytes, but it has {data.stores[name].size:,}: chunks overlap in the file"
             raise FormatError(text, data.path(name))
 
 
 def _notes(description: Description, names: Sequence[str]) -> Iterator[str]:
     if description.reformulated:
-        first, *others = description.reformulated
-        more = f" and {len(others):,} more" if others else ""
+        first, *rest = description.reformulated
+        more = f" and {len(rest):,} more" if rest else ""
         yield f"left out: {show(first)}{more}, which Megatron stores flattened, not in the model's shape"
     if "common.pt" in names:
         yield "Megatron's common.pt (iteration, arguments) is not read: open it by path"

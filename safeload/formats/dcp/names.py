@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 METADATA = ".metadata"
-SUFFIX = ".distcp"
 _RANK = re.compile(r"__([0-9]{1,9})\.metadata", re.ASCII)
 SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors", re.ASCII)
 

@@ -1,14 +1,14 @@
 """The pickle of ``.metadata``: which tensors exist, their chunks, and where each chunk is stored.
 
-1. One object ``Metadata`` with the fields ``state_dict_metadata`` {name: TensorStorageMetadata | BytesStorageMetadata},
-   ``planner_data`` {name: path in the nested state dict} or None, ``storage_data`` {MetadataIndex: _StorageInfo}, and in
-   newer files ``storage_meta`` and ``version``.
+1. One object ``Metadata`` with the fields ``state_dict_metadata`` {name: TensorStorageMetadata or
+   BytesStorageMetadata}, ``planner_data`` {name: path in the nested state dict} or None, ``storage_data``
+   {MetadataIndex: _StorageInfo}, and in newer files ``storage_meta`` and ``version``.
 2. TensorStorageMetadata: ``properties``, ``size``, ``chunks``, each with ``offsets`` and ``sizes``. The state of the
    properties is a tuple that begins with the dtype.
 3. MetadataIndex: ``fqn`` (the name), ``offset`` (of the chunk; None for other values), ``index``.
 4. _StorageInfo: ``relative_path``, ``offset``, ``length``, and in newer files ``transform_descriptors``.
 5. Without collectives each process writes its own ``__<rank>.metadata`` with its own chunks of all tensors.
-6. Megatron adds ``mcore_data``: {name: {"nd_reformulated_orig_global_shape": shape}} for tensors stored in other shapes.
+6. Megatron adds ``mcore_data``: {name: {"nd_reformulated_orig_global_shape": shape}} for tensors in other shapes.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ def describe_all(files: Iterable[WeightFile], inert: bool) -> Description:
     for file in files:
         record, pickled = read_records(file, inert)
         whole.named_globals.update(dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False))
-        _Reader(file.path, whole).add(record)
+        _RecordReader(file.path, whole).add(record)
     return whole
 
 
-class _Reader:
+class _RecordReader:
     """Adds the records of a file to a description."""
 
     def __init__(self, path: str, into: Description) -> None:
@@ -168,7 +168,7 @@ class _Reader:
             if type(name) is not str:
                 raise FormatError(f"a name must be text, got {describe(name)}", self._path)
             path = paths.get(name)
-            if type(path) not in (tuple, list) or any(type(step) not in (str, int) for step in path) or not path:
+            if not isinstance(path, (tuple, list)) or any(type(step) not in (str, int) for step in path) or not path:
                 path = (name,)
             self._into.paths[name] = tuple(path)
             if type(about) is Record and about.kind == BYTES:
@@ -179,7 +179,9 @@ class _Reader:
             elif type(about) is Record and about.kind == TENSOR:
                 self._add_tensor(name, self._fields(about, TENSOR, name), places)
             else:
-                raise FormatError(f"{show(name)} must be described as tensor or bytes, got {describe(about)}", self._path)
+                raise FormatError(
+                    f"{show(name)} must be described as tensor or bytes, got {describe(about)}", self._path
+                )
         mcore = fields.get("mcore_data")
         for name, data in mcore.items() if type(mcore) is dict else ():
             if type(data) is dict and data.get("nd_reformulated_orig_global_shape") is not None and name in names:
@@ -256,7 +258,7 @@ class _Reader:
         return value
 
     def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
-        if type(values) not in (tuple, list) or any(type(value) is not int for value in values):
+        if not isinstance(values, (tuple, list)) or any(type(value) is not int for value in values):
             raise self._fault(name, f"{label} must be integers, got {describe(values)}")
         if any(not 0 <= value < 1 << 62 for value in values):
             raise self._fault(name, f"{label} must be from 0 to 2**62, got {[describe(value) for value in values[:8]]}")

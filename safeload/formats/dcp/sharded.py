@@ -12,16 +12,14 @@ from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...stores.assembled import Box, InFile
-from .chunks import DataFiles, itemsize_of
+from .chunks import DataFiles
 from .names import SHARD, shards_of
 from .records import TensorRecord
 
 SHARDING = "DCP_SHARDING_INFO"
 
 
-def read(
-    data: DataFiles, file: WeightFile, folder: str
-) -> tuple[dict[str, TensorRecord], dict[str, list[Box]]]:
+def read(data: DataFiles, file: WeightFile, folder: str) -> tuple[dict[str, TensorRecord], dict[str, list[Box]]]:
     """Return the tensors of all shards in the folder of ``file``, and their boxes.
 
     Raises:
@@ -44,7 +42,8 @@ def read(
             offsets = offsets_of(tensor, len(sizes))
             record = tensors.get(tensor)
             if record is not None and (record.row is not row or len(record.shape) != len(sizes)):
-                text = f"is {row.code} with {len(sizes)} axes here, but {record.row.code} with {len(record.shape)} elsewhere"
+                text = f"is {row.code} with {len(sizes)} axes here, but "
+                text += f"{record.row.code} with {len(record.shape)} elsewhere"
                 raise error_about(FormatError, text, path=path, tensor=tensor)
             shape = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
             if record is not None:
@@ -78,11 +77,10 @@ def _offsets(table: Table, path: str) -> Any:
     def offsets_of(name: str, rank: int) -> tuple[int, ...]:
         entry = info.get(name) if type(info) is dict else None
         offsets = entry.get("saved_offsets") if type(entry) is dict else None
-        valid = type(offsets) is list and len(offsets) == rank and all(type(n) is int and 0 <= n < 1 << 62 for n in offsets)
-        if not valid:
+        valid = type(offsets) is list and all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
+        if not valid or offsets is None or len(offsets) != rank:
             text = f": {SHARDING} must give {rank} offsets, got {show(json.dumps(entry)[:100])}"
             raise error_about(FormatError, text, path=path, tensor=name)
         return tuple(offsets)
 
     return offsets_of
-

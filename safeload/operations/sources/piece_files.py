@@ -15,9 +15,8 @@ from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
-from ...formats.registry import BY_NAME
 from ...formats.opening import Recipe, reopen_subset
-from ...formats.registry import FORMATS
+from ...formats.registry import BY_NAME, FORMATS
 from ...stores import url as urls
 from ...stores.files import LOCAL, Files, Location
 from ...stores.local import check_unchanged, identity_of
