@@ -143,6 +143,13 @@ class _Pairs(dict):
         return Ref("collections", "OrderedDict"), (), None, None, iter(self._pairs)
 
 
+def sample():
+    """A small checkpoint of two data files."""
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    made = Checkpoint().tensor("w", array, grid((6, 4), (2, 1)), files=("__0_0.distcp", "__1_0.distcp"))
+    return made.tensor("b", np.ones(3, np.float32)).value("step", 3)
+
+
 def single(weights, path):
     """Write one checkpoint whose metadata is the file at ``path``, beside its data."""
     made = Checkpoint()

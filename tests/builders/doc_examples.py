@@ -17,6 +17,7 @@ from sybil.example import SybilFailure
 from sybil.parsers.abstract.doctest import DocTestStringParser
 from sybil.parsers.markdown import CodeBlockParser
 
+from builders.dcp_build import Checkpoint, grid
 from builders.models import small, write_folder
 from builders.paths import ROOT
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
@@ -132,6 +133,12 @@ def make_files(folder: Path) -> None:
     config, tensors = small("llama-gqa")
     (folder / "tiny-llama").mkdir()
     write_folder(folder / "tiny-llama", config, tensors)
+    training = Checkpoint()
+    ranks = [f"__{rank}_0.distcp" for rank in range(4)]
+    for name, array in tensors.items():
+        rows = grid(array.shape, (4,) + (1,) * (array.ndim - 1))
+        training.tensor(f"model.{name}", array, rows, files=ranks, path=("model", name))
+    training.value("step", 1000).write(folder / "step-1000")
     tensors["model.layers.2.self_attn.k_proj.weight"] = np.full((64, 64), 0.5, ml_dtypes.bfloat16)
     tensors["model.layers.2.self_attn.k_proj.weight"][0] = 0
     tensors["model.layers.1.mlp.up_proj.weight"][...] = 0

@@ -310,6 +310,25 @@ def _any():
     ]
 
 
+def _dcp():
+    from builders import dcp_build
+    from builders.torch_build import dump
+    from test_formats import test_dcp
+
+    yield dump(dcp_build.sample().metadata(), 4)
+    for change, _, _ in test_dcp.FAULTS.values():
+        made = dcp_build.sample()
+        change(made)
+        yield dump(made.metadata(), 4)
+
+
+def _dcp_data():
+    from builders import dcp_build
+
+    content = bytes(dcp_build.sample().files["__0_0.distcp"])
+    return [content, *(content[:size] for size in (0, 100, 1000, len(content) - 1)), content[::-1]]
+
+
 SEEDS = {
     "json": _json,
     "safetensors": _safetensors,
@@ -325,6 +344,8 @@ SEEDS = {
     "grouping": _grouping,
     "adapters": _adapters,
     "index": _index,
+    "dcp": _dcp,
+    "dcp_data": _dcp_data,
     "gguf_split": _gguf_split,
     "schema": _schemas,
     "config": _config,

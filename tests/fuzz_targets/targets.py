@@ -25,7 +25,10 @@ from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - safeload imports it and its formats when first needed, which counts as forbidden below
 import numpy as np
-from builders import gguf_build
+
+with contextlib.suppress(ImportError):
+    import zstandard  # noqa: F401
+from builders import dcp_build, gguf_build
 
 import safeload
 import safeload.base.missing_path
@@ -33,6 +36,7 @@ import safeload.loading.merge  # imported when first needed, as some below, whic
 import safeload.operations.validate.run
 import safeload.packed.codes_without_scale  # imported when first needed, as the next, which counts as forbidden below
 import safeload.packed.families_to_tables
+import safeload.stores.assembled
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.base import url as urls
 from safeload.formats import folder, npy, npz, registry
@@ -386,6 +390,31 @@ def index(data):
         require(Path(error.filename).parent == SHARDS, f"{error.filename!r} is outside of the folder")
 
 
+DCP = FOLDER / "dcp"
+
+
+def dcp(data, name=".metadata"):
+    """A file of a checkpoint of torch.distributed whose other files are sound."""
+    if not DCP.exists():
+        dcp_build.sample().write(DCP)
+    sound = (DCP / name).read_bytes()
+    (DCP / name).write_bytes(data)
+    try:
+        with watched(), safeload.open(DCP) as checkpoint:
+            check_checkpoint(checkpoint)
+            dict(checkpoint.metadata)
+    except SafeloadError as error:
+        check_refusal(error)
+    except FileNotFoundError as error:
+        require(Path(error.filename).parent == DCP, f"{error.filename!r} is outside of the folder")
+    finally:
+        (DCP / name).write_bytes(sound)
+
+
+def dcp_data(data):
+    dcp(data, "__0_0.distcp")
+
+
 PARTS = FOLDER / "parts"
 
 
@@ -547,6 +576,8 @@ TARGETS = {
     "grouping": grouping,
     "adapters": adapters,
     "index": index,
+    "dcp": dcp,
+    "dcp_data": dcp_data,
     "gguf_split": gguf_split,
     "schema": schema_file,
     "config": config,

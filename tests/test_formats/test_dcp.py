@@ -1,14 +1,16 @@
 """Checkpoints of torch.distributed: files of torch's own writers, any chunks, and folders with a fault."""
 
 import copy
+import os
 import pickle
 import shutil
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.dcp_build import Checkpoint, archive, grid, record
+from builders.dcp_build import Checkpoint, archive, grid, record, sample
 from builders.paths import ROOT
 from builders.random import rng
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
@@ -24,7 +26,8 @@ from safeload.errors import (
 )
 from safeload.stores import assembled
 
-DATA = ROOT / "tests" / "data" / "dcp"
+# tests/data/dcp/compare.sh lets torch write all fixtures anew.
+DATA = Path(os.environ.get("SAFELOAD_DCP_FIXTURES") or ROOT / "tests" / "data" / "dcp")
 FIXTURES = sorted(path.name for path in DATA.glob("*_[0-9]"))
 META = {"optim": {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}]}, "step": 17, "mixed": {"1": "text", "2": 3}}
 
@@ -266,13 +269,6 @@ def test_megatron_is_noted(tmp_path):
 # ---- faults ----
 
 
-def sound():
-    made = Checkpoint()
-    array = np.arange(24, dtype=np.float32).reshape(6, 4)
-    made.tensor("w", array, grid((6, 4), (2, 1)), files=("__0_0.distcp", "__1_0.distcp"))
-    return made.tensor("b", np.ones(3, np.float32)).value("step", 3)
-
-
 def chunk_of(made, name="w", k=0):
     return [chunk for chunk in made.chunks if chunk[0] == name][k]
 
@@ -387,7 +383,7 @@ def test_a_fault_is_refused_by_name(fault, tmp_path):
     change, kind, message = FAULTS[fault]
     if "zstd frame" in message:
         pytest.importorskip("zstandard")
-    made = sound()
+    made = sample()
     change(made)
     made.write(tmp_path)
     with pytest.raises((kind, OSError) if kind is FileNotFoundError else kind, match=message) as caught:
@@ -397,7 +393,7 @@ def test_a_fault_is_refused_by_name(fault, tmp_path):
 
 
 def test_chunks_that_share_bytes_cannot_make_a_large_tensor(tmp_path):
-    made = sound()
+    made = sample()
     part = chunk_of(made, "b")
     shape = (3 * 1000,)
     made.about["big"] = ["float32", shape, [((3 * k,), (3,)) for k in range(1000)]]
@@ -411,7 +407,7 @@ def test_chunks_that_share_bytes_cannot_make_a_large_tensor(tmp_path):
 def test_a_frame_that_expands_beyond_its_shape_is_a_limit(tmp_path):
     zstandard = pytest.importorskip("zstandard")
     bomb = zstandard.compress(bytes(64 << 20))
-    made = sound()
+    made = sample()
     chunk = chunk_of(made, "b")
     chunk[2:] = ["__9_0.distcp", 0, len(bomb), ["stream.zstd/1"]]
     made.files["__9_0.distcp"] = bytearray(bomb)
@@ -489,16 +485,16 @@ def test_offsets_of_sharded_safetensors_are_checked(case, tmp_path):
 
 
 def test_a_checkpoint_that_changed_is_not_opened_again(tmp_path):
-    sound().write(tmp_path)
+    sample().write(tmp_path)
     with safeload.open(tmp_path) as opened:
         pickled = pickle.dumps(opened)
-    sound().value("more", 1).write(tmp_path)
+    sample().value("more", 1).write(tmp_path)
     with pytest.raises(FormatError, match="has changed since it was opened"):
         pickle.loads(pickled)
 
 
 def test_after_close_nothing_is_read(tmp_path):
-    sound().write(tmp_path)
+    sample().write(tmp_path)
     opened = safeload.open(tmp_path)
     part = opened.get_slice("w")
     opened.close()

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from math import prod
@@ -325,12 +326,10 @@ def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
 
 def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
     """Return a function from a stream to its decompressed stream, and the errors of that stream."""
-    try:
-        from compression.zstd import ZstdError, ZstdFile  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        pass
-    else:
-        return lambda stream: ZstdFile(stream), (ZstdError, EOFError)
+    if sys.version_info >= (3, 14):
+        from compression.zstd import ZstdError, ZstdFile
+
+        return ZstdFile, (ZstdError, EOFError)
     try:
         import zstandard
     except ImportError:

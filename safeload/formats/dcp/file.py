@@ -118,7 +118,7 @@ def assemble(
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> Content:
-    """Return the content of a checkpoint whose tensors are in boxes; it stands for ``file``."""
+    """Return the content of a checkpoint with its tensors in boxes. It stands for ``file`` and should replace it."""
     path = file.files.shown(folder)
     assembled: list[BoxedTensor] = []
     for name, tensor in tensors.items():

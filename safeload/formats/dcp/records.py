@@ -217,7 +217,7 @@ class _RecordReader:
         row = self._row(fields.get("properties"), name)
         shape = self._integers(fields.get("size"), "the size", name)
         chunks = fields.get("chunks")
-        if type(chunks) not in (list, tuple):
+        if not isinstance(chunks, (list, tuple)):
             raise self._fault(name, f"chunks must be a list, got {describe(chunks)}")
         record = self._into.tensors.setdefault(name, TensorRecord(row, shape, []))
         if (record.row, record.shape) != (row, shape):
