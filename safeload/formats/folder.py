@@ -468,8 +468,10 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 
 # Names of weight files.
+_SUFFIXES = {*WEIGHT_SUFFIXES, ".h5", ".msgpack", DCP_SUFFIX}
 _WEIGHT_FILE = re.compile(
-    rf".*({'|'.join(map(re.escape, sorted({*WEIGHT_SUFFIXES, '.h5', '.msgpack'})))}|\.index(\.\w+)?\.json)", re.DOTALL
+    rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)",
+    re.DOTALL,
 )
 # Prefixes of files with training state.
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")

@@ -158,6 +158,13 @@ def test_a_part_opened_alone_says_what_it_is(tmp_path):
         safeload.open(tmp_path)
 
 
+def test_a_folder_around_it_names_it(tmp_path):
+    shutil.copytree(DATA / "plain_1", tmp_path / "weights")
+    (tmp_path / "context").mkdir()
+    with pytest.raises(UnsupportedError, match="Subfolders with weights: weights; open one of them"):
+        safeload.open(tmp_path)
+
+
 def test_a_consolidated_folder_opens_as_safetensors(tmp_path):
     shutil.copytree(DATA / "hf_4", tmp_path / "sharded")
     shutil.copy(DATA / "expected_4.safetensors", tmp_path / "model.safetensors")

@@ -32,6 +32,7 @@ from ...stores.assembled import Region
 from ...stores.files import Files
 from ...stores.store import ByteStore, Memory, read_at
 from .. import foreign
+from ..boxed import itemsize_of, logical_shape
 from ..registry import Candidate, OpenRequest
 from ..safetensors import file as safetensors
 from ..torch import zip_file
@@ -238,16 +239,6 @@ class StoredChunk:
             text = f": the metadata says its chunk is {self._row.code} {list(expected)}, but it is "
             text += f"{row.code} {list(shape)}"
             raise error_about(FormatError, text, path=path, offset=offset, tensor=self._name)
-
-
-def itemsize_of(row: dtypes.Dtype) -> int:
-    """Return the bytes of an element as torch counts them: a byte if several elements share it."""
-    return max(1, row.bits // 8)
-
-
-def logical_shape(row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in elements, of a shape whose last axis counts bytes if elements share them."""
-    return (*shape[:-1], shape[-1] * 8 // row.bits) if row.packed and shape else shape
 
 
 def _moved(error: FormatError, by: int | None) -> FormatError:

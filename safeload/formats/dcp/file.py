@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from ...base.listed_table import ListedTable, Listing
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError
-from ...stores.assembled import AssembledStore, Box, BoxedTensor, checked
-from ...stores.store import ByteStore
+from ...stores.assembled import Box
 from .. import foreign
+from ..boxed import BoxedListing, assemble
 from ..registry import Candidate, Content, OpenRequest
 from . import sharded
 from .chunks import (
@@ -32,8 +31,6 @@ from .chunks import (
     StoredChunk,
     check_inside,
     check_transforms,
-    itemsize_of,
-    logical_shape,
     read_value,
 )
 from .names import METADATA, ranks_of
@@ -62,8 +59,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     data = DataFiles(file.files, folder)
     try:
         if foreign.is_safetensors(candidate.head):
-            tensors, boxes = sharded.read(data, file, folder)
-            return assemble(file, folder, tensors, boxes, list(data.stores.values()))
+            tensors = sharded.read(data, file, folder)
+            return Content(assemble(file, folder, tensors, list(data.stores.values())))
         return _read_metadata(file, folder, name, data, request)
     except BaseException:
         data.close()
@@ -93,45 +90,21 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
     places = [place for tensor in tensors.values() for *_, place in tensor.chunks]
     data.open_all(sorted({place.file for place in places}))
     originals = {known: full for full, known in names.items()}
-    boxes = {known: _boxes(originals[known], tensor, data, file.path) for known, tensor in tensors.items()}
-    _check_sizes(boxes, data)
+    listings = {
+        known: BoxedListing(tensor.row, tensor.shape, _boxes(originals[known], tensor, data, file.path))
+        for known, tensor in tensors.items()
+    }
+    _check_sizes(listings, data)
     values = {full: description.values[full] for full in names if full in description.values}
-    content = assemble(
+    whole = assemble(
         file,
         folder,
-        tensors,
-        boxes,
+        listings,
         list(data.stores.values()),
         metadata=_Values(data, values, description.paths, request.root),
         named_globals=description.named_globals,
     )
-    return content._replace(notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
-
-
-def assemble(
-    file: WeightFile,
-    folder: str,
-    tensors: Mapping[str, TensorRecord],
-    boxes: Mapping[str, Sequence[Box]],
-    stores: Sequence[ByteStore],
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    named_globals: Mapping[str, bool] | None = None,
-) -> Content:
-    """Return the content of a checkpoint with its tensors in boxes. It stands for ``file`` and should replace it."""
-    path = file.files.shown(folder)
-    assembled: list[BoxedTensor] = []
-    for name, tensor in tensors.items():
-        assembled.append(checked(name, tensor.shape, itemsize_of(tensor.row), boxes[name], path))
-    store = AssembledStore(path, assembled, stores, file.identity)
-    listings = (
-        Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), boxed.begin, boxed.begin + boxed.nbytes)
-        for (name, tensor), boxed in zip(tensors.items(), assembled, strict=True)
-    )
-    whole = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
-    whole.stand_for(file)
-    file.close()
-    return Content(whole)
+    return Content(whole, notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
 
 
 def _boxes(name: str, tensor: TensorRecord, data: DataFiles, path: str) -> list[Box]:
@@ -156,12 +129,12 @@ def _boxes(name: str, tensor: TensorRecord, data: DataFiles, path: str) -> list[
     return boxes
 
 
-def _check_sizes(boxes: Mapping[str, Sequence[Box]], data: DataFiles) -> None:
+def _check_sizes(tensors: Mapping[str, BoxedListing], data: DataFiles) -> None:
     """Refuse files whose chunks need more bytes than they have: many chunks could name the same bytes."""
     needed = dict.fromkeys(data.stores, 0)
     packed: set[str] = set()
-    for tensor in boxes.values():
-        for box in tensor:
+    for tensor in tensors.values():
+        for box in tensor.boxes:
             assert isinstance(box.stored, StoredChunk)
             if 0 not in box.sizes:
                 place: ChunkPlace = box.stored.place

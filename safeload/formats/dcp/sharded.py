@@ -12,14 +12,14 @@ from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...stores.assembled import Box, InFile
+from ..boxed import BoxedListing
 from .chunks import DataFiles
 from .names import SHARD, shards_of
-from .records import TensorRecord
 
 SHARDING = "DCP_SHARDING_INFO"
 
 
-def read(data: DataFiles, file: WeightFile, folder: str) -> tuple[dict[str, TensorRecord], dict[str, list[Box]]]:
+def read(data: DataFiles, file: WeightFile, folder: str) -> dict[str, BoxedListing]:
     """Return the tensors of all shards in the folder of ``file``, and their boxes.
 
     Raises:
@@ -29,8 +29,8 @@ def read(data: DataFiles, file: WeightFile, folder: str) -> tuple[dict[str, Tens
     names = shards_of([name for name, is_folder in file.files.listing(folder) if not is_folder])
     _check_complete(names, file.files.shown(folder))
     data.open_all(names)
-    tensors: dict[str, TensorRecord] = {}
-    boxes: dict[str, list[Box]] = {}
+    tensors: dict[str, BoxedListing] = {}
+    all_boxes: dict[str, list[Box]] = {}
     for name in names:
         path = data.path(name)
         table = data.table_at(name, 0)
@@ -48,10 +48,11 @@ def read(data: DataFiles, file: WeightFile, folder: str) -> tuple[dict[str, Tens
             shape = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
             if record is not None:
                 shape = tuple(map(max, shape, record.shape))
-            tensors[tensor] = TensorRecord(row, shape, [])
             begin, _ = table.byte_range(index)
-            boxes.setdefault(tensor, []).append(Box(offsets, sizes, InFile(data.stores[name], begin)))
-    return tensors, boxes
+            boxes = all_boxes.setdefault(tensor, [])
+            boxes.append(Box(offsets, sizes, InFile(data.stores[name], begin)))
+            tensors[tensor] = BoxedListing(row, shape, boxes)
+    return tensors
 
 
 def _check_complete(names: Sequence[str], path: str) -> None:

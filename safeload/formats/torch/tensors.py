@@ -87,7 +87,7 @@ def make_tables(
     root = None if request.root is None else tree.select(request.root)
     by_id: dict[int, Listing] = {}
     listings: dict[str, Listing | None] = {}
-    tensors, arrays = _TensorPlaces(path, locate), ArrayPlaces(pickled, path, big_endian=big_endian)
+    tensors, arrays = TensorPlaces(path, locate), ArrayPlaces(pickled, path, big_endian=big_endian)
     for name, tensor in tree.tensors(root):
         if name in listings:
             raise FormatError(f"two tensors are named {show(name)}", path)
@@ -110,7 +110,7 @@ def make_tables(
     return PickleTables(table, arrays.beside(), list(listings))
 
 
-class _TensorPlaces:
+class TensorPlaces:
     """The places of a pickle's tensors in their storages."""
 
     def __init__(self, path: str, locate: Callable[[Storage], int]) -> None:

@@ -1,0 +1,63 @@
+"""Weight files of tensors in boxes: see stores/assembled.py for the notion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..base import dtypes
+from ..base.listed_table import ListedTable, Listing
+from ..engine.run.weight_file import WeightFile
+from ..stores.assembled import AssembledStore, Box, checked
+from ..stores.store import ByteStore
+
+
+class BoxedListing(NamedTuple):
+    """A tensor of a file with boxes."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
+    boxes: Sequence[Box]
+    flat: bool = False  # boxes divide the elements as a vector, not the axes
+
+
+def itemsize_of(row: dtypes.Dtype) -> int:
+    """Return the bytes of an element as torch counts them: a byte if several elements share it."""
+    return max(1, row.bits // 8)
+
+
+def logical_shape(row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in elements, of a shape with bytes on its last axis if elements share them."""
+    return (*shape[:-1], shape[-1] * 8 // row.bits) if row.packed and shape else shape
+
+
+def assemble(
+    file: WeightFile,
+    folder: str,
+    tensors: Mapping[str, BoxedListing],
+    stores: Sequence[ByteStore],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    named_globals: Mapping[str, bool] | None = None,
+) -> WeightFile:
+    """Return the file of tensors in boxes. It stands for ``file``, which is closed.
+
+    Raises:
+        FormatError, LimitError: the boxes of a tensor do not cover it; see `checked`.
+    """
+    path = file.files.shown(folder)
+    boxed = []
+    for name, (row, shape, boxes, flat) in tensors.items():
+        count = 1
+        for length in shape if flat else ():
+            count *= length
+        boxed.append(checked(name, (count,) if flat else shape, itemsize_of(row), boxes, path))
+    store = AssembledStore(path, boxed, stores, file.identity)
+    listings = (
+        Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), whole.begin, whole.begin + whole.nbytes)
+        for (name, tensor), whole in zip(tensors.items(), boxed, strict=True)
+    )
+    whole_file = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
+    whole_file.stand_for(file)
+    file.close()
+    return whole_file
