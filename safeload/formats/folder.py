@@ -19,10 +19,22 @@ from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedE
 from ..stores.files import Files
 from ..stores.json_file import read_if_there, read_json, read_version
 from .dcp.names import METADATA as DCP_METADATA
-from .dcp.names import ranks_of, shards_of
+from .dcp.names import SHARD, ranks_of, shards_of
 from .foreign import DCP_SUFFIX
 from .gguf import split as gguf_split
-from .registry import DCP, GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, OpenRequest, open_file
+from .registry import (
+    DCP,
+    DEEPSPEED,
+    GGUF,
+    SAFETENSORS,
+    TORCH_LEGACY,
+    TORCH_ZIP,
+    WEIGHT_SUFFIXES,
+    Opened,
+    OpenRequest,
+    open_file,
+)
+from .zero import names as zero
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -36,6 +48,8 @@ TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_mo
 # Suffixes of files, as opposed to folders.
 _FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
 
+# Files of processes in training checkpoints.
+_RANK_FILE = re.compile(rf"{SHARD.pattern}|.*_(?:model|optim)_states\.pt", re.ASCII | re.DOTALL)
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
 
 
@@ -333,16 +347,23 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     visible = files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, GGUF)
+    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, GGUF)
     chosen: list[str] | None = None
     if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
-        chosen, request = shards_of(names)[:1], request._replace(formats=(DCP,))
-    if chosen is None and SAFETENSORS in formats:
+        return _open_training(shards_of(names)[0], DCP, path, names, folders, request)
+    if SAFETENSORS in formats:
         chosen = _choose_safetensors(names, shown, lambda: files.is_folder(files.join(path, RESUME)))
     if chosen is None and (TORCH_ZIP in formats or TORCH_LEGACY in formats):
         chosen = _choose_torch(names, shown)
     if chosen is None and DCP in formats:
         chosen = _choose_dcp(names)
+    if chosen is None and DEEPSPEED in formats:
+        tag = zero.tag_of(path, names, folders, files)
+        if tag is not None:
+            shards = open_folder(tag, request)
+            return shards if shards.config is not None else shards._replace(config=read_config(path, files))
+        if zero.is_checkpoint(names):
+            return _open_training(zero.model_states(names)[0], DEEPSPEED, path, names, folders, request)
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
     if chosen is None:
@@ -356,9 +377,18 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         shards = _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     config = read_config(path, files) if shards.config is None else shards.config
-    if shards.format == DCP:
-        used.update(shards_of(names))
     return shards._replace(config=config, notes=[*shards.notes, *_notes(names, folders, used, path, files)])
+
+
+def _open_training(
+    name: str, format: str, path: str, names: Sequence[str], folders: Sequence[str], request: OpenRequest
+) -> Shards:
+    """Open a folder with a file for each process by its first file, which stands for all."""
+    files = request.files
+    first = open_file(files.join(path, name), request._replace(formats=(format,)))
+    notes = _notes([name for name in names if not _RANK_FILE.fullmatch(name)], folders, set(), path, files)
+    shards = _union(first.format, first.files, first.metadata)
+    return shards._replace(config=read_config(path, files), notes=[*first.notes, *notes])
 
 
 def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable[[], bool]) -> list[str] | None:

@@ -73,6 +73,11 @@ _FOREIGN = (
 )  # fmt: skip
 
 
+def never(head: bytes) -> bool:
+    """Return False, for formats that only the names in a folder tell."""
+    return False
+
+
 def is_safetensors(head: bytes) -> bool:
     """Return True if a file can be safetensors: a header size within the limit, then JSON."""
     return (

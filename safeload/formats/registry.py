@@ -48,7 +48,7 @@ class Format(NamedTuple):
     family: str | None = None  # value of ``format=`` shared by several rows
     public: bool = False  # ``safeload.NAME`` is a module of functions for this format
     peer: str | None = None  # key of another reader in the table of ``safeload bench``
-    folder: bool = False  # a file stands for all files of its folder
+    parts: Callable[[bytes], bool] | None = None  # matches files that stand for their folder, if the format is required
     ranges: bool = True  # False if reading the table takes most of the file
 
     def load(self) -> Any:
@@ -80,19 +80,20 @@ ROWS = (
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, ambiguous=True, peer="numpy.load"),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
     Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, "dcp.file",
-            ambiguous=True, nested=True, folder=True),
+            ambiguous=True, nested=True, parts=foreign.is_safetensors),
+    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, "zero.file", nested=True, parts=foreign.is_zip),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
 
 # The values of ``format=`` for type checkers: names and families of the rows.
 FormatName: TypeAlias = Literal[
-    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "dcp", "moon"
+    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "dcp", "deepspeed", "moon"
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
-DCP = "dcp"
+DCP, DEEPSPEED = "dcp", "deepspeed"
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
@@ -264,8 +265,9 @@ def _find(candidate: Candidate, request: OpenRequest) -> Format:
     if path.endswith(foreign.DCP_SUFFIX):
         raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
     row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
-    if request.formats == (DCP,) and foreign.is_safetensors(head):
-        row = BY_NAME[DCP]  # a shard stands for its folder
+    required = None if request.formats is None or len(request.formats) > 1 else BY_NAME[request.formats[0]]
+    if required is not None and required.parts is not None and required.parts(head):
+        row = required
     elif candidate.file.files is not LOCAL and foreign.is_safetensors(head):
         row = BY_NAME[SAFETENSORS]  # its first bytes, the header's size, can equal the magic number of another format
     if row is None:

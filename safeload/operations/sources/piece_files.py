@@ -213,7 +213,7 @@ class Sources:
             beside=tuple(version for version in dict.fromkeys(beside) if version != config),
             unlisted=unlisted,
             # A file of a folder's format can be of another format when it is opened alone.
-            format=owner.format if BY_NAME[owner.format].folder else recipe.format,
+            format=owner.format if BY_NAME[owner.format].parts is not None else recipe.format,
             root=recipe.root,
             unknown_globals=recipe.unknown_globals,
             stored=recipe.stored,

@@ -1,0 +1,110 @@
+"""Files of `torch.save` with a process's part of a checkpoint: pickles that describe tensors in their archives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..base.listed_table import Listing
+from ..base.messages import error_about
+from ..base.text import show
+from ..engine.run.weight_file import WeightFile, open_without_table
+from ..errors import FormatError, UnsupportedError
+from ..stores.assembled import InFile
+from ..stores.files import Files
+from .torch.globals import ALLOWED, CONTAINER, TENSOR, VALUE, PickledTensor
+from .torch.tensors import TensorPlaces
+from .torch.zip_file import read_tensors
+from .unpickle.machine import Global, Inert, describe
+from .unpickle.run import Unpickled
+from .zip import Archive
+
+_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+
+
+def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
+    """Make a tensor of a subclass: (function, class, arguments, state). Attributes are dropped."""
+    if len(args) == 4 and type(args[0]) is Global and args[0].build is not None and type(args[2]) is tuple:
+        return args[0].build(args[2])
+    return Inert(_FROM_TYPE, args)
+
+
+def inert(name: str) -> Global:
+    """Return the row of a harmless global that becomes a placeholder."""
+    return Global(name, VALUE, lambda args: Inert(name, args))
+
+
+TABLE: dict[str, Global] = {
+    **ALLOWED,
+    _FROM_TYPE: Global(_FROM_TYPE, TENSOR, _rebuild_from_type),
+    "torch.nn.parameter.Parameter": Global("torch.nn.parameter.Parameter", CONTAINER),
+}
+
+
+class RankFile(NamedTuple):
+    """An open file of a process."""
+
+    file: WeightFile
+    pickled: Unpickled
+    places: TensorPlaces
+
+    @property
+    def value(self) -> dict[Any, Any]:
+        """The dict of the pickle.
+
+        Raises:
+            FormatError: it is no dict.
+        """
+        value = self.pickled.value
+        if type(value) is not dict:
+            raise FormatError(f"expected a dict, got {describe(value)}", self.file.path)
+        return value
+
+    def field(self, name: str, kind: type[Any] | tuple[type[Any], ...], within: Any = None) -> Any:
+        """Return a field of the pickle, or of a dict in it.
+
+        Raises:
+            FormatError: the field is missing or of another type.
+        """
+        holder = self.value if within is None else within
+        value = holder.get(name) if type(holder) is dict else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise FormatError(f"the field {show(name)} is missing or malformed, got {describe(value)}", self.file.path)
+        return value
+
+    def listing(self, name: str, tensor: Any) -> Listing:
+        """Return the place of a tensor.
+
+        Raises:
+            FormatError, UnsupportedError: it is no tensor, or does not fit its storage.
+        """
+        if type(tensor) is not PickledTensor:
+            raise error_about(
+                FormatError, f"must be a tensor, got {describe(tensor)}", path=self.file.path, tensor=name
+            )
+        listing = self.places.place(name, tensor)
+        if listing.row.packed:
+            text = f"is {listing.row.code}, which rank files are not known to hold"
+            raise error_about(UnsupportedError, text, path=self.file.path, tensor=name)
+        return listing
+
+    def stored(self, listing: Listing) -> InFile:
+        """Return the elements of a tensor as the content of a box."""
+        return InFile(self.file.store, listing.begin, listing.strides)
+
+
+def open_rank(files: Files, path: str, *, inert: bool, table: Mapping[str, Global] = TABLE) -> RankFile:
+    """Open the file of a process and run its pickle.
+
+    Raises:
+        FileNotFoundError, OSError: the file cannot be opened.
+        SafeloadError: see `read_tensors`.
+    """
+    file = open_without_table(path, files=files)
+    try:
+        archive = Archive(file)
+        archive.prefetch(archive.entries)
+        return RankFile(file, *read_tensors(archive, file, table, inert=inert))
+    except BaseException:
+        file.close()
+        raise
