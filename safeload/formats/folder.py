@@ -21,10 +21,12 @@ from ..stores.json_file import read_if_there, read_json, read_version
 from .dcp.names import METADATA as DCP_METADATA
 from .dcp.names import SHARD, ranks_of, shards_of
 from .foreign import DCP_SUFFIX
+from .fsdp import rank_files
 from .gguf import split as gguf_split
 from .registry import (
     DCP,
     DEEPSPEED,
+    FSDP,
     GGUF,
     SAFETENSORS,
     TORCH_LEGACY,
@@ -49,7 +51,10 @@ TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_mo
 _FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
 
 # Files of processes in training checkpoints.
-_RANK_FILE = re.compile(rf"{SHARD.pattern}|.*_(?:model|optim)_states\.pt", re.ASCII | re.DOTALL)
+_RANK_FILE = re.compile(
+    rf"{SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
+    re.ASCII | re.DOTALL,
+)
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
 
 
@@ -347,7 +352,7 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     visible = files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, GGUF)
+    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, GGUF)
     chosen: list[str] | None = None
     if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
         return _open_training(shards_of(names)[0], DCP, path, names, folders, request)
@@ -364,6 +369,8 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
             return shards if shards.config is not None else shards._replace(config=read_config(path, files))
         if zero.is_checkpoint(names):
             return _open_training(zero.model_states(names)[0], DEEPSPEED, path, names, folders, request)
+    if chosen is None and FSDP in formats and rank_files(names):
+        return _open_training(rank_files(names)[0], FSDP, path, names, folders, request)
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
     if chosen is None:

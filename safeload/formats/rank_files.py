@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,11 +13,11 @@ from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from ..stores.assembled import InFile
 from ..stores.files import Files
-from .torch.globals import ALLOWED, CONTAINER, TENSOR, VALUE, PickledTensor
+from .torch.globals import ALLOWED, CONTAINER, TENSOR, PickledTensor
 from .torch.tensors import TensorPlaces
 from .torch.zip_file import read_tensors
 from .unpickle.machine import Global, Inert, describe
-from .unpickle.run import Unpickled
+from .unpickle.run import Unpickled, check_foreign
 from .zip import Archive
 
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
@@ -29,15 +30,10 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
     return Inert(_FROM_TYPE, args)
 
 
-def inert(name: str) -> Global:
-    """Return the row of a harmless global that becomes a placeholder."""
-    return Global(name, VALUE, lambda args: Inert(name, args))
-
-
-TABLE: dict[str, Global] = {
+_TABLE: dict[str, Global] = {
     **ALLOWED,
     _FROM_TYPE: Global(_FROM_TYPE, TENSOR, _rebuild_from_type),
-    "torch.nn.parameter.Parameter": Global("torch.nn.parameter.Parameter", CONTAINER),
+    **{name: Global(name, CONTAINER) for name in ("torch.nn.parameter.Parameter", "torch.Tensor")},
 }
 
 
@@ -47,6 +43,7 @@ class RankFile(NamedTuple):
     file: WeightFile
     pickled: Unpickled
     places: TensorPlaces
+    named_globals: Mapping[str, bool]  # see `Table`
 
     @property
     def value(self) -> dict[Any, Any]:
@@ -93,18 +90,29 @@ class RankFile(NamedTuple):
         return InFile(self.file.store, listing.begin, listing.strides)
 
 
-def open_rank(files: Files, path: str, *, inert: bool, table: Mapping[str, Global] = TABLE) -> RankFile:
+def open_rank(files: Files, path: str, known: re.Pattern[str], *, inert: bool) -> RankFile:
     """Open the file of a process and run its pickle.
+
+    Args:
+        known: matches globals outside the allowlist that such files name; they become placeholders.
+        inert: True to accept all other globals as placeholders, too.
 
     Raises:
         FileNotFoundError, OSError: the file cannot be opened.
+        ForbiddenError: the pickle names other globals.
         SafeloadError: see `read_tensors`.
     """
     file = open_without_table(path, files=files)
     try:
         archive = Archive(file)
         archive.prefetch(archive.entries)
-        return RankFile(file, *read_tensors(archive, file, table, inert=inert))
+        pickled, places = read_tensors(archive, file, _TABLE, inert=True)
+        named = dict.fromkeys(pickled.harmless, True) | {
+            name: known.fullmatch(name) is not None for name in pickled.foreign
+        }
+        unknown = [name for name, harmless in named.items() if not harmless]
+        check_foreign(unknown, file.path, inert, "the pickle references")
+        return RankFile(file, pickled, places, named)
     except BaseException:
         file.close()
         raise

@@ -82,18 +82,30 @@ ROWS = (
     Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, "dcp.file",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
     Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, "zero.file", nested=True, parts=foreign.is_zip),
+    Format("fsdp", "FSDP rank files", _ZIP, foreign.never, "fsdp", nested=True, parts=foreign.is_zip),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
 
 # The values of ``format=`` for type checkers: names and families of the rows.
 FormatName: TypeAlias = Literal[
-    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "dcp", "deepspeed", "moon"
+    "safetensors",
+    "torch",
+    "torch zip",
+    "torch legacy",
+    "pickle",
+    "gguf",
+    "npz",
+    "npy",
+    "dcp",
+    "deepspeed",
+    "fsdp",
+    "moon",
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
-DCP, DEEPSPEED = "dcp", "deepspeed"
+DCP, DEEPSPEED, FSDP = "dcp", "deepspeed", "fsdp"
 
 
 def _choices() -> dict[str, tuple[str, ...]]:

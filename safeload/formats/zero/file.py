@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -34,8 +35,7 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ...stores.assembled import Box
 from ..boxed import BoxedListing, assemble
-from ..rank_files import TABLE as RANK_TABLE
-from ..rank_files import RankFile, inert, open_rank
+from ..rank_files import RankFile, open_rank
 from ..registry import Candidate, Content, OpenRequest
 from ..torch.flatten import Tree
 from ..unpickle.machine import Inert, describe
@@ -45,13 +45,8 @@ from .partitions import FlatPiece, FlatVector
 _F32 = dtypes.BY_CODE["F32"]
 _OPTIMIZER = "optimizer_state_dict"
 _AUTO_EP = ("ds_autoep_layers", "autoep_layers")
-_INERT = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-TABLE = {**RANK_TABLE, **{name: inert(name) for name in _INERT}}
+# Globals outside the allowlist that these files name; they become placeholders.
+_KNOWN = re.compile(r"deepspeed\.[\w.]+")
 # Fields of the model states that describe the weights; the rest is metadata.
 _WEIGHTS = frozenset(
     ("module", "param_shapes", "buffer_names", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
@@ -103,7 +98,7 @@ class _Zero:
             rank.file.close()
 
     def _open(self, name: str) -> RankFile:
-        rank = open_rank(self._files, self._files.join(self._folder, name), inert=self._inert, table=TABLE)
+        rank = open_rank(self._files, self._files.join(self._folder, name), _KNOWN, inert=self._inert)
         self._opened.append(rank)
         return rank
 
@@ -117,9 +112,7 @@ class _Zero:
         tensors = self._module(module) if root == "module" else self._masters(module, root)
         rest = {key: item for key, item in value.items() if key not in _WEIGHTS}
         metadata = Tree(rest, self._model.file.path, self._model.pickled.size).metadata()
-        named = {}
-        for rank in self._opened:
-            named.update(dict.fromkeys(rank.pickled.harmless, True) | dict.fromkeys(rank.pickled.foreign, False))
+        named = {name: harmless for rank in self._opened for name, harmless in rank.named_globals.items()}
         stores = [rank.file.store for rank in self._opened]
         return Content(assemble(self._file, self._folder, tensors, stores, metadata=metadata, named_globals=named))
 

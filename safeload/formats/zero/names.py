@@ -16,7 +16,7 @@ _LONGEST = 1024
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt", re.ASCII)
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt", re.ASCII)
 # Files of model parallelism other than ZeRO: experts, pipeline stages.
-_OTHER = re.compile(r"(?:layer_.*|expp_rank_.*|.*expert.*)_(?:model|optim)_states\.pt", re.ASCII)
+_OTHER = re.compile(r"(?:layer_.*|expp_rank_.*|.*expert.*)[-_](?:model|optim)_states\.pt", re.ASCII)
 
 
 def tag_of(path: str, names: Sequence[str], folders: Sequence[str], files: Files) -> str | None:

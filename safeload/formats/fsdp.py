@@ -1,0 +1,253 @@
+"""Rank files of FSDP: ``model_world_size_<N>_rank_<R>.pt``, in which each of N processes has pickled its shards.
+
+1. Each file is an ordinary archive of `torch.save` with a dict of names and tensors. Beside it there may be
+   ``optim_world_size_...`` and ``extra_state_world_size_...``, which hold no weights.
+2. A DTensor is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, arguments, state)``. The third argument is
+   the whole shape; the state has the process's ``_local_tensor`` and its ``_spec``: a ``mesh`` of processes and
+   ``placements``, one for each axis of the mesh.
+3. ``Shard(dim)`` divides an axis of the tensor like `torch.chunk`: ceil(n / parts) rows for each process, fewer or none
+   for the last ones. Placements apply from left to right, each to the part that the last one left. ``Replicate``
+   divides nothing.
+4. The mesh has the position of the process, ``_coordinate_on_dim``, and its size: ``_layout``, or the tensor ``mesh``.
+5. A ShardedTensor, of older FSDP, lists its local shards with their offsets and sizes.
+6. Any other tensor is whole in each file.
+
+The file of process 0 stands for all files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ..base.messages import error_about
+from ..base.text import show
+from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
+from ..stores.assembled import Box
+from .boxed import BoxedListing, assemble
+from .rank_files import RankFile, open_rank
+from .registry import Candidate, Content, OpenRequest
+from .torch.flatten import Tree
+from .torch.globals import PickledTensor
+from .unpickle.machine import Foreign, Inert, describe
+
+_NAME = re.compile(r"model_world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.pt", re.ASCII)
+# Globals outside the allowlist that these files name; they become placeholders.
+_KNOWN = re.compile(
+    r"torch\.distributed\.[\w.]+|torch\.serialization\._get_layout|torch\._utils\._rebuild_wrapper_subclass"
+    r"|(?:__builtin__|builtins)\.getattr"
+)
+_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+# Levels of dicts in a state dict.
+MAX_DEPTH = 64
+
+
+def rank_files(names: Sequence[str]) -> list[str]:
+    """Return the rank files among the names of a folder, in the order of the processes."""
+    matches = [match for name in names if (match := _NAME.fullmatch(name)) is not None]
+    return [match[0] for match in sorted(matches, key=lambda match: (int(match[1]), int(match[2]), match[0]))]
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Open the checkpoint that a rank file belongs to.
+
+    Raises:
+        FormatError: files disagree, or a tensor is malformed.
+        MissingShardError: the file of a process is missing.
+        UnsupportedError: a placement is not supported.
+        ForbiddenError, LimitError, TensorNotFoundError, OSError: see the modules used.
+    """
+    file = candidate.file
+    files = file.files
+    folder, _ = files.split(file.place)
+    path = files.shown(folder)
+    names = rank_files([name for name, is_folder in files.listing(folder) if not is_folder])
+    _check_complete(names, path)
+    ranks: list[RankFile] = []
+    try:
+        ranks.extend(open_rank(files, files.join(folder, name), _KNOWN, inert=request.inert) for name in names)
+        tensors, metadata = _join(ranks, request.root, path)
+        named = {name: harmless for rank in ranks for name, harmless in rank.named_globals.items()}
+        stores = [rank.file.store for rank in ranks]
+        return Content(assemble(file, folder, tensors, stores, metadata=metadata, named_globals=named))
+    except BaseException:
+        for rank in ranks:
+            rank.file.close()
+        raise
+
+
+def _check_complete(names: Sequence[str], path: str) -> None:
+    """Refuse a folder if it lacks the file of a process, or has files of several jobs."""
+    matches = [match for name in names if (match := _NAME.fullmatch(name)) is not None]
+    sizes = sorted({int(match[1]) for match in matches})
+    if len(sizes) != 1:
+        text = f"rank files of jobs with {' and '.join(map(str, sizes[:5]))} processes: keep those of one job"
+        raise error_about(UnsupportedError, text, path=path)
+    present = {int(match[2]) for match in matches}
+    missing = [rank for rank in range(min(sizes[0], len(matches) + 1)) if rank not in present]
+    if missing or len(matches) != sizes[0]:
+        first = missing[0] if missing else max(present)
+        text = f"{len(matches)} of {sizes[0]} rank files are there; the first problem is rank {first}"
+        raise MissingShardError(text, path)
+
+
+def _join(
+    ranks: Sequence[RankFile], root: str | None, path: str
+) -> tuple[dict[str, BoxedListing], Mapping[str, Any] | None]:
+    """Return the tensors of all processes, and all other values of the first."""
+    tensors: dict[str, BoxedListing] = {}
+    boxes: dict[str, list[Box]] = {}
+    rest: dict[str, Any] = {}
+    for number, rank in enumerate(ranks):
+        for name, value in _items(rank.value, rank, root):
+            parts = list(_parts(name, value, rank))
+            if not parts and not number and not _is_sharded(value):
+                rest[name] = value
+            for listing in parts:
+                record = tensors.get(name)
+                if record is None:
+                    boxes[name] = []
+                    tensors[name] = listing._replace(boxes=boxes[name])
+                elif (record.row, record.shape) != (listing.row, listing.shape):
+                    text = f"is {listing.row.code} {list(listing.shape)} here, but "
+                    text += f"{record.row.code} {list(record.shape)} in another file"
+                    raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+                boxes[name] += listing.boxes
+    if root is not None and not tensors:
+        raise error_about(TensorNotFoundError, f"no container {show(root)} with tensors", path=path)
+    return tensors, Tree(rest, path, ranks[0].pickled.size).metadata()
+
+
+def _items(value: dict[Any, Any], rank: RankFile, root: str | None) -> Iterator[tuple[str, Any]]:
+    """Iterate over dotted names and values, below a container."""
+    waiting: list[tuple[str, Any, int]] = [("", value, 0)]
+    prefix = "" if root is None else f"{root}."
+    while waiting:
+        name, item, depth = waiting.pop()
+        if type(item) is dict and (item or not depth) and depth <= MAX_DEPTH:
+            for key, child in reversed(item.items()):
+                if type(key) is not str and type(key) is not int:
+                    raise FormatError(f"a name must be text, got {describe(key)}", rank.file.path)
+                waiting.append((f"{name}.{key}" if depth else str(key), child, depth + 1))
+        elif name.startswith(prefix):
+            yield name[len(prefix) :], item
+
+
+def _is_sharded(value: Any) -> bool:
+    return type(value) is PickledTensor or (type(value) is Inert and value.name == _FROM_TYPE)
+
+
+def _parts(name: str, value: Any, rank: RankFile) -> Iterator[BoxedListing]:
+    """Yield the parts of a tensor in the file of a process; nothing for other values."""
+    if type(value) is PickledTensor:
+        listing = rank.listing(name, value)
+        whole = Box((0,) * len(listing.shape), listing.shape, rank.stored(listing))
+        yield BoxedListing(listing.row, listing.shape, [whole])
+    elif type(value) is Inert and value.name == _FROM_TYPE:
+        kind = _kind(value.args[1] if len(value.args) == 4 else None)
+        if kind == "DTensor":
+            yield _dtensor(name, value, rank)
+        elif kind == "ShardedTensor":
+            yield from _sharded_tensor(name, value, rank)
+        else:
+            text = f"is a {show(kind or describe(value))}, which safeload does not know"
+            raise error_about(UnsupportedError, text, path=rank.file.path, tensor=name)
+
+
+def _kind(value: Any) -> str:
+    """Return the name of a class without its module, which has changed over time."""
+    return str(value.name.rpartition(".")[2]) if type(value) in (Inert, Foreign) else ""
+
+
+def _state(value: Any) -> dict[Any, Any]:
+    """Return the attributes of a placeholder or of a state: dicts, or tuples of a dict and of slots."""
+    state = value.state if type(value) is Inert else value
+    merged: dict[Any, Any] = {}
+    for part in state if type(state) is tuple else (state,):
+        if type(part) is dict:
+            merged.update(part)
+    return merged
+
+
+def _shape(value: Any, name: str, rank: RankFile) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        text = f": a shape or position must be numbers, got {describe(value)}"
+        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+    return tuple(value)
+
+
+def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
+    """Return the part of a DTensor in a file."""
+    _, _, arguments, state = value.args
+    shape = _shape(arguments[2] if type(arguments) is tuple and len(arguments) > 2 else None, name, rank)
+    fields = _state(state)
+    listing = rank.listing(name, fields.get("_local_tensor"))
+    spec = _state(fields.get("_spec"))
+    mesh = _state(spec.get("mesh"))
+    sizes, position = _mesh_sizes(mesh, name, rank), _shape(mesh.get("_coordinate_on_dim"), name, rank)
+    placements = spec.get("placements")
+    if type(placements) is not tuple or not len(placements) == len(sizes) == len(position):
+        text = f": {describe(placements)} placements on a mesh of {list(sizes)} at {list(position)}"
+        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+    _check_order(spec.get("shard_order"), name, rank)
+    offsets, lengths = [0] * len(shape), list(shape)
+    for placement, parts, index in zip(placements, sizes, position, strict=True):
+        kind = _kind(placement)
+        if kind == "Replicate":
+            continue
+        dim = _state(placement).get("dim")
+        if kind != "Shard" or type(dim) is not int or not -len(shape) <= dim < len(shape):
+            text = f"is placed as {show(kind or describe(placement))} of axis {describe(dim)}, "
+            text += "which safeload does not join"
+            raise error_about(UnsupportedError, text, path=rank.file.path, tensor=name)
+        step = -(-lengths[dim] // parts) if parts else 0
+        begin = min(index * step, lengths[dim])
+        offsets[dim] += begin
+        lengths[dim] = min(step, lengths[dim] - begin)
+    if listing.shape != tuple(lengths):
+        text = f": this process should have {lengths} of {list(shape)}, but has {list(listing.shape)}"
+        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+    return BoxedListing(listing.row, shape, [Box(tuple(offsets), tuple(lengths), rank.stored(listing))])
+
+
+def _mesh_sizes(mesh: Mapping[Any, Any], name: str, rank: RankFile) -> tuple[int, ...]:
+    """Return the number of processes along each axis of a mesh."""
+    layout = _state(mesh.get("_layout"))
+    if "axes" in layout and isinstance(layout["axes"], (tuple, list)):
+        axes = [_state(axis).get("shape") for axis in layout["axes"]]
+    elif "shape" in layout:
+        axes = list(layout["shape"]) if isinstance(layout["shape"], (tuple, list)) else [layout["shape"]]
+    elif type(mesh.get("mesh")) is PickledTensor:
+        axes = list(_shape(mesh["mesh"].shape, name, rank))
+    else:
+        raise error_about(UnsupportedError, "has a mesh of unknown size", path=rank.file.path, tensor=name)
+    return tuple(prod(_shape(axis if isinstance(axis, (tuple, list)) else (axis,), name, rank)) for axis in axes)
+
+
+def _check_order(order: Any, name: str, rank: RankFile) -> None:
+    """Refuse an order of placements other than from left to right."""
+    for entry in order if isinstance(order, (tuple, list)) else ():
+        axes = entry.args[1] if type(entry) is Inert and len(entry.args) == 2 else None
+        if not isinstance(axes, tuple) or any(type(axis) is not int for axis in axes) or list(axes) != sorted(axes):
+            text = "divides an axis in another order than its mesh, which safeload does not join"
+            raise error_about(UnsupportedError, text, path=rank.file.path, tensor=name)
+
+
+def _sharded_tensor(name: str, value: Inert, rank: RankFile) -> Iterator[BoxedListing]:
+    """Yield the local shards of a ShardedTensor."""
+    state = value.args[3]
+    if type(state) is not tuple or len(state) < 2 or type(state[0]) is not list:
+        text = f": the state of a ShardedTensor must begin with its shards, got {describe(state)}"
+        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+    shape = _shape(_state(state[1]).get("size"), name, rank)
+    for shard in state[0]:
+        fields = _state(shard)
+        listing = rank.listing(name, fields.get("tensor"))
+        about = _state(fields.get("metadata"))
+        offsets = _shape(about.get("shard_offsets"), name, rank)
+        if listing.shape != _shape(about.get("shard_sizes"), name, rank):
+            text = f": its shard should be {about.get('shard_sizes')}, but is {list(listing.shape)}"
+            raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+        yield BoxedListing(listing.row, shape, [Box(offsets, listing.shape, rank.stored(listing))])
