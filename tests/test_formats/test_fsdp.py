@@ -1,5 +1,6 @@
 """Rank files of FSDP: what torch wrote, meshes made here, and folders with a fault."""
 
+import contextlib
 import math
 import pickle
 import shutil
@@ -68,13 +69,12 @@ def local_part(array, placements, sizes, position):
         if text != "r":
             axis = int(text)
             step = max(1, -(-array.shape[axis] // parts))
-            array = np.take(
-                array, range(min(k * step, array.shape[axis]), min(k * step + step, array.shape[axis])), axis
-            )
+            begin, end = (min(at * step, array.shape[axis]) for at in (k, k + 1))
+            array = np.take(array, range(begin, end), axis)
     return array
 
 
-def dtensor(array, shape, placements, sizes, position, *, old=False, **spec):
+def dtensor(array, shape, placed_as, sizes, position, *, old=False, **spec):
     mesh = {"_coordinate_on_dim": tuple(position)}
     if old:
         mesh["mesh"] = tensor(Storage("mesh", np.arange(math.prod(sizes), dtype=np.int32)), sizes)
@@ -83,7 +83,7 @@ def dtensor(array, shape, placements, sizes, position, *, old=False, **spec):
         mesh["_layout"] = Call(Ref("torch.distributed._mesh_layout", "_MeshLayout"), state={"axes": axes})
     fields = {
         "mesh": Call(Ref("torch.distributed.device_mesh", "DeviceMesh"), state=mesh),
-        "placements": tuple(map(placed, placements)),
+        "placements": tuple(map(placed, placed_as)),
         **spec,
     }
     kind = Ref("torch.distributed._tensor.api" if old else "torch.distributed.tensor", "DTensor")
@@ -141,7 +141,7 @@ FAULTS = {
     "another shape": (
         two(dtensor(ONE, (3, 3), ["0"], (2,), (0,))),
         FormatError,
-        r"is F32 \[4, 3\] here, but F32 \[3, 3\]",
+        "but F32 .* in another file",
     ),
     "huge": (two(dtensor(ONE, (1 << 61, 3), ["0"], (2,), (0,))), FormatError, "should have"),
     "negative": (two(dtensor(ONE, (-4, 3), ["0"], (2,), (0,))), FormatError, "must be numbers"),
@@ -190,7 +190,6 @@ def test_a_missing_rank_and_two_jobs_are_named(tmp_path):
 
 def test_bytes_cut_or_changed_anywhere_never_crash(tmp_path):
     for fixture in FIXTURES:
-        want = safeload.load(DATA / f"{fixture}.safetensors")
         shutil.copytree(DATA / fixture, tmp_path / fixture)
         path = next(iter(sorted((tmp_path / fixture).iterdir())))
         content = path.read_bytes()
@@ -202,7 +201,5 @@ def test_bytes_cut_or_changed_anywhere_never_crash(tmp_path):
             bent = bytearray(content)
             bent[int(rng.integers(len(bent)))] = int(rng.integers(256))
             path.write_bytes(bent)
-            try:
-                assert sorted(safeload.load(tmp_path / fixture)) or want
-            except SafeloadError:
-                pass
+            with contextlib.suppress(SafeloadError):
+                safeload.load(tmp_path / fixture)
