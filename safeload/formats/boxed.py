@@ -40,7 +40,7 @@ def assemble(
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return the file of tensors in boxes. It stands for ``file``, which is closed.
+    """Return the file of tensors in boxes. It stands for ``file``, which is closed and should not be used again.
 
     Raises:
         FormatError, LimitError: the boxes of a tensor do not cover it; see `checked`.

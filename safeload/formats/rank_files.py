@@ -94,7 +94,7 @@ def open_rank(files: Files, path: str, known: re.Pattern[str], *, inert: bool) -
     """Open the file of a process and run its pickle.
 
     Args:
-        known: matches globals outside the allowlist that such files name; they become placeholders.
+        known: matches globals outside the allowlist that such files should name; they become placeholders.
         inert: True to accept all other globals as placeholders, too.
 
     Raises:

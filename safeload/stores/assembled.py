@@ -53,7 +53,7 @@ class Region(NamedTuple):
 
 
 class BoxSource(Protocol):
-    """Finds the elements of a box on first use, so that opening a checkpoint reads none of its boxes."""
+    """Finds the elements of a box on first use: opening a checkpoint should read none of its boxes."""
 
     def region(self) -> Region | None:
         """Return the place of the elements; None if they must be unpacked.
@@ -126,7 +126,9 @@ class BoxedTensor:
 
 
 def checked(name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str) -> BoxedTensor:
-    """Return a tensor after checking that its boxes cover it without overlap; replicas and empty boxes are dropped.
+    """Return a tensor after checking that its boxes cover it without overlap, as they should.
+
+    Replicas and empty boxes are dropped.
 
     Raises:
         FormatError: a box reaches outside the tensor, boxes overlap, or elements are missing.
@@ -287,7 +289,7 @@ class AssembledStore(RemoteStore):
             at += part.size
 
     def has_boxes(self, begin: int, shape: tuple[int, ...]) -> bool:
-        """Return True if the boxes of the tensor that begins here divide these axes, not a flat vector."""
+        """Return True if `read_box` can read the tensor here: its boxes divide these axes, not a flat vector."""
         return self._tensor_at(begin).shape[:-1] == shape
 
     def _tensor_at(self, begin: int) -> BoxedTensor:

@@ -139,6 +139,8 @@ def make_files(folder: Path) -> None:
         rows = grid(array.shape, (4,) + (1,) * (array.ndim - 1))
         training.tensor(f"model.{name}", array, rows, files=ranks, path=("model", name))
     training.value("step", 1000).write(folder / "step-1000")
+    shutil.copytree(data / "deepspeed" / "zero2_3", folder / "run")
+    shutil.copytree(data / "fsdp" / "line_2", folder / "actor")
     tensors["model.layers.2.self_attn.k_proj.weight"] = np.full((64, 64), 0.5, ml_dtypes.bfloat16)
     tensors["model.layers.2.self_attn.k_proj.weight"][0] = 0
     tensors["model.layers.1.mlp.up_proj.weight"][...] = 0

@@ -329,6 +329,37 @@ def _dcp_data():
     return [content, *(content[:size] for size in (0, 100, 1000, len(content) - 1)), content[::-1]]
 
 
+def _fsdp():
+    from builders.torch_build import zip_file
+    from test_formats import test_fsdp
+
+    files = sorted((TESTS / "data" / "fsdp").glob("*/model_*.pt"))
+    return [
+        *(path.read_bytes() for path in files),
+        *(zip_file(values[0]) for values, _, _ in test_fsdp.FAULTS.values()),
+    ]
+
+
+def _zero():
+    from builders.torch_build import zip_file
+    from test_formats import test_zero
+
+    files = sorted((TESTS / "data" / "deepspeed").glob("*/*/*_model_states.pt"))
+    return [
+        *(path.read_bytes() for path in files),
+        *(zip_file(value) for value, _, _ in test_zero.MODEL_FAULTS.values()),
+    ]
+
+
+def _zero_optimizer():
+    from builders.torch_build import zip_file
+    from test_formats import test_zero
+
+    files = sorted((TESTS / "data" / "deepspeed").glob("*/*/*_optim_states.pt"))
+    bent = (zip_file(value) for value, _, _ in test_zero.OPTIMIZER_FAULTS.values())
+    return [*(path.read_bytes() for path in files), *bent]
+
+
 SEEDS = {
     "json": _json,
     "safetensors": _safetensors,
@@ -346,6 +377,9 @@ SEEDS = {
     "index": _index,
     "dcp": _dcp,
     "dcp_data": _dcp_data,
+    "fsdp": _fsdp,
+    "zero": _zero,
+    "zero_optimizer": _zero_optimizer,
     "gguf_split": _gguf_split,
     "schema": _schemas,
     "config": _config,

@@ -29,6 +29,7 @@ import numpy as np
 with contextlib.suppress(ImportError):
     import zstandard  # noqa: F401
 from builders import dcp_build, gguf_build
+from builders.paths import ROOT
 
 import safeload
 import safeload.base.missing_path
@@ -54,6 +55,7 @@ for family in FAMILIES:
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24
 
+DATA = ROOT / "tests" / "data"
 FOLDER = Path(tempfile.mkdtemp(prefix="safeload-fuzz-"))
 OWN = os.path.join(tempfile.gettempdir(), "safeload-")  # also what npz unpacks
 atexit.register(shutil.rmtree, FOLDER)
@@ -415,6 +417,36 @@ def dcp_data(data):
     dcp(data, "__0_0.distcp")
 
 
+RANKS = FOLDER / "ranks"
+
+
+def rank_file(data, fixture, name):
+    """A rank file of a training checkpoint with other files that are sound."""
+    folder = RANKS / fixture
+    if not folder.exists():
+        shutil.copytree(DATA / fixture, folder)
+    (folder / name).write_bytes(data)
+    try:
+        with watched(), safeload.open(folder) as checkpoint:
+            check_checkpoint(checkpoint)
+    except SafeloadError as error:
+        check_refusal(error)
+    finally:
+        shutil.copyfile(DATA / fixture / name, folder / name)
+
+
+def fsdp(data):
+    rank_file(data, "fsdp/line_2", "model_world_size_2_rank_0.pt")
+
+
+def zero(data):
+    rank_file(data, "deepspeed/zero2_1/global_step1", "mp_rank_00_model_states.pt")
+
+
+def zero_optimizer(data):
+    rank_file(data, "deepspeed/zero3_2/global_step1", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
 PARTS = FOLDER / "parts"
 
 
@@ -578,6 +610,9 @@ TARGETS = {
     "index": index,
     "dcp": dcp,
     "dcp_data": dcp_data,
+    "fsdp": fsdp,
+    "zero": zero,
+    "zero_optimizer": zero_optimizer,
     "gguf_split": gguf_split,
     "schema": schema_file,
     "config": config,

@@ -2,9 +2,11 @@
 
 import contextlib
 import math
+import os
 import pickle
 import shutil
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ from safeload.errors import (
     UnsupportedError,
 )
 
-DATA = ROOT / "tests" / "data" / "fsdp"
+# tests/data/fsdp/compare.sh lets torch write all fixtures anew.
+DATA = Path(os.environ.get("SAFELOAD_FSDP_FIXTURES") or ROOT / "tests" / "data" / "fsdp")
 FIXTURES = sorted(path.stem for path in DATA.glob("*.safetensors"))
 
 

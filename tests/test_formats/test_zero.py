@@ -1,7 +1,9 @@
 """ZeRO checkpoints: what DeepSpeed wrote, vectors of any partition, and folders with a fault."""
 
+import os
 import pickle
 import shutil
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +22,8 @@ from safeload.errors import (
     UnsupportedError,
 )
 
-DATA = ROOT / "tests" / "data" / "deepspeed"
+# tests/data/deepspeed/compare.sh lets DeepSpeed write all fixtures anew.
+DATA = Path(os.environ.get("SAFELOAD_ZERO_FIXTURES") or ROOT / "tests" / "data" / "deepspeed")
 FIXTURES = sorted(path.name for path in DATA.glob("zero?_?"))
 
 
