@@ -15,8 +15,9 @@ from typing import Any
 
 # Packages imported on first use, besides the standard library.
 PACKAGES = frozenset(
-    {"fsspec", "huggingface_hub", "idna", "jax", "ml_dtypes", "numpy", "safeload", "torch", "tqdm", "urllib3"}
+    {"compression", "fsspec", "huggingface_hub", "idna", "jax", "ml_dtypes", "numpy", "safeload", "torch", "tqdm"}
     | {"safetensors"}  # by way of `install_as_safetensors`
+    | {"urllib3", "zstandard"}
 )
 # In seconds. A fork never waits longer, because an import may itself wait for the forking thread.
 _PATIENCE, _PAUSE = 30.0, 0.001
