@@ -58,6 +58,6 @@ def assemble(
         for (name, tensor), whole in zip(tensors.items(), boxed, strict=True)
     )
     whole_file = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
-    whole_file.stand_for(file)
+    whole_file.stand_for(file, unpacked=False)
     file.close()
     return whole_file

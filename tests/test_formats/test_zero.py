@@ -241,7 +241,11 @@ MODEL_FAULTS = {
     "twice": (model_states([{"w": (5,)}, {"w": (5,)}]), FormatError, "two groups"),
     "aliases": (model_states([{"w": (2, 5)}], shared_params={"a": 1}), FormatError, "shared_params must map"),
     "no module": (model_states([{"w": (2, 5)}]) | {"module": 5}, FormatError, "'module' is missing"),
-    "no tensor": (model_states([{"w": (2, 5)}], {"x": 5}), FormatError, "tensor 'x' must be a tensor, got 5"),
+    "no fragment": (
+        model_states([{"w": (2, 5)}], frozen_param_shapes={"f": (2,)}, frozen_param_fragments={}),
+        FormatError,
+        "tensor 'f' must be a tensor, got None",
+    ),
     "experts": (model_states([{"w": (2, 5)}], ds_autoep_layers=[{}]), UnsupportedError, "AutoEP"),
     "a global": (model_states([{"w": (2, 5)}], args=Call(Ref("argparse", "Namespace"))), ForbiddenError, "argparse"),
 }
@@ -274,6 +278,19 @@ def test_unknown_objects_become_placeholders(tmp_path):
         assert opened.metadata["args"] == {"<global>": "argparse.Namespace", "<state>": {"lr": 1}}
         assert opened.named_globals["argparse.Namespace"] is False
         assert opened["w"].shape == (2, 5)
+
+
+def test_states_other_than_tensors_are_metadata_and_fragments_are_frozen_weights(tmp_path):
+    one = np.ones(2, np.float16)
+    more = {"frozen_param_shapes": {"f": (2,)}, "frozen_param_fragments": {"f": flat(one)}}
+    folder = sound(tmp_path, **more)
+    (folder / MODEL).write_bytes(
+        zip_file(model_states([{"w": (2, 5)}], {"m._extra_state": b"x", "n": flat(F32)}, **more))
+    )
+    with safeload.open(folder) as opened:
+        assert sorted(opened) == ["f", "n", "w"]
+        assert opened["f"].dtype == np.float16
+        assert opened.metadata["module"] == {"m._extra_state": b"x"}
 
 
 @pytest.mark.parametrize("stage", [2, 3])

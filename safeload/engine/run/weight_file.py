@@ -34,6 +34,7 @@ class WeightFile:
     """
 
     _origin: tuple[str, tuple[Any, ...]] | None = None
+    _unpacked = False
 
     def __init__(self, path: str, store: ByteStore, table: Table, files: Files = LOCAL, place: str = "") -> None:
         self.path = path
@@ -47,15 +48,20 @@ class WeightFile:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
-    def stand_for(self, origin: WeightFile) -> None:
-        """Take `place`, `files` and `identity` from the packed file of this unpacked content."""
+    def stand_for(self, origin: WeightFile, *, unpacked: bool = True) -> None:
+        """Take `place`, `files` and `identity` from the file that opens this content.
+
+        Args:
+            unpacked: False if opening the file again takes little.
+        """
         self._origin = origin.place, origin.identity
+        self._unpacked = unpacked
         self.files = origin.files
 
     @property
     def unpacked(self) -> bool:
         """True if this is the unpacked content of another file."""
-        return self._origin is not None
+        return self._unpacked
 
     @property
     def place(self) -> str:

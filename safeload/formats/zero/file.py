@@ -38,6 +38,7 @@ from ..boxed import BoxedListing, assemble
 from ..rank_files import RankFile, open_rank
 from ..registry import Candidate, Content, OpenRequest
 from ..torch.flatten import Tree
+from ..torch.globals import PickledTensor
 from ..unpickle.machine import Inert, describe
 from . import names as naming
 from .partitions import FlatPiece, FlatVector
@@ -108,9 +109,14 @@ class _Zero:
             if value.get(key):
                 text = "has experts that DeepSpeed's AutoEP divides among processes, which safeload does not join"
                 raise error_about(UnsupportedError, text, path=self._path)
-        module = {name: tensor for name, tensor in self._model.field("module", dict).items() if type(name) is str}
+        fields = self._model.field("module", dict)
+        module = {
+            name: tensor for name, tensor in fields.items() if type(name) is str and type(tensor) is PickledTensor
+        }
         tensors = self._module(module) if root == "module" else self._masters(module, root)
         rest = {key: item for key, item in value.items() if key not in _WEIGHTS}
+        if len(module) < len(fields):  # states of modules other than tensors
+            rest["module"] = {name: item for name, item in fields.items() if name not in module}
         metadata = Tree(rest, self._model.file.path, self._model.pickled.size).metadata()
         named = {name: harmless for rank in self._opened for name, harmless in rank.named_globals.items()}
         stores = [rank.file.store for rank in self._opened]
@@ -146,6 +152,10 @@ class _Zero:
         else:
             frozen = (name for name in module if name not in trained and name not in tensors and name not in shared)
             tensors.update({name: _whole(self._model, self._model.listing(name, module[name])) for name in [*frozen]})
+            fragments = self._model.value.get("frozen_param_fragments") or {}
+            for name in self._shapes(self._model.value.get("frozen_param_shapes") or {}):
+                if name not in tensors and type(fragments) is dict:
+                    tensors[name] = _whole(self._model, self._model.listing(name, fragments.get(name)))
         tensors.update(self._trained(groups))
         tensors.update({alias: tensors[name] for alias, name in shared.items() if name in tensors})
         return tensors
