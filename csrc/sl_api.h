@@ -236,6 +236,7 @@ typedef struct sl_columns {
     const char *metadata_text;     /* UTF-8: key, value, key, value, ... in file order */
     const uint64_t *metadata_ends; /* 2 * metadata_count exclusive ends */
     uint64_t metadata_size;
+    int32_t keeps_order; /* only for sl_safetensors_header: whether the bytes have the order of the columns */
 } sl_columns;
 
 /* A table begins with its columns, at the same address. */
@@ -301,8 +302,8 @@ int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file
                                   sl_error *error);
 
 /* Builds the 8-byte length and the header (padded to 8) for tensors given as columns. Reads count, names, name_ends,
- * dtypes, dims, dim_ends and the metadata fields, and ignores the rest. order[k] is the index of the k-th tensor in the
- * file, sizes[i] the size of tensor i; both hold count entries. Free *header with sl_free. */
+ * dtypes, dims, dim_ends, keeps_order and the metadata fields, and ignores the rest. order[k] is the index of the k-th
+ * tensor in the file, sizes[i] the size of tensor i; both hold count entries. Free *header with sl_free. */
 int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64_t *sizes, void **header,
                               uint64_t *header_size, sl_error *error);
 void sl_free(void *memory);

@@ -5,6 +5,7 @@
   ``open(path).stream()`` reads ahead of a loop over the tensors.
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's block formats
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
+- `save`, `Writer`: save tensors as they come
 - `info`, `check`, `stats`, `diff`, `report`: list, check, measure and compare checkpoints, as the commands do
 - `safeload.remote`: paths in stores that your program has already opened
 - `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-in replacements for ``safetensors``
@@ -57,6 +58,8 @@ _MODULE_OF = {
         "operations.quantize.quantize": "quantize",
         "operations.quantize.stack": "StackedDict stack",
         "operations.report.report": "report",
+        "operations.saving.save": "save",
+        "operations.saving.writer": "Writer",
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
         "operations.validate.findings": "CheckReport Finding ValidationReport",
@@ -91,8 +94,7 @@ _INSTEAD = {
     "load_file": f"{_DROP_INS}; safeload.load reads any format",
     "load_model": "it is in safeload.torch",
     "merge": "pass adapters= to safeload.load or safeload.convert to merge LoRA adapters",
-    "save": f"{_DROP_INS}; safeload.convert writes files from a dict of arrays",
-    "save_file": f"{_DROP_INS}; safeload.convert writes files from a dict of arrays",
+    "save_file": f"{_DROP_INS}; safeload.save writes files from a dict of arrays",
     "save_model": "it is in safeload.torch",
     "stream": "it is a method of a checkpoint: safeload.open(path).stream()",
     "summary": "use safeload.info(path)",

@@ -261,7 +261,7 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
     try:
         from .frameworks import jax_arrays
 
-        return safetensors.Writer(*quantized.pack(jax_arrays.to_write(tensors), metadata)).to_bytes()
+        return safetensors.FileWriter(*quantized.pack(jax_arrays.to_write(tensors), metadata)).to_bytes()
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -300,7 +300,7 @@ def save_file(
     try:
         from .frameworks import jax_arrays
 
-        writer = safetensors.Writer(*quantized.pack(jax_arrays.to_write(tensors), metadata))
+        writer = safetensors.FileWriter(*quantized.pack(jax_arrays.to_write(tensors), metadata))
         writer.to_file(filename, overwrite=overwrite, durable=durable)
     except SafeloadError as error:
         cut_traceback(error)

@@ -59,7 +59,7 @@ def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = No
         np.float32(4.0)
     """
     try:
-        return safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_bytes()
+        return safetensors.FileWriter(*quantized.pack(tensor_dict, metadata)).to_bytes()
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -97,7 +97,7 @@ def save_file(
         np.float32(4.0)
     """
     try:
-        safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_file(
+        safetensors.FileWriter(*quantized.pack(tensor_dict, metadata)).to_file(
             filename, overwrite=overwrite, durable=durable
         )
     except SafeloadError as error:

@@ -323,7 +323,7 @@ def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) 
         from .frameworks import torch_arrays
 
         keep: list[Any] = []
-        return safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
+        return safetensors.FileWriter(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -359,7 +359,7 @@ def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[
         from .frameworks import torch_arrays
 
         keep: list[Any] = []
-        safetensors.Writer(torch_arrays.to_write(tensors, keep), metadata).to_file(filename)
+        safetensors.FileWriter(torch_arrays.to_write(tensors, keep), metadata).to_file(filename)
     except SafeloadError as error:
         cut_traceback(error)
         raise

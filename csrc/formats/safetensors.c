@@ -544,7 +544,7 @@ int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64
     uint32_t *spare = malloc((size_t)count * 2 * sizeof *spare + 1);
     if (spare == NULL) return sl_fail_memory(error, count * 2 * sizeof *spare);
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
-    sl_sort(order, spare, count, compare_tensors, tensors);
+    if (!tensors->keeps_order) sl_sort(order, spare, count, compare_tensors, tensors);
     free(spare);
 
     text out = {NULL, 0, 0, false};

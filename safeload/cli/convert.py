@@ -69,7 +69,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "destination",
         metavar="DESTINATION",
-        help="a file, or a folder: a path without suffix or with a final slash, or a URL",
+        help="a file, or a folder: a path or URL without suffix or with a final slash",
     )
     dtype = parser.add_argument("--dtype", help='dtype for floating tensors, such as "float32" or "BF16"')
     suggest(dtype, targets)

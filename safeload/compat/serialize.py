@@ -11,7 +11,7 @@ from ..base.arrays import check_mapping
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import SafeloadError, SafetensorError, cut_traceback
-from ..formats.safetensors.file import Memory, Writer, parse_table
+from ..formats.safetensors.file import FileWriter, Memory, parse_table
 
 
 class TensorMeta(NamedTuple):
@@ -179,7 +179,7 @@ def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str]
         b'{"__metadata__":{"step":"100"},'
     """
     try:
-        return Writer(_entries(tensor_dict), metadata).to_bytes()
+        return FileWriter(_entries(tensor_dict), metadata).to_bytes()
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -211,7 +211,7 @@ def serialize_file(
         np.float32(6.0)
     """
     try:
-        Writer(_entries(tensor_dict), metadata).to_file(filename)
+        FileWriter(_entries(tensor_dict), metadata).to_file(filename)
     except SafeloadError as error:
         cut_traceback(error)
         raise

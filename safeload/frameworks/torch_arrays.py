@@ -217,6 +217,20 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
     return entries
 
 
+def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
+    """Return the writer's input for a dense tensor with any strides; see `memory_of`.
+
+    Raises:
+        ValueError: the tensor is sparse.
+    """
+    check_tensors({name: tensor})
+    if tensor.device.type != "cpu" or tensor.is_contiguous():
+        return memory_of(name, tensor, keep)
+    if row_of(name, tensor).packed:
+        return memory_of(name, tensor.contiguous(), keep)
+    return to_array(resolved(tensor))
+
+
 def check_tensors_apart(tensors: Any) -> None:
     """Refuse anything but a dict of dense tensors without shared memory.
 

@@ -34,6 +34,14 @@ def _quantized(version):
     return safeload.quantize(_tensors(version)["middle.weight"], "q8_0")
 
 
+def _declared(path, version):
+    tensors = _tensors(version)
+    declared = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    with safeload.Writer(path, tensors=declared, overwrite=True) as writer:
+        for name, array in tensors.items():
+            writer.add(name, array)
+
+
 class Save(NamedTuple):
     """A file name; what writes it, given a path and a version; whether it is to survive a crash of the machine."""
 
@@ -47,6 +55,14 @@ SAVES = {
     "safetensors, strided": Save("a.safetensors", lambda path, v: save_file(_strided(v), path)),
     "safetensors, not durable": Save(
         "a.safetensors", lambda path, v: save_file(_tensors(v), path, durable=False), False
+    ),
+    "tensors as they come": Save(
+        "a.safetensors", lambda path, v: safeload.save(iter(_tensors(v).items()), path, overwrite=True)
+    ),
+    "declared tensors": Save("a.safetensors", lambda path, v: _declared(path, v)),
+    "in the background": Save(
+        "a.safetensors",
+        lambda path, v: safeload.save(_tensors(v), path, overwrite=True, background=True).result(),
     ),
     "gguf": Save("a.gguf", lambda path, v: gguf.save_file({**_tensors(v), "q": _quantized(v)}, path)),
     "moon": Save("a.moon", lambda path, v: moon.save_file(_tensors(v), path)),

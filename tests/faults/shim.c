@@ -149,6 +149,21 @@ ssize_t pwrite(int file, const void *memory, size_t size, off_t offset) {
 
 ssize_t pwrite64(int file, const void *memory, size_t size, off_t offset) { return pwrite(file, memory, size, offset); }
 
+ssize_t copy_file_range(int from, off_t *begin, int file, off_t *at, size_t size, unsigned flags) {
+    fault fate = {0};
+    char path[PATH_MAX];
+    if (counted(WRITE, file, path)) {
+        note('W', path, "");
+        fate = strike();
+        if (fate.fails) return -1;
+        if (fate.is_short && size > (size_t)plan.value) size = (size_t)plan.value;
+        if (fate.dies) size /= 2;
+    }
+    ssize_t moved = syscall(SYS_copy_file_range, from, begin, file, at, size, flags);
+    die_if(fate.dies || fate.dies_after);
+    return moved;
+}
+
 int fallocate(int file, int mode, off_t offset, off_t size) {
     fault fate = {0};
     char path[PATH_MAX];

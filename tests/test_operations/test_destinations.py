@@ -257,10 +257,8 @@ def test_one_shard_at_a_time_waits_on_this_machine(model, monkeypatch):
 
 
 REFUSED = [
-    ("memory://a/x.safetensors", ValueError, "stores get folders of shards.*a slash; max_shard_size="),
-    ("memory://a/x.GGUF", ValueError, "has the suffix of a file"),
-    ("memory://a/x.pt", ValueError, "has the suffix of a file"),
-    ("memory://user:password@b/x.npz", ValueError, "'memory://b/x.npz' has the suffix"),
+    ("memory://a/x.pt", ValueError, "the suffix must be one of"),
+    ("memory://user:password@b/x.pth", ValueError, "'memory://b/x.pth': the suffix must be one of"),
     ("https://example.org/x/", UnsupportedError, "https is read-only"),
     ("http://example.org/x.safetensors", UnsupportedError, "https is read-only"),
     ("memory://a/b?x=secret", UnsupportedError, r"memory://a/b: expected .* without \? and #"),
@@ -289,6 +287,30 @@ def test_a_slash_makes_a_folder_of_any_name(model):
     safeload.convert(model, "memory://slash/x.safetensors/")
     assert len(safeload.open("memory://slash/x.safetensors/")) == 30
     MemoryFileSystem().rm("/slash", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "model.NPZ"])
+def test_a_suffix_makes_a_file(name, model):
+    dtype = "float32"  # which every format holds
+    report = safeload.convert(model, f"memory://file/{name}", dtype=dtype)
+    assert report.files == [f"memory://file/{name}"]
+    with safeload.open(report.files[0]) as checkpoint:
+        assert (len(checkpoint), checkpoint.format) == (30, report.format)
+    with pytest.raises(FileExistsError):
+        safeload.convert(model, f"memory://file/{name}", dtype=dtype)
+    with pytest.raises(ValueError, match="single process"):
+        safeload.convert(model, f"memory://file/{name}", dtype=dtype, resume=True)
+    safeload.convert(model, f"memory://file/{name}", dtype=dtype, only="*norm*", overwrite=True)
+    assert len(safeload.load(report.files[0])) == 7
+    assert MemoryFileSystem().ls("/file", detail=False) == [f"/file/{name}"]
+    MemoryFileSystem().rm("/file", recursive=True)
+
+
+def test_a_file_that_an_index_would_hide_is_refused(model):
+    safeload.convert(model, "memory://hidden/")
+    with pytest.raises(FileExistsError, match="would be read instead"):
+        safeload.convert(model, "memory://hidden/model.safetensors", overwrite=True)
+    MemoryFileSystem().rm("/hidden", recursive=True)
 
 
 def test_offline(model, monkeypatch):
@@ -745,7 +767,8 @@ def test_the_command_line(model, want, capsys):
         assert "pass --overwrite to replace it" in capsys.readouterr().err
         assert main([*arguments, "--resume", "--overwrite", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["files"][0].startswith("memory://cli/model/model-")
-        assert main(["convert", str(model), "memory://cli/x.safetensors"]) == 2
+        assert main(["convert", str(model), "memory://cli/x.safetensors"]) == 0
+        assert main(["convert", str(model), "memory://cli/x.safetensors", "--resume"]) == 2
         assert "--max-shard-size" in capsys.readouterr().err
         assert main(["convert", str(model), "memory://cli/other", "--resume"]) == 0
     finally:

@@ -568,7 +568,7 @@ def test_descriptions_that_do_not_fit_their_file(tmp_path, description, fragment
     }
     file = tmp_path / "x.safetensors"
     text = description if isinstance(description, str) else json.dumps(description)
-    safetensors.Writer(tensors, {"safeload.quantized": text}).to_file(file)
+    safetensors.FileWriter(tensors, {"safeload.quantized": text}).to_file(file)
     with pytest.raises(safeload.FormatError, match=fragment) as caught:
         safeload.open(file)
     assert caught.value.path == str(file)

@@ -16,6 +16,7 @@ import numpy as np
 from ...base.arrays import Array, byteswapped
 from ...base.native import Error, check, lib
 from ...base.paths import PathLike, native_path, unwritable
+from ...stores.copying import copy_range
 from ...stores.local import Identity, identity_of, replace
 from . import jobs
 from .memory import address_of
@@ -137,6 +138,74 @@ class AtomicFile:
         finally:
             if self._digest is not None:
                 self._digest.wait()  # the caller may reuse the memory
+
+    def copy(self, descriptor: int, begin: int, nbytes: int) -> None:
+        """Append bytes of an open file, copied or shared by the system if it can."""
+        with self._naming():
+            copy_range(descriptor, begin, nbytes, self._descriptor, self._position)
+        self._position += nbytes
+
+    @contextlib.contextmanager
+    def reopened(self) -> Iterator[int]:
+        """Yield a descriptor that reads the file under construction."""
+        assert self._temporary is not None
+        with self._naming():
+            descriptor = os.open(self._temporary, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @property
+    def in_order(self) -> bool:
+        """True for devices and pipes, whose bytes are written in order."""
+        return self._in_order
+
+    def seek(self, position: int) -> None:
+        """Set the byte at which `write` continues; the file must not be `in_order`."""
+        self._position = position
+
+    def adopt(self, other: AtomicFile) -> None:
+        """Take the content of another new file of the same filesystem, which must not be used afterwards."""
+        with self._naming():
+            assert self._temporary is not None
+            assert other._temporary is not None
+            old, own = self._temporary, os.stat(self._temporary)
+            if self._descriptor >= 0:
+                os.close(self._take_descriptor())
+            if os.name != "nt":
+                with contextlib.suppress(PermissionError):  # only root can change the owner
+                    os.chown(other._temporary, own.st_uid, own.st_gid)
+                os.chmod(other._temporary, stat.S_IMODE(own.st_mode))
+            self._temporary, other._temporary = other._temporary, None
+            self._descriptor, self._position = other._take_descriptor(), other._position
+            os.unlink(old)
+
+    def copy(self, descriptor: int, begin: int, nbytes: int) -> None:
+        """Append bytes of an open file, copied or shared by the system if it can."""
+        with self._naming():
+            copy_range(descriptor, begin, nbytes, self._descriptor, self._position)
+        self._position += nbytes
+
+    @contextlib.contextmanager
+    def reopened(self) -> Iterator[int]:
+        """Yield a descriptor that reads the file under construction."""
+        assert self._temporary is not None
+        with self._naming():
+            descriptor = os.open(self._temporary, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @property
+    def in_order(self) -> bool:
+        """True for devices and pipes, whose bytes are written in order."""
+        return self._in_order
+
+    def seek(self, position: int) -> None:
+        """Set the byte at which `write` continues; the file must not be `in_order`."""
+        self._position = position
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:

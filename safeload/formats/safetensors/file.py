@@ -25,13 +25,13 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import SafetensorError, folder_given, unsaved
 from ...stores.local import LocalStore, with_room
 from ..registry import Candidate, Content, OpenRequest, explain
-from .header import Header, text
+from .header import MAX_HEADER, ROOM, Header, text
 
 if TYPE_CHECKING:
     from ...engine.ahead.staging import StagedBytes
 
-# Bytes of the size of the header, and the largest header that csrc/formats/safetensors.c accepts.
-_LENGTH, _MAX_HEADER = 8, 100_000_000
+# Bytes of the size of the header.
+_LENGTH = 8
 
 # The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
 # memory, 128 KiB, because that would be as slow as mapping the file.
@@ -119,7 +119,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     file = candidate.file
     size = int.from_bytes(file.read_at(0, _LENGTH), "little")
     # The parser refuses an impossible size without more bytes.
-    valid = size <= min(_MAX_HEADER, file.size - _LENGTH)
+    valid = size <= min(MAX_HEADER, file.size - _LENGTH)
     head = file.read_at(0, _LENGTH + size if valid else _LENGTH)
     table, error = ffi.new("sl_table **"), Error()
     status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file.size, table, error)
@@ -180,7 +180,7 @@ class Memory(NamedTuple):
     nbytes: int
 
 
-class _Source(NamedTuple):
+class TensorToWrite(NamedTuple):
     """A tensor to write."""
 
     row: dtypes.Dtype
@@ -234,16 +234,22 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | Non
     return closing(StagedBytes([staged.entry for staged in ahead], ahead[0].threads))
 
 
-def _source(name: str, value: Any) -> _Source:
+def source_of(name: str, value: Any) -> TensorToWrite:
+    """Return the tensor to write for an array, `Memory` or `Lazy`.
+
+    Raises:
+        TypeError: the value is not an array.
+        SafetensorError: the format does not have the dtype.
+    """
     if isinstance(value, Memory):
-        return _Source(value.row, value.shape, value)
+        return TensorToWrite(value.row, value.shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)):
         raise not_an_array(f"tensor {show(name)}", value, safetensors=True)
     if type(value) not in _PLAIN:
         refuse_masked(value, f"tensor {show(name)}")
-    return _Source(dtypes.of_array(value, name), value.shape, value)
+    return TensorToWrite(dtypes.of_array(value, name), value.shape, value)
 
 
 def write(
@@ -259,22 +265,23 @@ def write(
     from .quantized import pack
 
     packed, texts = pack(tensors, as_texts(metadata or {}) or None)
-    Writer(packed, texts).to_file(path, overwrite=overwrite, durable=durable)
+    FileWriter(packed, texts, room=ROOM).to_file(path, overwrite=overwrite, durable=durable)
 
 
-class Writer:
+class FileWriter:
     """A file to write: its header is built and its size known, but tensors are not copied yet.
 
     Args:
         tensors: arrays, `Memory` or `Lazy` by name.
         metadata: str to str, written in ascending order of keys.
+        room: spaces after the header; 0 for upstream's bytes.
 
     Raises:
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
         SafetensorError: the format does not have a dtype or cannot hold a name, or the header is too large.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
+    def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, room: int = 0) -> None:
         check_mapping(tensors, "tensors")
         if metadata is not None:
             check_mapping(metadata, "metadata", "str to str")
@@ -282,9 +289,10 @@ class Writer:
         for name in names:
             if type(name) is not str:
                 text(name, "a tensor name", tensor=name)
-        self._sources = [_source(name, tensors[name]) for name in names]
+        self._sources = [source_of(name, tensors[name]) for name in names]
         shapes = [source.shape for source in self._sources]
-        self._header = Header(names, bytes([source.row.number for source in self._sources]), shapes, metadata)
+        numbers = bytes([source.row.number for source in self._sources])
+        self._header = Header(names, numbers, shapes, metadata, room=room)
         self._order: list[int] = self._header.order.tolist()
         for name, source, size in zip(names, self._sources, self._header.sizes.tolist(), strict=True):
             if isinstance(source.data, Memory):
@@ -351,7 +359,7 @@ class Writer:
             file.write(waiting)
 
 
-def _together(sources: Iterable[_Source]) -> Iterator[tuple[Any, int, int, bool]]:
+def _together(sources: Iterable[TensorToWrite]) -> Iterator[tuple[Any, int, int, bool]]:
     """Copy small arrays into buffers, because a system call for each would take longer than the copy."""
     waiting: list[Any] = []
     size = 0

@@ -15,6 +15,12 @@ from ...base.native import Error, check, ffi, lib, pointer
 from ...base.text import show
 
 _NEWLINE = ord("\n")
+# Bytes of the length before the header, and the unit of its padding.
+_LENGTH = _UNIT = 8
+# Spaces that editable files have after their header, so that `safeload.edit` can change metadata without a new file.
+ROOM = 4096
+# The largest header that csrc/formats/safetensors.c accepts, without its length.
+MAX_HEADER = 100_000_000
 
 
 class Header:
@@ -25,6 +31,8 @@ class Header:
         numbers: of their dtypes.
         shapes: logical shapes.
         metadata: str to str, written in ascending order of keys.
+        keeps_order: True if the bytes have the order of the names; False for upstream's order.
+        room: spaces after the header, at least.
 
     Attributes:
         memory: the length of the header and the header itself.
@@ -44,8 +52,12 @@ class Header:
         numbers: bytes,
         shapes: Sequence[Sequence[int]],
         metadata: Mapping[str, str] | None,
+        *,
+        keeps_order: bool = False,
+        room: int = 0,
     ) -> None:
         columns = ffi.new("sl_columns *")
+        columns.keeps_order = keeps_order
         keep = _Columns(columns)
         keep.names(names)
         keep.column("dtypes", numbers)
@@ -75,6 +87,15 @@ class Header:
         self.memory = ffi.gc(memory[0], lib.sl_free)
         self.address = pointer(self.memory)
         self.nbytes: int = size[0]
+        if room:
+            self.pad_to(min(self.nbytes + -(-room // _UNIT) * _UNIT, max(self.nbytes, MAX_HEADER + _LENGTH)))
+
+    def pad_to(self, nbytes: int) -> None:
+        """Extend the header with spaces to this size, a multiple of 8."""
+        text = ffi.buffer(self.memory, self.nbytes)[_LENGTH:]
+        head = (nbytes - _LENGTH).to_bytes(_LENGTH, "little")
+        self.memory = ffi.from_buffer(head + text + b" " * (nbytes - self.nbytes))
+        self.address, self.nbytes = pointer(self.memory), nbytes
 
 
 # Each column as an array in C.

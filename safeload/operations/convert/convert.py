@@ -17,7 +17,7 @@ from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ..folders import unfinished
-from ..folders.destinations import Destination, replacement_of
+from ..folders.destinations import Destination, file_in_store, replacement_of
 from ..folders.folder import check_free
 from ..folders.replacement import OldShards
 from ..quantize.checkpoint import Keep, Scheme
@@ -74,8 +74,8 @@ def convert(
             single tensor); the error for an unknown suffix lists all formats. A path without a suffix, a path with a
             final slash, and an existing folder are folders: they get ``model.safetensors``, or safetensors shards and
             an index, and the source's ``config.json`` with the new dtype, and without its quantization if the tensors
-            are dequantized. A URL such as "s3://bucket/model/", or a path of `safeload.remote`, is always a folder:
-            shards are uploaded in turn, the index last.
+            are dequantized. A URL such as "s3://bucket/model/", or a path of `safeload.remote`, is a folder unless it
+            has the suffix of a format: shards are uploaded in turn, the index last.
         dtype: dtype for floating tensors, and for quantized and packed tensors, which are dequantized. In ".gguf" files
             tensors with a single axis always become float32, because llama.cpp requires it for norms and biases.
         quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, whose patterns must match tensors. Selects
@@ -189,7 +189,9 @@ def _at_once(
     request = request_of(dst, options)
     folder, old = request.folder, None
     with ExitStack() as stack:
-        if folder is None:
+        if folder is None and request.place.files.remote:
+            file_in_store(request.place, overwrite=overwrite)
+        elif folder is None:
             check_free(request.path, overwrite)
             old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
         else:

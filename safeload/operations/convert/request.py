@@ -16,7 +16,7 @@ from ...formats.registry import BY_NAME, SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES,
 from ...models.layout import Layout
 from ...stores.files import Location
 from ..folders import unfinished
-from ..folders.destinations import USUAL_SIZE, Destination, is_folder, of, where
+from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, of, where
 from ..folders.folder import Folder
 from ..folders.shards import extras_of
 from ..quantize.checkpoint import Keep, Scheme
@@ -47,6 +47,7 @@ class ConvertRequest(NamedTuple):
 
     path: str  # destination, as messages show it
     format: str  # format of the result
+    place: Location  # destination
     folder: Folder | None  # the destination if it is a folder
     limit: int  # largest size of a shard in bytes
     target: dtypes.Dtype | None  # dtype for floating tensors; None leaves floats unchanged
@@ -78,8 +79,10 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     in_folder = max_shard_size is not None or is_folder(place, options.get("format"))
     format = _format_of(place, options, in_folder=in_folder)
     folder = of(place) if in_folder else None
+    if folder is None and place.files.remote:
+        check_writable(place)
     limit = parse_size(USUAL_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
-    return ConvertRequest(place.shown, format, folder, limit, target, options)
+    return ConvertRequest(place.shown, format, place, folder, limit, target, options)
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:

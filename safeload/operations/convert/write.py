@@ -22,12 +22,12 @@ from ...errors import FormatError
 from ...formats.folder import CONFIG, SINGLE
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS
-from ...formats.safetensors.header import Header
+from ...formats.safetensors.header import ROOM, Header
 from ...formats.safetensors.quantized import pack
 from ...packed.quantization import is_own, without_quantization
 from ...stores.files import Location
 from ..folders import journal, unfinished
-from ..folders.destinations import replacement_of
+from ..folders.destinations import file_in_store, replacement_of
 from ..folders.folder import Folder, LocalFolder
 from ..folders.shards import Beside, ShardWriter, config_with, shard_bounds, warn_of_schemes, write_shards
 from ..quantize.checkpoint import Summary
@@ -54,7 +54,7 @@ class ConvertReport(NamedTuple):
     Example:
         >>> import numpy as np, safeload
         >>> print(safeload.convert({"w": np.ones((2, 64), np.float32)}, "w.safetensors", quantize="q8_0"))
-        w.safetensors: safetensors, 1 tensor, 312 B
+        w.safetensors: safetensors, 1 tensor, 4.3 KiB
         512 bytes became 136 (3.76 times smaller)
              1 quantized to q8_0: w
     """
@@ -158,7 +158,11 @@ def write(
             done += nbytes
             report(done)
 
-        if folder is None:
+        if folder is None and request.place.files.remote:
+            store, name = file_in_store(request.place, overwrite=overwrite)
+            with store.staging(name) as staged:
+                files, nbytes = [path], conversion.write_file(staged, False, written)
+        elif folder is None:
             files, nbytes = [path], conversion.write_file(path, overwrite, written)
             _warn_of_old_config(conversion, request)
         else:
@@ -294,7 +298,8 @@ class CopyWriter:
     """The writer of a file of copies."""
 
     def __init__(self, copies: Copies, written: Callable[[int], object]) -> None:
-        self._header = Header(copies.names, copies.spans.targets.tobytes(), copies.shapes, copies.texts)
+        numbers = copies.spans.targets.tobytes()
+        self._header = Header(copies.names, numbers, copies.shapes, copies.texts, room=ROOM)
         self._spans = copies.spans.pick(self._header.order)
         self._threads = copies.threads
         self._written = written

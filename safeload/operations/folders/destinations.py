@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...base.paths import PathLike, native_path
 from ...base.text import show
+from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES
 from ...stores import url as urls
 from ...stores.files import LOCAL, Location
@@ -16,6 +18,10 @@ from ...stores.places import Located, places_of
 from ..sources.piece_files import files_at
 from .folder import Folder, LocalFolder
 from .replacement import LocalReplacement, Replacement
+
+if TYPE_CHECKING:
+    from ...stores.remote_files import RemoteFiles
+    from .store_folder import StoreFolder
 
 # The destination of a conversion.
 Destination: TypeAlias = PathLike | Located
@@ -50,13 +56,17 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def is_folder(location: Location, format: str | None = None) -> bool:
-    """Return True if a destination is a folder: a URL, an existing folder, or a path with a final slash or no suffix.
+    """Return True if a destination is a folder: an existing folder, or a path with a final slash or no suffix.
+
+    A URL is a folder unless it has the suffix of a weight file.
 
     Args:
         format: the requested format; a format other than safetensors is written to a file without a suffix.
     """
     path = location.path
-    if location.files.remote or os.path.isdir(path) or not os.path.basename(path):
+    if location.files.remote:
+        return not names_file(location)
+    if os.path.isdir(path) or not os.path.basename(path):
         return True
     suffix = os.path.splitext(path)[1].lower()
     named = suffix in WEIGHT_SUFFIXES or suffix in SUFFIXES or _SUFFIX.fullmatch(suffix) is not None
@@ -74,19 +84,57 @@ def of(location: Location) -> Folder:
     files, path = location.files, location.path
     if not files.remote:
         return LocalFolder(path)
-    from ...stores.remote_files import RemoteFiles  # only here: most destinations are local
-    from .store_folder import StoreFolder
+    from .store_folder import StoreFolder  # only here: most destinations are local
 
-    assert isinstance(files, RemoteFiles)
-    files.backend(path).check_writable(path)
-    suffix = "" if path.endswith("/") else os.path.splitext(path)[1].lower()
-    if suffix in SUFFIXES or suffix in WEIGHT_SUFFIXES:
+    files = check_writable(location)
+    if names_file(location):
         raise ValueError(
-            f"{show(location.shown)} has the suffix of a file, but stores get folders of shards: pass a folder such as "
-            f"{show(files.shown(files.split(path)[0]) + '/')}, or end the URL with a slash; max_shard_size= changes "
-            f"the size of shards ({USUAL_SIZE})"
+            f"{show(location.shown)} has the suffix of a file, but max_shard_size= writes a folder of shards: pass a "
+            f"folder such as {show(files.shown(files.split(path)[0]) + '/')}, or end the URL with a slash"
         )
     return StoreFolder(files, path)
+
+
+def check_writable(location: Location) -> RemoteFiles:
+    """Return the files of a store, and refuse a read-only store.
+
+    Raises:
+        UnsupportedError: the store is read-only.
+        FileNotFoundError: the repository does not exist.
+    """
+    from ...stores.remote_files import RemoteFiles
+
+    files = location.files
+    assert isinstance(files, RemoteFiles)
+    files.backend(location.path).check_writable(location.path)
+    return files
+
+
+def names_file(location: Location) -> bool:
+    """Return True if a URL has the suffix of a weight file."""
+    path = location.path
+    suffix = "" if path.endswith("/") else os.path.splitext(path)[1].lower()
+    return suffix in SUFFIXES or suffix in WEIGHT_SUFFIXES
+
+
+def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreFolder, str]:
+    """Return the folder of a file to be written to a store, and its name there.
+
+    Raises:
+        FileExistsError: the file exists, and ``overwrite`` is False; or an index would hide the file.
+        UnsupportedError: the store is read-only.
+    """
+    from .store_folder import StoreFolder, is_file
+
+    files = check_writable(location)
+    parent, name = files.split(location.path)
+    folder = StoreFolder(files, parent)
+    if not overwrite and is_file(location):
+        raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", location.shown)
+    if name == SINGLE and is_file(folder.location / INDEX):
+        message = f"The shards of {INDEX} beside it would be read instead: remove them, or choose a new folder"
+        raise FileExistsError(errno.EEXIST, message, folder.shown(INDEX))
+    return folder, name
 
 
 def folder_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Folder:

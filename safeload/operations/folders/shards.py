@@ -22,7 +22,8 @@ from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ...formats import registry
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import WEIGHT_SUFFIXES
-from ...formats.safetensors.file import Writer, open_file
+from ...formats.safetensors.file import FileWriter, open_file
+from ...formats.safetensors.header import ROOM
 from ...formats.safetensors.quantized import pack
 from ...models.config_dtype import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
@@ -152,7 +153,7 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
 
 def writer_of(outputs: Mapping[str, Output], metadata: Mapping[str, str] | None) -> ShardWriter:
     """Return the writer of a shard with these tensors and metadata."""
-    return Writer(*pack(outputs, metadata, in_folder=True))
+    return FileWriter(*pack(outputs, metadata, in_folder=True), room=ROOM)
 
 
 def open_shard(folder: Folder, name: str) -> WeightFile:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Shards of conversions, and their records; their names include digits of the plan's id if the usual names were taken.
 _SHARD = re.compile(
-    rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}-of-[0-9]{{5,}}\.safetensors(?:{re.escape(OLD_RECORD)})?", re.ASCII
+    rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}(?:-of-[0-9]{{5,}})?\.safetensors(?:{re.escape(OLD_RECORD)})?", re.ASCII
 )
 _STEM, _DIGITS = "model-", 8
 _NUMBERED = "model-00001-of-00001.safetensors"
@@ -77,12 +77,20 @@ class StoreFolder(Folder):
 
     @contextmanager
     def writing(self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None) -> Iterator[AtomicFile]:
-        """Yield a file in a temporary folder of this machine, and upload it."""
+        with (
+            self.staging(name) as path,
+            _room(os.path.dirname(path), size),
+            AtomicFile(path, size, durable=False, digest=digest) as file,
+        ):
+            yield file
+
+    @contextmanager
+    def staging(self, name: str) -> Iterator[str]:
+        """Yield a path in a temporary folder of this machine, and upload the file that is written there."""
         with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
             path = os.path.join(folder, name)
-            with _room(folder, size), AtomicFile(path, size, durable=False, digest=digest) as file:
-                yield file
-            log.debug("%s: uploading %d bytes", self.shown(name), size)
+            yield path
+            log.debug("%s: uploading %d bytes", self.shown(name), os.path.getsize(path))
             self._files.backend(self.location.path).upload(path, (self.location / name).path)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -109,16 +117,8 @@ class StoreReplacement(Replacement):
         if names and not overwrite:
             journal.check_unfinished(self._folder, names)
             raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", location.shown)
-        if not names and not location.path.endswith("/") and self._is_file():
+        if not names and not location.path.endswith("/") and is_file(location):
             raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
-
-    def _is_file(self) -> bool:
-        location = self._folder.location
-        try:
-            location.files.open(location.path).close()
-        except (FileNotFoundError, FormatError):  # FormatError: an empty folder
-            return False
-        return True
 
     def outdated(self, files: Sequence[str]) -> list[str]:
         """List ``model.safetensors``, and the shards and records of earlier conversions."""
@@ -197,6 +197,15 @@ class StoreReplacement(Replacement):
             log.warning(
                 "%s: cannot delete %s of the replaced checkpoint: %s", shown, plural(len(outdated), "file"), error
             )
+
+
+def is_file(location: Location) -> bool:
+    """Return True if a URL leads to a file."""
+    try:
+        location.files.open(location.path).close()
+    except (FileNotFoundError, FormatError):  # FormatError: an empty folder
+        return False
+    return True
 
 
 def _marked(file: str, mark: str) -> str:

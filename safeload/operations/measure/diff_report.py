@@ -128,7 +128,7 @@ class DiffReport:
     Example:
         >>> import safeload
         >>> safeload.convert("tiny-llama", "half.safetensors", dtype="float16")
-        <ConvertReport 'half.safetensors': safetensors, 30 tensors, 244 KiB>
+        <ConvertReport 'half.safetensors': safetensors, 30 tensors, 248 KiB>
         >>> report = safeload.diff("tiny-llama", "half.safetensors")
         >>> report.same, report.within(0.001)
         (False, True)

@@ -1,0 +1,1 @@
+"""Save tensors as they come, edit files in place, make and apply patches."""

@@ -1,0 +1,264 @@
+"""Save all tensors of a dict or an iterator, also in the background."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, TypeAlias, overload
+
+import numpy as np
+
+from ...base.arrays import Array
+from ...base.forking import ProcessLock
+from ...base.native import ffi
+from ...base.text import show
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
+from ...formats.safetensors.file import FileWriter, Memory, source_of
+from ...formats.safetensors.quantized import pack
+from ..folders.destinations import Destination
+from .targets import BinaryWriter, FileTarget, FolderTarget, SaveOptions, target_of
+from .values import check_name, value_of
+from .writer import Writer, checked_metadata
+
+# The tensors of a save.
+Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+# Smallest block of the buffer.
+_BLOCK = 16 << 20
+
+
+@overload
+def save(
+    tensors: Saved,
+    dst: Destination | BinaryWriter,
+    *,
+    background: Literal[False] = False,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None: ...
+
+
+@overload
+def save(
+    tensors: Saved,
+    dst: Destination | BinaryWriter,
+    *,
+    background: bool,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Future[None] | None: ...
+
+
+def save(
+    tensors: Saved,
+    dst: Destination | BinaryWriter,
+    *,
+    background: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Future[None] | None:
+    """Save tensors as a safetensors file or a folder of shards.
+
+    Args:
+        tensors: a dict of arrays, or an iterable of ``(name, array)`` such as a generator, which is consumed in the
+            memory of a single tensor. Arrays are those of `Writer.add`.
+        dst: a path, folder, URL or binary file object, see `Writer`. A file object that cannot seek needs a dict.
+        background: True returns as soon as the tensors are copied into a buffer: the caller may change them, and the
+            file is written in another thread. The buffer stays allocated for the next save, which waits for it. The
+            interpreter waits for pending saves before it exits.
+        metadata: str to str, for the header.
+        max_shard_size: see `Writer`.
+        overwrite: False to raise FileExistsError if the destination exists.
+        durable: False to skip the fsync of a file.
+        storage_options: options of the filesystem behind a URL, see `open`.
+
+    Returns:
+        None; with ``background``, a future whose ``result()`` waits for the file and raises its error. You should call
+        it, because nothing else reports the error.
+
+    Raises:
+        FileExistsError: ``dst`` exists and ``overwrite`` is not set.
+        TypeError: a value is not an array, a name is not a str, or metadata is not text.
+        ValueError: an iterable has a name twice; or the suffix belongs to another format.
+        SafetensorError: the format lacks a dtype or cannot store a name.
+        OSError: the file cannot be written. Also a SafetensorError.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> saved = safeload.save({"w": np.ones((2, 2), np.float32)}, "w.safetensors", background=True)
+        >>> saved.result()
+        >>> safeload.load("w.safetensors")["w"].sum()
+        np.float32(4.0)
+    """
+    options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
+    if background:
+        return _in_background(tensors, target_of(dst, options), checked_metadata(metadata))
+    if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+        keep: list[Any] = []
+        values = {check_name(name): value_of(name, value, keep) for name, value in _items(tensors)}
+        texts = checked_metadata(metadata)
+        target_of(dst, options).write(values, texts)
+        return None
+    with Writer(
+        dst,
+        metadata=metadata,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        durable=durable,
+        storage_options=storage_options,
+    ) as writer:
+        items = iter(tensors)
+        while (item := next(items, None)) is not None:
+            writer.add(*_pair(item))
+            del item  # the generator may reuse its memory
+    return None
+
+
+def _items(tensors: Saved) -> Iterable[tuple[Any, Any]]:
+    if isinstance(tensors, Mapping):
+        return tensors.items()
+    if hasattr(tensors, "keys") and hasattr(tensors, "__getitem__"):
+        return ((name, tensors[name]) for name in tensors)
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"tensors must be a dict or an iterable of (name, array), got {type(tensors).__name__}")
+    return map(_pair, tensors)
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise TypeError(f"an iterable of tensors must give (name, array), got {show(type(item).__name__)}")
+    return item[0], item[1]
+
+
+# ---- in the background ----
+
+
+class SaveFuture(Future):  # type: ignore[type-arg]
+    """A pending save. A forked child cannot wait for its parent's saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._check_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_process()
+        return super().exception(timeout)
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError("the save belongs to the parent process, which completes it")
+
+
+class _Buffer:
+    """Memory for copies of tensors, which grows and is reused."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Array] = []
+        self._block = self._used = 0
+
+    def reset(self) -> None:
+        """Reuse all memory, and release blocks that the last save has not used."""
+        del self._blocks[self._block + 1 :]
+        self._block = self._used = 0
+
+    def take(self, nbytes: int) -> Array:
+        """Return memory for a tensor."""
+        while self._block < len(self._blocks):
+            block = self._blocks[self._block]
+            if self._used + nbytes <= block.size:
+                begin = self._used
+                self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+                return block[begin : begin + nbytes]
+            if self._used == 0:  # too small for this tensor
+                del self._blocks[self._block]
+                continue
+            self._block, self._used = self._block + 1, 0
+        self._blocks.append(aligned_bytes(max(_BLOCK, nbytes)))
+        return self.take(nbytes)
+
+    def copy(self, name: str, value: Any) -> Any:
+        """Return a copy of a value, of the same kind to the writer."""
+        if isinstance(value, QuantizedTensor):
+            return self._copy_quantized(name, value)
+        source = source_of(name, value)
+        memory = self.take(source.nbytes)
+        at = address_of(memory) if source.nbytes else 0
+        for _owner, address, size in source.pieces():
+            ffi.memmove(ffi.cast("char *", at), ffi.cast("char *", address), size)
+            at += size
+        return Memory(source.row, source.shape, address_of(memory) if source.nbytes else 0, source.nbytes)
+
+    def _copy_quantized(self, name: str, value: QuantizedTensor) -> QuantizedTensor:
+        if value.packing is not None:
+            arrays = {role: self._copy_array(array) for role, array in value.roles.items()}
+            return QuantizedTensor.of_parts(value.packing, value.names, arrays)
+        scale = None if value.scale is None else self._copy_array(value.scale)
+        return QuantizedTensor(value.scheme, value.shape, self._copy_array(value.data), scale, value.axis)
+
+    def _copy_array(self, array: Array) -> Array:
+        copy: Array = self.take(array.nbytes).view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        return copy
+
+
+_buffer, _buffer_lock = _Buffer(), ProcessLock()
+_owner = os.getpid()
+
+
+def _in_background(tensors: Saved, target: FileTarget | FolderTarget, metadata: dict[str, str] | None) -> Future[None]:
+    """Copy the tensors into the buffer, and write them in a thread that ends with the save."""
+    global _buffer, _owner
+    lock = _buffer_lock.own
+    lock.acquire()
+    try:
+        if _owner != os.getpid():  # a forked child: the parent's save may have been pending
+            _buffer, _owner = _Buffer(), os.getpid()
+        buffer = _buffer
+        buffer.reset()
+        copies: dict[str, Any] = {}
+        for name, value in _items(tensors):
+            if check_name(name) in copies:
+                raise ValueError(f"tensor {show(name)} occurs twice")
+            keep: list[Any] = []
+            copies[name] = buffer.copy(name, value_of(name, value, keep))
+        if isinstance(target, FileTarget):
+            FileWriter(*pack(copies, metadata))  # refuses what cannot be written
+        future = SaveFuture()
+        future.set_running_or_notify_cancel()
+    except BaseException:
+        lock.release()
+        raise
+
+    def run() -> None:
+        try:
+            try:
+                target.write(copies, metadata)
+            finally:
+                lock.release()
+        except BaseException as error:  # the future raises it
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    try:
+        # Not a daemon: the interpreter waits for it.
+        threading.Thread(target=run, name="safeload-save").start()
+    except RuntimeError:  # the interpreter is exiting and starts no more threads
+        run()
+    return future

@@ -1,0 +1,327 @@
+"""Where saved tensors go: a local file, a file in a store, a binary file object, or a folder of shards."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple, Protocol, cast
+
+from ...base.native import ffi
+from ...base.text import parse_size, show
+from ...engine.run.atomic_file import AtomicFile, check_place
+from ...errors import unsaved
+from ...formats.registry import SAFETENSORS, WRITTEN
+from ...formats.safetensors.file import FileWriter
+from ...formats.safetensors.header import ROOM
+from ...formats.safetensors.quantized import pack
+from ...stores.files import Location
+from ..folders import journal, unfinished
+from ..folders.destinations import USUAL_SIZE, Destination, file_in_store, of, replacement_of, where
+from ..folders.folder import Folder, check_free
+from ..folders.replacement import OldShards
+from ..folders.shards import Beside, divide, weight_map, write_beside, write_shard, write_shards, writer_of
+from .spool import Spool, Written
+
+# Bytes that a file object gets at once.
+_PIECE = 4 << 20
+
+
+class BinaryWriter(Protocol):
+    """A file object opened for writing in binary mode; ``seek`` and ``tell`` are used if it has them."""
+
+    def write(self, data: bytes, /) -> Any:
+        """Write bytes and return their number."""
+
+
+class SaveOptions(NamedTuple):
+    """The checked options of a save."""
+
+    max_shard_size: int | str | None = None
+    overwrite: bool = False
+    durable: bool = True
+    storage_options: Mapping[str, Any] | None = None
+
+
+class FileTarget(ABC):
+    """A single file."""
+
+    @abstractmethod
+    def file(self, size: int) -> Any:
+        """Return a context with a file of known size; its end puts the file in place."""
+
+    @abstractmethod
+    def spool(self) -> Any:
+        """Return a context with an `AtomicFile` of unknown size; its end puts the file in place."""
+
+    @property
+    def in_order(self) -> bool:
+        """True if the file cannot seek."""
+        return False
+
+    def write(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
+        """Write all tensors of the file."""
+        writer = FileWriter(*pack(tensors, metadata), room=ROOM)
+        try:
+            with self.file(writer.size) as file:
+                writer.write_to(cast(AtomicFile, file))
+        except OSError as error:
+            raise unsaved(error) from None
+
+
+class LocalTarget(FileTarget):
+    """A path of this machine."""
+
+    def __init__(self, path: str, options: SaveOptions) -> None:
+        self._path, self._options = path, options
+        self._in_order = os.path.exists(path) and not os.path.isfile(path)
+        if not self._in_order:
+            check_free(path, options.overwrite)
+        if not os.path.lexists(path):
+            check_place(path)
+        self._old = OldShards(path, options.overwrite)
+
+    @property
+    def in_order(self) -> bool:
+        return self._in_order
+
+    @contextmanager
+    def file(self, size: int) -> Iterator[AtomicFile]:
+        overwrite = self._options.overwrite or self._in_order
+        with self._old, AtomicFile(self._path, size, overwrite=overwrite, durable=self._options.durable) as file:
+            yield file
+
+    def spool(self) -> Any:
+        return self.file(0)
+
+
+class StoreTarget(FileTarget):
+    """A file in a store; it waits on this machine until it is complete."""
+
+    def __init__(self, location: Location, options: SaveOptions) -> None:
+        self._folder, self._name = file_in_store(location, overwrite=options.overwrite)
+        self._options = options
+
+    def file(self, size: int) -> Any:
+        return self._folder.writing(self._name, size, overwrite=self._options.overwrite)
+
+    def spool(self) -> Any:
+        return self.file(0)
+
+
+class ObjectFile:
+    """A binary file object, from its current position on."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._start: int | None = None
+        with suppress(AttributeError, OSError, io.UnsupportedOperation):
+            if file.seekable():
+                self._start = int(file.tell())
+
+    @property
+    def in_order(self) -> bool:
+        return self._start is None
+
+    def seek(self, position: int) -> None:
+        assert self._start is not None
+        self._file.seek(self._start + position)
+
+    def write(self, pieces: list[tuple[int, int]]) -> None:
+        """Write copies of memory, because an object may keep what it is given."""
+        for address, size in pieces:
+            for begin in range(0, size, _PIECE):
+                count = min(_PIECE, size - begin)
+                self.write_bytes(ffi.buffer(ffi.cast("char *", address + begin), count)[:])
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write all bytes, also if the object takes only some at a time."""
+        while data:
+            count = self._file.write(data)
+            if count is None and isinstance(self._file, io.RawIOBase):
+                raise BlockingIOError(errno.EAGAIN, "the file object does not block and takes no more bytes")
+            if not isinstance(count, int):  # objects other than Python's may return nothing
+                return
+            if not 0 < count <= len(data):
+                raise OSError(errno.EIO, f"the file object wrote {count} of {len(data)} bytes")
+            data = data[count:]
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Cut the file to its old size after an error, if the tensors were written at its end."""
+        end = None
+        if self._start is not None:
+            end = int(self._file.seek(0, os.SEEK_END) or self._file.tell())
+            self._file.seek(self._start)
+        try:
+            yield
+        except BaseException:
+            if end is not None and end <= (self._start or 0):
+                with suppress(Exception):  # the first error is raised
+                    self._file.seek(self._start)
+                    self._file.truncate()
+            raise
+
+
+class ObjectTarget(FileTarget):
+    """A binary file object."""
+
+    def __init__(self, file: Any) -> None:
+        if isinstance(file, io.TextIOBase):
+            raise TypeError("expected a file object opened in binary mode, got a text file")
+        if getattr(file, "closed", False):
+            raise ValueError("the file object is closed")
+        self._object = ObjectFile(file)
+
+    @property
+    def in_order(self) -> bool:
+        return self._object.in_order
+
+    @contextmanager
+    def file(self, size: int) -> Iterator[Written]:
+        with self._object.undone():
+            yield self._object
+            if not self._object.in_order:
+                self._object.seek(size)
+
+    @contextmanager
+    def spool(self) -> Iterator[AtomicFile]:
+        with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+            path = os.path.join(folder, "spool.safetensors")
+            with AtomicFile(path, 0, durable=False) as file:
+                yield file
+            with self._object.undone(), open(path, "rb") as complete:
+                while data := complete.read(_PIECE):
+                    self._object.write_bytes(data)
+
+
+class FolderTarget:
+    """A folder of shards, here or in a store."""
+
+    def __init__(self, location: Location, options: SaveOptions) -> None:
+        size = options.max_shard_size
+        self.limit = parse_size(USUAL_SIZE if size is None else size, "max_shard_size")
+        self._folder: Folder = of(location)
+        self._overwrite = options.overwrite
+        self._replacement = replacement_of(self._folder)
+        self._replacement.check_free(options.overwrite)
+        self._uploaded: dict[str, str] = {}  # shard of each tensor in a store
+        self._total = 0
+        self._shards: list[Spool] = []  # complete, and not uploaded
+
+    def write(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
+        """Write all tensors of the folder."""
+        shards = divide(tensors, self.limit)
+        names = self._replacement.free_names([*shards])
+        shards = {names[file]: shard for file, shard in shards.items()}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        self._write(
+            {file: (lambda shard=shard: writer_of(shard, metadata)) for file, shard in shards.items()},
+            weight_map(shards),
+            total,
+        )
+
+    def _write(self, writers: Mapping[str, Any], files: Mapping[str, str], total: int) -> None:
+        beside = Beside(files, total, None, {})
+        write_shards(writers, beside, self._folder, overwrite=self._overwrite)
+        self._tidy([*writers])
+
+    def _tidy(self, shards: list[str]) -> None:
+        journal.forget(self._folder, shards)
+        if self._overwrite:
+            unfinished.forget(self._folder)
+
+    # ---- shards that come one at a time ----
+
+    def begin(self, stack: ExitStack) -> None:
+        """Prepare the folder; the stack cleans up."""
+        stack.enter_context(self._replacement.undone())
+        if self._folder.location.files.remote:
+            self._spools = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True)
+            )
+        else:
+            self._spools = self._folder.location.path
+            os.makedirs(self._spools, exist_ok=True)
+
+    def next_spool(self, stack: ExitStack) -> Spool:
+        """Return the next shard. In a store the complete shard is uploaded first."""
+        if self._shards and self._folder.location.files.remote:
+            self._upload(self._shards.pop())
+        number = len(self._shards) + len(set(self._uploaded.values())) + 1
+        path = os.path.join(self._spools, f"model-{number:05}.safetensors")
+        return Spool(stack.enter_context(AtomicFile(path, 0)))
+
+    def complete(self, spool: Spool, metadata: Mapping[str, str] | None) -> None:
+        """Complete a shard."""
+        spool.complete(metadata)
+        spool.file.seal()
+        self._shards.append(spool)
+        self._total += spool.nbytes
+
+    def _upload(self, spool: Spool) -> None:
+        """Upload a shard of a folder whose number of shards is unknown."""
+        file = f"model-{len(set(self._uploaded.values())) + 1:05}.safetensors"
+        file = self._replacement.free_names([file])[file]
+        with ExitStack() as stack, self._replacement.shard(stack, file) as own:
+            write_shard(own, spool, self._folder, file, overwrite=self._overwrite)
+        self._uploaded.update(dict.fromkeys(spool.names, file))
+
+    def finish(self) -> None:
+        """Put the complete shards and the index in place."""
+        if self._uploaded:
+            for spool in self._shards:
+                self._upload(spool)
+            shards = [*dict.fromkeys(self._uploaded.values())]
+            outdated = self._replacement.outdated(shards) if self._overwrite else []
+            beside = Beside(self._uploaded, self._total, None, {})
+            with ExitStack() as stack:
+                write_beside(
+                    stack, beside, self._folder, self._replacement, overwrite=self._overwrite, outdated=outdated
+                )
+            self._tidy(shards)
+            return
+        count = len(self._shards)
+        usual = [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
+        names = [self._replacement.free_names(usual)[file] for file in usual]
+        files = {name: file for file, spool in zip(names, self._shards, strict=True) for name in spool.names}
+        spools = zip(names, self._shards, strict=True)
+        self._write({file: (lambda spool=spool: spool) for file, spool in spools}, files, self._total)
+
+
+def target_of(dst: Destination | BinaryWriter, options: SaveOptions) -> FileTarget | FolderTarget:
+    """Return the checked target of a save.
+
+    Raises:
+        FileExistsError: it exists, and ``overwrite`` is False.
+        ValueError: the suffix belongs to another format.
+        UnsupportedError: the store is read-only.
+    """
+    if not isinstance(dst, (str, os.PathLike)) and callable(getattr(dst, "write", None)) and not hasattr(dst, "fs"):
+        if options.max_shard_size is not None:
+            raise ValueError("max_shard_size writes a folder, but the destination is a file object")
+        return ObjectTarget(dst)
+    location = where(cast(Destination, dst), options.storage_options)
+    path = location.path
+    ends_as_folder = path.endswith(("/", os.sep))
+    suffix = "" if ends_as_folder else os.path.splitext(path.rstrip("/"))[1].lower()
+    if options.max_shard_size is not None or ends_as_folder or _is_folder(location, suffix):
+        return FolderTarget(location, options)
+    if not location.files.remote and os.path.exists(path) and not os.path.isfile(path):
+        return LocalTarget(path, options)  # a device or a pipe
+    if suffix not in WRITTEN[SAFETENSORS]:
+        raise ValueError(
+            f"{show(location.shown)}: tensors are saved as safetensors: use the suffix .safetensors, or end the path "
+            "with a slash for a folder"
+        )
+    return StoreTarget(location, options) if location.files.remote else LocalTarget(path, options)
+
+
+def _is_folder(location: Location, suffix: str) -> bool:
+    if location.files.remote:
+        return suffix == ""
+    return os.path.isdir(location.path) or (suffix == "" and not os.path.lexists(location.path))

@@ -1,0 +1,254 @@
+"""Save tensors one at a time, in the memory of a single tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ...base import dtypes
+from ...base.arrays import check_mapping
+from ...base.text import show
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...errors import UnsupportedError, unsaved
+from ...formats.safetensors.file import TensorToWrite, source_of
+from ...formats.safetensors.header import text
+from ..folders.destinations import Destination
+from .spool import DeclaredFile, Spool
+from .targets import BinaryWriter, FileTarget, FolderTarget, SaveOptions, target_of
+from .values import Packer, check_name, value_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Writer:
+    """Write a safetensors file or folder while its tensors are produced, in the memory of a single tensor.
+
+    Leaving the ``with`` block puts the file in place. After an exception there is no file, and an old file is
+    unchanged. Arrays that share memory are written once for each name. You should use a `Writer` from a single thread.
+
+    Without ``tensors``, the bytes have the order of arrival, and the header is written last, into room that was left
+    for it: small files, files of more than about a thousand tensors, and files in which a tensor would not be aligned
+    are therefore copied once, on the disk. 4 KiB after the header stay free for `safeload.edit`.
+
+    Args:
+        dst: a path or URL of a ".safetensors" file; a folder (an existing folder, a path without suffix or with a slash
+            at its end, or any path with ``max_shard_size``), which gets shards and an index; or a file object opened
+            for writing in binary mode. A URL and, without ``tensors``, a file object get files that were complete on
+            this machine, in TMPDIR.
+        metadata: str to str, for the header of each file.
+        tensors: ``{name: (dtype, shape)}`` of all tensors. With it a file is written once, in any order of tensors. A
+            file object or pipe that cannot seek needs it, and tensors should then come in this order.
+        max_shard_size: bytes, or text such as "500MB"; folders have a default of "5GB". A store does not rename, so
+            shards have names without their number in total, unless a single shard is enough.
+        overwrite: False to raise FileExistsError if the destination exists.
+        durable: False to skip the fsync of a file.
+        storage_options: options of the filesystem behind a URL, see `open`.
+
+    Raises:
+        FileExistsError: ``dst`` exists and ``overwrite`` is not set.
+        ValueError: the suffix belongs to another format; or a file object cannot seek and there is no ``tensors``.
+        TypeError: metadata is not text, or ``dst`` is not a path.
+        UnsupportedError: the store is read-only.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> with safeload.Writer("layers.safetensors", metadata={"format": "pt"}) as writer:
+        ...     for k in range(3):
+        ...         writer.add(f"layers.{k}.weight", np.full((2, 2), k, np.float32))
+        >>> len(safeload.load("layers.safetensors"))
+        3
+    """
+
+    def __init__(
+        self,
+        dst: Destination | BinaryWriter,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        tensors: Mapping[str, tuple[Any, Sequence[int]]] | None = None,
+        max_shard_size: int | str | None = None,
+        overwrite: bool = False,
+        durable: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._metadata = checked_metadata(metadata)
+        declared = None if tensors is None else _declared(tensors)
+        options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
+        self._target = target_of(dst, options)
+        if isinstance(self._target, FileTarget) and self._target.in_order and declared is None:
+            raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
+        self._plan = None if declared is None else DeclaredFile(declared, self._metadata)
+        self._packer = Packer(self._metadata)
+        self._stack = ExitStack()
+        self._names: set[str] = set()
+        self._file: Spool | DeclaredFile | None = None  # open
+        self._state = "open"
+
+    def add(self, name: str, array: Any) -> None:
+        """Write a tensor; when this returns, the array may change.
+
+        Args:
+            name: of the tensor.
+            array: a NumPy array, torch tensor (dense, on any device), JAX array or `QuantizedTensor`.
+
+        Raises:
+            ValueError: a tensor with this name was added before; the tensor does not match ``tensors``; or the writer
+                is closed.
+            TypeError: not an array, or the name is not a str.
+            SafetensorError: the format lacks the dtype or cannot store the name.
+            UnsupportedError: a quantized tensor, and ``tensors`` was passed.
+            OSError: the file cannot be written. Also a SafetensorError.
+        """
+        if self._state != "open":
+            raise ValueError(f"the writer is {self._state}")
+        if check_name(name) in self._names:
+            raise ValueError(f"tensor {show(name)} was added before")
+        keep: list[Any] = []
+        value = value_of(name, array, keep)
+        if self._plan is not None and isinstance(value, QuantizedTensor):
+            raise UnsupportedError(f"tensor {show(name)} is quantized, which Writer supports only without tensors=")
+        try:
+            self._add(name, value)
+        except OSError as error:
+            raise unsaved(error) from None
+
+    def _add(self, name: str, value: Any) -> None:
+        if isinstance(value, QuantizedTensor):
+            sources = {part: source_of(part, plain) for part, plain in Packer(None).parts(name, value).items()}
+        else:
+            sources = {name: source_of(name, value)}
+        for part in sources:
+            if part in self._names:
+                raise ValueError(f"tensor {show(part)} was added before; it also stores a part of {show(name)}")
+        if isinstance(self._target, FolderTarget):
+            self._begin_shard(self._target, sum(source.nbytes for source in sources.values()))
+        else:
+            self._begin_file(self._target)
+        assert self._file is not None
+        self._put(sources)
+        if isinstance(value, QuantizedTensor):
+            self._packer.parts(name, value)
+
+    def _put(self, sources: Mapping[str, TensorToWrite]) -> None:
+        assert self._file is not None
+        for part, source in sources.items():
+            if self._plan is not None and self._file is not self._plan:
+                self._plan.check(part, source)
+            try:
+                self._file.add(part, source)
+            except BaseException:
+                # Bytes of an unfinished tensor are in the way if the file cannot seek, and parts belong together.
+                if len(sources) > 1 or (isinstance(self._target, FileTarget) and self._target.in_order):
+                    self._state = "broken by an earlier error"
+                raise
+            if self._plan is not None:
+                self._plan.added(part)
+            self._names.add(part)
+
+    def _begin_file(self, target: FileTarget) -> None:
+        """Create the file before its first tensor."""
+        if self._file is not None:
+            return
+        if self._plan is None:
+            self._file = Spool(self._stack.enter_context(target.spool()))
+        else:
+            self._plan.open(self._stack.enter_context(target.file(self._plan.begin(target.in_order))))
+            self._file = self._plan
+
+    def _begin_shard(self, target: FolderTarget, nbytes: int) -> None:
+        """Create a shard unless the current one has space for this many bytes."""
+        if self._file is None:
+            target.begin(self._stack)
+        elif isinstance(self._file, Spool) and self._file.nbytes + nbytes > target.limit and self._file.names:
+            target.complete(self._file, self._packer.texts)
+        else:
+            return
+        self._file = target.next_spool(self._stack)
+        self._packer = Packer(self._metadata)
+
+    def close(self) -> None:
+        """Complete the file and put it in place; the end of a ``with`` block does this.
+
+        Raises:
+            ValueError: declared tensors are missing.
+            SafetensorError: the header is too large.
+            OSError: the file cannot be written. Also a SafetensorError.
+        """
+        if self._state == "closed":
+            return
+        if self._state != "open":
+            raise ValueError(f"the writer is {self._state}")
+        self._state = "closed"
+        try:
+            with self._stack:
+                self._finish()
+        except OSError as error:
+            raise unsaved(error) from None
+
+    def _finish(self) -> None:
+        if self._plan is not None:
+            self._plan.check_complete()
+        if isinstance(self._target, FolderTarget):
+            if self._file is None:
+                self._begin_shard(self._target, 0)
+            assert isinstance(self._file, Spool)
+            self._target.complete(self._file, self._packer.texts)
+            self._target.finish()
+            return
+        self._begin_file(self._target)
+        if isinstance(self._file, DeclaredFile):
+            self._file.finish()
+        elif self._file is not None:
+            self._file.complete(self._packer.texts)
+
+    def __enter__(self) -> Self:
+        if self._state != "open":
+            raise ValueError(f"the writer is {self._state}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._state != "closed":
+            self._state = "closed"
+            self._stack.__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"<Writer {self._state}, {len(self._names)} tensors>"
+
+
+def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return metadata with text only.
+
+    Raises:
+        TypeError: not a mapping of text.
+        SafetensorError: UTF-8 cannot write a text.
+    """
+    if metadata is None:
+        return None
+    check_mapping(metadata, "metadata", "str to str")
+    return {text(key, "a metadata key"): text(value, f"metadata {show(key)}") for key, value in dict(metadata).items()}
+
+
+def _declared(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> dict[str, tuple[dtypes.Dtype, tuple[int, ...]]]:
+    check_mapping(tensors, "tensors", "names to (dtype, shape)")
+    declared = {}
+    for name in tensors:
+        pair = tensors[check_name(name)]
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"tensors: {show(name)} must be (dtype, shape), got {show(pair)}")
+        shape = tuple(map(_dimension, pair[1]))
+        row = dtypes.parse(pair[0])
+        declared[name] = row, shape
+    return declared
+
+
+def _dimension(value: Any) -> int:
+    size = value.__index__()
+    if not 0 <= size < 1 << 63:
+        raise ValueError(f"tensors: a dimension must be in [0, 2**63), got {show(size)}")
+    return int(size)
