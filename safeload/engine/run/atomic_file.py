@@ -181,32 +181,6 @@ class AtomicFile:
             self._descriptor, self._position = other._take_descriptor(), other._position
             os.unlink(old)
 
-    def copy(self, descriptor: int, begin: int, nbytes: int) -> None:
-        """Append bytes of an open file, copied or shared by the system if it can."""
-        with self._naming():
-            copy_range(descriptor, begin, nbytes, self._descriptor, self._position)
-        self._position += nbytes
-
-    @contextlib.contextmanager
-    def reopened(self) -> Iterator[int]:
-        """Yield a descriptor that reads the file under construction."""
-        assert self._temporary is not None
-        with self._naming():
-            descriptor = os.open(self._temporary, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    @property
-    def in_order(self) -> bool:
-        """True for devices and pipes, whose bytes are written in order."""
-        return self._in_order
-
-    def seek(self, position: int) -> None:
-        """Set the byte at which `write` continues; the file must not be `in_order`."""
-        self._position = position
-
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:
         """Yield a binary stream to the file, for Python's own libraries."""
