@@ -5,7 +5,7 @@
   ``open(path).stream()`` reads ahead of a loop over the tensors.
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's block formats
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
-- `save`, `Writer`: save tensors as they come
+- `save`, `Writer`, `edit`: save tensors as they come, and change files
 - `info`, `check`, `stats`, `diff`, `report`: list, check, measure and compare checkpoints, as the commands do
 - `safeload.remote`: paths in stores that your program has already opened
 - `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-in replacements for ``safetensors``
@@ -58,6 +58,7 @@ _MODULE_OF = {
         "operations.quantize.quantize": "quantize",
         "operations.quantize.stack": "StackedDict stack",
         "operations.report.report": "report",
+        "operations.saving.edit": "edit",
         "operations.saving.save": "save",
         "operations.saving.writer": "Writer",
         "operations.sources.nest": "flatten nest",

@@ -69,6 +69,7 @@ from .operations.quantize.quantize import quantize as quantize
 from .operations.quantize.stack import StackedDict as StackedDict
 from .operations.quantize.stack import stack as stack
 from .operations.report.report import report as report
+from .operations.saving.edit import edit as edit
 from .operations.saving.save import save as save
 from .operations.saving.writer import Writer as Writer
 from .operations.sources.nest import flatten as flatten

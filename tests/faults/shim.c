@@ -194,6 +194,8 @@ int fsync(int file) {
     return 0; /* the disk is not waited for: no power is cut here */
 }
 
+int fdatasync(int file) { return fsync(file); }
+
 /* rename and link, by the number of their system calls with descriptors of folders. */
 static int give_name(long number, char letter, const char *from, const char *to) {
     fault fate = {0};

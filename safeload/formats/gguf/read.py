@@ -18,6 +18,7 @@ from .values import DTYPES, NUMBERS
 # has 2 to 15 MB.
 _FIRST, _GROWTH = 128 << 10, 8
 _SIZE = struct.Struct("<Q")  # length of a string
+_HEAD = 24  # bytes before the metadata: magic, version, number of tensors, number of keys
 _ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, number of elements
 # Types in files of 2023 and 2024, since removed from ggml.
 _REMOVED = {
@@ -83,6 +84,22 @@ class Metadata(Mapping[str, Any]):
         type, begin, end = self._entries[key]
         data: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
         return data
+
+    @property
+    def descriptions(self) -> bytes:
+        """The tensor descriptions as stored in the file."""
+        begin = max((end for _, _, end in self._entries.values()), default=_HEAD)
+        data: bytes = self._bytes[begin:]
+        return data
+
+    def type_of(self, key: str) -> int:
+        """Return the number of the stored type of a value."""
+        return self._entries[key][0]
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors in the descriptions."""
+        return int(_SIZE.unpack_from(self._bytes, _HEAD - 2 * _SIZE.size)[0])
 
     def without(self, prefix: str) -> Metadata:
         """Return the metadata without keys that begin with ``prefix``."""

@@ -274,6 +274,39 @@ def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
         raise type(error)(f"metadata {show(key)}: {error}") from None
 
 
+def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
+    """Return the head of a file, padded to the tensors, with changed metadata.
+
+    Args:
+        metadata: of the file.
+        changes: new values by key; None removes a key. Numbers keep the stored type of the old value.
+
+    Raises:
+        TypeError, SafeloadError: GGUF cannot hold a key or value.
+        UnsupportedError: the alignment would change, so the tensors would have to move apart.
+    """
+    alignment = _alignment(metadata)
+    if ALIGNMENT_KEY in changes:
+        raise UnsupportedError(f"{ALIGNMENT_KEY} cannot be edited, because the positions of all tensors depend on it")
+    entries = []
+    for key in dict.fromkeys([*metadata, *changes]):
+        if key not in changes:
+            entries.append(_key(key) + metadata.stored(key))
+        elif changes[key] is not None:
+            value = changes[key]
+            kind = NUMBERS.get(metadata.type_of(key)) if key in metadata else None
+            if (
+                kind is not None
+                and type(value) in (int, float)
+                and not (type(value) is float and issubclass(kind, int))
+            ):
+                value = kind(value)
+            entries.append(_key(key) + _stored({key: value}, key, alignment))
+    head = MAGIC + struct.pack("<IQQ", metadata.version, metadata.tensor_count, len(entries))
+    head += b"".join(entries) + metadata.descriptions
+    return head + bytes(-len(head) % alignment) if metadata.tensor_count else head
+
+
 def can_hold(value: Any) -> bool:
     """Return True if GGUF has a type for a metadata value."""
     try:

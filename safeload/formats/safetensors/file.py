@@ -99,7 +99,13 @@ def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, Any]:
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise folder_given(text, folders)
     if status == lib.SL_E_FORMAT:
-        raise explain(text) or failure(status, loaded.error, text)
+        from ...stores.edit_journal import await_editor, interrupted  # few files are broken
+
+        attempt = 0
+        while status == lib.SL_E_FORMAT and await_editor(text, attempt):
+            status, attempt = int(short.sl_safetensors_load(*arguments)), attempt + 1
+    if status == lib.SL_E_FORMAT:
+        raise interrupted(text) or explain(text) or failure(status, loaded.error, text)
     check(status, loaded.error, text)
     return text, loaded
 

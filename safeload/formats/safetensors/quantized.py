@@ -32,7 +32,7 @@ KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
 CODES_SUFFIX = ".codes"
 
-_QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked)
+QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked)
 
 
 def pack(
@@ -50,7 +50,7 @@ def pack(
     check_mapping(tensors, "tensors")
     if metadata is not None:
         check_mapping(metadata, "metadata", "str to str")
-    if not any(isinstance(value, _QUANTIZED) for value in tensors.values()):
+    if not any(isinstance(value, QUANTIZED) for value in tensors.values()):
         if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):  # they describe another file
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         return tensors, metadata
@@ -60,7 +60,7 @@ def pack(
     described: dict[str, Any] = {}
     configs = set()
     for name, value in tensors.items():
-        if not isinstance(value, _QUANTIZED):
+        if not isinstance(value, QUANTIZED):
             packed[name] = value
             continue
         packing = None if isinstance(value, LazyQuantized) else value.packing

@@ -130,13 +130,13 @@ class StoreReplacement(Replacement):
         if taken.isdisjoint(self._folder.names()):
             return {file: file for file in files}
         mark = os.urandom(_DIGITS // 2).hex()
-        return {file: _marked(file, mark) for file in files}
+        return {file: marked(file, mark) for file in files}
 
     def aside(self, file: str, plan: str) -> tuple[Folder, str]:
-        return self._folder, _marked(file, plan)
+        return self._folder, marked(file, plan)
 
     def begun(self, plan: str) -> bool:
-        return any(name.startswith(_marked(_STEM, plan)) for name in self._folder.names())
+        return any(name.startswith(marked(_STEM, plan)) for name in self._folder.names())
 
     def asides(self) -> list[Folder]:
         return []
@@ -208,7 +208,7 @@ def is_file(location: Location) -> bool:
     return True
 
 
-def _marked(file: str, mark: str) -> str:
+def marked(file: str, mark: str) -> str:
     """Return a free name for a shard; ``model.safetensors`` becomes a numbered shard, which needs an index."""
     file = _NUMBERED if file == SINGLE else file
     return f"{_STEM}{mark[:_DIGITS]}-{file.removeprefix(_STEM)}"

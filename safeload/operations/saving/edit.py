@@ -1,0 +1,90 @@
+"""Edit metadata and tensors of a file or folder."""
+
+from __future__ import annotations
+
+import os
+
+from ...base.paths import PathLike
+from ...engine.run.atomic_file import leftovers
+from ...errors import SafeloadError, UnsupportedError
+from ...formats.folder import INDEX, SINGLE
+from ...stores.edit_journal import Locked, recover
+from .edit_base import Edit, local_path, resolved
+from .edit_file import edit_file
+from .edit_folder import FolderEdit
+
+
+def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
+    """Change metadata, names and tensors of a safetensors file or folder, or the metadata of a GGUF file.
+
+    The header alone is rewritten in place if it has room, as files by `Writer`, `save`, `convert` and `edit` have; this
+    takes milliseconds whatever the size of the file. All other changes write a new file, with shared or copied blocks
+    where the system has them, and rename it. In both cases the file has the old content or the new one after a crash:
+    if `open` reports an interrupted edit, ``safeload edit --recover FILE`` completes it. Arrays of an open checkpoint
+    keep their values.
+
+    In a folder with an index, shards with changed tensors get new names before the index names them. Metadata is
+    changed in each shard.
+
+    Args:
+        path: a ".safetensors" or ".gguf" file, a folder, or an index. Symbolic links are followed, but not into the
+            cache of the Hugging Face Hub.
+        force: True to edit a file that has several hard links. A header in place then changes for all of them; a new
+            file replaces only this one.
+        durable: False to skip the fsync of files.
+
+    Returns:
+        An edit, for a ``with`` statement: ``file.metadata``, ``file.rename(old, new)``, ``del file[name]``,
+        ``file[name] = array``.
+
+    Raises:
+        FormatError: the file breaks its format.
+        UnsupportedError: the file has another format or several hard links, or is in the Hub's cache.
+        BlockingIOError: another edit of the file is in progress.
+        SafeloadError: at the end of the block, another program has changed the file.
+        OSError: the file cannot be read or written.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> safeload.save({"w": np.ones(2, np.float32)}, "edited.safetensors", metadata={"step": "1"})
+        >>> with safeload.edit("edited.safetensors") as file:
+        ...     file.metadata["step"] = "2"
+        ...     file.rename("w", "weight")
+        >>> safeload.open("edited.safetensors").metadata, list(safeload.open("edited.safetensors"))
+        ({'step': '2'}, ['weight'])
+    """
+    text = local_path(path)
+    if os.path.isdir(text):
+        return _of_folder(text, force=force, durable=durable)
+    if text.endswith(".index.json"):
+        return FolderEdit(text, force=force, durable=durable)
+    return edit_file(text, force=force, durable=durable)
+
+
+def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:
+    index, single = os.path.join(path, INDEX), os.path.join(path, SINGLE)
+    if os.path.isfile(index):
+        return FolderEdit(index, force=force, durable=durable)
+    if os.path.isfile(single):
+        return edit_file(single, force=force, durable=durable)
+    raise UnsupportedError(f"{path}: a folder needs {INDEX} or {SINGLE} to be edited; pass the path of a file")
+
+
+def recover_edit(path: PathLike) -> str:
+    """Complete an interrupted edit of a file, and return what the file is now.
+
+    Returns:
+        "nothing" if no edit was interrupted, else "old" or "new".
+
+    Raises:
+        FormatError: the journal belongs to another file.
+        OSError: the file cannot be read or written.
+    """
+    real = resolved(local_path(path), force=True)
+    if os.path.isdir(real):
+        raise SafeloadError(f"{path}: pass the path of a file, such as a shard")
+    with Locked(real) as file:
+        done = recover(file)
+        for leftover in leftovers(os.path.dirname(real), [os.path.basename(real)]):
+            os.unlink(leftover)
+    return done

@@ -1,0 +1,124 @@
+"""Edits of a folder of shards with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ...base.text import show
+from ...engine.run.atomic_file import write_text
+from ...errors import FormatError, UnsupportedError
+from ...stores.json_file import read_json
+from ..folders.store_folder import marked
+from .edit_base import Edit, EditedMetadata, resolved
+from .edit_file import SafetensorsEdit, edit_file
+
+# Digits that tell a changed shard from its old version.
+_DIGITS = 8
+
+
+class FolderEdit(Edit):
+    """An edit of the shards of an index."""
+
+    def __init__(self, index: str, *, force: bool, durable: bool) -> None:
+        super().__init__()
+        self.path = index
+        self._real = resolved(index, force=force)
+        self._content = read_json(self._real, "an index")
+        files = self._content.get("weight_map")
+        if not isinstance(files, dict) or not all(_is_bare(file) for file in files.values()):
+            raise FormatError("an index needs a weight_map of tensors to files beside it", index)
+        self._files: dict[str, str] = dict(files)
+        self._shards: dict[str, SafetensorsEdit] = {}
+        with self._stack:  # closed unless everything opens
+            for file in dict.fromkeys(self._files.values()):
+                shard = edit_file(os.path.join(os.path.dirname(self._real), file), force=force, durable=durable)
+                if not isinstance(shard, SafetensorsEdit):
+                    raise UnsupportedError(f"{shard.path}: only folders of safetensors shards can be edited")
+                self._stack.enter_context(shard._stack)
+                self._shards[file] = shard
+            self._check_index()
+            self._stack = self._stack.pop_all()
+        first = next(iter(self._shards.values()), None)
+        self.metadata = self._edited = EditedMetadata({} if first is None else dict(first.metadata), texts=True)
+
+    def _check_index(self) -> None:
+        for name, file in self._files.items():
+            if name not in self._shards[file]:
+                raise FormatError(f"the index names tensor {show(name)} in {file}, which does not have it", self.path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._files])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def rename(self, old: str, new: str) -> None:
+        self._check_known(old)
+        if old != new:
+            self._check_new(new)
+            self._shards[self._files[old]].rename(old, new)
+            self._files[new] = self._files.pop(old)
+
+    def __delitem__(self, name: str) -> None:
+        self._check_known(name)
+        del self._shards[self._files[name]][name]
+        del self._files[name]
+
+    def __setitem__(self, name: str, array: Any) -> None:
+        if name not in self:
+            self._check_new(name)
+        if not self._shards:
+            raise UnsupportedError(f"{self.path} names no shard that could get a tensor")
+        file = self._files.get(name) or next(reversed(self._shards))
+        self._shards[file][name] = array
+        self._files[name] = file
+
+    def _write(self) -> None:
+        changed = {file: shard for file, shard in self._shards.items() if shard.changes_tensors}
+        for shard in self._shards.values():
+            for key, value in self._edited.changes.items():
+                if value is not None:
+                    shard.metadata[key] = value
+                elif key in shard.metadata:
+                    del shard.metadata[key]
+        for file, shard in self._shards.items():
+            if file not in changed:
+                shard._write()
+        if changed:
+            self._replace(changed)
+
+    def _replace(self, changed: dict[str, SafetensorsEdit]) -> None:
+        """Write changed shards under new names, then the index, then remove the old shards."""
+        folder, mark = os.path.dirname(self._real), os.urandom(_DIGITS // 2).hex()
+        names = {file: marked(file, mark) for file in changed}
+        written: list[str] = []
+        try:
+            for file, shard in changed.items():
+                path = os.path.join(folder, names[file])
+                shard.write_to(path, overwrite=False)
+                written.append(path)
+            content = dict(self._content)
+            content["weight_map"] = {name: names.get(file, file) for name, file in self._files.items()}
+            total = sum(shard.nbytes for shard in self._shards.values())
+            if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
+                content["metadata"] = {**content["metadata"], "total_size": total}
+            write_text(self._real, json.dumps(content, indent=2) + "\n", overwrite=True)
+        except BaseException:
+            for path in written:
+                with suppress(OSError):
+                    os.unlink(path)
+            raise
+        for file in changed:
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, file))
+
+
+def _is_bare(name: Any) -> bool:
+    return isinstance(name, str) and bool(name) and os.path.basename(name) == name and name not in (".", "..")

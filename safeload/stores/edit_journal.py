@@ -1,0 +1,327 @@
+"""The journal beside a file whose header is being edited in place, and its lock."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import sys
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+from ..errors import FormatError, SafeloadError
+from .copying import BLOCK
+from .local import identity_of
+
+# The journal of NAME is ".NAME.safeload-edit".
+_SUFFIX = ".safeload-edit"
+_MAGIC = b"safeload edit 1\n"
+# Largest header of a file that can be edited, without the bytes in front.
+_MAX_HEADER = 128 << 20
+# Seconds between the attempts of a reader while an editor may just be writing, and number of attempts.
+_PAUSE, _ATTEMPTS = 0.05, 10
+# First bytes of a file while its header is incomplete: no format begins like this.
+BROKEN = b"\xff" * 8
+
+
+def journal_of(path: str) -> str:
+    """Return the path of a file's journal."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}{_SUFFIX}")
+
+
+def await_editor(path: str, attempt: int) -> bool:
+    """Return True if a file with a broken header should be read again, because an editor may just be writing it."""
+    if not _exists(path) or attempt >= _ATTEMPTS:
+        return False
+    time.sleep(_PAUSE)
+    return True
+
+
+def interrupted(path: str) -> FormatError | None:
+    """Return the error for a file with a broken header and a journal, or None without a journal."""
+    if not _exists(path):
+        return None
+    return FormatError(f"an edit of its header was interrupted; run: safeload edit --recover {path}", path, 0)
+
+
+def _exists(path: str) -> bool:
+    with suppress(OSError, ValueError):
+        return os.path.lexists(journal_of(os.path.realpath(path)))
+    return False
+
+
+class Journal(NamedTuple):
+    """The old header of a file."""
+
+    device: int
+    inode: int
+    size: int  # of the file
+    header: bytes  # the old header, from the first byte of the file on
+    new_digest: str  # SHA-256 of the new header
+
+
+def digest(data: bytes) -> str:
+    """Return the SHA-256 of a header."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def write(path: str, journal: Journal, *, durable: bool) -> None:
+    """Write the journal of a file.
+
+    Raises:
+        OSError: it cannot be written; no part of it stays.
+    """
+    fields = {**journal._asdict(), "header": len(journal.header), "digest": digest(journal.header)}
+    data = _MAGIC + json.dumps(fields).encode() + b"\n" + journal.header
+    place = journal_of(path)
+    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            owner = os.stat(path)
+            if hasattr(os, "fchown") and owner.st_uid != os.fstat(descriptor).st_uid:
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if durable:
+            sync_folder(place)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(place)
+        raise
+
+
+def read(path: str) -> Journal | None:
+    """Return the journal of a file; None if it is incomplete, so that the file was not changed.
+
+    Raises:
+        FileNotFoundError: there is no journal.
+        FormatError: it belongs to another owner or another file.
+    """
+    place, file = journal_of(path), os.stat(path)
+    status = os.lstat(place)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        raise FormatError("the journal of an edit must be a regular file", place)
+    if hasattr(os, "getuid") and status.st_uid != file.st_uid:
+        raise FormatError("the journal of an edit belongs to another owner than its file", place)
+    if status.st_size > _MAX_HEADER + (1 << 16):
+        raise FormatError(f"a journal has at most {_MAX_HEADER} bytes, got {status.st_size}", place)
+    with open(place, "rb") as stream:
+        data = stream.read()
+    head, _, rest = data.partition(b"\n")
+    line, _, header = rest.partition(b"\n")
+    try:
+        fields = json.loads(line) if head + b"\n" == _MAGIC else {}
+        whole = len(header) == fields["header"] and digest(header) == fields["digest"]
+        journal = Journal(fields["device"], fields["inode"], fields["size"], header, fields["new_digest"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if not whole:
+        return None
+    if [journal.device, journal.inode, journal.size] != [file.st_dev, file.st_ino, file.st_size]:
+        raise FormatError("the journal of an edit names another device, inode or size than its file has", place)
+    return journal
+
+
+def remove(path: str) -> None:
+    """Remove the journal of a file."""
+    with suppress(FileNotFoundError):
+        os.unlink(journal_of(path))
+
+
+def sync_folder(path: str) -> None:
+    """Make the name of a file durable."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# ---- the lock ----
+
+
+class Locked:
+    """A file opened for an edit, which no other edit can open. Leaving the ``with`` block closes it.
+
+    Args:
+        path: path without symbolic links.
+
+    Raises:
+        BlockingIOError: another edit of the file is in progress.
+        OSError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        while True:
+            self.descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+            try:
+                if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+                    raise SafeloadError(f"{path}: only regular files can be edited")
+                _lock(self.descriptor, path)
+                self.identity = identity_of(os.fstat(self.descriptor))
+                if identity_of(os.stat(path))[2:] == self.identity[2:]:
+                    return
+            except BaseException:
+                self.close()
+                raise
+            self.close()  # another edit has replaced the file meanwhile
+
+    def check_unchanged(self) -> None:
+        """Raise SafeloadError if another program has changed or replaced the file."""
+        if identity_of(os.stat(self.path)) != self.identity:
+            raise SafeloadError(f"{self.path} was changed by another program during the edit")
+
+    def finish_reading(self) -> None:
+        """Check that the file is unchanged before it is replaced; Windows does not replace open files."""
+        self.check_unchanged()
+        if os.name == "nt":
+            self.close()
+
+    def read(self, size: int) -> bytes:
+        """Return the first bytes of the file."""
+        chunks, at = [], 0
+        while at < size:
+            os.lseek(self.descriptor, at, os.SEEK_SET)
+            chunk = os.read(self.descriptor, size - at)
+            if not chunk:
+                raise FormatError(f"the file ends at byte {at}", self.path, at)
+            chunks.append(chunk)
+            at += len(chunk)
+        return b"".join(chunks)
+
+    def write(self, begin: int, data: bytes) -> None:
+        """Overwrite bytes of the file."""
+        view = memoryview(data)
+        while view:
+            os.lseek(self.descriptor, begin, os.SEEK_SET)
+            count = os.write(self.descriptor, view)
+            view, begin = view[count:], begin + count
+
+    def overwrite_header(self, old: bytes, new: bytes, *, durable: bool) -> None:
+        """Overwrite the header so that it is invalid until it is complete.
+
+        Args:
+            old: bytes that the file has, as far as known; only differences are written.
+            new: as many bytes.
+        """
+        begin = next((k for k in range(len(BROKEN), len(new)) if old[k] != new[k]), len(new)) if old else len(BROKEN)
+        end = len(new)
+        while old and end > begin and old[end - 1] == new[end - 1]:
+            end -= 1
+        steps = ((0, BROKEN), (begin, new[begin:end]), (0, new[: len(BROKEN)]))
+        for k, (at, data) in enumerate(steps):
+            self.write(at, data)
+            # A disk writes a block as a whole, so all steps in the first block need no order.
+            if durable and (end > BLOCK or k == len(steps) - 1):
+                getattr(os, "fdatasync", os.fsync)(self.descriptor)
+
+    def close(self) -> None:
+        """Close the file and release the lock."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            self.close()
+
+    def __enter__(self) -> Locked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _lock(descriptor: int, path: str) -> None:
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(descriptor, 1 << 62, os.SEEK_SET)  # no byte of the file, which others may read
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+            message = "another edit of this file is in progress"
+            raise BlockingIOError(errno.EWOULDBLOCK, message, path) from None
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):  # a filesystem without locks
+            raise
+
+
+# ---- editing and recovering ----
+
+
+def replace_header(file: Locked, old: bytes, new: bytes, *, durable: bool) -> None:
+    """Replace the header of a file in place by one of the same size, under a journal.
+
+    Raises:
+        OSError: the header cannot be written. The old one is in place, unless the message says to recover it.
+    """
+    identity = file.identity
+    write(file.path, Journal(identity.device, identity.inode, identity.size, old, digest(new)), durable=durable)
+    try:
+        file.overwrite_header(old, new, durable=durable)
+    except BaseException as error:
+        try:
+            file.overwrite_header(b"", old, durable=durable)
+        except OSError:
+            message = f"the header is incomplete; run: safeload edit --recover {file.path}"
+            if isinstance(error, OSError):
+                raise OSError(error.errno, message, file.path) from None
+            raise
+        remove(file.path)
+        raise
+    remove(file.path)
+
+
+def _is_broken(present: bytes, old: bytes) -> bool:
+    """Return True if the first bytes are those of an interrupted edit, in which a write may have been cut."""
+    size = len(BROKEN)
+    cuts = range(1, size + 1)
+    return any(present[:size] in (BROKEN[:k] + old[k:size], old[: size - k] + BROKEN[size - k :]) for k in cuts)
+
+
+def recover(file: Locked, *, durable: bool = True) -> str:
+    """Complete an interrupted edit, and return what was done: "nothing", "old" or "new".
+
+    Raises:
+        FormatError: the journal does not belong to the file, or another program has changed the file.
+    """
+    try:
+        journal = read(file.path)
+    except FileNotFoundError:
+        return "nothing"
+    if journal is None:  # the edit ended before it changed the file
+        remove(file.path)
+        return "old"
+    present = file.read(len(journal.header))
+    if digest(present) == journal.new_digest:
+        remove(file.path)
+        return "new"
+    if present != journal.header:
+        if not _is_broken(present, journal.header):
+            text = (
+                f"another program has changed the file since its edit was interrupted: remove {journal_of(file.path)}"
+            )
+            raise FormatError(text, file.path)
+        file.overwrite_header(b"", journal.header, durable=durable)
+    remove(file.path)
+    return "old"

@@ -1,0 +1,490 @@
+"""`safeload.edit`: metadata and tensors of files changed in place, or by a new file."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload import UnsupportedError
+from safeload.cli import main
+from safeload.operations.saving.edit import recover_edit
+from safeload.stores.edit_journal import Journal, digest, journal_of
+from safeload.stores.edit_journal import write as write_journal
+
+upstream = pytest.importorskip("safetensors.numpy")
+
+posix = pytest.mark.skipif(os.name == "nt", reason="POSIX links and owners")
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "model.safetensors"
+    items = {"a": np.arange(5.0), "b": np.ones(3, np.int8), "c": np.ones((2, 2), np.float32), "e": np.ones((0, 4))}
+    safeload.save(items, path, metadata={"x": "1", "y": "2"})
+    return path
+
+
+def metadata_of(path):
+    with safeload.open(path) as checkpoint:
+        return dict(checkpoint.metadata)
+
+
+def apply(path, *changes):
+    with safeload.edit(path) as file:
+        for change in changes:
+            change(file)
+
+
+def fail(file):
+    raise RuntimeError
+
+
+# ---- safetensors ----
+
+
+def test_metadata_and_names_change_in_place(path):
+    inode, before = path.stat().st_ino, upstream.load_file(path)
+    with safeload.edit(path) as file:
+        assert (list(file), len(file), "a" in file, "z" in file) == (["a", "e", "c", "b"], 4, True, False)
+        assert file.metadata == {"x": "1", "y": "2"}
+        file.metadata["x"] = "new"
+        file.metadata["ü"] = "☃" * 500
+        del file.metadata["y"]
+        file.rename("a", "alpha")
+        file.rename("c", "a")
+    assert path.stat().st_ino == inode
+    assert metadata_of(path) == {"x": "new", "ü": "☃" * 500}
+    after = upstream.load_file(path)
+    for old, new in {"a": "alpha", "c": "a", "b": "b", "e": "e"}.items():
+        np.testing.assert_array_equal(before[old], after[new], strict=True)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_other_changes_make_a_new_file(path):
+    inode = path.stat().st_ino
+    with safeload.edit(path) as file:
+        del file["b"]
+        file["new"] = np.arange(6, dtype=np.float16).reshape(2, 3).T
+        file["c"] = np.zeros(4, np.int64)
+    after = upstream.load_file(path)
+    assert path.stat().st_ino != inode
+    assert after.keys() == {"a", "c", "e", "new"}
+    np.testing.assert_array_equal(after["new"], np.arange(6, dtype=np.float16).reshape(2, 3).T)
+    np.testing.assert_array_equal(after["a"], np.arange(5.0))
+    with safeload.edit(path) as file:
+        file.metadata["long"] = "x" * 10_000
+    assert metadata_of(path)["long"] == "x" * 10_000
+    inode = path.stat().st_ino
+    with safeload.edit(path) as file:
+        file.metadata["more"] = "x" * 3_000  # the new file has room again
+    assert path.stat().st_ino == inode
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_file_without_room_gets_some(tmp_path):
+    path = tmp_path / "a.safetensors"
+    upstream.save_file({"w": np.arange(3.0)}, path)
+    with safeload.edit(path) as file:
+        assert file.metadata == {}
+        file.metadata["k"] = "v"
+    assert metadata_of(path) == {"k": "v"}
+    np.testing.assert_array_equal(upstream.load_file(path)["w"], np.arange(3.0))
+
+
+def test_an_edit_without_changes_or_with_an_exception_writes_nothing(path):
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    with safeload.edit(path):
+        pass
+    with pytest.raises(RuntimeError):
+        apply(path, lambda file: file.metadata.update(x="3"), lambda file: file.__delitem__("a"), fail)
+    with safeload.edit(path) as file:
+        file.rename("a", "z")
+        file.rename("z", "a")
+        file.metadata["x"] = "1"
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    with safeload.edit(path):  # the lock is free
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda file: file.rename("z", "y"), safeload.TensorNotFoundError, "no tensor 'z'"),
+        (lambda file: file.rename("a", "b"), ValueError, "there is a tensor 'b' already"),
+        (lambda file: file.rename("a", "__metadata__"), safeload.SafetensorError, "reserved"),
+        (lambda file: file.rename("a", "\udc80"), safeload.SafetensorError, "surrogate"),
+        (lambda file: file.__delitem__("z"), safeload.TensorNotFoundError, "no tensor 'z'"),
+        (lambda file: file.metadata.update(k=3), TypeError, "must be str"),
+        (lambda file: file.metadata.pop("z"), KeyError, "z"),
+        (lambda file: file.__setitem__("a", [1]), TypeError, "is a list"),
+        (lambda file: file.__setitem__(3, np.ones(1)), TypeError, "must be str"),
+        (lambda file: file.__setitem__("q", safeload.quantize(np.ones(32, np.float32), "q8_0")), UnsupportedError, "q"),
+    ],
+)
+def test_invalid_changes_are_refused(change, error, message, path):
+    before = path.read_bytes()
+    with pytest.raises(error, match=message), safeload.edit(path) as file:
+        change(file)
+    assert path.read_bytes() == before
+
+
+def test_parts_of_quantized_tensors_stay_as_they_are_described(tmp_path):
+    path = tmp_path / "q.safetensors"
+    quantized = safeload.quantize(np.random.default_rng(1).standard_normal((4, 64), np.float32), "int8")
+    safeload.save({"w": quantized, "plain": np.ones(3)}, path)
+    for change in (lambda file: file.rename("w", "x"), lambda file: file.__delitem__("w_scale")):
+        with pytest.raises(UnsupportedError, match="part of a quantized tensor"), safeload.edit(path) as file:
+            change(file)
+    with safeload.edit(path) as file:
+        file.rename("plain", "x")
+        file.metadata["a"] = "b"
+    with safeload.open(path) as checkpoint:
+        assert checkpoint.load(dtype=None)["w"] == quantized
+
+
+def test_arrays_of_an_open_checkpoint_keep_their_values(path):
+    mapped = safeload.load(path)
+    checkpoint = safeload.open(path)
+    with safeload.edit(path) as file:
+        file.metadata["x"] = "other"
+    np.testing.assert_array_equal(checkpoint["a"], np.arange(5.0))
+    with safeload.edit(path) as file:
+        file["a"] = np.zeros(9)
+        del file["c"]
+    np.testing.assert_array_equal(mapped["a"], np.arange(5.0))
+    np.testing.assert_array_equal(mapped["c"], np.ones((2, 2)))
+
+
+def test_an_edit_of_a_file_that_is_its_own_source(path):
+    loaded = safeload.load(path)
+    with safeload.edit(path) as file:
+        file["copy"] = loaded["a"]
+        file["a"] = loaded["a"] + 1
+    np.testing.assert_array_equal(safeload.load(path)["copy"], np.arange(5.0))
+
+
+def test_100000_changes_take_linear_time(tmp_path):
+    count = 100_000
+    safeload.save({f"t{k}": np.ones(1, np.int8) for k in range(count)}, tmp_path / "a.safetensors", durable=False)
+    started = time.perf_counter()
+    with safeload.edit(tmp_path / "a.safetensors", durable=False) as file:
+        for k in range(0, count, 2):
+            file.rename(f"t{k}", f"r{k}")
+        for k in range(1, count, 4):
+            del file[f"t{k}"]
+    assert time.perf_counter() - started < 10
+    assert len(safeload.open(tmp_path / "a.safetensors")) == 75_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a sparse file")
+def test_metadata_of_a_large_file_changes_at_once(tmp_path):
+    size, path = 50 << 30, tmp_path / "large.safetensors"
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode() + b" " * 4096
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    times = []
+    for k in range(5):
+        started = time.perf_counter()
+        with safeload.edit(path, durable=False) as file:
+            file.metadata["k"] = str(k)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.01
+    assert path.stat().st_blocks * 512 < 1 << 20
+
+
+# ---- other programs ----
+
+
+def test_two_edits_of_a_file_exclude_each_other(path):
+    with safeload.edit(path) as file:
+        file.metadata["x"] = "5"
+        with pytest.raises(BlockingIOError, match="another edit"):
+            safeload.edit(path)
+        code = "import sys, safeload\ntry: safeload.edit(sys.argv[1])\nexcept BlockingIOError: sys.exit(7)"
+        assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 7
+    abandoned = safeload.edit(path)
+    del abandoned
+    with safeload.edit(path) as file:
+        assert file.metadata["x"] == "5"
+
+
+def test_a_file_that_another_program_changes_meanwhile_is_not_touched(path):
+    for change in (lambda: path.write_bytes(path.read_bytes()), lambda: os.replace(path.with_suffix(".new"), path)):
+        path.with_suffix(".new").write_bytes(path.read_bytes())
+        steps = (lambda file: file.metadata.update(x="7"), lambda file: time.sleep(0.02), lambda file, c=change: c())
+        with pytest.raises(safeload.SafeloadError, match="changed by another program"):
+            apply(path, *steps)
+        assert metadata_of(path)["x"] == "1"
+
+
+@posix
+def test_symbolic_links_are_followed_but_not_into_the_cache(path, tmp_path):
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(path)
+    with safeload.edit(link) as file:
+        file.metadata["x"] = "y" * 9000
+    assert link.is_symlink()
+    assert metadata_of(path)["x"] == "y" * 9000
+    blob = tmp_path / "models--a--b" / "blobs" / "0123"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "main" / "model.safetensors"
+    for folder in (blob.parent, snapshot.parent):
+        folder.mkdir(parents=True)
+    blob.write_bytes(path.read_bytes())
+    snapshot.symlink_to(blob)
+    outside = tmp_path / "outside.safetensors"
+    outside.symlink_to(snapshot)
+    for place in (blob, snapshot, outside):
+        with pytest.raises(UnsupportedError, match="cache of the Hugging Face Hub"):
+            safeload.edit(place)
+
+
+@posix
+def test_several_hard_links_are_refused_unless_forced(path, tmp_path):
+    os.link(path, tmp_path / "other.safetensors")
+    with pytest.raises(UnsupportedError, match="2 hard links"):
+        safeload.edit(path)
+    with safeload.edit(path, force=True) as file:
+        file.metadata["x"] = "both"
+    assert metadata_of(tmp_path / "other.safetensors")["x"] == "both"
+    with safeload.edit(path, force=True) as file:
+        del file["a"]
+    assert "a" in safeload.open(tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("url", ["https://example.org/a.safetensors", "s3://bucket/a.safetensors"])
+def test_urls_cannot_be_edited(url):
+    with pytest.raises(UnsupportedError, match="on this machine"):
+        safeload.edit(url)
+
+
+def test_other_files_cannot_be_edited(tmp_path):
+    np.savez(tmp_path / "a.npz", w=np.ones(1))
+    (tmp_path / "b.safetensors").write_bytes(b"")
+    for name, error in (("a.npz", safeload.FormatError), ("b.safetensors", safeload.FormatError)):
+        with pytest.raises(error):
+            safeload.edit(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        safeload.edit(tmp_path / "none.safetensors")
+    with pytest.raises(UnsupportedError, match="a folder needs"):
+        safeload.edit(tmp_path)
+
+
+# ---- recovery ----
+
+
+def interrupt(path, content=b"\xff" * 30):
+    """What an edit leaves that was killed while it wrote the header."""
+    data = path.read_bytes()
+    header = data[: 8 + int.from_bytes(data[:8], "little")]
+    status = path.stat()
+    write_journal(
+        str(path), Journal(status.st_dev, status.st_ino, status.st_size, header, digest(b"new")), durable=False
+    )
+    with path.open("r+b") as file:
+        file.write(content)
+    return data
+
+
+def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
+    monkeypatch.setattr("safeload.stores.edit_journal._PAUSE", 0)
+    data = interrupt(path)
+    for reader in (safeload.open, safeload.load, safeload.numpy.load_file, safeload.edit):
+        with pytest.raises(safeload.FormatError, match=f"safeload edit --recover {path}"):
+            reader(path)
+    assert path.read_bytes() != data
+    assert main(["edit", "--recover", str(path)]) == 0
+    assert "undone" in capsys.readouterr().out
+    assert path.read_bytes() == data
+    assert os.listdir(path.parent) == [path.name]
+    assert recover_edit(path) == "nothing"
+
+
+@pytest.mark.parametrize("fault", ["other file", "cut", "text", "folder", "link", "nonsense"])
+def test_a_journal_that_does_not_belong_to_the_file_changes_nothing(fault, path):
+    interrupt(path, b"")
+    place, before = journal_of(str(path)), path.read_bytes()
+    with open(place, "rb") as file:
+        journal = file.read()
+    if fault == "other file":
+        path.write_bytes(before + b"\0")
+        before += b"\0"
+    elif fault == "cut":
+        with open(place, "wb") as file:
+            file.write(journal[:-5])
+    elif fault in ("text", "nonsense"):
+        with open(place, "wb") as file:
+            file.write(b"hello" if fault == "text" else b"safeload edit 1\n[" + b"[" * 100_000 + b"\n")
+    else:
+        os.unlink(place)
+        if fault == "folder":
+            os.mkdir(place)
+        else:
+            os.symlink(path, place)
+    if fault in ("cut", "text", "nonsense"):
+        assert recover_edit(path) == "old"
+    else:
+        with pytest.raises(safeload.FormatError):
+            recover_edit(path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_was_replaced_after_an_interrupted_edit_is_kept(path):
+    data = interrupt(path)
+    other = bytearray(data)
+    other[-1] ^= 1
+    other[30] ^= 1  # in the header
+    with path.open("r+b") as file:
+        file.write(other)
+    with pytest.raises(safeload.FormatError, match="another program has changed the file"):
+        recover_edit(path)
+    assert path.read_bytes() == other
+
+
+def test_a_stale_journal_does_not_stop_the_next_edit(path):
+    interrupt(path, b"")
+    with safeload.edit(path) as file:
+        file.metadata["x"] = "after"
+    assert metadata_of(path)["x"] == "after"
+    assert os.listdir(path.parent) == [path.name]
+
+
+# ---- GGUF ----
+
+
+@pytest.fixture
+def gguf(tmp_path):
+    path = tmp_path / "m.gguf"
+    metadata = {
+        "general.architecture": "llama",
+        "general.name": "x",
+        "llama.block_count": np.uint32(3),
+        "eps": np.float32(0.5),
+        "flag": True,
+        "numbers": np.arange(3, dtype=np.int16),
+        "tokens": ["a", "b"],
+    }
+    safeload.gguf.save_file({"blk.0.w": np.ones((4, 32), np.float32), "b": np.ones(5, np.int8)}, path, metadata)
+    return path
+
+
+def test_gguf_metadata_changes_and_keeps_its_types(gguf):
+    reader = pytest.importorskip("gguf").GGUFReader
+    for name in ("y", "a much longer name" * 20):
+        with safeload.edit(gguf) as file:
+            file.metadata["general.name"] = name
+            file.metadata["llama.block_count"] = 7
+            file.metadata["eps"] = 2
+            file.metadata["added"] = [1.5, 2.5]
+        with safeload.open(gguf) as checkpoint:
+            assert checkpoint.metadata["general.name"] == name
+            assert type(checkpoint.metadata["llama.block_count"]).__name__ == "U32"
+            assert type(checkpoint.metadata["eps"]).__name__ == "F32"
+            np.testing.assert_array_equal(checkpoint.load()["blk.0.w"], np.ones((4, 32)))
+        tensors = {tensor.name: tensor.data for tensor in reader(gguf).tensors}
+        np.testing.assert_array_equal(tensors["b"], np.ones(5, np.int8))
+    with safeload.edit(gguf) as file:
+        del file.metadata["tokens"], file.metadata["added"]
+    assert "tokens" not in metadata_of(gguf)
+
+
+def test_only_the_metadata_of_a_gguf_file_can_be_edited(gguf):
+    before = gguf.read_bytes()
+    for change, error in (
+        (lambda file: file.rename("b", "c"), UnsupportedError),
+        (lambda file: file.__delitem__("b"), UnsupportedError),
+        (lambda file: file.__setitem__("b", np.ones(1)), UnsupportedError),
+        (lambda file: file.metadata.update({"general.alignment": 64}), UnsupportedError),
+        (lambda file: file.metadata.update({"llama.block_count": -1}), safeload.SafeloadError),
+        (lambda file: file.metadata.update({"k": None}), TypeError),
+        (lambda file: file.metadata.update({"k": object()}), TypeError),
+    ):
+        with pytest.raises(error), safeload.edit(gguf) as file:
+            change(file)
+    assert gguf.read_bytes() == before
+
+
+# ---- folders ----
+
+
+@pytest.fixture
+def folder(tmp_path):
+    items = {f"t{k}": np.full(100, k, np.float32) for k in range(10)}
+    safeload.save(items, tmp_path / "folder", max_shard_size=1000, metadata={"a": "1"})
+    return tmp_path / "folder"
+
+
+def test_the_shard_and_the_index_of_a_folder_change(folder):
+    with safeload.edit(folder) as file:
+        assert len(file) == 10
+        file.rename("t3", "q")
+        del file["t9"]
+        file["new"] = np.ones(3)
+        file["t0"] = np.zeros(2)
+        file.metadata["a"] = "b"
+    loaded = safeload.load(folder)
+    assert sorted(loaded) == ["new", "q", *(f"t{k}" for k in range(9) if k != 3)]
+    assert (loaded["q"] == 3).all()
+    assert loaded["t0"].shape == (2,)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {name for name in os.listdir(folder) if name.endswith(".safetensors")}
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in loaded.values())
+    for name in set(index["weight_map"].values()):
+        assert metadata_of(folder / name)["a"] == "b"
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def test_metadata_of_a_folder_changes_in_place(folder):
+    before = sorted(os.listdir(folder))
+    with safeload.edit(folder / "model.safetensors.index.json") as file:
+        file.metadata["a"] = "b"
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_a_folder_edit_that_fails_leaves_the_folder(folder):
+    before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+    with pytest.raises(safeload.TensorNotFoundError):
+        apply(folder, lambda file: file.rename("t1", "x"), lambda file: file.__delitem__("nothing"))
+    index = folder / "model.safetensors.index.json"
+    assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+    index.write_text(json.dumps({"weight_map": {"t0": "../model.safetensors"}}))
+    with pytest.raises(safeload.FormatError, match="files beside it"):
+        safeload.edit(folder)
+
+
+# ---- the command ----
+
+
+def test_the_command_edits(path, gguf, capsys):
+    arguments = ["--metadata", "x=a=b", "--metadata", "y", "--rename", "a=alpha", "--drop", "b"]
+    assert main(["edit", str(path), *arguments]) == 0
+    assert capsys.readouterr().out == f"{path}: 4 changes\n"
+    assert metadata_of(path) == {"x": "a=b"}
+    assert set(safeload.load(path)) == {"alpha", "c", "e"}
+    values = {"llama.block_count": "9", "eps": "1.5", "flag": "false", "numbers": "[4]", "general.name": "7", "n": "8"}
+    assert main(["edit", str(gguf), *(f"--metadata={key}={value}" for key, value in values.items())]) == 0
+    metadata = metadata_of(gguf)
+    assert (metadata["llama.block_count"], metadata["eps"], metadata["flag"]) == (9, 1.5, False)
+    assert (metadata["numbers"].tolist(), metadata["general.name"], metadata["n"]) == ([4], "7", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ([], 2),
+        (["--recover", "--drop", "a"], 2),
+        (["--metadata", "none"], 2),
+        (["--rename", "a"], 2),
+        (["--rename", "z=y"], 1),
+        (["--drop", "z"], 1),
+    ],
+)
+def test_wrong_arguments_change_nothing(arguments, status, path):
+    before = path.read_bytes()
+    assert main(["edit", str(path), *arguments]) == status
+    assert path.read_bytes() == before
