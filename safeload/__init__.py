@@ -5,7 +5,7 @@
   ``open(path).stream()`` reads ahead of a loop over the tensors.
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's block formats
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
-- `save`, `Writer`, `edit`: save tensors as they come, and change files
+- `save`, `Writer`, `edit`, `make_patch`, `apply_patch`: save tensors as they come, change files, publish differences
 - `info`, `check`, `stats`, `diff`, `report`: list, check, measure and compare checkpoints, as the commands do
 - `safeload.remote`: paths in stores that your program has already opened
 - `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-in replacements for ``safetensors``
@@ -58,7 +58,9 @@ _MODULE_OF = {
         "operations.quantize.quantize": "quantize",
         "operations.quantize.stack": "StackedDict stack",
         "operations.report.report": "report",
+        "operations.saving.apply": "apply_patch",
         "operations.saving.edit": "edit",
+        "operations.saving.patch": "PatchReport make_patch",
         "operations.saving.save": "save",
         "operations.saving.writer": "Writer",
         "operations.sources.nest": "flatten nest",
@@ -74,10 +76,11 @@ _MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "rem
 # Every other name of the table is documented with its subject and resolves too, but neither `import *` nor completion
 # offers it.
 __all__ = [
-    *("open", "load", "convert", "check", "info", "report", "diff", "stats"),
+    *("open", "load", "save", "convert", "check", "info", "report", "diff", "stats"),
+    *("edit", "make_patch", "apply_patch"),
     *("quantize", "quantization_error", "load_quantized", "astype", "nest", "flatten"),
     *("safe_open", "install_as_safetensors", "show_config"),
-    *("Checkpoint", "QuantizedTensor", "TensorInfo", "Info", "CheckReport", "ConvertReport", "DiffReport"),
+    *("Checkpoint", "QuantizedTensor", "TensorInfo", "Writer", "Info", "CheckReport", "ConvertReport", "DiffReport"),
     *("SafeloadError", "SafetensorError", "FormatError", "UnsupportedError", "TensorNotFoundError"),
     *("ForbiddenError", "RemoteError"),
     "__version__",

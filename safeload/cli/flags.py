@@ -44,6 +44,7 @@ _CODE = tuple(
         (r"no pattern of scheme= matches", "no pattern of --quantize matches"),
         (r"\bscheme=", "--quantize "),
         (r"or a dict with a scheme for each name pattern", "or --quantize PATTERN=SCHEME for each kind of matrix"),
+        (r"pass check=False", "pass --no-check"),
     )
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -322,6 +322,26 @@ def to_array(tensor: Any) -> Array:
         tensor = tensor.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
     array: Array = tensor.numpy()
     return array if array.dtype == dtype else array.view(dtype)
+
+
+def putter(name: str, tensor: Any) -> Callable[[Array, Array], None]:
+    """Return a function that puts unsigned integers of the element's size at flat indices of a dense tensor.
+
+    Raises:
+        UnsupportedError: the tensor is not contiguous, or shows other values than its memory holds.
+    """
+    flat = tensor.detach()
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+        raise error_about(UnsupportedError, "must be contiguous to change in place", tensor=name)
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    flat = flat.view(-1).view(width)
+
+    def put(indices: Array, values: Array) -> None:
+        places = torch.from_numpy(indices.astype(np.int64)).to(flat.device)
+        codes = torch.from_numpy(values.view(f"i{values.dtype.itemsize}").copy()).to(flat.device)
+        flat[places] = codes
+
+    return put
 
 
 def same_bytes(first: Any, second: Any) -> bool:

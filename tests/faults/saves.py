@@ -42,6 +42,14 @@ def _declared(path, version):
             writer.add(name, array)
 
 
+def _patched(path, version):
+    base, patch = (path.parent.parent / f"{name}-{version}.safetensors" for name in ("base", "patch"))
+    if not base.exists():
+        save_file(_tensors(5), base, durable=False)
+        safeload.make_patch(base, _tensors(version), patch, overwrite=True, durable=False)
+    safeload.apply_patch(base, patch, path, overwrite=True)
+
+
 class Save(NamedTuple):
     """A file name; what writes it, given a path and a version; whether it is to survive a crash of the machine."""
 
@@ -64,6 +72,7 @@ SAVES = {
         "a.safetensors",
         lambda path, v: safeload.save(_tensors(v), path, overwrite=True, background=True).result(),
     ),
+    "a patch": Save("a.safetensors", lambda path, v: _patched(path, v)),
     "gguf": Save("a.gguf", lambda path, v: gguf.save_file({**_tensors(v), "q": _quantized(v)}, path)),
     "moon": Save("a.moon", lambda path, v: moon.save_file(_tensors(v), path)),
     "convert to npz": Save("a.npz", lambda path, v: safeload.convert(_tensors(v), path, overwrite=True)),

@@ -154,6 +154,33 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(cas
     assert seen == sorted(seen, key=lambda content: content == versions[1])  # never back to the old one
 
 
+def edit_folder(folder):
+    with safeload.edit(folder) as file:
+        file.rename("t3", "q")
+        file["t5"] = np.zeros(2)
+        file.metadata["step"] = "2"
+
+
+def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr("safeload.stores.edit_journal._PAUSE", 0)
+    folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
+    seen = []
+    for nth in itertools.count(1):
+        assert nth < MOST_CALLS
+        empty(folder.parent)
+        safeload.save(items, folder, max_shard_size=1000, metadata={"step": "1"})
+        died = killed(lambda: edit_folder(folder), folder, ALL | UNLINK, KILL, nth)
+        recover_edit(folder)
+        loaded = safeload.load(folder)
+        changed = (len(loaded), "q" in loaded, loaded["t5"].shape == (2,))
+        assert changed in ((8, False, False), (8, True, True)), nth
+        seen.append(changed[1])
+        if not died:
+            break
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (False, True)
+
+
 @pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
 def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, action):
     path, change, restore, versions = case

@@ -289,6 +289,58 @@ def test_a_name_twice_is_a_value_error(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_the_working_directory_may_change_meanwhile(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    writers = [safeload.Writer("a.safetensors"), safeload.Writer("folder")]
+    large = {"a": np.ones(1 << 20)}
+    pending = [safeload.save(large, path, background=True) for path in ("b.safetensors", "shards/")]
+    monkeypatch.chdir(tmp_path / "there")
+    for writer in writers:
+        with writer:
+            writer.add("w", np.ones(2))
+    for saved in pending:
+        saved.result()
+    assert sorted(os.listdir(tmp_path / "here")) == ["a.safetensors", "b.safetensors", "folder", "shards"]
+    assert os.listdir(tmp_path / "there") == []
+
+
+def test_a_checkpoint_is_a_source(tmp_path):
+    safeload.save(tensors(), tmp_path / "a.safetensors")
+    with safeload.open(tmp_path / "a.safetensors") as checkpoint:
+        safeload.save(checkpoint, tmp_path / "b.safetensors")
+    same(safeload.load(tmp_path / "b.safetensors"), tensors())
+
+
+WRONG = [
+    (3, "a.safetensors", {}, TypeError),
+    (["ab", "cd"], "a.safetensors", {}, TypeError),
+    ({}, "", {}, FileNotFoundError),
+    ({}, "missing/a.safetensors", {}, FileNotFoundError),
+    ({}, "a.safetensors", {"max_shard_size": 10}, ValueError),
+    ({}, "a.safetensors", {"metadata": {"a": 1}}, TypeError),
+    ({}, "a.safetensors", {"metadata": {"a": chr(0xDC80)}}, safeload.SafetensorError),
+    ({}, bytes(1), {}, TypeError),
+    ({}, 7, {}, TypeError),
+    ({}, "https://example.org/a.safetensors", {}, safeload.UnsupportedError),
+    ({}, io.BytesIO(), {"max_shard_size": 10}, ValueError),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+@pytest.mark.parametrize("background", [False, True])
+def test_wrong_arguments_are_refused_at_once(case, background, tmp_path, monkeypatch):
+    items, dst, options, error = case
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error):
+        safeload.save(items, dst, background=background, **options)
+    if isinstance(items, dict):
+        with pytest.raises(error):
+            safeload.Writer(dst, **options)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("dst", ["a.gguf", "a.pt", "a.SAFETENSOR"])
 def test_other_suffixes_are_refused(dst, tmp_path):
     with pytest.raises(ValueError, match=r"use the suffix \.safetensors"):
@@ -443,9 +495,11 @@ def test_the_interpreter_waits_for_pending_saves(tmp_path):
         "import numpy as np, safeload, sys\n"
         "safeload.save({'a': np.ones(8 << 20)}, sys.argv[1] + '/a.safetensors', background=True)\n"
         "safeload.save({'b': np.ones(1)}, sys.argv[1] + '/b.safetensors', background=True)\n"
+        "def late(): safeload.save({'c': np.ones(1)}, sys.argv[1] + '/c.safetensors', background=True)\n"
+        "import atexit; atexit.register(late)\n"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
-    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "c.safetensors"]
     assert safeload.load(tmp_path / "a.safetensors")["a"].size == 8 << 20
 
 

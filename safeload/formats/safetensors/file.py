@@ -127,11 +127,20 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     # The parser refuses an impossible size without more bytes.
     valid = size <= min(MAX_HEADER, file.size - _LENGTH)
     head = file.read_at(0, _LENGTH + size if valid else _LENGTH)
-    table, error = ffi.new("sl_table **"), Error()
-    status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file.size, table, error)
-    check(status, error, file.path)
-    file.table = Table(pointer(table[0]))
+    file.table = parse_head(head, file.size, file.path)
     return Content(file)
+
+
+def parse_head(head: bytes, file_size: int, path: str) -> Table:
+    """Return the table of a file of this size, of which the first bytes are known.
+
+    Raises:
+        FormatError: the header breaks the format.
+    """
+    table, error = ffi.new("sl_table **"), Error()
+    status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file_size, table, error)
+    check(status, error, path)
+    return Table(pointer(table[0]))
 
 
 def parse_table(data: Any) -> tuple[memoryview, Table]:

@@ -6,7 +6,7 @@ import os
 
 from ...base.paths import PathLike
 from ...engine.run.atomic_file import leftovers
-from ...errors import SafeloadError, UnsupportedError
+from ...errors import UnsupportedError
 from ...formats.folder import INDEX, SINGLE
 from ...stores.edit_journal import Locked, recover
 from .edit_base import Edit, local_path, resolved
@@ -71,20 +71,33 @@ def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:
 
 
 def recover_edit(path: PathLike) -> str:
-    """Complete an interrupted edit of a file, and return what the file is now.
+    """Complete an interrupted edit of a file, or of the shards of a folder or index.
 
     Returns:
-        "nothing" if no edit was interrupted, else "old" or "new".
+        "nothing" if no edit was interrupted; "old" if a file has its old header again; else "new".
 
     Raises:
-        FormatError: the journal belongs to another file.
-        OSError: the file cannot be read or written.
+        FormatError: a journal belongs to another file.
+        OSError: a file cannot be read or written.
     """
-    real = resolved(local_path(path), force=True)
-    if os.path.isdir(real):
-        raise SafeloadError(f"{path}: pass the path of a file, such as a shard")
+    text = local_path(path)
+    folder = text if os.path.isdir(text) else os.path.dirname(text) if text.endswith(".index.json") else None
+    if folder is None:
+        return _recover_file(text)
+    _remove_leftovers(folder, [INDEX])
+    shards = sorted(name for name in os.listdir(folder or ".") if name.endswith(".safetensors") and name[0] != ".")
+    results = [_recover_file(os.path.join(folder, name)) for name in shards]
+    return next((result for result in ("old", "new") if result in results), "nothing")
+
+
+def _recover_file(path: str) -> str:
+    real = resolved(path, force=True)
     with Locked(real) as file:
-        done = recover(file)
-        for leftover in leftovers(os.path.dirname(real), [os.path.basename(real)]):
-            os.unlink(leftover)
-    return done
+        result = recover(file)
+        _remove_leftovers(os.path.dirname(real), [os.path.basename(real)])
+    return result
+
+
+def _remove_leftovers(folder: str, names: list[str]) -> None:
+    for leftover in leftovers(folder or ".", names):
+        os.unlink(leftover)

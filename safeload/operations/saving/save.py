@@ -105,7 +105,7 @@ def save(
     options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
     if background:
         return _in_background(tensors, target_of(dst, options), checked_metadata(metadata))
-    if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+    if _is_mapping(tensors) or not isinstance(tensors, Iterable):
         keep: list[Any] = []
         values = {check_name(name): value_of(name, value, keep) for name, value in _items(tensors)}
         texts = checked_metadata(metadata)
@@ -126,11 +126,14 @@ def save(
     return None
 
 
-def _items(tensors: Saved) -> Iterable[tuple[Any, Any]]:
-    if isinstance(tensors, Mapping):
-        return tensors.items()
-    if hasattr(tensors, "keys") and hasattr(tensors, "__getitem__"):
-        return ((name, tensors[name]) for name in tensors)
+def _is_mapping(tensors: Any) -> bool:
+    return isinstance(tensors, Mapping) or (hasattr(tensors, "keys") and hasattr(tensors, "__getitem__"))
+
+
+def _items(tensors: Any) -> Iterable[tuple[Any, Any]]:
+    if _is_mapping(tensors):
+        names = tensors.keys()
+        return ((name, tensors[name]) for name in names)
     if not isinstance(tensors, Iterable):
         raise TypeError(f"tensors must be a dict or an iterable of (name, array), got {type(tensors).__name__}")
     return map(_pair, tensors)
@@ -256,9 +259,11 @@ def _in_background(tensors: Saved, target: FileTarget | FolderTarget, metadata: 
         else:
             future.set_result(None)
 
+    if not threading.main_thread().is_alive():  # the interpreter is exiting and waits for no more threads
+        run()
+        return future
     try:
-        # Not a daemon: the interpreter waits for it.
-        threading.Thread(target=run, name="safeload-save").start()
-    except RuntimeError:  # the interpreter is exiting and starts no more threads
+        threading.Thread(target=run, name="safeload-save").start()  # not a daemon: the interpreter waits for it
+    except RuntimeError:  # no more threads
         run()
     return future

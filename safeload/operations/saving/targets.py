@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, cast
 
 from ...base.native import ffi
+from ...base.paths import absolute
 from ...base.text import parse_size, show
 from ...engine.run.atomic_file import AtomicFile, check_place
 from ...errors import unsaved
-from ...formats.registry import SAFETENSORS, WRITTEN
+from ...formats.registry import SAFETENSORS, WEIGHT_SUFFIXES, WRITTEN
 from ...formats.safetensors.file import FileWriter
 from ...formats.safetensors.header import ROOM
 from ...formats.safetensors.quantized import pack
@@ -63,9 +64,9 @@ class FileTarget(ABC):
         """True if the file cannot seek."""
         return False
 
-    def write(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
+    def write(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, room: int = ROOM) -> None:
         """Write all tensors of the file."""
-        writer = FileWriter(*pack(tensors, metadata), room=ROOM)
+        writer = FileWriter(*pack(tensors, metadata), room=room)
         try:
             with self.file(writer.size) as file:
                 writer.write_to(cast(AtomicFile, file))
@@ -306,9 +307,13 @@ def target_of(dst: Destination | BinaryWriter, options: SaveOptions) -> FileTarg
             raise ValueError("max_shard_size writes a folder, but the destination is a file object")
         return ObjectTarget(dst)
     location = where(cast(Destination, dst), options.storage_options)
+    if not location.files.remote:
+        location = Location(location.files, _absolute(location.path))
     path = location.path
     ends_as_folder = path.endswith(("/", os.sep))
     suffix = "" if ends_as_folder else os.path.splitext(path.rstrip("/"))[1].lower()
+    if options.max_shard_size is not None and not ends_as_folder and suffix in WEIGHT_SUFFIXES:
+        raise ValueError(f"max_shard_size writes a folder, but {show(location.shown)} has the suffix of a file")
     if options.max_shard_size is not None or ends_as_folder or _is_folder(location, suffix):
         return FolderTarget(location, options)
     if not location.files.remote and os.path.exists(path) and not os.path.isfile(path):
@@ -319,6 +324,14 @@ def target_of(dst: Destination | BinaryWriter, options: SaveOptions) -> FileTarg
             "with a slash for a folder"
         )
     return StoreTarget(location, options) if location.files.remote else LocalTarget(path, options)
+
+
+def _absolute(path: str) -> str:
+    """Return a path that is valid until the end of the save, even if the working directory changes."""
+    if not path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    ends = path.endswith(("/", os.sep))
+    return absolute(path) + ("/" if ends and len(path) > 1 else "")
 
 
 def _is_folder(location: Location, suffix: str) -> bool:

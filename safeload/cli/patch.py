@@ -1,0 +1,59 @@
+"""``safeload patch``: publish and apply the difference of two files."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..operations.saving.apply import apply_patch
+from ..operations.saving.patch import make_patch
+from .common import STATUS, add_command, add_overwrite, shown
+
+_EPILOG = f"""examples:
+  safeload patch make step-100.safetensors step-200.safetensors patch.safetensors
+  safeload patch apply step-100.safetensors patch.safetensors step-200.safetensors
+  safeload patch apply model.safetensors patch.safetensors
+
+A patch holds the changed elements, the new header and digests of both files: applied to its base it gives the new file
+byte for byte, and another base is refused. Its layout is TRL's, whose own patches need --no-check.
+
+{STATUS}"""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        commands,
+        "patch",
+        help="publish or apply the difference of two files",
+        description="Make a patch from two safetensors files, or apply a patch.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("action", choices=("make", "apply"), help="what to do")
+    parser.add_argument("base", metavar="BASE", help="the old file, or its URL")
+    parser.add_argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch")
+    parser.add_argument(
+        "destination", metavar="DESTINATION", nargs="?", help="make: the patch; apply: the result, or none for BASE"
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="apply: do not compare digests, which patches of TRL do not have"
+    )
+    add_overwrite(parser, "replace an existing destination")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make or apply a patch and return the exit status."""
+    destination = options.destination
+    if options.action == "make":
+        if destination is None or options.no_check:
+            raise ValueError("safeload patch make takes BASE NEW PATCH")
+        report = make_patch(options.base, options.second, destination, overwrite=options.overwrite)
+        print(f"{shown(destination)}: {report}")
+        return 0
+    result = apply_patch(
+        options.base, options.second, destination, check=not options.no_check, overwrite=options.overwrite
+    )
+    digest = "" if result is None or options.no_check else f", digest {result}"
+    print(f"{shown(destination or options.base)}: patched{digest}")
+    return 0
