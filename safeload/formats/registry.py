@@ -344,7 +344,17 @@ def _refuse_kind(head: bytes, path: str) -> None:
         raise error_about(UnsupportedError, text, path=path) from None
 
 
+# First bytes of a file while `safeload.edit` writes its header.
+_BROKEN = b"\xff" * 8
+
+
 def _unknown(head: bytes, path: str) -> FormatError:
+    if head.startswith(_BROKEN):
+        from ..stores.edit_journal import interrupted  # few files are broken
+
+        error = interrupted(path)
+        if error is not None:
+            return error
     return FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0)
 
 

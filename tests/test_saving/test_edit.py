@@ -305,6 +305,35 @@ def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
     assert recover_edit(path) == "nothing"
 
 
+def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf):
+    data = gguf.read_bytes()
+    status = gguf.stat()
+    journal = Journal(status.st_dev, status.st_ino, status.st_size, data[:300], digest(b"new"))
+    write_journal(str(gguf), journal, durable=False)
+    with gguf.open("r+b") as file:
+        file.write(b"\xff" * 20)
+    for reader in (safeload.open, safeload.edit):
+        with pytest.raises(safeload.FormatError, match="safeload edit --recover"):
+            reader(gguf)
+    assert recover_edit(gguf) == "old"
+    assert gguf.read_bytes() == data
+
+
+def test_a_header_of_odd_length_is_edited_in_place(tmp_path):
+    path = tmp_path / "odd.safetensors"
+    header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}' + b" " * 100
+    header += b" " * (len(header) % 2 == 0)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    inode = path.stat().st_ino
+    with safeload.edit(path) as file:
+        file.metadata["k"] = "v"
+    assert (path.stat().st_ino, metadata_of(path)) == (inode, {"k": "v"})
+    with safeload.edit(path) as file:
+        file.metadata["k"] = "v" * 300
+    assert upstream.load_file(path)["w"].tobytes() == b"abc"
+    assert metadata_of(path) == {"k": "v" * 300}
+
+
 @pytest.mark.parametrize("fault", ["other file", "cut", "text", "folder", "link", "nonsense"])
 def test_a_journal_that_does_not_belong_to_the_file_changes_nothing(fault, path):
     interrupt(path, b"")

@@ -316,6 +316,7 @@ def test_a_checkpoint_is_a_source(tmp_path):
 WRONG = [
     (3, "a.safetensors", {}, TypeError),
     (["ab", "cd"], "a.safetensors", {}, TypeError),
+    ([("a", np.ones(1)), None], "a.safetensors", {}, TypeError),
     ({}, "", {}, FileNotFoundError),
     ({}, "missing/a.safetensors", {}, FileNotFoundError),
     ({}, "a.safetensors", {"max_shard_size": 10}, ValueError),
@@ -328,7 +329,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("case", WRONG, ids=str)
+@pytest.mark.parametrize("case", WRONG, ids=range(len(WRONG)))
 @pytest.mark.parametrize("background", [False, True])
 def test_wrong_arguments_are_refused_at_once(case, background, tmp_path, monkeypatch):
     items, dst, options, error = case

@@ -6,7 +6,7 @@ import os
 
 from ...base.paths import PathLike
 from ...engine.run.atomic_file import leftovers
-from ...errors import UnsupportedError
+from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ...formats.folder import INDEX, SINGLE
 from ...stores.edit_journal import Locked, recover
 from .edit_base import Edit, local_path, resolved
@@ -53,12 +53,16 @@ def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
         >>> safeload.open("edited.safetensors").metadata, list(safeload.open("edited.safetensors"))
         ({'step': '2'}, ['weight'])
     """
-    text = local_path(path)
-    if os.path.isdir(text):
-        return _of_folder(text, force=force, durable=durable)
-    if text.endswith(".index.json"):
-        return FolderEdit(text, force=force, durable=durable)
-    return edit_file(text, force=force, durable=durable)
+    try:
+        text = local_path(path)
+        if os.path.isdir(text):
+            return _of_folder(text, force=force, durable=durable)
+        if text.endswith(".index.json"):
+            return FolderEdit(text, force=force, durable=durable)
+        return edit_file(text, force=force, durable=durable)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.paths import PathLike, native_path
 from ...base.text import show
-from ...errors import TensorNotFoundError, UnsupportedError
+from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, cut_traceback
 from ...formats.safetensors.header import text
 from ...stores import url as urls
 from .values import check_name
@@ -134,9 +134,13 @@ class Edit(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._stack:
-            if kind is None:
-                self._write()
+        try:
+            with self._stack:
+                if kind is None:
+                    self._write()
+        except SafeloadError as raised:
+            cut_traceback(raised)
+            raise
 
     def _check_known(self, name: str) -> None:
         if name not in self:

@@ -22,6 +22,7 @@ from ...base.arrays import Array
 from ...base.text import plural
 from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
+from ...errors import SafeloadError, cut_traceback
 from ...formats.safetensors.file import Memory
 from ..folders.destinations import Destination
 from .patch_sides import (
@@ -120,27 +121,31 @@ def make_patch(
         >>> weights["w"].sum()
         np.float32(10.0)
     """
-    texts = checked_metadata(metadata) or {}
-    target = target_of(dst, SaveOptions(None, overwrite, durable, storage_options))
-    if isinstance(target, FolderTarget):
-        raise ValueError("a patch is a file: use the suffix .safetensors")
-    with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:
-        difference = _Difference(old, changed)
-        tensors, report = difference.tensors, difference.report()
-        header = changed.header
-        tensors[HEADER] = np.frombuffer(header.rstrip(b" "), np.uint8)
-        size = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
-        facts = PatchFacts(VERSION, report.base, report.result, len(header), size, "")
-        facts = facts._replace(digest=own_digest(DictSide(tensors, "patch"), facts))
-        texts = {
-            "sparse": "True",
-            "sparsity": f"{1 - report.changed / max(1, report.elements):.6f}",
-            "changed_params": str(report.changed),
-            **texts,
-            KEY: json.dumps(facts._asdict()),
-        }
-        target.write(tensors, texts, room=0)
-    return report
+    try:
+        texts = checked_metadata(metadata) or {}
+        target = target_of(dst, SaveOptions(None, overwrite, durable, storage_options))
+        if isinstance(target, FolderTarget):
+            raise ValueError("a patch is a file: use the suffix .safetensors")
+        with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:
+            difference = _Difference(old, changed)
+            tensors, report = difference.tensors, difference.report()
+            header = changed.header
+            tensors[HEADER] = np.frombuffer(header.rstrip(b" "), np.uint8)
+            size = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
+            facts = PatchFacts(VERSION, report.base, report.result, len(header), size, "")
+            facts = facts._replace(digest=own_digest(DictSide(tensors, "patch"), facts))
+            texts = {
+                "sparse": "True",
+                "sparsity": f"{1 - report.changed / max(1, report.elements):.6f}",
+                "changed_params": str(report.changed),
+                **texts,
+                KEY: json.dumps(facts._asdict()),
+            }
+            target.write(tensors, texts, room=0)
+        return report
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
 
 
 class _Difference:

@@ -11,7 +11,7 @@ from ...base import dtypes
 from ...base.arrays import check_mapping
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...errors import UnsupportedError, unsaved
+from ...errors import SafeloadError, UnsupportedError, cut_traceback, unsaved
 from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
 from ..folders.destinations import Destination
@@ -101,6 +101,13 @@ class Writer:
             UnsupportedError: a quantized tensor, and ``tensors`` was passed.
             OSError: the file cannot be written. Also a SafetensorError.
         """
+        try:
+            self._checked_add(name, array)
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
+
+    def _checked_add(self, name: str, array: Any) -> None:
         if self._state != "open":
             raise ValueError(f"the writer is {self._state}")
         if check_name(name) in self._names:
@@ -184,6 +191,9 @@ class Writer:
         try:
             with self._stack:
                 self._finish()
+        except SafeloadError as error:
+            cut_traceback(error)
+            raise
         except OSError as error:
             raise unsaved(error) from None
 
