@@ -277,6 +277,38 @@ def test_folders_and_other_formats_are_refused(pair, tmp_path):
         safeload.make_patch(pair[0], pair[1], tmp_path / "folder")
 
 
+def test_files_with_quantized_tensors_are_exact(tmp_path):
+    rng = np.random.default_rng(4)
+    weights = rng.standard_normal((4, 64), np.float32)
+    for name, weight in {"old": weights, "new": weights + 0.5}.items():
+        safeload.save({"w": safeload.quantize(weight, "int8"), "b": np.ones(3)}, tmp_path / f"{name}.safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in ("old", "new", "patch")]
+    safeload.make_patch(*paths)
+    safeload.apply_patch(paths[0], paths[2])
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_indices_of_large_tensors_have_64_bits(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("safeload.operations.saving.patch._MAX_INT32", 100)
+    safeload.make_patch(pair[0], pair[1], tmp_path / "p.safetensors")
+    assert safeload.load(tmp_path / "p.safetensors")["w.indices"].dtype == np.int64
+    safeload.apply_patch(pair[0], tmp_path / "p.safetensors", tmp_path / "out.safetensors")
+    assert (tmp_path / "out.safetensors").read_bytes() == pair[1].read_bytes()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="symbolic links")
+def test_a_file_in_the_cache_of_the_hub_is_not_replaced(pair, tmp_path):
+    blob = tmp_path / "models--a--b" / "blobs" / "0123"
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(pair[0].read_bytes())
+    (tmp_path / "link.safetensors").symlink_to(blob)
+    with pytest.raises(UnsupportedError, match="cache of the Hugging Face Hub"):
+        safeload.apply_patch(tmp_path / "link.safetensors", pair[2])
+    assert blob.read_bytes() == pair[0].read_bytes()
+    safeload.apply_patch(tmp_path / "link.safetensors", pair[2], tmp_path / "out.safetensors")
+    assert (tmp_path / "out.safetensors").read_bytes() == pair[1].read_bytes()
+
+
 def test_equal_files_give_a_patch_that_only_names_the_header(pair, tmp_path):
     report = safeload.make_patch(pair[0], pair[0], tmp_path / "p.safetensors")
     assert (report.changed, report.tensors, report.base) == (0, 0, report.result)
