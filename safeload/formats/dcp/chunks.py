@@ -324,7 +324,7 @@ def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
     try:
         import zstandard
     except ImportError:
-        text = "this checkpoint is compressed with zstd: pip install 'safeload[zstd]'"
+        text = "this checkpoint is compressed with zstd: pip install zstandard"
         raise ImportError(text) from None
     return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
 
