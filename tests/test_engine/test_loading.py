@@ -211,6 +211,26 @@ SHARED = {
 }
 
 
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_tied_tensors_may_share_an_array_of_out(dtype, tmp_path):
+    """As in the arrays of an earlier load."""
+    torch = pytest.importorskip("torch")
+    weight = torch.randn(30, 20)
+    torch.save({"a": weight, "b": weight, "c": weight * 2, "rows": weight[:30]}, tmp_path / "x.pt")
+    expected = safeload.load(tmp_path / "x.pt", dtype=dtype)
+    shared = np.empty((30, 20), dtype or np.float32)
+    out = {"a": shared, "b": shared, "c": np.empty_like(shared), "rows": shared}
+    safeload.load(tmp_path / "x.pt", dtype=dtype, out=out)
+    assert all(np.array_equal(out[name], expected[name]) for name in out)
+    shared[:] = 0
+    with safeload.open(tmp_path / "x.pt") as checkpoint:
+        assert len(list(checkpoint.stream(dtype=dtype, out=out))) == 4
+        assert np.array_equal(shared, expected["a"])
+        for call in (checkpoint.load, checkpoint.stream):
+            with pytest.raises(ValueError, match="share memory"):
+                call(dtype=dtype, out={**out, "c": shared})
+
+
 @pytest.mark.parametrize("case", SHARED)
 def test_arrays_of_out_that_share_memory_are_refused(case, tmp_path):
     """Only the last one filled would hold its tensor."""

@@ -364,4 +364,4 @@ def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
     check_out_names(out, (entry.name for entry in entries), "stream")
     for entry in entries:
         check_fits(entry.name, entry.dtype, entry.shape, out)
-    check_disjoint(out)
+    check_disjoint(out, lambda: {entry.name: entry._replace(name="", at=0) for entry in entries if not entry.strided})

@@ -203,7 +203,11 @@ def _check_out(
         if target is None:
             raise stored_in_parts(name, tensor)
         check_fits(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
-    check_disjoint({name: out[name] for name in chain(packed, *(plan.names for plan in plans))})
+
+    def contents() -> dict[str, Any]:
+        return {name: (plan.file, plan.spec(k)) for plan in plans for k, name in enumerate(plan.names)}
+
+    check_disjoint({name: out[name] for name in chain(packed, *(plan.names for plan in plans))}, contents)
     parts = (part.file for tensor in packed.values() for part in tensor.parts.values())
     refuse_own_files(out, [*(plan.file for plan in plans), *parts])
 
