@@ -139,6 +139,15 @@ def test_rows_of_tensors_agree(every):
     }
 
 
+def test_rows_of_a_difference_have_its_relative_change(every):
+    rows = {row["name"]: row for row in every["DiffReport"].rows()}
+    assert rows["a.1"]["relative_change"] == 1
+    assert rows["z.single"]["relative_change"] == 0.2
+    assert rows["a.0"]["relative_change"] == 0
+    assert np.isnan(rows["new"]["relative_change"])
+    assert "relative_change" in every["DiffReport"]._repr_html_()
+
+
 def test_dicts_of_results_print_as_tables(every):
     for name in ("StatsTable", "QuantizationTable"):
         table = every[name]

@@ -64,6 +64,8 @@ CALLS = {
     "info of a pattern": lambda: safeload.info("good.safetensors", only="v*"),
     "check of a pattern": lambda: safeload.check("good.safetensors", only="v*"),
     "stats": lambda: safeload.stats("page.safetensors"),
+    "diff": lambda: safeload.diff("good.safetensors", "page.safetensors"),
+    "diff of a pattern": lambda: safeload.diff({"w": W}, {"w": W}, only="v*"),
     "quantize": lambda: safeload.quantize(W * np.nan, "q8_0"),
     "quantization_error": lambda: safeload.quantization_error({}, {"w": quantized()}),
     "load_quantized": lambda: safeload.load_quantized({"w": W * np.inf}),
