@@ -355,22 +355,16 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, GGUF)
     chosen: list[str] | None = None
     if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
-        return _open_training(shards_of(names)[0], DCP, path, names, folders, request)
+        return _open_training(shards_of(names)[0], DCP, path, visible, request)
     if SAFETENSORS in formats:
         chosen = _choose_safetensors(names, shown, lambda: files.is_folder(files.join(path, RESUME)))
     if chosen is None and (TORCH_ZIP in formats or TORCH_LEGACY in formats):
         chosen = _choose_torch(names, shown)
     if chosen is None and DCP in formats:
         chosen = _choose_dcp(names)
-    if chosen is None and DEEPSPEED in formats:
-        tag = zero.tag_of(path, names, folders, files)
-        if tag is not None:
-            shards = open_folder(tag, request)
-            return shards if shards.config is not None else shards._replace(config=read_config(path, files))
-        if zero.is_checkpoint(names):
-            return _open_training(zero.model_states(names)[0], DEEPSPEED, path, names, folders, request)
-    if chosen is None and FSDP in formats and rank_files(names):
-        return _open_training(rank_files(names)[0], FSDP, path, names, folders, request)
+    training = None if chosen is not None else _open_processes(path, visible, formats, request)
+    if training is not None:
+        return training
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
     if chosen is None:
@@ -387,13 +381,32 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     return shards._replace(config=config, notes=[*shards.notes, *_notes(names, folders, used, path, files)])
 
 
+def _open_processes(
+    path: str, visible: Sequence[tuple[str, bool]], formats: Sequence[str], request: OpenRequest
+) -> Shards | None:
+    """Open the folder of a ZeRO checkpoint or of rank files; None if it is neither."""
+    names = [name for name, is_folder in visible if not is_folder]
+    if DEEPSPEED in formats:
+        tag = zero.tag_of(path, visible, request.files)
+        if tag is not None:
+            shards = open_folder(tag, request)
+            config = read_config(path, request.files) if shards.config is None else shards.config
+            return shards._replace(config=config)
+        if zero.is_checkpoint(names):
+            return _open_training(zero.model_states(names)[0], DEEPSPEED, path, visible, request)
+    if FSDP in formats and rank_files(names):
+        return _open_training(rank_files(names)[0], FSDP, path, visible, request)
+    return None
+
+
 def _open_training(
-    name: str, format: str, path: str, names: Sequence[str], folders: Sequence[str], request: OpenRequest
+    name: str, format: str, path: str, visible: Sequence[tuple[str, bool]], request: OpenRequest
 ) -> Shards:
     """Open a folder with a file for each process by its first file, which stands for all."""
     files = request.files
     first = open_file(files.join(path, name), request._replace(formats=(format,)))
-    notes = _notes([name for name in names if not _RANK_FILE.fullmatch(name)], folders, set(), path, files)
+    names = [name for name, is_folder in visible if not is_folder and not _RANK_FILE.fullmatch(name)]
+    notes = _notes(names, [name for name, is_folder in visible if is_folder], set(), path, files)
     shards = _union(first.format, first.files, first.metadata)
     return shards._replace(config=read_config(path, files), notes=[*first.notes, *notes])
 

@@ -20,7 +20,9 @@ URL = "mem://model"
 FILES = sorted(
     path
     for path in DATA.rglob("*")
-    if path.suffix in (".safetensors", ".gguf", ".npz", ".pt", ".pth", ".moon", ".npy", ".bin") and path.is_file()
+    if path.suffix in (".safetensors", ".gguf", ".npz", ".pt", ".pth", ".moon", ".npy", ".bin")
+    and path.is_file()
+    and "deepspeed" not in path.parts  # names too long for the id of a test; test_zero.py opens them
 )
 FOLDERS = sorted({path.parent for path in DATA.rglob("*.json") if any(path.parent.glob("*.safetensors"))})
 

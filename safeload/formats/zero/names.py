@@ -19,13 +19,13 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-
 _OTHER = re.compile(r"(?:layer_.*|expp_rank_.*|.*expert.*)[-_](?:model|optim)_states\.pt", re.ASCII)
 
 
-def tag_of(path: str, names: Sequence[str], folders: Sequence[str], files: Files) -> str | None:
+def tag_of(path: str, visible: Sequence[tuple[str, bool]], files: Files) -> str | None:
     """Return the folder that ``latest`` names; None if there is no such file or folder."""
-    if LATEST not in names:
+    if (LATEST, False) not in visible:
         return None
     with closing(files.open(files.join(path, LATEST))) as store:
         tag = read_at(store, 0, _LONGEST).decode("utf-8", "replace").strip()
-    if not is_bare(tag) or tag not in folders:
+    if not is_bare(tag) or (tag, True) not in visible:
         return None
     folder = files.join(path, tag)
     return folder if is_checkpoint([name for name, _ in files.listing(folder)]) else None
