@@ -16,7 +16,7 @@ from ...formats.gguf import read as gguf_reading
 from ...formats.gguf.write import head_with
 from ...formats.safetensors.file import TensorToWrite, open_file, source_of
 from ...formats.safetensors.header import ROOM, Header
-from ...formats.safetensors.quantized import KEY, QUANTIZED, SCALE_SUFFIX
+from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
 from ...stores.copying import BLOCK
 from ...stores.edit_journal import Locked, remove, replace_header
 from .edit_base import Edit, EditedMetadata, resolved
@@ -187,7 +187,7 @@ def _parts_of(metadata: Mapping[str, str]) -> set[str]:
     try:
         described = json.loads(metadata[KEY])
         for name, entry in described.items():
-            parts |= {name, name + SCALE_SUFFIX, *(entry.get("parts") or {}).values()}
+            parts |= {name, name + SCALE_SUFFIX, name + CODES_SUFFIX, *(entry.get("parts") or {}).values()}
     except (ValueError, RecursionError, AttributeError, TypeError):
         raise UnsupportedError(f"the metadata {KEY} cannot be understood, so the file cannot be edited") from None
     return parts

@@ -16,13 +16,14 @@ from ...base.paths import absolute
 from ...base.text import parse_size, show
 from ...engine.run.atomic_file import AtomicFile, check_place
 from ...errors import unsaved
+from ...formats.folder import SINGLE
 from ...formats.registry import SAFETENSORS, WEIGHT_SUFFIXES, WRITTEN
 from ...formats.safetensors.file import FileWriter
 from ...formats.safetensors.header import ROOM
 from ...formats.safetensors.quantized import pack
 from ...stores.files import Location
 from ..folders import journal, unfinished
-from ..folders.destinations import USUAL_SIZE, Destination, file_in_store, of, replacement_of, where
+from ..folders.destinations import USUAL_SIZE, Destination, file_in_store, is_folder, of, replacement_of, where
 from ..folders.folder import Folder, check_free
 from ..folders.replacement import OldShards
 from ..folders.shards import Beside, divide, weight_map, write_beside, write_shard, write_shards, writer_of
@@ -227,13 +228,13 @@ class FolderTarget:
         )
 
     def _write(self, writers: Mapping[str, Any], files: Mapping[str, str], total: int) -> None:
-        beside = Beside(files, total, None, {})
+        beside = Beside(files, total, None, {}, indexed=[*writers] != [SINGLE])
         write_shards(writers, beside, self._folder, overwrite=self._overwrite)
-        self._tidy([*writers])
+        self._tidy()
 
-    def _tidy(self, shards: list[str]) -> None:
-        journal.forget(self._folder, shards)
+    def _tidy(self) -> None:
         if self._overwrite:
+            journal.clear(self._folder)
             unfinished.forget(self._folder)
 
     # ---- shards that come one at a time ----
@@ -279,15 +280,16 @@ class FolderTarget:
                 self._upload(spool)
             shards = [*dict.fromkeys(self._uploaded.values())]
             outdated = self._replacement.outdated(shards) if self._overwrite else []
-            beside = Beside(self._uploaded, self._total, None, {})
+            beside = Beside(self._uploaded, self._total, None, {}, indexed=True)
             with ExitStack() as stack:
+                stack.enter_context(self._replacement.after_index(outdated))
                 write_beside(
                     stack, beside, self._folder, self._replacement, overwrite=self._overwrite, outdated=outdated
                 )
-            self._tidy(shards)
+            self._tidy()
             return
         count = len(self._shards)
-        usual = [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
+        usual = [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)] if count > 1 else [SINGLE]
         names = [self._replacement.free_names(usual)[file] for file in usual]
         files = {name: file for file, spool in zip(names, self._shards, strict=True) for name in spool.names}
         spools = zip(names, self._shards, strict=True)
@@ -310,14 +312,15 @@ def target_of(dst: Destination | BinaryWriter, options: SaveOptions) -> FileTarg
     if not location.files.remote:
         location = Location(location.files, _absolute(location.path))
     path = location.path
-    ends_as_folder = path.endswith(("/", os.sep))
-    suffix = "" if ends_as_folder else os.path.splitext(path.rstrip("/"))[1].lower()
-    if options.max_shard_size is not None and not ends_as_folder and suffix in WEIGHT_SUFFIXES:
-        raise ValueError(f"max_shard_size writes a folder, but {show(location.shown)} has the suffix of a file")
-    if options.max_shard_size is not None or ends_as_folder or _is_folder(location, suffix):
-        return FolderTarget(location, options)
-    if not location.files.remote and os.path.exists(path) and not os.path.isfile(path):
+    suffix = os.path.splitext(path)[1].lower()
+    if not location.files.remote and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         return LocalTarget(path, options)  # a device or a pipe
+    if is_folder(location):
+        return FolderTarget(location, options)
+    if options.max_shard_size is not None:
+        if suffix in WEIGHT_SUFFIXES:
+            raise ValueError(f"max_shard_size writes a folder, but {show(location.shown)} has the suffix of a file")
+        return FolderTarget(location, options)
     if suffix not in WRITTEN[SAFETENSORS]:
         raise ValueError(
             f"{show(location.shown)}: tensors are saved as safetensors: use the suffix .safetensors, or end the path "
@@ -332,9 +335,3 @@ def _absolute(path: str) -> str:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     ends = path.endswith(("/", os.sep))
     return absolute(path) + ("/" if ends and len(path) > 1 else "")
-
-
-def _is_folder(location: Location, suffix: str) -> bool:
-    if location.files.remote:
-        return suffix == ""
-    return os.path.isdir(location.path) or (suffix == "" and not os.path.lexists(location.path))

@@ -59,7 +59,8 @@ def check_name(name: Any) -> str:
 class Packer:
     """Turn the tensors of a file into plain tensors, one at a time, and describe the quantized ones."""
 
-    def __init__(self, metadata: Mapping[str, str] | None) -> None:
+    def __init__(self, metadata: Mapping[str, str] | None, *, in_folder: bool = False) -> None:
+        self._in_folder = in_folder
         self._texts = pack({}, metadata)[1]
         self._described: dict[str, Any] = {}
         self._config: str | None = None  # the quantization of packed tensors
@@ -72,7 +73,7 @@ class Packer:
         """
         import json
 
-        packed, texts = pack({name: value}, None)
+        packed, texts = pack({name: value}, None, in_folder=self._in_folder)
         if texts is not None:
             config = texts.get(CONFIG_KEY)
             if config is not None and self._config not in (None, config):

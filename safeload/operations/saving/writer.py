@@ -79,8 +79,9 @@ class Writer:
         self._target = target_of(dst, options)
         if isinstance(self._target, FileTarget) and self._target.in_order and declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
+        self._in_folder = isinstance(self._target, FolderTarget)
         self._plan = None if declared is None else DeclaredFile(declared, self._metadata)
-        self._packer = Packer(self._metadata)
+        self._packer = Packer(self._metadata, in_folder=self._in_folder)
         self._stack = ExitStack()
         self._names: set[str] = set()
         self._file: Spool | DeclaredFile | None = None  # open
@@ -123,7 +124,8 @@ class Writer:
 
     def _add(self, name: str, value: Any) -> None:
         if isinstance(value, QuantizedTensor):
-            sources = {part: source_of(part, plain) for part, plain in Packer(None).parts(name, value).items()}
+            packer = Packer(None, in_folder=self._in_folder)
+            sources = {part: source_of(part, plain) for part, plain in packer.parts(name, value).items()}
         else:
             sources = {name: source_of(name, value)}
         for part in sources:
@@ -173,7 +175,7 @@ class Writer:
         else:
             return
         self._file = target.next_spool(self._stack)
-        self._packer = Packer(self._metadata)
+        self._packer = Packer(self._metadata, in_folder=self._in_folder)
 
     def close(self) -> None:
         """Complete the file and put it in place; the end of a ``with`` block does this.
