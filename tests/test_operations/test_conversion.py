@@ -413,7 +413,7 @@ def command(*arguments, cwd=None):
 
 def test_command_line(source, tmp_path):
     status, out, err = command(source, "out.safetensors", "--dtype", "float16", cwd=tmp_path)
-    assert (status, out, err) == (0, "out.safetensors: safetensors, 6 tensors, 31 KiB\n", "")
+    assert (status, out, err) == (0, "out.safetensors: safetensors, 6 tensors, 35 KiB\n", "")
     same(load_file(tmp_path / "out.safetensors"), load_file(source, dtype="float16"))
     status, out, err = command(source, "out.safetensors", cwd=tmp_path)
     assert (status, out, err) == (1, "", "safeload: out.safetensors already exists; pass --overwrite to replace it\n")
@@ -459,7 +459,7 @@ def test_gguf_and_back(source, tmp_path):
         same(opened, load_file(source))
         assert dict(opened.metadata) == {"origin": "here"}
     convert(tmp_path / "x.gguf", tmp_path / "back.safetensors")
-    assert (tmp_path / "back.safetensors").read_bytes() == source.read_bytes()
+    assert without_room(tmp_path / "back.safetensors") == source.read_bytes()
     convert(tmp_path / "x.gguf", tmp_path / "y.gguf")
     assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
 
