@@ -290,7 +290,8 @@ class FolderTarget:
             return
         count = len(self._shards)
         usual = [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)] if count > 1 else [SINGLE]
-        names = [self._replacement.free_names(usual)[file] for file in usual]
+        free = self._replacement.free_names(usual)
+        names = [free[file] for file in usual]
         files = {name: file for file, spool in zip(names, self._shards, strict=True) for name in spool.names}
         spools = zip(names, self._shards, strict=True)
         self._write({file: (lambda spool=spool: spool) for file, spool in spools}, files, self._total)
