@@ -48,6 +48,7 @@ from .operations.inspect.adapters import AdapterFitting as AdapterFitting
 from .operations.inspect.adapters import AdapterSummary as AdapterSummary
 from .operations.inspect.contents import Info as Info
 from .operations.inspect.info import info as info
+from .operations.local_models import local_models as local_models
 from .operations.measure.diff import diff as diff
 from .operations.measure.diff_report import DiffReport as DiffReport
 from .operations.measure.diff_report import LayerDiff as LayerDiff

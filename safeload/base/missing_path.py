@@ -9,6 +9,7 @@ import glob
 import os
 import re
 
+from . import hub_cache
 from .url import divided, is_url, shown
 
 # A scheme has at least two letters, unlike a Windows drive. `pathlib` turns "https://host" into "https:/host".
@@ -135,11 +136,8 @@ def _of_hub(path: str) -> str | None:
 
 
 def _cached(repository: str) -> str | None:
-    """Return the folder of a repository with weights in huggingface_hub's local cache, or None.
-
-    https://huggingface.co/docs/huggingface_hub/guides/manage-cache describes the cache.
-    """
-    cache = os.path.join(_hub_cache(), "models--" + repository.replace("/", "--"))
+    """Return the folder of a repository with weights in huggingface_hub's local cache, or None."""
+    cache = hub_cache.repository("model", repository)
     folders = os.path.join(cache, "snapshots")
     try:
         revisions = sorted(os.listdir(folders), key=lambda name: os.path.getmtime(os.path.join(folders, name)))
@@ -155,11 +153,3 @@ def _cached(repository: str) -> str | None:
     except (OSError, ValueError):
         pass
     return None
-
-
-def _hub_cache() -> str:
-    for variable, inner in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
-        if folder := os.environ.get(variable):
-            return os.path.join(os.path.expanduser(folder), inner)
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(caches, "huggingface", "hub")

@@ -79,7 +79,7 @@ class Url:
     @property
     def hides_place(self) -> bool:
         """Whether place and path can be parts of a password that contains "/", "?" or "#", or has lost its "@"."""
-        if self.place is None or self.scheme == "file" or _ARN.match(self.place):
+        if self.place is None or self.scheme in ("file", "ollama") or _ARN.match(self.place):
             return False
         if _SOUND_PLACE.fullmatch(self.place) is None:
             return True

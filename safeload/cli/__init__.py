@@ -19,7 +19,7 @@ from .._version import __version__
 from ..base.table import similar
 from ..base.text import printable
 from ..errors import NoMatchError, SafeloadError
-from . import bench, check, completion, convert, diff, edit, get, info, patch, report, stats
+from . import bench, check, completion, convert, diff, edit, get, info, ls, patch, report, stats
 from .common import add_verbose, complain, log_to_stderr, plain
 
 _EPILOG = """examples:
@@ -30,6 +30,7 @@ _EPILOG = """examples:
   safeload stats model.safetensors --sort absmax
   safeload convert model.pth model.safetensors
   safeload diff model.pth model.safetensors
+  safeload ls
 
 Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`."""
 
@@ -45,7 +46,6 @@ _INSTEAD = {
     "html": "report PATH",
     "inspect": "info PATH",
     "list": "info PATH",
-    "ls": "info PATH",
     "manifest": "check PATH --write-manifest FILE",
     "merge": "convert SOURCE DESTINATION --adapter ADAPTER",
     "metadata": "info PATH",
@@ -78,7 +78,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"safeload {__version__}")
     add_verbose(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="safeload")
-    for command in (info, get, check, stats, convert, edit, diff, patch, report, bench):
+    for command in (info, get, check, stats, convert, edit, diff, patch, report, ls, bench):
         command.register(commands)
     completion.register(commands, parser)
     return parser, commands.choices

@@ -411,6 +411,31 @@ def _open_training(
     return shards._replace(config=read_config(path, files), notes=[*first.notes, *notes])
 
 
+def choose(names: Sequence[str], path: str) -> list[str] | None:
+    """Choose the weight files of a folder, or its index, for a listing; None if it has none.
+
+    Args:
+        names: of the files in the folder.
+        path: of the folder, for messages.
+
+    Raises:
+        FormatError, UnsupportedError: see `open_folder`.
+    """
+    sharded = [name for name in names if name.endswith(DCP_SUFFIX)]
+    chosen = _choose_safetensors(names, path, lambda: False) or sharded or _choose_torch(names, path)
+    return chosen or _choose_gguf(names, path)
+
+
+def indexed_shards(index: str, files: Files) -> list[str]:
+    """Return the names of the shards in an ``index.json``.
+
+    Raises:
+        FormatError: the index is malformed.
+        OSError: it cannot be read.
+    """
+    return sorted(_parse_index(read_json(index, "index.json", files), index, files)[0])
+
+
 def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable[[], bool]) -> list[str] | None:
     """Choose the safetensors files of a folder: the index, the single file, the complete set or the only file.
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base import log
+from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import plural, show
 from ..engine.read.load import LoadOptions
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError
+from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files, Location, rather_changed
 from ..stores.local import compare
+from ..stores.ollama import is_name
 from ..stores.places import Located, places_of
 from . import foreign, registry
 from .registry import FormatName, OpenRequest
@@ -106,6 +108,8 @@ def open_paths(
     (text,), files = places_of((path,), storage_options)  # type: ignore[arg-type]
     recipe = Recipe((files.absolute(text),), False, format, root, unknown_globals, stored, files)
     if files is not LOCAL:
+        if is_name(text):
+            return _open_ollama(text, recipe)
         _check_heads(files)
         return _open_shards(text, recipe)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
@@ -125,6 +129,42 @@ def open_paths(
     return OpenedPath(
         text, opened.format, opened.files, opened.where, opened.metadata, notes=opened.notes, recipe=recipe
     )
+
+
+def _open_ollama(url: str, recipe: Recipe) -> OpenedPath:
+    """Open the layers of a model of ollama by their paths.
+
+    Raises:
+        UnsupportedError: the layers hold quantized tensors or names that only ollama understands.
+        FormatError, OSError: see `stores.ollama.find`.
+    """
+    from ..stores import ollama
+
+    model = ollama.find(url)
+    paths = list(dict.fromkeys(layer.path for layer in model.weights))
+    arguments = recipe.format, recipe.root, recipe.unknown_globals, recipe.stored
+    if model.format == registry.GGUF:
+        opened = open_paths(paths[0], *arguments)
+    else:
+        with closing(registry.open_file(paths[0], recipe.options._replace(files=LOCAL)).file) as first:
+            if list(first.table.names) == ["data"] and model.weights[0].name != "data":
+                text = 'the layers of this model name every tensor "data", as ollama did at first'
+                raise error_about(UnsupportedError, f"{text}; pull or create the model again", path=url)
+        opened = open_paths(paths, *arguments)
+        if not recipe.stored:
+            _check_plain(opened, url)
+    return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
+
+
+def _check_plain(opened: OpenedPath, url: str) -> None:
+    """Refuse layers with tensors that ollama has quantized for MLX."""
+    for file in opened.files:
+        scheme = (file.table.metadata() or {}).get("quant_type")
+        if scheme is not None:
+            for open_file in opened.files:
+                open_file.close()
+            text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
+            raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
 
 
 def _check_heads(files: Files) -> None:

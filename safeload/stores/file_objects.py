@@ -197,7 +197,7 @@ class _FileObject:
         if not self._start:
             return store
         start = self._start or 0
-        size, version = max(0, store.size - start), store.version
+        size, version = max(0, store.size - start), store.identity
 
         def content(begin: int, end: int) -> memoryview:
             memory = memoryview(bytearray(end - begin))

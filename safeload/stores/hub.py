@@ -1,5 +1,8 @@
 """``hf://`` URLs: huggingface_hub resolves commits and lists files, and our HTTP client reads them.
 
+Files in the cache of huggingface_hub are opened there. Nothing is requested offline, nor for a full commit if the cache
+lists its files or has a complete snapshot. Any other revision takes one request for its commit.
+
 A URL is ``hf://owner/name[@revision][/path]``; datasets and spaces have ``datasets/`` and ``spaces/`` before the owner.
 The revision is one name; a slash in it is written ``%2F``, except in ``refs/pr/1`` and ``refs/convert/parquet``.
 """
@@ -8,18 +11,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from .._version import __version__
 from ..base import log
+from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
-from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
+from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign_errors import cleaned, is_transient, retried, translated
 from .http import HttpStore
 from .http_client import Client, RequestTarget, web_url
+from .hub_cache import COMMIT, CachedRepository
+from .local import LocalStore, open_local
 from .options import secrets_of
 from .store import ByteStore
 
@@ -71,6 +78,7 @@ class Snapshot(NamedTuple):
 
     commit: str  # its digest
     files: frozenset[str]  # their paths
+    sizes: Mapping[str, int] = MappingProxyType({})  # of the files, if the cache lists them
 
 
 class Hub:
@@ -80,14 +88,24 @@ class Hub:
 
     Args:
         options: ``token`` and ``endpoint``, which default to huggingface_hub's own; the rest is passed to `Client`.
-
-    Raises:
-        ImportError: huggingface_hub is not installed.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        self._token = options.get("token")
+        self._endpoint = options.get("endpoint")
+        rest = {key: value for key, value in options.items() if key not in _OPTIONS}
+        self._client = Client(rest, "hf", other_options=_OPTIONS)
+        self._secrets = secrets_of(options)
+        self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
+        self._asking = ProcessLock()
+
+    def __repr__(self) -> str:
+        return "<Hub>"  # the token is secret
+
+    @cached_property
+    def _api(self) -> Any:
         try:
-            import huggingface_hub
+            import huggingface_hub  # only here: cached files need no requests, and the import takes 0.3 s
         except ImportError as error:
             if error.name != "huggingface_hub":
                 raise
@@ -95,36 +113,38 @@ class Hub:
                 "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub",
                 name="huggingface_hub",
             ) from None
-        self._token = options.get("token")
-        self._endpoint = options.get("endpoint")
-        rest = {key: value for key, value in options.items() if key not in _OPTIONS}
-        self._client = Client(rest, "hf", other_options=_OPTIONS)
-        self._api = huggingface_hub.HfApi(
+        self._secrets.extend(filter(None, (huggingface_hub.get_token(),)))
+        return huggingface_hub.HfApi(
             endpoint=self._endpoint, token=self._token, library_name="safeload", library_version=__version__
         )
-        self._secrets = [*secrets_of(options), *filter(None, (huggingface_hub.get_token(),))]
-        self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
-        self._asking = ProcessLock()
-
-    def __repr__(self) -> str:
-        return "<Hub>"  # the token is secret
 
     def snapshot(self, place: HubPlace, url: str) -> Snapshot:
         """Return the commit of a revision and its files.
 
         Raises:
+            UnsupportedError: a variable forbids the network, and the cache lacks the revision.
+            ImportError: huggingface_hub is not installed.
             FileNotFoundError: the repository or the revision does not exist, or is invisible to the token.
             RemotePermissionError: the repository is gated, or the token is wrong.
             RemoteError: the Hub does not respond.
         """
+        snapshot = self._known(place, url, ask=True)
+        assert snapshot is not None
+        return snapshot
+
+    def _known(self, place: HubPlace, url: str, *, ask: bool) -> Snapshot | None:
+        """Like `snapshot`, but return None instead of sending a request unless ``ask``."""
         key = place.kind, place.repo, place.revision
         snapshot = self._snapshots.get(key)
         if snapshot is None:
             with self._asking.own:  # many threads open the shards of a folder
                 snapshot = self._snapshots.get(key)
                 if snapshot is None:
-                    snapshot = self._snapshots[key] = self._ask(place, urls.shown(url))
-                    log.debug("%s: commit %s, %d files", urls.shown(url), snapshot.commit, len(snapshot.files))
+                    shown = urls.shown(url)
+                    snapshot = _in_cache(place, shown) or (self._ask(place, shown) if ask else None)
+                    if snapshot is not None:
+                        self._snapshots[key] = snapshot
+                        log.debug("%s: commit %s, %d files", shown, snapshot.commit, len(snapshot.files))
         return snapshot
 
     def _place(self, url: str) -> HubPlace:
@@ -136,10 +156,11 @@ class Hub:
         match = _OWNERLESS.fullmatch(url)
         if match is None:
             return place_of(url)
-        shown, name = urls.shown(url), match["name"]
+        urls.check_online(url)
+        shown, name, api = urls.shown(url), match["name"], self._api
 
         def ask() -> Any:
-            return self._api.repo_info(name)
+            return api.repo_info(name)
 
         try:
             info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
@@ -149,8 +170,10 @@ class Hub:
         raise UnsupportedError(f"{shown}: names have an owner: open hf://{full}{match['revision'] or ''}")
 
     def _ask(self, place: HubPlace, shown: str) -> Snapshot:
+        api = self._api
+
         def ask() -> Any:
-            return self._api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
+            return api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
 
         info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
         if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
@@ -159,7 +182,9 @@ class Hub:
         for name in names:
             if not _is_path(name):
                 raise RemoteError(f"the Hub's list of files has an invalid path: {show(name)}", shown)
-        return Snapshot(info.sha, frozenset(names))
+        cached = CachedRepository.of(place.kind, place.repo)
+        sizes = None if cached is None else cached.tree(info.sha)
+        return Snapshot(info.sha, frozenset(names), sizes or {})
 
     def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
         """Like `translated`, but with the Hub's own explanation."""
@@ -196,11 +221,21 @@ class Hub:
 
     def open(self, url: str) -> ByteStore:
         place = self._place(url)
-        snapshot = self.snapshot(place, url)
         shown = urls.shown(url)
+        snapshot = self._known(place, url, ask=False)
+        if snapshot is None:
+            cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
+            if cached is not None:
+                return cached
+            snapshot = self.snapshot(place, url)
         if place.path not in snapshot.files:
             what = "this is a folder, not a file" if self.is_folder(url) else "the repository has no such file"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
+
+        cached = _open_cached(place, snapshot.commit, snapshot.sizes.get(place.path), shown)
+        if cached is not None:
+            return cached
+        urls.check_online(url)
 
         def resolve() -> RequestTarget:
             from huggingface_hub import hf_hub_url
@@ -213,7 +248,9 @@ class Hub:
             return RequestTarget(web_url(address)[0], headers)
 
         try:
-            return HttpStore(shown, resolve, self._client)
+            store = HttpStore(shown, resolve, self._client)
+            store.version = (store.size, snapshot.commit)  # as of a cached file
+            return store
         except RemotePermissionError as error:
             refusal = self._refusal(place, shown) or error
         try:
@@ -280,6 +317,7 @@ class Hub:
         """Remove all files in a single commit."""
         from huggingface_hub import CommitOperationDelete
 
+        urls.check_online(targets[0])
         place, shown = place_of(targets[0]), urls.shown(targets[0])
         self._forget(place)
         files = self.snapshot(place, targets[0]).files
@@ -308,6 +346,64 @@ class Hub:
     def _forget(self, place: HubPlace) -> None:
         """Resolve the revision again on its next use."""
         self._snapshots.pop((place.kind, place.repo, place.revision), None)
+
+
+def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:
+    """Return the snapshot of a revision if the cache has it and no request is allowed or necessary; else None.
+
+    Raises:
+        UnsupportedError: a variable forbids the network, and the cache does not have the revision.
+    """
+    revision, offline = place.revision or "main", urls.offline()
+    full = COMMIT.fullmatch(revision) is not None
+    if offline is None and not full:
+        return None
+    cached = CachedRepository.of(place.kind, place.repo)
+    commit = None if cached is None else cached.commit_of(revision)
+    if cached is not None and commit is not None:
+        tree = cached.tree(commit)
+        if tree is not None and offline is None:
+            return Snapshot(commit, frozenset(tree), tree)
+        files = cached.files(commit) if offline is not None or cached.is_complete(commit) else frozenset()
+        if files:
+            return Snapshot(commit, files, tree or {})
+    if offline is None:
+        return None
+    raise UnsupportedError(
+        f"{shown}: {offline} is set, which forbids network access, and the cache of huggingface_hub has no files of "
+        f"{show(revision)} of this repository"
+    )
+
+
+def _open_cached(place: HubPlace, commit: str, nbytes: int | None, shown: str) -> LocalStore | None:
+    """Open a file in the cache; None if it was not downloaded, or if the network can replace a damaged copy.
+
+    Args:
+        nbytes: the size of the file, if known.
+
+    Raises:
+        FormatError: the copy has another size, and a variable forbids the network.
+    """
+    cached = CachedRepository.of(place.kind, place.repo)
+    path = None if cached is None else cached.file(commit, place.path)
+    if path is None:
+        return None
+    try:
+        store = open_local(path, shown=shown)
+    except (OSError, FormatError):
+        if urls.offline() is not None:
+            raise
+        return None
+    if nbytes is not None and store.size != nbytes:
+        store.close()
+        text = f"the copy in the cache has {store.size:,} bytes, but the file has {nbytes:,}: delete {path}"
+        if urls.offline() is not None:
+            raise FormatError(text, shown)
+        log.debug("%s: %s", shown, text)
+        return None
+    store.mark = commit
+    log.debug("%s: opened %s", shown, path)
+    return store
 
 
 def _is_path(name: object) -> bool:

@@ -99,7 +99,7 @@ def _release_at(path: str) -> bool:
     except OSError:
         return False
     files = [file for reference in list(_open.values()) if (file := reference()) is not None and file.gives_way]
-    return sum(file.release() for file in files if file.version == identity) > 0
+    return sum(file.release() for file in files if file.identity == identity) > 0
 
 
 # Errors of the system if the process or the machine has no free descriptor.
@@ -227,9 +227,11 @@ class LocalStore:
         place: the absolute path.
         size: in bytes.
         gives_way: whether this process may close the file in order to replace it (see `replace`).
+        mark: identifies the content wherever a copy of it is, such as a commit; None to compare times.
     """
 
     gives_way = False
+    mark: str | None = None
     _closed = False
 
     def __init__(self, path: str, opened: Any, *, brief: bool = False, shown: str | None = None) -> None:
@@ -249,7 +251,12 @@ class LocalStore:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     @property
-    def version(self) -> Identity:
+    def version(self) -> tuple[Any, ...]:
+        """The size and `mark`, or the file's `identity`."""
+        return self.identity if self.mark is None else (self.size, self.mark)
+
+    @property
+    def identity(self) -> Identity:
         """The file's identity when it was first opened."""
         if os.name == "nt":
             return identity_of(self._status)
@@ -279,13 +286,13 @@ class LocalStore:
             identity = identity_of(os.stat(self.place))
         except OSError:
             return False
-        if identity != self.version:
+        if identity != self.identity:
             return False
         self._descriptor = None
         return True
 
     def _reopen(self) -> Descriptor:
-        seen = self.version
+        seen = self.identity
         check_unchanged(self.place, seen)
         reopened = open_local(self.place, shown=self.path)
         compare(reopened.version, seen, self.path)

@@ -41,12 +41,27 @@ def check_allowed(url: str, asked: bool) -> None:
     """
     scheme = scheme_of(url)
     chained = len(links(url)) > 1
+    if scheme == "ollama":  # `formats.opening` resolves the names that callers pass themselves
+        raise UnsupportedError(
+            f"{shown(url)}: an ollama:// name stands alone: it leads to files of this machine, so it cannot be in a "
+            "list, a plan, an index or a destination"
+        )
     if not asked and (chained or scheme not in PLAIN):
         what = "a chain of URLs" if chained else f"the scheme {show(scheme)}"
         raise UnsupportedError(
             f"{shown(url)}: {what} needs storage_options= (which may be empty); without it, safeload opens only "
             f"{', '.join(PLAIN)}"
         )
+    if chained or scheme != "hf":  # `hub.Hub` looks into the cache before it needs the network
+        check_online(url)
+
+
+def check_online(url: str) -> None:
+    """Refuse a URL that needs the network if a variable forbids it.
+
+    Raises:
+        UnsupportedError: the message names the variable.
+    """
     variable = offline()
     if variable is not None and any(scheme_of(link) not in _HERE for link in links(url) if "://" in link):
         raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids network access")

@@ -109,10 +109,13 @@ def test_a_variable_forbids_the_network(variable, monkeypatch):
         monkeypatch.setenv(variable, value)
         assert urls.offline() == (variable if offline else None)
     monkeypatch.setenv(variable, "on")
-    for url in ("https://host/a?s3cr3t", "hf://owner/name", "filecache::s3://bucket/key"):
+    for url in ("https://host/a?s3cr3t", "filecache::hf://owner/name", "filecache::s3://bucket/key"):
         with pytest.raises(UnsupportedError, match=f"{variable} is set") as caught:
             urls.check_allowed(url, asked=True)
         assert "s3cr3t" not in str(caught.value)
+    urls.check_allowed("hf://owner/name", asked=False)  # the cache can have it
+    with pytest.raises(UnsupportedError, match=f"{variable} is set"):
+        urls.check_online("hf://owner/name")
     urls.check_allowed("memory://a", asked=False)
     urls.check_allowed("file:///a", asked=False)
 

@@ -1,0 +1,188 @@
+"""Repositories in the cache of huggingface_hub.
+
+1. ``models--<owner>--<name>``, ``datasets--...`` and ``spaces--...`` each hold a repository.
+2. ``refs/<branch or tag>`` is a text file with a commit.
+3. ``snapshots/<commit>/<path>`` is a file of a commit: a symbolic link to ``blobs/<etag>`` or, without symbolic links
+   (Windows), the file itself. Files that were never downloaded are missing.
+4. ``trees/<commit>.json`` lists all files of a commit with their sizes (huggingface_hub 2).
+5. ``blobs/*.incomplete`` are unfinished downloads.
+
+The cache is read, never written. Anything unreadable counts as absent: the Hub has it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..base import hub_cache
+from ..errors import FormatError
+from .json_file import read_json
+
+# A full commit, whose files never change.
+COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+# Names that can be looked up: no other component leads out of the cache.
+_COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\\:\x00]{1,255}", re.DOTALL)
+_REPOSITORY = re.compile(r"[A-Za-z0-9._-]{1,96}(?:/[A-Za-z0-9._-]{1,96})?", re.ASCII)
+_FOLDER = re.compile(r"(model|dataset|space)s--([A-Za-z0-9._-]{1,200})", re.ASCII)
+_SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)", re.ASCII | re.DOTALL)
+# Longest text of a ref, and maximum number of files in a snapshot.
+_LONGEST_REF, MAX_FILES = 200, 100_000
+_TREE_VERSION = 1
+# Files that complete the weights of a folder: without them its weights could be misread.
+_CONFIGS = ("config.json", "adapter_config.json")
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+
+
+class CachedRepository:
+    """A repository in the cache; it may not exist.
+
+    Args:
+        path: its folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, kind: str, name: str) -> CachedRepository | None:
+        """Return a repository; None if its name has no place in the cache."""
+        return cls(hub_cache.repository(kind, name)) if _REPOSITORY.fullmatch(name) else None
+
+    def commit_of(self, revision: str) -> str | None:
+        """Return the commit of a revision as the cache knows it."""
+        if COMMIT.fullmatch(revision):
+            return revision
+        if not all(map(_COMPONENT.fullmatch, revision.split("/"))):
+            return None
+        try:
+            with open(os.path.join(self.path, "refs", *revision.split("/")), encoding="ascii") as file:
+                commit = file.read(_LONGEST_REF).strip()
+        except (OSError, ValueError):
+            return None
+        return commit if COMMIT.fullmatch(commit) else None
+
+    def refs(self) -> dict[str, str]:
+        """Return the commits of branches and tags."""
+        folder = os.path.join(self.path, "refs")
+        names = ["/".join(name) for name in _walk(folder)]
+        return {name: commit for name in names if (commit := self.commit_of(name)) is not None}
+
+    def commits(self) -> list[str]:
+        """Return the commits with a snapshot."""
+        try:
+            return sorted(filter(COMMIT.fullmatch, os.listdir(os.path.join(self.path, "snapshots"))))
+        except OSError:
+            return []
+
+    def file(self, commit: str, path: str) -> str | None:
+        """Return the local path of a file of a commit; None if it was not downloaded."""
+        parts = path.split("/")
+        if not COMMIT.fullmatch(commit) or not all(map(_COMPONENT.fullmatch, parts)):
+            return None
+        local = os.path.join(self.path, "snapshots", commit, *parts)
+        return local if os.path.isfile(local) else None
+
+    def files(self, commit: str) -> frozenset[str]:
+        """Return the paths of the downloaded files of a commit."""
+        folder = os.path.join(self.path, "snapshots", commit)
+        return frozenset("/".join(parts) for parts in _walk(folder) if os.path.isfile(os.path.join(folder, *parts)))
+
+    def tree(self, commit: str) -> dict[str, int] | None:
+        """Return the sizes of all files of a commit; None if the cache has no list of them."""
+        if not COMMIT.fullmatch(commit):
+            return None
+        path = os.path.join(self.path, "trees", f"{commit}.json")
+        try:
+            listed = read_json(path, "the list of files")
+        except (OSError, FormatError):
+            return None
+        files = listed.get("files")
+        if listed.get("format_version") != _TREE_VERSION or not isinstance(files, dict) or not files:
+            return None
+        sizes = {name: _size(entry) for name, entry in files.items()}
+        if None in sizes.values() or not all(all(map(_COMPONENT.fullmatch, name.split("/"))) for name in sizes):
+            return None
+        return sizes  # type: ignore[return-value]
+
+    def is_complete(self, commit: str) -> bool:
+        """Return whether the weights at the top of a snapshot are complete, so far as the snapshot itself tells.
+
+        Used for caches of versions that list no trees. A configuration must be there, because it can change values.
+        """
+        names = {name for name in self.files(commit) if "/" not in name}
+        if not names.intersection(_CONFIGS) or self._has_unfinished():
+            return False
+        indexes = [name for name in names if name.endswith(".index.json")]
+        if indexes:
+            return all(self._has_shards(commit, index, names) for index in indexes)
+        weights = [name for name in names if name.endswith(_WEIGHTS)]
+        sets = [match for name in weights if (match := _SHARD.fullmatch(name))]
+        return bool(weights) and all(
+            f"{match[1]}-{number:05}-of-{match[3]}{match[4]}" in names
+            for match in sets
+            for number in range(1, min(int(match[3]), len(names) + 1) + 1)
+        )
+
+    def _has_unfinished(self) -> bool:
+        try:
+            return any(name.endswith(".incomplete") for name in os.listdir(os.path.join(self.path, "blobs")))
+        except OSError:
+            return False
+
+    def _has_shards(self, commit: str, index: str, names: set[str]) -> bool:
+        path = self.file(commit, index)
+        try:
+            shards = read_json(path or "", index).get("weight_map")
+        except (OSError, FormatError):
+            return False
+        return isinstance(shards, dict) and all(isinstance(name, str) and name in names for name in shards.values())
+
+
+def repositories(failures: list[OSError]) -> Iterator[tuple[str, CachedRepository]]:
+    """Iterate over the models in the cache, by owner and name.
+
+    Args:
+        failures: receives the error if the cache cannot be listed.
+    """
+    folder = hub_cache.folder()
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        failures.append(error)
+        return
+    for name in names:
+        match = _FOLDER.fullmatch(name)
+        if match is not None and match[1] == "model":
+            yield match[2].replace("--", "/", 1), CachedRepository(os.path.join(folder, name))
+
+
+def _size(entry: Any) -> int | None:
+    size = entry.get("size") if isinstance(entry, dict) else None
+    return size if type(size) is int and size >= 0 else None
+
+
+def _walk(folder: str) -> Iterator[tuple[str, ...]]:
+    """Iterate over the files below a folder, as components; links to folders are not followed."""
+    waiting: list[tuple[str, ...]] = [()]
+    count = 0
+    while waiting:
+        parts = waiting.pop()
+        try:
+            with os.scandir(os.path.join(folder, *parts)) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    count += 1
+                    if count > MAX_FILES:
+                        return
+                    if not _COMPONENT.fullmatch(entry.name):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append((*parts, entry.name))
+                    else:
+                        yield (*parts, entry.name)
+        except OSError:
+            continue
