@@ -76,6 +76,7 @@ from .operations.saving.patch import PatchReport as PatchReport
 from .operations.saving.patch import make_patch as make_patch
 from .operations.saving.save import save as save
 from .operations.saving.writer import Writer as Writer
+from .operations.scan import scan as scan
 from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
 from .operations.sources.plan import Plan as Plan

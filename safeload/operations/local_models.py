@@ -9,10 +9,10 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
-from ..base import html
-from ..base.layout import table
+from ..base.layout import table, terminal_columns
 from ..base.names import natural_key
 from ..base.paths import PathLike, native_path, os_error
+from ..base.results import Row, as_html
 from ..base.text import plural, printable, size
 from ..errors import SafeloadError, one_line
 from ..formats.folder import choose, indexed_shards, sets_of
@@ -23,8 +23,8 @@ from ..stores.files import LOCAL
 
 HUB, OLLAMA, LM_STUDIO, FOLDER = "hub", "ollama", "lmstudio", "folder"
 
-# Levels of folders to look into, entries to look at in a named folder, and rows of a table in a notebook.
-_LEVELS, MAX_ENTRIES, _ROWS = 16, 1_000_000, 50
+# Levels of folders to look into, and entries to look at in a named folder.
+_LEVELS, MAX_ENTRIES = 16, 1_000_000
 # Format by suffix. The content decides when a file is opened; a listing reads none.
 _FORMATS = {suffix: row.family or row.name for row in reversed(ROWS) for suffix in row.suffixes}
 _FORMATS[DCP_SUFFIX] = DCP
@@ -87,7 +87,7 @@ class LocalModels(Sequence[LocalModel]):
     def __len__(self) -> int:
         return len(self._models)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return a dict of plain values per model, for ``pandas.DataFrame`` and the like."""
         return [model._asdict() for model in self._models]
 
@@ -112,15 +112,13 @@ class LocalModels(Sequence[LocalModel]):
         return [*lines, "", f"{plural(len(self), 'model')}, {size(total)}", *map(printable, self.notes)]
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(None))
+        return "\n".join(self.lines(terminal_columns()))
 
     def __repr__(self) -> str:
         return f"<LocalModels: {plural(len(self), 'model')}>"
 
     def _repr_html_(self) -> str:
-        rows = [(m.name, m.format, size(m.nbytes), _shown(m)) for m in self._models[:_ROWS]]
-        more = f"... and {len(self) - len(rows):,} more" if len(self) > len(rows) else ""
-        return html.table(plural(len(self), "model"), _HEAD, rows, more)
+        return as_html(plural(len(self), "model"), self.rows(), self.notes)
 
 
 def _shown(model: LocalModel) -> str:
@@ -131,7 +129,8 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
     """List the models on this machine, without reading them.
 
     Looks into the cache of huggingface_hub, the models of ollama and LM Studio, and into ``folders``. Damaged or
-    unreadable parts of a cache never stop the listing; they become notes.
+    unreadable parts of a cache never stop the listing; they become notes. A model with a note should be downloaded
+    again.
 
     Args:
         folders: more folders to search, with their subfolders. Links to folders are followed, but no folder is listed

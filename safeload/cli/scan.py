@@ -1,0 +1,85 @@
+"""``safeload scan``: judge the code that files name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, NoReturn
+
+from ..errors import SafeloadError
+from .common import add_command, add_json, columns, complain, expanded, painter
+
+# Exit status of wrong usage (EX_USAGE of sysexits.h), because 2 means dangerous.
+_USAGE = 64
+_COLOURS = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
+
+_EPILOG = """examples:
+  safeload scan model.pth
+  safeload scan downloads/ other.nemo
+  safeload scan hf://owner/name
+  safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'
+
+Exit status: 0 everything is harmless, 1 something is unknown or cannot be read, 2 something is dangerous, 64 wrong
+usage. Of several paths, the worst counts."""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        commands,
+        "scan",
+        help="judge the code that pickles name",
+        description="List every global that pickles in files name, with a verdict: harmless (on the allowlist), "
+        "unknown or dangerous. Pickles are found in torch checkpoints, NumPy and joblib files, and inside zip and tar "
+        "archives (.nemo, .keras, torch.package), nested, compressed, appended or at an offset. Nothing is executed "
+        "or imported.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a file, a folder or a URL; may be repeated")
+    parser.add_argument("--all", action="store_true", help="list harmless globals too; --json always lists them")
+    parser.add_argument(
+        "--storage-option", metavar="KEY=VALUE", action="append", help="for URLs: an option of the filesystem"
+    )
+    add_json(parser)
+
+    def error(message: str) -> NoReturn:
+        parser.print_usage(sys.stderr)
+        print(f"{parser.prog}: error: {message}", file=sys.stderr)
+        sys.exit(_USAGE)
+
+    parser.error = error
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the findings about ``options.paths`` and return the exit status."""
+    try:
+        return _run(options)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, SafeloadError):
+            raise
+        complain(error)
+        return _USAGE
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ..operations.scan import ScanReport, scan  # imported here: it would slow down the other commands
+    from .common import storage_options
+
+    total = ScanReport()
+    for path in expanded(options.paths):
+        try:
+            report = scan(path, storage_options=storage_options(options))
+        except (OSError, SafeloadError, ModuleNotFoundError) as error:
+            complain(error)
+            total.unreadable.append((path, str(error)))
+            continue
+        total.add(report)
+    if options.json:
+        print(json.dumps(total.to_dict(), indent=1))
+        return total.status
+    paint = painter()
+    for line in total.lines(columns(), harmless=options.all):
+        print(paint(line, _COLOURS[total.verdict]) if line.startswith(f"{total.verdict}:") else line)
+    return total.status

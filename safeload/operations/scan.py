@@ -1,0 +1,298 @@
+"""`scan`: list the code that files name, above all the globals of pickles, and judge it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..base.layout import table, terminal_columns
+from ..base.paths import os_error
+from ..base.results import Row, as_html
+from ..base.text import plural, printable, show
+from ..engine.run.weight_file import WeightFile, open_without_table
+from ..errors import SafeloadError, one_line
+from ..formats.contents import PickleFinder, PickleSite
+from ..formats.opening import Paths
+from ..formats.torch.globals import ALLOWED
+from ..formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
+from ..stores.files import LOCAL, Files
+from ..stores.places import places_of
+from ..stores.remote import RemoteStore
+
+# Rows of a file, files below a table in a notebook, and levels of folders.
+MAX_FINDINGS, _ROWS, _LEVELS = 10_000, 8, 32
+_READ = 1 << 16
+_HEAD = ("global", "verdict", "in", "why")
+
+
+class ScanFinding(NamedTuple):
+    """A global that a pickle names, or other code in a file.
+
+    Attributes:
+        path: of the file.
+        place: names of the members around the pickle, such as "archive/data.pkl"; empty for the file itself.
+        offset: byte where the pickle begins in its member.
+        name: the global, such as "os.system", or a description of other code.
+        verdict: "harmless", "unknown" or "dangerous".
+        reason: why.
+
+    Example:
+        >>> import safeload
+        >>> safeload.scan("checkpoint.pt").findings[0].name
+        'torch._utils._rebuild_tensor_v2'
+    """
+
+    path: str
+    place: str
+    offset: int
+    name: str
+    verdict: Verdict
+    reason: str
+
+    @property
+    def where(self) -> str:
+        """The file and the member, for messages."""
+        return f"{self.path}:{self.place}" if self.place else self.path
+
+
+class ScanReport:
+    """The result of `safeload.scan`. ``str()`` is a table; the report is false unless everything is harmless.
+
+    Programs should look at ``verdict``: a file without findings can still be unreadable.
+
+    Attributes:
+        findings: `ScanFinding` for each global and pickle, the worst first.
+        unreadable: what could not be judged: (file and member, reason).
+        files: number of files.
+        pickles: number of pickles in them.
+
+    Example:
+        >>> import safeload
+        >>> report = safeload.scan("checkpoint.pt")
+        >>> report.verdict, report.pickles, bool(report)
+        ('harmless', 1, True)
+    """
+
+    def __init__(self) -> None:
+        self.findings: list[ScanFinding] = []
+        self.unreadable: list[tuple[str, str]] = []
+        self.files = 0
+        self.pickles = 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict; what cannot be read is unknown."""
+        unread: list[Verdict] = [UNKNOWN] if self.unreadable else []
+        return worst([*unread, *(finding.verdict for finding in self.findings)])
+
+    @property
+    def status(self) -> int:
+        """Exit status of ``safeload scan``: 0 harmless, 1 unknown or unreadable, 2 dangerous."""
+        return VERDICTS.index(self.verdict)
+
+    @property
+    def ok(self) -> bool:
+        """True if everything is harmless."""
+        return self.verdict == HARMLESS
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def rows(self) -> list[Row]:
+        """Return a dict of plain values per finding, for ``pandas.DataFrame`` and the like."""
+        return [finding._asdict() for finding in self.findings]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dict for ``json.dump``."""
+        unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
+        counts = {"files": self.files, "pickles": self.pickles}
+        return {"verdict": self.verdict, **counts, "findings": self.rows(), "unreadable": unreadable}
+
+    def add(self, other: ScanReport) -> None:
+        """Add the findings of another report."""
+        self.findings = sorted([*self.findings, *other.findings], key=lambda f: -VERDICTS.index(f.verdict))
+        self.unreadable += other.unreadable
+        self.files += other.files
+        self.pickles += other.pickles
+
+    def _cells(self, findings: Iterable[ScanFinding]) -> list[tuple[str, str, str, str]]:
+        return [(printable(f.name), f.verdict, printable(f.where), f.reason) for f in findings]
+
+    def lines(self, columns: int | None = 80, *, harmless: bool = True) -> list[str]:
+        """Return the report as lines of text.
+
+        Args:
+            columns: width in characters; None cuts nothing.
+            harmless: list harmless globals too.
+
+        Returns:
+            Lines without line ends.
+        """
+        lines: list[str] = []
+        findings = [f for f in self.findings if harmless or f.verdict != HARMLESS]
+        if findings:
+            lines = [*table(_HEAD, self._cells(findings), right=frozenset(), columns=columns), ""]
+        lines += [f"not judged: {printable(path)}: {printable(reason)}" for path, reason in self.unreadable]
+        return [*lines, f"{self.verdict}: {plural(self.pickles, 'pickle')} in {plural(self.files, 'file')}"]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(terminal_columns()))
+
+    def __repr__(self) -> str:
+        return f"<ScanReport: {self.lines(None)[-1]}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.lines(None)[-1], self.rows(), (f"not judged: {path}" for path, _ in self.unreadable[:_ROWS]))
+
+
+def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
+    r"""List and judge every global that pickles in files name, and other code that loading would run.
+
+    Pickles are site wherever they are: torch checkpoints, object arrays of NumPy, joblib files, inside zip and tar
+    archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset.
+    Nothing is executed or imported. The allowlist with which safeload reads pickles decides what is harmless;
+    everything else is unknown, or dangerous if it is known to run code, reach files or the network, or hide what it
+    names. Keras Lambda layers count as dangerous. You should load a file with other libraries only if it is harmless,
+    or if you trust its author.
+
+    Args:
+        paths: a file, a folder with its subfolders, a URL, or a list of these.
+        storage_options: options of the filesystem behind a URL, see `safeload.open`.
+
+    Returns:
+        The report. Its ``verdict`` is the worst of all files; what cannot be read is unknown.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+        TypeError, ValueError: not a path.
+        RemoteError, OSError: a path cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import safeload
+        >>> _ = Path("call.pkl").write_bytes(b"cos\nsystem\n(S'echo owned'\ntR.")
+        >>> report = safeload.scan("call.pkl")
+        >>> report.verdict, report.findings[0].name, report.findings[0].reason
+        ('dangerous', 'os.system', 'runs programs')
+    """
+    report = ScanReport()
+    for path in paths if isinstance(paths, (list, tuple)) else (paths,):
+        part = ScanReport()
+        _scan_path(part, path, storage_options)
+        report.add(part)
+    return report
+
+
+def _scan_path(report: ScanReport, path: Any, storage_options: Mapping[str, Any] | None) -> None:
+    """Scan a file or folder into a report; see `scan` for errors."""
+    (text,), files = places_of((path,), storage_options)
+    if not files.remote and not os.path.lexists(text):
+        raise os_error(errno.ENOENT, text)
+    if not files.is_folder(text):
+        _scan_file(report, text, files)
+        return
+    for inner in _files_in(text, files, report):
+        _scan_inner(report, inner, files)
+
+
+def _scan_inner(report: ScanReport, path: str, files: Files) -> None:
+    """Scan a file of a folder; an error does not stop the others."""
+    try:
+        _scan_file(report, path, files)
+    except (OSError, SafeloadError) as error:
+        report.unreadable.append((files.shown(path), one_line(error)))
+
+
+def _files_in(root: str, files: Files, report: ScanReport) -> Iterator[str]:
+    """Iterate over the files in a folder and its subfolders, hidden ones too if they are local."""
+    visited: set[tuple[int, int]] = set()
+    waiting: list[tuple[str, int]] = [(root, 0)]
+    while waiting:
+        folder, level = waiting.pop()
+        try:
+            if not files.remote:
+                status = os.stat(folder)
+                if status.st_ino and (status.st_dev, status.st_ino) in visited:
+                    continue
+                visited.add((status.st_dev, status.st_ino))
+            entries = sorted(_listing(folder, files))
+        except (OSError, SafeloadError) as error:
+            report.unreadable.append((files.shown(folder), one_line(error)))
+            continue
+        folders = [name for name, is_folder in entries if is_folder]
+        if folders and level >= _LEVELS:
+            report.unreadable.append((files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"))
+        elif folders:
+            waiting += [(files.join(folder, name), level + 1) for name in reversed(folders)]
+        yield from (files.join(folder, name) for name, is_folder in entries if not is_folder)
+
+
+def _listing(folder: str, files: Files) -> Iterable[tuple[str, bool]]:
+    if files is not LOCAL:
+        return files.listing(folder)
+    return [(name, os.path.isdir(os.path.join(folder, name))) for name in os.listdir(folder)]
+
+
+class _RemoteContent:
+    """A file in a store; large reads are not kept in its windows."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+        self.size = store.size
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        size = max(0, min(size, self.size - offset))
+        if size < _READ:
+            return self._store.read_at(offset, size)
+        memory = bytearray(size)
+        self._store.read_into(offset, memory)
+        return bytes(memory)
+
+
+def _scan_file(report: ScanReport, path: str, files: Files) -> None:
+    """Scan a file into a report."""
+    try:
+        file = open_without_table(path, files=files)
+    except SafeloadError as error:  # not a regular file
+        report.unreadable.append((files.shown(path), one_line(error)))
+        return
+    report.files += 1
+    shown = files.shown(path)
+    try:
+        count = 0
+        for site in PickleFinder(_content(file), files.split(path)[1]).find():
+            findings = _judged(site, shown)
+            report.pickles += site.traced is not None and (bool(findings) or not site.fault)
+            if count + len(findings) > MAX_FINDINGS:
+                text = f"it names more than {MAX_FINDINGS:,} globals; the rest is not listed"
+                report.unreadable.append((shown, text))
+                findings = [finding for finding in findings if finding.verdict == DANGEROUS][:MAX_FINDINGS]
+            count += len(findings)
+            report.findings += findings
+            if site.fault:
+                where = f"{shown}:{site.place}" if site.place else shown
+                at = f"the pickle at byte {site.offset:,} is malformed: " if site.traced is not None else ""
+                report.unreadable.append((where, f"{at}{site.fault}"))
+            if count > 2 * MAX_FINDINGS:
+                return
+    finally:
+        file.close()
+
+
+def _content(file: WeightFile) -> Any:
+    return _RemoteContent(file.store) if isinstance(file.store, RemoteStore) else file
+
+
+def _judged(site: PickleSite, path: str) -> list[ScanFinding]:
+    """Return the findings of a pickle, or of other code."""
+    if site.traced is None:
+        reason = "runs when the model is loaded"
+        return [ScanFinding(path, site.place, site.offset, site.code, DANGEROUS, reason)] if site.code else []
+    called = site.traced.called
+    judged = (judge(name, ALLOWED, called=name in called) for name in site.traced.names)
+    return [
+        ScanFinding(path, site.place, site.offset, show(name)[1:-1] if len(name) > 300 else name, verdict, reason)
+        for name, verdict, reason in judged
+    ]
