@@ -144,7 +144,9 @@ class ScanReport:
         return f"<ScanReport: {self.lines(None)[-1]}>"
 
     def _repr_html_(self) -> str:
-        return as_html(self.lines(None)[-1], self.rows(), (f"not judged: {path}" for path, _ in self.unreadable[:_ROWS]))
+        return as_html(
+            self.lines(None)[-1], self.rows(), (f"not judged: {path}" for path, _ in self.unreadable[:_ROWS])
+        )
 
 
 def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
