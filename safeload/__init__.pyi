@@ -115,6 +115,7 @@ __all__ = [
     "install_as_safetensors",
     "load",
     "load_quantized",
+    "local_models",
     "make_patch",
     "nest",
     "open",
@@ -123,6 +124,7 @@ __all__ = [
     "report",
     "safe_open",
     "save",
+    "scan",
     "show_config",
     "stats",
 ]

@@ -507,6 +507,17 @@ def test_folders_are_searched_and_hidden_files_too(tmp_path):
         safeload.scan(5)
 
 
+def test_stores_and_file_objects_are_scanned():
+    filesystem = pytest.importorskip("fsspec").filesystem("memory")
+    for name, content in {"a/x.pkl": EVIL, "b.bin": b"x"}.items():
+        with filesystem.open(f"/scanned/{name}", "wb") as file:
+            file.write(content)
+    report = safeload.scan("memory://scanned")
+    assert [(finding.path, finding.name) for finding in report.findings] == [("memory://scanned/a/x.pkl", "os.system")]
+    assert report.files == 2
+    assert safeload.scan(io.BytesIO(EVIL)).verdict == "dangerous"
+
+
 def test_the_result_has_plain_rows(tmp_path, capsys):
     (tmp_path / "\x1b[1m<b>.pkl").write_bytes(call("os.system", protocol=4) + b"ccollections\nOrderedDict\n.")
     report = safeload.scan(tmp_path)
