@@ -38,7 +38,7 @@ _ATTEMPT = 50
 
 _HEAD = 512
 _CHUNK = 1 << 20
-_PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model|npy)\Z", re.IGNORECASE)
+_PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model)\Z", re.IGNORECASE)
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 # GLOBAL and INST of protocols 0 and 1, which have no magic number, for the modules that attacks name.
 _TEXT_GLOBAL = re.compile(

@@ -258,12 +258,14 @@ def _of_hub(failures: list[OSError]) -> Iterator[LocalModel]:
                 place = os.path.join(repository.path, "snapshots", commit, *filter(None, folder.split("/")))
                 for weights in _weights(files, place):
                     below = "/".join(filter(None, (folder, weights.file)))
+                    full = f"{name}{at}" + (f"/{below}" if below else "")
+                    local = os.path.join(place, weights.file) if weights.file else place
                     yield LocalModel(
-                        f"{name}{at}" + (f"/{below}" if below else ""),
+                        full,
                         HUB,
                         weights.format,
                         _sizes(os.path.join(place, file) for file in weights.names),
-                        f"hf://{name}{at}" + (f"/{below}" if below else ""),
+                        f"hf://{full}" if "/" in name else local,  # old names without an owner have no URL
                         weights.note,
                     )
 

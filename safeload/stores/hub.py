@@ -295,6 +295,7 @@ class Hub:
 
     def upload(self, source: str, url: str) -> None:
         """Upload a file in its own commit."""
+        urls.check_online(url)
         place = self._place(url)
         shown = urls.shown(url)
         if not place.path:
@@ -339,6 +340,7 @@ class Hub:
 
     def check_writable(self, url: str) -> None:
         """Check that the repository exists."""
+        urls.check_online(url)
         place = self._place(url)
         self._forget(place)
         self.snapshot(place, url)
