@@ -205,7 +205,7 @@ def _weights(names: Sequence[str], folder: str) -> Iterator[_Weights]:
     else:
         sets = sets_of(files)
         for numbered in sets:
-            note = "" if numbered.complete else f"incomplete: {numbered.missing[0]} is missing"
+            note = "" if numbered.complete else f"incomplete: {', '.join(numbered.missing(1))} is missing"
             yield _Weights(numbered.in_order[0], numbered.in_order, _format(numbered.suffix) or "", note)
         parts = {name for numbered in sets for name in numbered.files.values()}
         yield from (_Weights(name, [name], _format(name) or "") for name in files if name not in parts)
