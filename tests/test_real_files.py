@@ -73,7 +73,7 @@ def test_every_way_of_loading_gives_the_expected_tensors(path, want, backend):
         check_arrays({name: opened.get_tensor(name) for name in opened.keys()}, want)  # noqa: SIM118 - upstream's name
         check_arrays(opened.get_tensors(), want)
         assert {name: opened.get_tensor_meta(name)[:2] for name in want["tensors"]} == {
-            name: (entry["dtype"], tuple(entry["shape"])) for name, entry in want["tensors"].items()
+            name: (entry["dtype"], entry["shape"]) for name, entry in want["tensors"].items()
         }
 
 

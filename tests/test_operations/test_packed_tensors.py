@@ -53,7 +53,7 @@ def test_stats(fixture, histogram):
             for name, one in got.items():
                 assert one.dtype == opened.tensors[name].dtype
                 for other in (want[name], in_memory[name]):
-                    for a, b in zip(one[1:], other[1:], strict=True):
+                    for a, b in zip(one[1:-1], other[1:-1], strict=True):  # without the bytes that they take
                         np.testing.assert_array_equal(a, b)
 
 
@@ -63,7 +63,7 @@ def test_stats_of_one_packed_tensor(fixture):
         name = packed_of(opened)[0]
         one, want = safeload.stats(opened[name]), safeload.stats(fixture.expected()[name])
         assert one.dtype == opened[name].scheme
-        for a, b in zip(one[1:], want[1:], strict=True):
+        for a, b in zip(one[1:-1], want[1:-1], strict=True):
             np.testing.assert_array_equal(a, b)
 
 
