@@ -62,7 +62,16 @@ _ALIASES = (
     "Value",
     "Given",
 )
-_ALIASES += ("Executor", "Source", "FormatName", "UnknownGlobals", "Rounding", "Located", "Destination")
+_ALIASES += (
+    "Executor",
+    "Source",
+    "FormatName",
+    "UnknownGlobals",
+    "Rounding",
+    "Located",
+    "Destination",
+    "SaveDestination",
+)
 autodoc_type_aliases = {name: name for name in _ALIASES}
 # Signatures wrap where the page ends: a parameter a line makes a screen of each.
 python_maximum_signature_line_length = None

@@ -19,7 +19,6 @@ from ...errors import FormatError, SafeloadError, UnsupportedError, cut_tracebac
 from ...formats.safetensors.file import parse_head
 from ...formats.safetensors.header import MAX_HEADER
 from ...stores.places import places_of
-from ..folders.destinations import Destination
 from .edit_base import resolved
 from .patch import HEADER, INDICES, KEY, VALUES, VERSION, PatchFacts, own_digest
 from .patch_sides import (
@@ -34,7 +33,7 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import BinaryWriter, FileTarget, SaveOptions, target_of
+from .targets import FileTarget, SaveDestination, SaveOptions, target_of
 
 _INDEX_CODES = ("I32", "I64")
 
@@ -42,7 +41,7 @@ _INDEX_CODES = ("I32", "I64")
 def apply_patch(
     base: PatchSide,
     patch: PatchSide,
-    dst: Destination | BinaryWriter | None = None,
+    dst: SaveDestination | None = None,
     *,
     check: bool = True,
     overwrite: bool = False,

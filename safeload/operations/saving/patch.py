@@ -24,7 +24,6 @@ from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, cut_traceback
 from ...formats.safetensors.file import Memory
-from ..folders.destinations import Destination
 from .patch_sides import (
     ContentDigest,
     DictSide,
@@ -36,7 +35,7 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import BinaryWriter, FolderTarget, SaveOptions, target_of
+from .targets import FolderTarget, SaveDestination, SaveOptions, target_of
 from .writer import checked_metadata
 
 KEY, VERSION = "safeload.patch", 1
@@ -78,7 +77,7 @@ class PatchReport(NamedTuple):
 def make_patch(
     base: PatchSide,
     new: PatchSide,
-    dst: Destination | BinaryWriter,
+    dst: SaveDestination,
     *,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,

@@ -19,8 +19,7 @@ from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
 from ...errors import SafeloadError, cut_traceback
 from ...formats.safetensors.file import FileWriter, Memory, source_of
 from ...formats.safetensors.quantized import pack
-from ..folders.destinations import Destination
-from .targets import BinaryWriter, FileTarget, FolderTarget, SaveOptions, target_of
+from .targets import FileTarget, FolderTarget, SaveDestination, SaveOptions, target_of
 from .values import check_name, value_of
 from .writer import Writer, checked_metadata
 
@@ -34,7 +33,7 @@ _BLOCK = 16 << 20
 @overload
 def save(
     tensors: Saved,
-    dst: Destination | BinaryWriter,
+    dst: SaveDestination,
     *,
     background: Literal[False] = False,
     metadata: Mapping[str, str] | None = None,
@@ -48,7 +47,7 @@ def save(
 @overload
 def save(
     tensors: Saved,
-    dst: Destination | BinaryWriter,
+    dst: SaveDestination,
     *,
     background: bool,
     metadata: Mapping[str, str] | None = None,
@@ -61,7 +60,7 @@ def save(
 
 def save(
     tensors: Saved,
-    dst: Destination | BinaryWriter,
+    dst: SaveDestination,
     *,
     background: bool = False,
     metadata: Mapping[str, str] | None = None,

@@ -9,7 +9,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ...base.native import ffi
 from ...base.paths import absolute
@@ -38,6 +38,10 @@ class BinaryWriter(Protocol):
 
     def write(self, data: bytes, /) -> Any:
         """Write bytes and return their number."""
+
+
+# Where tensors are saved: a file, a folder, a store or a file object.
+SaveDestination: TypeAlias = Destination | BinaryWriter
 
 
 class SaveOptions(NamedTuple):
@@ -297,7 +301,7 @@ class FolderTarget:
         self._write({file: (lambda spool=spool: spool) for file, spool in spools}, files, self._total)
 
 
-def target_of(dst: Destination | BinaryWriter, options: SaveOptions) -> FileTarget | FolderTarget:
+def target_of(dst: SaveDestination, options: SaveOptions) -> FileTarget | FolderTarget:
     """Return the checked target of a save.
 
     Raises:

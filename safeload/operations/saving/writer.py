@@ -14,9 +14,8 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError, cut_traceback, unsaved
 from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
-from ..folders.destinations import Destination
 from .spool import DeclaredFile, Spool
-from .targets import BinaryWriter, FileTarget, FolderTarget, SaveOptions, target_of
+from .targets import FileTarget, FolderTarget, SaveDestination, SaveOptions, target_of
 from .values import Packer, check_name, value_of
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Writer:
 
     def __init__(
         self,
-        dst: Destination | BinaryWriter,
+        dst: SaveDestination,
         *,
         metadata: Mapping[str, str] | None = None,
         tensors: Mapping[str, tuple[Any, Sequence[int]]] | None = None,
