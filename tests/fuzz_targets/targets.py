@@ -38,6 +38,7 @@ import safeload.operations.validate.run
 import safeload.packed.codes_without_scale  # imported when first needed, as the next, which counts as forbidden below
 import safeload.packed.families_to_tables
 import safeload.stores.assembled
+import safeload.stores.edit_journal
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.base import url as urls
 from safeload.formats import folder, npy, npz, registry

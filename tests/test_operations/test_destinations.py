@@ -238,7 +238,7 @@ def test_quantized_and_stacked(model, tmp_path):
     report = safeload.convert(model, fs.at(), resume=True, **options)
     other = safeload.convert(model, tmp_path / "want", **options)
     assert contents(fs, "/model") == of_folder(tmp_path / "want")
-    assert report.summary == other.summary
+    assert report.summary == other.summary._replace(tensors=None)  # which pieces do not report
 
 
 def test_one_shard_at_a_time_waits_on_this_machine(model, monkeypatch):

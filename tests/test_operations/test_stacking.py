@@ -141,7 +141,7 @@ def test_ten_layers_are_in_the_order_of_their_numbers():
         (
             lambda t: t.update({"embed.weight": quantize(np.ones((11, 7)), "int8")}),
             safeload.UnsupportedError,
-            "'embed.weight' is int8: pass a dtype=",
+            "'embed.weight' is int8: pass dtype= to stack",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_operations_take_the_values(expected, tmp_path):
     assert not safeload.validate(PATH, schema=None).errors
     for name, one in safeload.stats(PATH).items():
         want = safeload.stats(expected[name])
-        assert one[1:] == want[1:]
+        assert one[1:-1] == want[1:-1]  # without the bytes that they take
     report = safeload.diff(PATH, expected)
     assert report.tensors.keys() == expected.keys()
     assert not any(one.unequal for one in report.tensors.values())
