@@ -36,8 +36,8 @@ def environment(**variables):
     return rest | {name: str(value) for name, value in variables.items() if value is not None}
 
 
-def run(*arguments, status=0, folder=None, executable=sys.executable, **variables):
-    """The output of a Python program, in lines."""
+def run(*arguments, status=0, folder=os.sep, executable=sys.executable, **variables):
+    """The output of a Python program, in lines. It starts apart from the source tree, whose core may not be built."""
     done = subprocess.run(
         [executable, *map(str, arguments)],
         capture_output=True,
@@ -382,6 +382,7 @@ def test_a_program_is_run_as_without_the_command(tmp_path):
         input=f"import sys; print(sys.argv); {WHO}",
         capture_output=True,
         text=True,
+        cwd=os.sep,
         env=environment(),
         check=True,
     )
@@ -419,7 +420,7 @@ def test_the_program_gets_the_signals():
     arguments = [sys.executable, "-m", "safeload.as_safetensors", "-c", code]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     for number in (signal.SIGINT, signal.SIGTERM):
-        with subprocess.Popen(arguments, text=True, env=environment(), **pipes) as process:
+        with subprocess.Popen(arguments, text=True, cwd=os.sep, env=environment(), **pipes) as process:
             assert int(process.stdout.readline()) == process.pid
             process.send_signal(number)
             error = process.communicate(timeout=60)[1]
@@ -541,7 +542,12 @@ def test_an_older_python_runs_as_without_the_shim(version):
     code = "import sys\ntry: import safetensors\nexcept ImportError as error: print(error); print(sys.argv)"
     plain, shimmed = (
         subprocess.run(
-            [found[0], "-c", code], capture_output=True, text=True, env=environment(PYTHONPATH=path), check=True
+            [found[0], "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=os.sep,
+            env=environment(PYTHONPATH=path),
+            check=True,
         )
         for path in (None, search)
     )
@@ -555,6 +561,7 @@ def test_an_error_of_the_hidden_sitecustomize_is_shown_as_ever(tmp_path):
         [sys.executable, "-c", WHO],
         capture_output=True,
         text=True,
+        cwd=os.sep,
         env=environment(PYTHONPATH=os.pathsep.join([str(SHIM), str(tmp_path)])),
         check=True,
     )

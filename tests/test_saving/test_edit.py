@@ -207,7 +207,7 @@ def test_two_edits_of_a_file_exclude_each_other(path):
         with pytest.raises(BlockingIOError, match="another edit"):
             safeload.edit(path)
         code = "import sys, safeload\ntry: safeload.edit(sys.argv[1])\nexcept BlockingIOError: sys.exit(7)"
-        assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 7
+        assert subprocess.run([sys.executable, "-I", "-c", code, path], check=False).returncode == 7
     abandoned = safeload.edit(path)
     del abandoned
     with safeload.edit(path) as file:

@@ -140,7 +140,7 @@ def test_a_pipe_is_written_directly(tmp_path):
     code = "import numpy as np, safeload; safeload.save({'w': np.arange(9.0)}, '/dev/stdout')"
     if not os.path.exists("/dev/stdout"):
         pytest.skip("needs /dev/stdout")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, check=True)
     same(upstream.load(done.stdout), {"w": np.arange(9.0)})
 
 
@@ -499,7 +499,7 @@ def test_the_interpreter_waits_for_pending_saves(tmp_path):
         "def late(): safeload.save({'c': np.ones(1)}, sys.argv[1] + '/c.safetensors', background=True)\n"
         "import atexit; atexit.register(late)\n"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    subprocess.run([sys.executable, "-I", "-c", code, tmp_path], check=True)
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "c.safetensors"]
     assert safeload.load(tmp_path / "a.safetensors")["a"].size == 8 << 20
 

@@ -469,7 +469,7 @@ def test_standard_input_is_read_from_a_pipe_and_from_a_file(tmp_path):
     """)
     path = tmp_path / "a.safetensors"
     path.write_bytes(DATA)
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-I", "-c", code]
     with path.open("rb") as file:
         for keywords in ({"input": DATA}, {"stdin": file}):
             result = subprocess.run(command, capture_output=True, check=True, **keywords)
