@@ -19,7 +19,7 @@ from safeload.engine.run import atomic_file
 from safeload.formats.folder import RESUME
 from safeload.numpy import save_file
 from safeload.operations.folders import journal
-from safeload.operations.sources import piece_files
+from safeload.operations.sources import plan
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
 SHAPE = (256, 384)
@@ -131,7 +131,7 @@ def die_in(file: str, note: str | None = None) -> None:
 
 def die_while_reading(note: str) -> None:
     """Makes this process end itself by SIGKILL when it has opened the files of a piece, once for all processes."""
-    opened = piece_files.opened
+    opened = plan.opened
 
     @contextmanager
     def dying(*arguments):
@@ -141,4 +141,4 @@ def die_while_reading(note: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield catalog
 
-    piece_files.opened = dying
+    plan.opened = dying

@@ -104,7 +104,7 @@ def test_quantizing(client, source, tmp_path, scheme):
     here = safeload.convert(source, tmp_path / "here", **options)
     there = safeload.convert(source, tmp_path / "there", executor=client.get_executor(pure=False), **options)
     assert content(tmp_path / "there") == content(tmp_path / "here")
-    assert there.summary == here.summary
+    assert there.summary == here.summary._replace(tensors=None)  # which pieces do not report
     assert [os.path.basename(file) for file in there.files] == [os.path.basename(file) for file in here.files]
 
 

@@ -122,7 +122,7 @@ def test_a_conversion_that_was_begun_is_resumed(programs, source, local, tmp_pat
     safeload.run_piece(safeload.plan_convert(source, out, **OPTIONS).pieces[0])
     arguments = ("convert", source, "bf16", *ARGUMENTS, "--dask", programs.address)
     advice = "pass --resume to continue or --overwrite to start over"
-    said = f"safeload: The folder holds a partial conversion; {advice}: bf16\n"
+    said = f"safeload: bf16 holds an unfinished conversion: 1 of 6 shards are there; {advice}\n"
     assert command(*arguments) == (1, "", said)
     status, _, err = command(*arguments, "--resume", "--dtype", "float16")
     assert status == 2
