@@ -377,6 +377,8 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         opened = files.each(lambda name: open_file(files.join(path, name), request), chosen)
         shards = _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
+    if shards.format == DCP:  # one file stands for all
+        used.update(name for name in names if name.endswith(DCP_SUFFIX))
     config = read_config(path, files) if shards.config is None else shards.config
     return shards._replace(config=config, notes=[*shards.notes, *_notes(names, folders, used, path, files)])
 

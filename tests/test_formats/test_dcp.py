@@ -142,6 +142,12 @@ def test_only_the_data_files_of_the_selected_tensors_are_needed(tmp_path):
         safeload.open(tmp_path)
 
 
+@pytest.mark.parametrize("fixture", FIXTURES)
+def test_the_data_files_are_not_called_skipped(fixture):
+    with safeload.open(DATA / fixture) as opened:
+        assert not [note for note in opened.notes if "distcp" in note]
+
+
 @pytest.mark.parametrize("name", [".metadata", "__0.metadata", "__1.metadata"])
 def test_any_metadata_file_opens_the_whole_checkpoint(name):
     folder = DATA / ("plain_2" if name == ".metadata" else "separate_2")
