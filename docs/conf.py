@@ -71,6 +71,8 @@ _ALIASES += (
     "Located",
     "Destination",
     "SaveDestination",
+    "Saved",
+    "PatchSide",
 )
 autodoc_type_aliases = {name: name for name in _ALIASES}
 # Signatures wrap where the page ends: a parameter a line makes a screen of each.
