@@ -207,7 +207,8 @@ def _check_out(
     def contents() -> dict[str, Any]:
         return {name: (plan.file, plan.spec(k)) for plan in plans for k, name in enumerate(plan.names)}
 
-    check_disjoint({name: out[name] for name in chain(packed, *(plan.names for plan in plans))}, contents)
+    names = list(chain(packed, *(plan.names for plan in plans)))
+    check_disjoint(out if len(out) == len(names) else {name: out[name] for name in names}, contents)
     parts = (part.file for tensor in packed.values() for part in tensor.parts.values())
     refuse_own_files(out, [*(plan.file for plan in plans), *parts])
 
@@ -270,5 +271,5 @@ def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Map
             f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
             f"{show(list(shape))}"
         )
-    if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+    if not array.flags.carray:
         raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
