@@ -515,9 +515,9 @@ def test_an_object_that_is_not_what_its_record_says(change, model, want):
     if change == "gone":
         fs.rm_file(name)
     elif change == "no version":
-        record = json.loads(fs.cat_file(f"/model/{RESUME}/{name[7:]}.json"))
+        record = json.loads(fs.cat_file(f"/model/{RESUME}/{name[7:]}.done.json"))
         record["object"] = 7
-        fs.pipe_file(f"/model/{RESUME}/{name[7:]}.json", json.dumps(record).encode())
+        fs.pipe_file(f"/model/{RESUME}/{name[7:]}.done.json", json.dumps(record).encode())
     else:
         fs.pipe_file(name, content[:-1] if change == "shorter" else content[:-1] + b"x")
     written, put_file = [], fs.put_file

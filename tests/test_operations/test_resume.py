@@ -76,7 +76,7 @@ def test_a_repaired_source_shard_leaves_the_other_shards(source, tmp_path, over,
     write_shard(source, 2, np.nan)
     with pytest.raises(RangeError, match="only finite numbers"):
         safeload.convert(source, made, resume=True, **options)
-    shards = [path.parents[1] / path.name.removesuffix(".json") for path in records_in(made)]
+    shards = [path.parents[1] / path.name.removesuffix(".done.json") for path in records_in(made)]
     before = {path.name: path.stat().st_ino for path in shards}
     assert len(before) == 2
     write_shard(source, 2)
@@ -218,7 +218,7 @@ def test_records_beside_their_shards_as_earlier_releases_wrote_them(source, tmp_
     run_pieces(source, made, **LIMIT)
     before = inodes(made)
     for path in records_in(made):
-        path.rename(made / f"{path.name.removesuffix('.json')}.done.json")
+        path.rename(made / path.name)
     (made / ".safeload-resume").rmdir()
     with pytest.raises(FileExistsError, match="4 of 4 shards are there"):
         safeload.convert(source, made, **LIMIT)

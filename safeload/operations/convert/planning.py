@@ -429,7 +429,7 @@ def _check_unrecorded(folder: Folder, present: Set[str], files: Sequence[str]) -
     """
     if present & {INDEX, SINGLE}:
         _refuse_complete(folder)
-    leftovers = replacement_of(folder).leftovers([*files, *(file + journal.OLD_RECORD for file in files)])
+    leftovers = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
     if present >= set(files) or not present <= {RESUME, *files, *leftovers}:
         message = "The folder has other files, but no record of this conversion; pass overwrite=True to replace them"
         raise FileExistsError(errno.EEXIST, message, folder.location.shown)

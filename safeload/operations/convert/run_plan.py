@@ -278,7 +278,7 @@ def complete(
         replacement.collect(plan.id, places)
     names = [*shards, INDEX, CONFIG, *extras]
     waited = [*places.values(), *journal.superseded(replacement.asides(), plan.version, plan.options)]
-    replacement.tidy(plan.id, [*names, *(file + journal.OLD_RECORD for file in names)], waited)
+    replacement.tidy(plan.id, [*names, *(file + journal.RECORD for file in names)], waited)
     if waiting or plan.outdated or plan.in_place or not folder.location.files.remote:
         unfinished.forget(folder)  # once it is gone, the same call may refuse to continue
     if not (plan.in_place and ONCE & plan.options.keys()):  # there the records prevent a second time

@@ -20,8 +20,8 @@ from ..sources.codec import decode, encode
 from . import unfinished
 from .folder import Folder
 
-# Suffixes of the record of a shard: in the subfolder, and beside the shard by earlier releases.
-RECORD, OLD_RECORD = ".json", ".done.json"
+# Suffix of the record of a shard, in the subfolder or beside the shard, where earlier releases wrote it.
+RECORD = ".done.json"
 _COUNT = re.compile(r"-of-([0-9]{5,})\.safetensors\Z", re.ASCII)
 KEY, VERSION = "safeload_done", 2
 # Records of this version do not name the piece of a shard, so their shards are written again.
@@ -65,7 +65,7 @@ def _write(folder: Folder, file: str, record: ShardRecord) -> None:
 def read(folder: Folder, file: str) -> ShardRecord | None:
     """Return the record of a shard, or None if there is no valid record."""
     record = _read(folder / RESUME, file + RECORD)
-    return _read(folder, file + OLD_RECORD) if record is None else record
+    return _read(folder, file + RECORD) if record is None else record
 
 
 def _read(folder: Folder, name: str) -> ShardRecord | None:
@@ -95,13 +95,13 @@ def forget(folder: Folder, files: Iterable[str]) -> None:
     """Remove the records of shards."""
     files = [*files]
     (folder / RESUME).remove([file + RECORD for file in files])
-    folder.remove([file + OLD_RECORD for file in files])
+    folder.remove([file + RECORD for file in files])
 
 
 def clear(folder: Folder) -> None:
     """Remove all records of a complete folder."""
     records, names = folder / RESUME, folder.names()
-    folder.remove([name for name in sorted(names) if name.endswith(OLD_RECORD) and _is_shard(name, OLD_RECORD)])
+    folder.remove([name for name in sorted(names) if name.endswith(RECORD) and _is_shard(name, RECORD)])
     records.remove([name for name in sorted(records.names()) if name.endswith((RECORD, ".tmp"))])
     folder.remove([RESUME + "/"])
 
@@ -160,7 +160,7 @@ def shards(folder: Folder, names: Iterable[str]) -> set[str]:
     Args:
         names: names in the folder.
     """
-    old = {name.removesuffix(OLD_RECORD) for name in names if name.endswith(OLD_RECORD)}
+    old = {name.removesuffix(RECORD) for name in names if name.endswith(RECORD)}
     return old | {name.removesuffix(RECORD) for name in (folder / RESUME).names() if name.endswith(RECORD)}
 
 

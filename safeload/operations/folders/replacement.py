@@ -21,7 +21,7 @@ from ...formats.folder import INDEX, RESUME, SINGLE, sets_of
 from ...stores.local import identity_of, replace
 from . import journal
 from .folder import ASIDE, Folder, LocalFolder, check_free
-from .journal import OLD_RECORD
+from .journal import RECORD
 
 # Shards of any writer. An old index can name other files too; they are never removed.
 _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
@@ -157,9 +157,9 @@ class LocalReplacement(Replacement):
         single.update(self.leftovers([SINGLE]) if names else (), indexes)
         for hidden in indexes:
             shards.update(name for name in _indexed(self._folder, hidden) if _NUMBERED.fullmatch(name))
-        records = {name + OLD_RECORD for name in shards} & names
+        records = {name + RECORD for name in shards} & names
         index = {INDEX} & names if SINGLE in files else set()
-        return sorted((single | index | shards | records) - {*files, *(file + OLD_RECORD for file in files)})
+        return sorted((single | index | shards | records) - {*files, *(file + RECORD for file in files)})
 
     def free_names(self, files: Sequence[str]) -> dict[str, str]:
         return {file: file for file in files}  # they replace old files together
@@ -311,7 +311,7 @@ class OldShards:
                 message = f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
                 raise FileExistsError(errno.EEXIST, message, folder.shown(INDEX))
             shards = sorted(name for name in _indexed(folder) if _NUMBERED.fullmatch(name))
-            self._shards.append((folder, [INDEX, *shards, *(name + OLD_RECORD for name in shards)]))
+            self._shards.append((folder, [INDEX, *shards, *(name + RECORD for name in shards)]))
 
     def check_source(self, paths: Sequence[str], *, every_tensor: bool) -> None:
         """Refuse to remove shards of the source if the new file does not get all of their tensors.

@@ -26,7 +26,7 @@ from ...stores.json_file import MAX_JSON
 from ...stores.store import read_at
 from . import journal
 from .folder import Folder
-from .journal import OLD_RECORD
+from .journal import RECORD
 from .replacement import Replacement
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Shards of conversions, and their records; their names include digits of the plan's id if the usual names were taken.
 _SHARD = re.compile(
-    rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}(?:-of-[0-9]{{5,}})?\.safetensors(?:{re.escape(OLD_RECORD)})?", re.ASCII
+    rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}(?:-of-[0-9]{{5,}})?\.safetensors(?:{re.escape(RECORD)})?", re.ASCII
 )
 _STEM, _DIGITS = "model-", 8
 _NUMBERED = "model-00001-of-00001.safetensors"
@@ -122,11 +122,11 @@ class StoreReplacement(Replacement):
 
     def outdated(self, files: Sequence[str]) -> list[str]:
         """List ``model.safetensors``, and the shards and records of earlier conversions."""
-        kept = {*files, *(file + OLD_RECORD for file in files)}
+        kept = {*files, *(file + RECORD for file in files)}
         return sorted(name for name in self._folder.names() - kept if name == SINGLE or _SHARD.fullmatch(name))
 
     def free_names(self, files: Sequence[str]) -> dict[str, str]:
-        taken = {INDEX, *files, *(file + OLD_RECORD for file in files)}
+        taken = {INDEX, *files, *(file + RECORD for file in files)}
         if taken.isdisjoint(self._folder.names()):
             return {file: file for file in files}
         mark = os.urandom(_DIGITS // 2).hex()

@@ -18,7 +18,7 @@ from ...errors import (
 from ...formats.folder import CONFIG, RESUME, ExpectedShards, expected_shards, read_config
 from ...formats.registry import OpenRequest, open_file
 from ...stores.files import Files, Location
-from ..folders.journal import OLD_RECORD
+from ..folders.journal import RECORD
 from .findings import Finding, error, note
 
 # Codes of findings about unreadable files, by error class.
@@ -93,7 +93,7 @@ class ShardCheck(NamedTuple):
 def _is_unfinished(folder: str, files: Files) -> bool:
     """True if a folder has the records of a conversion that did not end."""
     try:
-        return any(name == RESUME or name.endswith(OLD_RECORD) for name, _ in files.listing(folder))
+        return any(name == RESUME or name.endswith(RECORD) for name, _ in files.listing(folder))
     except (SafeloadError, OSError):  # https lists no folders
         return False
 
