@@ -89,7 +89,7 @@ def test_success_leaves_no_record(model, tmp_path, resume):
     made = tmp_path / "made"
     run_pieces(model, made, max_shard_size=LIMIT)
     assert len(records_in(made)) == len(list(made.glob("*.safetensors")))
-    (made / ".safeload-resume" / ".x.json.0123456789abcdef.tmp").write_text("half")
+    (made / ".safeload-resume" / ".x.done.json.0123456789abcdef.tmp").write_text("half")
     executor = None if resume else ThreadPoolExecutor(2)
     safeload.convert(model, made, max_shard_size=LIMIT, resume=resume, executor=executor, overwrite=not resume)
     safeload.convert(model, tmp_path / "want", max_shard_size=LIMIT)
@@ -229,7 +229,7 @@ def test_a_record_that_nobody_wrote_is_none(model, tmp_path, change):
     path.write_text(json.dumps({**good, **change}))
     before = stamps(made)
     safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
-    assert [name for name, inode in stamps(made).items() if inode != before[name]] == [path.name[: -len(".json")]]
+    assert [name for name, inode in stamps(made).items() if inode != before[name]] == [path.name.removesuffix(".done.json")]
 
 
 @pytest.mark.parametrize(
