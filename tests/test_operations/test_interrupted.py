@@ -229,7 +229,9 @@ def test_a_record_that_nobody_wrote_is_none(model, tmp_path, change):
     path.write_text(json.dumps({**good, **change}))
     before = stamps(made)
     safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
-    assert [name for name, inode in stamps(made).items() if inode != before[name]] == [path.name.removesuffix(".done.json")]
+    assert [name for name, inode in stamps(made).items() if inode != before[name]] == [
+        path.name.removesuffix(".done.json")
+    ]
 
 
 @pytest.mark.parametrize(
