@@ -16,7 +16,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array
 from ..checkpoint import tensors_of
-from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
+from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, nothing, staged
 from ..engine.codes.pieces import Meter
 from ..engine.read.plan import Entry, entries_of, in_file_order
 from ..engine.run.progress import Progress
@@ -213,7 +213,7 @@ def _arrivals(
     meter = Meter(progress, total)
     try:
         for target in targets.values():
-            yield from target.arrivals(_at_once)  # empty ones
+            yield from target.arrivals(nothing)  # empty ones
         for filled in reading:
             if filled.buffer is None:
                 target = by_name[filled.name]
@@ -236,10 +236,6 @@ def _arrivals(
         reading.close()
         copies.finish()  # before memory in use by copies is freed
         meter.close()
-
-
-def _at_once() -> None:
-    """Return without waiting."""
 
 
 def _key(entry: Entry) -> Any:
