@@ -23,7 +23,6 @@ from .errors import SafeloadError, cut_traceback
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName, OpenRequest
 from .formats.safetensors import file as safetensors
-from .formats.safetensors import quantized
 from .formats.tensor_slice import slice_of
 
 if TYPE_CHECKING:
@@ -261,7 +260,7 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
     try:
         from .frameworks import jax_arrays
 
-        return safetensors.FileWriter(*quantized.pack(jax_arrays.to_write(tensors), metadata)).to_bytes()
+        return safetensors.writer(jax_arrays.to_write(tensors), metadata).to_bytes()
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -300,7 +299,7 @@ def save_file(
     try:
         from .frameworks import jax_arrays
 
-        writer = safetensors.FileWriter(*quantized.pack(jax_arrays.to_write(tensors), metadata))
+        writer = safetensors.writer(jax_arrays.to_write(tensors), metadata)
         writer.to_file(filename, overwrite=overwrite, durable=durable)
     except SafeloadError as error:
         cut_traceback(error)

@@ -13,7 +13,6 @@ from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .errors import SafeloadError, cut_traceback
 from .formats.safetensors import file as safetensors
-from .formats.safetensors import quantized
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open
@@ -59,7 +58,7 @@ def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = No
         np.float32(4.0)
     """
     try:
-        return safetensors.FileWriter(*quantized.pack(tensor_dict, metadata)).to_bytes()
+        return safetensors.writer(tensor_dict, metadata).to_bytes()
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -97,9 +96,7 @@ def save_file(
         np.float32(4.0)
     """
     try:
-        safetensors.FileWriter(*quantized.pack(tensor_dict, metadata)).to_file(
-            filename, overwrite=overwrite, durable=durable
-        )
+        safetensors.writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
     except SafeloadError as error:
         cut_traceback(error)
         raise

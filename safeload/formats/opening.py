@@ -11,6 +11,7 @@ from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import plural, show
 from ..engine.read.load import LoadOptions
+from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files, Location, rather_changed

@@ -24,7 +24,7 @@ from ..base.messages import error_about
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files
-from ..stores.remote import WINDOW, RemoteStore
+from ..stores.store import WINDOW
 from . import foreign
 
 if TYPE_CHECKING:
@@ -219,8 +219,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
         if not row.ranges:
             check_whole(file, f"{row.kind} must be read as a whole")
         opened = Opened(row.name, *row.load().read(candidate, request))
-        if isinstance(file.store, RemoteStore):
-            file.store.settle()
+        file.settle()
     except BaseException:
         file.close()
         raise
@@ -256,7 +255,7 @@ def check_whole(file: WeightFile, reason: str) -> None:
     Raises:
         UnsupportedError: the message begins with ``reason``.
     """
-    if isinstance(file.store, RemoteStore) and not file.store.here and file.size > WINDOW:
+    if file.remote and not file.store.here and file.size > WINDOW:  # type: ignore[attr-defined]
         advice = f'safeload.open("filecache::{file.path}", storage_options={{}}) keeps a copy on this machine (fsspec)'
         text = f"{reason}, which safeload does not do over the network: {advice}"
         raise error_about(UnsupportedError, text, path=file.path)

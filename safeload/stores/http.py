@@ -16,10 +16,10 @@ from . import url as urls
 from .connections import Exchange
 from .http_client import Client, RequestTarget, redirected, target_of
 from .local import compare
-from .remote import WINDOW, RemoteStore
+from .remote import RemoteStore
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status
 from .stop import current
-from .store import Span
+from .store import WINDOW, Span
 
 # Maximum number of redirects per request.
 MOST_REDIRECTS = 10

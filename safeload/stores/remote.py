@@ -10,11 +10,9 @@ from typing import Any, NoReturn
 from ..base.forking import ProcessLock
 from ..errors import FormatError
 from .stop import current
-from .store import ByteStore, Memory, Span
+from .store import WINDOW, ByteStore, Memory, Span
 from .thread_group import each
 
-# Size of the first request: 97 % of the safetensors headers on the Hub fit into 100,000 bytes.
-WINDOW = 128 << 10
 # Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
 # _TOGETHER bytes.
 _GAP, _TOGETHER = 64 << 10, 8 << 20

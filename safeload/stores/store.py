@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ..base.arrays import Array
 
+# Size of the first request to a remote store: 97 % of the safetensors headers on the Hub fit into 100,000 bytes.
+WINDOW = 128 << 10
 # Contiguous memory to read into.
 Memory: TypeAlias = bytearray | memoryview | Array
 
@@ -57,7 +59,7 @@ def read_at(store: ByteStore, offset: int, size: int) -> bytes:
         FormatError, OSError: see `ByteStore.read_into`.
     """
     windowed = getattr(store, "read_at", None)
-    if windowed is not None:  # only a `RemoteStore` has it, because each of its reads can be a request
+    if windowed is not None:  # only a `remote.RemoteStore` has it, because each of its reads can be a request
         content: bytes = windowed(offset, size)
         return content
     size = max(0, min(size, store.size - offset))

@@ -2,11 +2,13 @@
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
+from builders.quantized import FIXTURES
 
 import safeload
 from safeload.numpy import load, load_file, save, save_file
@@ -252,3 +254,34 @@ def test_names_in_any_order_are_found_and_listed_in_theirs(tmp_path, order):
         assert [int(file.get_tensor(name)[0]) for name in names] == [k % 256 for k in range(1_001)]
         assert "h.0.mlp.w00" not in file
         assert "" not in file
+
+
+OWN = "own = lambda: {name for name in sys.modules if name.startswith('safeload')}\n"
+
+
+def printed(code, *arguments):
+    command = [sys.executable, "-I", "-c", "import sys, numpy\n" + OWN + code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+
+
+def test_the_functions_of_numpy_import_only_what_plain_files_need():
+    modules = printed("import safeload.numpy; print(*sorted(own()))")
+    assert "safeload.engine.run.jobs" in modules
+    assert len(modules) <= 55
+    assert not [name for name in modules if "codes" in name or "remote" in name or "quantized" in name]
+
+
+def test_reading_imports_nothing_that_opening_did_not():
+    """A child that is forked while a thread imports a module would wait for its lock for ever."""
+    code = """
+import safeload
+late = []
+for folder in sys.argv[1:]:
+    with safeload.open(folder) as checkpoint:
+        before = own()
+        checkpoint.load(dtype="float32")
+        checkpoint.load()
+    late += sorted(own() - before)
+print(*late, "end")
+"""
+    assert printed(code, *(fixture.folder for fixture in FIXTURES.values())) == ["end"]

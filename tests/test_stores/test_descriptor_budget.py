@@ -113,11 +113,12 @@ shared = safeload.open(folder)
 stop = threading.Event()
 def work():
     while not stop.is_set(): right(shared.load(dtype="float64", threads=1))
-threads = [threading.Thread(target=work) for _ in range(4)]
+threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
 for thread in threads: thread.start()
 for generation in range(3):
     child = os.fork()
     if child == 0:
+        count = lambda: 0  # a look would need a descriptor, and those of the parent's threads are lost
         try:
             together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 8, repeat=1)
             if generation == 2:

@@ -10,8 +10,7 @@ import numpy as np
 
 from ...base.arrays import Array
 from ...stores import thread_group
-from ..run.fetch import WINDOW
-from ..run.job import Job
+from ..run.job import WINDOW, Job
 from ..run.jobs import Batch
 from ..run.memory import address_of
 from ..run.progress import Progress, bar

@@ -12,7 +12,6 @@ from ...base import dtypes
 from ...base.arrays import Array, ArraySpec, array_over, foreign_order
 from ...base.packing import Packed, Part
 from ...base.table import Scale
-from ..codes import restore
 from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, moving
@@ -75,6 +74,8 @@ class Reads:
 
     def restore(self, name: str, packed: Packed, target: dtypes.Dtype) -> None:
         """Add a packed tensor, dequantized to a dtype."""
+        from ..codes import restore  # imported by whatever read the table
+
         shape, dtype = packed.packing.shape, dtypes.array_dtype(target.number)
         array = self.arrays[name] = self._array(name, shape, dtype)
         if array.size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from ...base.packing import Packed
 from ...base.scheme import INT8
 from ...base.text import show
 from ...stores.local import mapping_of
-from ..codes.quantized_tensor import QuantizedTensor
 from ..run import jobs
 from ..run.memory import HUGE_FROM, check_disjoint
 from ..run.progress import Progress, reporter
@@ -26,10 +25,11 @@ from .plan import EMPTY, VIEW, ReadPlan, decide, viewable
 from .tensors import Tensors
 
 if TYPE_CHECKING:
+    from ..codes.quantized_tensor import QuantizedTensor
     from .buffer_pool import Recycler
 
 # The value of a loaded tensor.
-Value = Array | QuantizedTensor
+Value: TypeAlias = "Array | QuantizedTensor"
 
 
 def deliver(
@@ -115,6 +115,8 @@ def _map(
 
 def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
     """Return a packed tensor unchanged: views of mapped files, or arrays that ``reads`` fills."""
+    from ..codes.quantized_tensor import QuantizedTensor  # imported by whatever read the table
+
     arrays = {}
     for role, part in packed.parts.items():
         dtype = dtypes.array_dtype(part.row.number)
@@ -180,6 +182,8 @@ def _views(plan: ReadPlan, buffer: Any) -> dict[str, Array]:
 
 def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
     """Wrap the raw data of quantized tensors in `QuantizedTensor` if they are not converted."""
+    from ..codes.quantized_tensor import QuantizedTensor  # imported by whatever read the table
+
     table = plan.file.table
     for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
         row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scale(index)

@@ -21,7 +21,7 @@ from ...stores.remote import RemoteStore, read_spans
 from ...stores.stop import current
 from ...stores.store import Span
 from ...stores.thread_group import RANGES, each, run
-from .job import Job, Origin
+from .job import WINDOW, Job, Origin
 from .memory import ALIGNMENT, address_of, aligned_bytes
 from .weight_file import WeightFile, is_remote
 
@@ -32,9 +32,8 @@ _LONG_FROM = 1 << 30
 # Largest gap between two tensors that should be read and dropped to save a request: about as many bytes as arrive
 # during a round trip. Gaps must not make up most of a request, unless the request is small.
 _GAP, _SMALL_GAP = 1 << 20, 64 << 10
-# Bytes of jobs planned together: enough for many requests. Callers that read in pieces should use WINDOW, too.
-# _STAGED limits staging memory; a single job may exceed it.
-WINDOW, _STAGED = 64 << 20, 192 << 20
+# Limit of staging memory, which a single job may exceed.
+_STAGED = 192 << 20
 # Seconds after which a thread waiting for staging memory checks if its call was stopped.
 _POLL = 0.05
 

@@ -10,6 +10,9 @@ from ...base.native import lib
 from .memory import address_of
 from .weight_file import WeightFile
 
+# Bytes to plan, or to read, at a time from the network: enough for many requests.
+WINDOW = 64 << 20
+
 
 class JobGrid(NamedTuple):
     """An ``sl_grid``: a strided 2-D copy between elements that are not contiguous on both sides."""

@@ -229,7 +229,7 @@ class Batch:
             job.packed and any(map(is_remote, job.files)) for job in self.jobs
         ):
             return self.jobs
-        from .fetch import Fetch  # only here: local files do not need it
+        from .fetch import Fetch  # `formats.opening` has imported it
 
         def execute(jobs: Sequence[Job], path: str) -> None:
             stop = current()

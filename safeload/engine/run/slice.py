@@ -10,8 +10,7 @@ import numpy as np
 
 from ...base.arrays import Array, ArraySpec, array_over, byteswapped, c_strides, with_article
 from . import jobs
-from .fetch import WINDOW
-from .job import Job, Origin
+from .job import WINDOW, Job, Origin
 from .memory import address_of
 from .weight_file import WeightFile
 

@@ -20,7 +20,6 @@ from ...base.table import Table, TensorInfo
 from ...errors import UnsupportedError
 from ...stores.files import LOCAL, Files
 from ...stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
-from ...stores.remote import RemoteStore
 from ...stores.store import ByteStore, read_at
 
 
@@ -101,10 +100,15 @@ class WeightFile:
 
     def check_open(self) -> None:
         """Raise ValueError after `close`."""
-        if isinstance(self.store, RemoteStore):
-            self.store.check_open()
+        if self.remote:
+            self.store.check_open()  # type: ignore[attr-defined]  # all but local stores are a `RemoteStore`
         else:
             _ = self.descriptor
+
+    def settle(self) -> None:
+        """Drop what a remote store keeps for small reads, once the table has been read."""
+        if self.remote:
+            self.store.settle()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Close the store. Arrays over mappings stay valid."""

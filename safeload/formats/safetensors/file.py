@@ -283,6 +283,16 @@ def write(
     FileWriter(packed, texts, room=ROOM).to_file(path, overwrite=overwrite, durable=durable)
 
 
+def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileWriter:
+    """Return the writer of arrays and quantized tensors, as the drop-in functions take them."""
+    check_mapping(tensors, "tensors")
+    if metadata or any(type(value) not in _PLAIN for value in tensors.values()):
+        from .quantized import pack  # only here: with it comes everything that decodes
+
+        tensors, metadata = pack(tensors, metadata)
+    return FileWriter(tensors, metadata)
+
+
 class FileWriter:
     """A file to write: its header is built and its size known, but tensors are not copied yet.
 

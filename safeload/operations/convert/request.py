@@ -81,7 +81,7 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     folder = of(place) if in_folder else None
     if folder is None and place.files.remote:
         check_writable(place)
-    limit = parse_size(USUAL_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
+    limit = USUAL_SIZE if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
     return ConvertRequest(place.shown, format, place, folder, limit, target, options)
 
 

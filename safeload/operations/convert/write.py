@@ -269,13 +269,14 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     targets = _targets(tensors.ranges.numbers, target)
     if targets is None:
         return None
-    rename, texts = options.get("rename"), as_texts(metadata_for(catalog, request))
+    rename, metadata = options.get("rename"), metadata_for(catalog, request)
+    texts = as_texts(metadata) if metadata else {}
     return Copies(
         tensors.names if rename is None else [*renamed(tensors.names, rename).values()],
         tensors.shapes,
         Spans.of(tensors, targets),
         pack({}, texts)[1] if texts else None,  # without descriptions of quantized tensors
-        config_with(catalog.config, target),
+        None if request.folder is None else config_with(catalog.config, target),
         extras_for(catalog, request),
         threads,
     )

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # The destination of a conversion.
 Destination: TypeAlias = PathLike | Located
 
-# The default limit for shards.
-USUAL_SIZE = "5GB"
+# The default limit for shards, in bytes.
+USUAL_SIZE = 5_000_000_000
 
 # A suffix begins with a letter: the names of models end in versions and sizes, such as "Qwen2.5-7B".
 _SUFFIX = re.compile(r"\.(?:[a-z]\w*)?", re.ASCII)

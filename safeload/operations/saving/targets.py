@@ -210,7 +210,7 @@ class FolderTarget:
 
     def __init__(self, location: Location, options: SaveOptions) -> None:
         size = options.max_shard_size
-        self.limit = parse_size(USUAL_SIZE if size is None else size, "max_shard_size")
+        self.limit = USUAL_SIZE if size is None else parse_size(size, "max_shard_size")
         self._folder: Folder = of(location)
         self._overwrite = options.overwrite
         self._replacement = replacement_of(self._folder)
