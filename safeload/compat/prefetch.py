@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from ..base.messages import error_about
 from ..base.text import clip, plural, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError
@@ -56,7 +57,7 @@ class PrefetchLoader:
         """
         if name not in self._left:
             state = "was already delivered" if name in self._names else "is not in the prefetch plan"
-            raise SafetensorError(f"tensor {show(name)} {state}")
+            raise error_about(SafetensorError, state, tensor=name)
         while name not in self._landed and self._land():
             pass
         return self._hand_out(name)
@@ -89,7 +90,7 @@ class PrefetchLoader:
         try:
             tensor, wait = self._landed.pop(name)
         except KeyError:  # another thread was faster
-            raise SafetensorError(f"tensor {show(name)} was already delivered") from None
+            raise error_about(SafetensorError, "was already delivered", tensor=name) from None
         del self._left[name]
         wait()
         return tensor

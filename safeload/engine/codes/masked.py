@@ -9,8 +9,8 @@ import numpy as np
 
 from ...base import packing
 from ...base.arrays import Array
+from ...base.messages import error_about
 from ...base.packing import Packed, Packing, Part
-from ...base.text import show
 from ...errors import FormatError
 from ..run import jobs
 from .code_ranges import Range, mask_bytes
@@ -129,7 +129,7 @@ def _check(starts: Array, count: int, first: int, name: str, part: Part) -> None
 
 def _fault(message: str, name: str, part: Part) -> FormatError:
     path = None if part.file is None else str(part.file.path)
-    return FormatError(f"tensor {show(name)}: {message}", path=path, tensor=name)
+    return error_about(FormatError, f": {message}", path=path, tensor=name)
 
 
 def _divided(mask: Array, starts: Array, packed: Packed, *, first: int, name: str) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array, ArraySpec
+from ...base.messages import error_about
 from ...base.native import ffi, lib
 from ...base.packing import Grid, Packed, Packing, Part, Zeros, by_columns
 from ...base.text import show
@@ -135,7 +136,7 @@ class CodeReader:
     def _fail(self, message: str, role: str) -> FormatError:
         file = self._stored[role].file
         path = None if file is None else str(file.path)
-        return FormatError(f"tensor {show(self._name)}: {message}", path=path, tensor=self._name)
+        return error_about(FormatError, f": {message}", path=path, tensor=self._name)
 
     def _check_shape(self) -> None:
         part = self._parts[packing.SHAPE]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...base import dtypes
+from ...base.messages import error_about
 from ...base.native import ffi
 from ...base.text import show
 from ...engine.run.atomic_file import AtomicFile
@@ -100,7 +101,7 @@ class SafetensorsEdit(Edit):
             self._check_new(name)
         value = value_of(name, array, self._keep)
         if isinstance(value, QUANTIZED):
-            raise UnsupportedError(f"tensor {show(name)} is quantized; convert the file to add it")
+            raise error_about(UnsupportedError, "is quantized; convert the file to add it", tensor=name)
         tensor = source_of(name, value)
         place = self._places.setdefault(name, len(self._names))
         self._names[place : place + 1], self._tensors[place : place + 1] = [name], [tensor]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ...base.messages import error_about
 from ...base.packing import CONFIG_KEY
-from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import SafetensorError
 from ...formats.safetensors.header import text
@@ -52,7 +52,7 @@ def check_name(name: Any) -> str:
     """
     text(name, "a tensor name", tensor=name if isinstance(name, str) else None)
     if name == _RESERVED:
-        raise SafetensorError(f"tensor {show(name)}: this name is reserved for the metadata of safetensors")
+        raise error_about(SafetensorError, ": this name is reserved for the metadata of safetensors", tensor=name)
     return str(name)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base import dtypes
 from ...base.arrays import check_mapping
+from ...base.messages import error_about
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError, cut_traceback, unsaved
@@ -115,7 +116,9 @@ class Writer:
         keep: list[Any] = []
         value = value_of(name, array, keep)
         if self._plan is not None and isinstance(value, QuantizedTensor):
-            raise UnsupportedError(f"tensor {show(name)} is quantized, which Writer supports only without tensors=")
+            raise error_about(
+                UnsupportedError, "is quantized, which Writer supports only without tensors=", tensor=name
+            )
         try:
             self._add(name, value)
         except OSError as error:

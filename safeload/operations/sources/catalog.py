@@ -18,11 +18,12 @@ from ...base import dtypes
 from ...base.arrays import Array, as_array
 from ...base.cached import cached_property
 from ...base.gc_pause import paused
+from ...base.messages import error_about
 from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, choose, select
 from ...base.table import missing
-from ...base.text import check_name, show
+from ...base.text import check_name
 from ...checkpoint import Checkpoint, codes_of, folder_of, index_of, tensors_of, with_aliases
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_packed
@@ -440,6 +441,6 @@ def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, T
         duplicate = next((name for name in added if name in places), None) if places else None
         if duplicate is not None:
             titles = f"{places[duplicate].title} and {added[duplicate].title}"
-            raise SafeloadError(f"tensor {show(duplicate)} is in both {titles}")
+            raise error_about(SafeloadError, f"is in both {titles}", tensor=duplicate)
         places.update(added)
     return places
