@@ -389,7 +389,8 @@ class Catalog:
     def codes(self) -> Mapping[str, Codes]:
         """The tensors with codes: values without meaning unless they are scaled."""
         if self._codes is None:
-            self._codes = self.find_codes(quantization_of(self.config))
+            parsed = len(self.checkpoints) == 1 and not self.in_memory  # by the checkpoint itself
+            self._codes = self.find_codes(None if parsed else quantization_of(self.config))
         return self._codes
 
     def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
