@@ -201,6 +201,36 @@ def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, acti
     assert failures > 1
 
 
+@pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
+def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp_path, action, monkeypatch):
+    monkeypatch.setattr("safeload.stores.edit_journal._PAUSE", 0)
+    folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
+
+    def restore():
+        empty(folder.parent)
+        safeload.save(items, folder, max_shard_size=1000, metadata={"step": "1"})
+
+    restore()
+    files, failures = contents(folder).keys(), 0
+    for shot, _, error in sweep(lambda: edit_folder(folder), folder, ALL, action, errno.ENOSPC, before=restore):
+        if error is None:
+            assert not shot.hit or shot.trace[shot.nth - 1][0][0] == "L"  # without links, the file is renamed
+            assert "q" in safeload.load(folder)
+            continue
+        failures += 1
+        assert isinstance(error, OSError), repr(error)
+        if action == FAIL_FROM:
+            recover_edit(folder)
+        loaded = safeload.load(folder)
+        assert (len(loaded), "q" in loaded, loaded["t5"].shape == (2,)) in ((8, False, False), (8, True, True))
+        new = "q" in loaded  # all but the last fsync succeeded, and the old shards stay
+        assert (contents(folder).keys() > files) if new else (contents(folder).keys() == files)
+        with safeload.edit(folder) as unchanged:
+            steps = {shard.metadata["step"] for shard in unchanged._shards.values()}
+        assert steps == {"2" if new else "1"} or action == FAIL_FROM
+    assert failures > 1
+
+
 def test_short_writes_change_nothing(case):
     path, change, _, versions = case
     with armed(path.parent, WRITE, SHORT, value=5) as shot:

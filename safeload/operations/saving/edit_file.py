@@ -64,6 +64,7 @@ class SafetensorsEdit(Edit):
         if not 0 < length <= file.identity.size - _LENGTH:
             raise FormatError("the header changed while it was read", path, 0)
         self._old = file.read(_LENGTH + length)
+        self._new: bytes | None = None  # the header that was written in the place of the old one
         self.metadata = self._edited = EditedMetadata(self._before or {}, texts=True)
         self._stack.enter_context(file)
         self._parts = _parts_of(self._before or {})
@@ -115,9 +116,11 @@ class SafetensorsEdit(Edit):
             )
 
     @property
-    def changes_tensors(self) -> bool:
-        """True if names or tensors change."""
-        return self._moved or self._renamed
+    def in_place(self) -> bool:
+        """True if only metadata changes, and the new header fits in the place of the old one."""
+        if self._moved or self._renamed:
+            return False
+        return not self._edited.changes or self._header(keeps_order=True).nbytes <= len(self._old)
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +133,7 @@ class SafetensorsEdit(Edit):
                 yield name, tensor
 
     def _write(self) -> None:
-        if not (self.changes_tensors or self._edited.changes):
+        if not (self._moved or self._renamed or self._edited.changes):
             return
         self._file.check_unchanged()
         if not self._moved:
@@ -140,11 +143,18 @@ class SafetensorsEdit(Edit):
                 new = bytes(ffi.buffer(header.memory, header.nbytes))
                 if new != self._old:
                     replace_header(self._file, self._old, new, durable=self._durable)
+                    self._new = new
                 return
         try:
             self.write_to(self._file.path, overwrite=True)
         except OSError as error:
             raise unsaved(error) from None
+
+    def undo(self) -> None:
+        """Put the old header back if another one was written in its place."""
+        if self._new is not None:
+            replace_header(self._file, self._new, self._old, durable=self._durable)
+            self._new = None
 
     def write_to(self, path: str, *, overwrite: bool) -> None:
         """Write the edited file to a new file."""

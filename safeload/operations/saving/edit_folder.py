@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ...base.text import show
@@ -81,43 +81,61 @@ class FolderEdit(Edit):
         self._files[name] = file
 
     def _write(self) -> None:
-        changed = {file: shard for file, shard in self._shards.items() if shard.changes_tensors}
         for shard in self._shards.values():
             for key, value in self._edited.changes.items():
                 if value is not None:
                     shard.metadata[key] = value
                 elif key in shard.metadata:
                     del shard.metadata[key]
-        for file, shard in self._shards.items():
-            if file not in changed:
-                shard._write()
-        if changed:
-            self._replace(changed)
-
-    def _replace(self, changed: dict[str, SafetensorsEdit]) -> None:
-        """Write changed shards under new names, then the index, then remove the old shards."""
+        replaced = {file: shard for file, shard in self._shards.items() if not shard.in_place}
         folder, mark = os.path.dirname(self._real), os.urandom(_DIGITS // 2).hex()
-        names = {file: marked(file, mark) for file in changed}
-        written: list[str] = []
-        try:
-            for file, shard in changed.items():
+        names = {file: marked(file, mark) for file in replaced}
+        with ExitStack() as undo:
+            for file, shard in replaced.items():
                 path = os.path.join(folder, names[file])
+                undo.callback(_remove, path)
                 shard.write_to(path, overwrite=False)
-                written.append(path)
-            content = dict(self._content)
-            content["weight_map"] = {name: names.get(file, file) for name, file in self._files.items()}
-            total = sum(shard.nbytes for shard in self._shards.values())
-            if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
-                content["metadata"] = {**content["metadata"], "total_size": total}
-            write_text(self._real, json.dumps(content, indent=2) + "\n", overwrite=True)
-        except BaseException:
-            for path in written:
-                with suppress(OSError):
-                    os.unlink(path)
-            raise
-        for file in changed:
-            with suppress(OSError):
-                os.unlink(os.path.join(folder, file))
+            for file, shard in self._shards.items():
+                if file not in replaced:
+                    shard._write()
+                    undo.callback(_undo, shard)
+            try:
+                if replaced:
+                    self._write_index(names)
+            except OSError:
+                if self._is_written(names):  # all but the fsync of the folder
+                    undo.pop_all()
+                raise
+            undo.pop_all()
+        for file in replaced:
+            _remove(os.path.join(folder, file))
+
+    def _is_written(self, names: dict[str, str]) -> bool:
+        """Return True unless the index is certain to be the old one."""
+        try:
+            files = read_json(self._real, "an index")["weight_map"].values()
+        except OSError:
+            return True
+        return not set(names.values()).isdisjoint(files)
+
+    def _write_index(self, names: dict[str, str]) -> None:
+        """Write the index with the new names of shards."""
+        content = dict(self._content)
+        content["weight_map"] = {name: names.get(file, file) for name, file in self._files.items()}
+        total = sum(shard.nbytes for shard in self._shards.values())
+        if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
+            content["metadata"] = {**content["metadata"], "total_size": total}
+        write_text(self._real, json.dumps(content, indent=2) + "\n", overwrite=True)
+
+
+def _undo(shard: SafetensorsEdit) -> None:
+    with suppress(OSError):  # the first error tells more; `open` says if the header must be recovered
+        shard.undo()
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def _is_bare(name: Any) -> bool:
