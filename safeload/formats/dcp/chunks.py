@@ -12,8 +12,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from math import prod
 from typing import Any
@@ -30,8 +29,9 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError, missing_file
 from ...stores.assembled import Region
 from ...stores.files import Files
-from ...stores.store import ByteStore, Memory, read_at
-from .. import foreign
+from ...stores.store import ByteStore, read_at
+from ...stores.windows import StoreWindow, Unpacked
+from .. import foreign, zstd
 from ..boxed import itemsize_of, logical_shape
 from ..registry import Candidate, OpenRequest
 from ..safetensors import file as safetensors
@@ -42,55 +42,9 @@ from .records import ChunkPlace
 
 # Bytes of an archive beside its storage: about 1,500. Strided storages may hold a few more elements.
 MAX_OVERHEAD = 1 << 20
-# Bytes that a byte of a zstd frame can stand for: blocks of 128 KiB take at least 4 bytes.
-MAX_RATIO = 32_768
-# Bytes of a decompressed frame read at a time.
-_STEP = 1 << 20
+# Bytes of a compressed value other than a tensor, unpacked.
+MAX_VALUE = 1 << 30
 _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
-
-
-class StoreWindow:
-    """A range of a store as a store of its own.
-
-    Args:
-        begin: first byte in the store.
-        size: in bytes.
-    """
-
-    def __init__(self, store: ByteStore, begin: int, size: int, path: str) -> None:
-        self.size = size
-        self.version = (size,)
-        self._store = store
-        self._begin = begin
-        self._path = path
-
-    def read_into(self, offset: int, memory: Memory) -> None:
-        if offset + memoryview(memory).nbytes > self.size:  # type: ignore[arg-type]
-            raise FormatError(f"the range ends at byte {self.size}", self._path, self.size)
-        self._store.read_into(self._begin + offset, memory)
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        """Return bytes of the window, fewer at its end."""
-        return read_at(self._store, self._begin + offset, max(0, min(size, self.size - offset)))
-
-    def close(self) -> None:
-        pass
-
-
-class Unpacked:
-    """Bytes in memory as a store."""
-
-    def __init__(self, content: bytearray) -> None:
-        self.size = len(content)
-        self.version = (self.size,)
-        self.content = content
-
-    def read_into(self, offset: int, memory: Memory) -> None:
-        view = memoryview(memory).cast("B")  # type: ignore[arg-type]
-        view[:] = memoryview(self.content)[offset : offset + len(view)]
-
-    def close(self) -> None:
-        pass
 
 
 class DataFiles:
@@ -182,7 +136,8 @@ class StoredChunk:
         file, offset, length, transforms = self.place
         path = self._data.path(file)
         window = StoreWindow(self._data.stores[file], offset, length, path)
-        content = decompressed(window, transforms, self.nbytes + MAX_OVERHEAD, path, self._name)
+        check_transforms(transforms, path, self._name)
+        content = zstd.decompressed(window, 0, length, self.nbytes + MAX_OVERHEAD, path, self._name)
         region = self._in_archive(Unpacked(content), path, None)
         strides = region.strides or c_strides(self._shape, itemsize_of(self._row))
         shape = (*self._shape, itemsize_of(self._row))
@@ -264,8 +219,9 @@ def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
         check_inside(store, name, place, path)
         source: ByteStore = StoreWindow(store, place.offset, place.length, path)
         if place.transforms:
-            limit = min(place.length * MAX_RATIO, _STEP << 10)
-            source = Unpacked(decompressed(source, place.transforms, limit, path, name))
+            check_transforms(place.transforms, path, name)
+            limit = min(place.length * zstd.MAX_RATIO, MAX_VALUE)
+            source = Unpacked(zstd.decompressed(source, 0, place.length, limit, path, name))
         window = WeightFile(path, source, ListedTable([]))
         try:
             pickled = zip_file.read_pickle(Archive(window), window, inert=True)
@@ -285,20 +241,6 @@ def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> N
 # ---- zstd ----
 
 
-class _StoreStream:
-    """A store as a stream for a decompressor."""
-
-    def __init__(self, store: ByteStore) -> None:
-        self._store = store
-        self._at = 0
-
-    def read(self, size: int = -1) -> bytes:
-        left = self._store.size - self._at
-        data = read_at(self._store, self._at, left if size < 0 else size)
-        self._at += len(data)
-        return data
-
-
 def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
     """Refuse transforms other than zstd, and zstd without its package.
 
@@ -312,42 +254,4 @@ def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
             shown = ", ".join(map(show, transforms[:5]))
             text = f"is stored with {shown}; of transforms safeload reads a single {_ZSTD}/{_ZSTD_VERSION}"
             raise error_about(UnsupportedError, text, path=path, tensor=name)
-        _reader()
-
-
-def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
-    """Return a function from a stream to its decompressed stream, and the errors of that stream."""
-    if sys.version_info >= (3, 14):
-        from compression.zstd import ZstdError, ZstdFile
-
-        return ZstdFile, (ZstdError, EOFError)
-    try:
-        import zstandard
-    except ImportError:
-        text = "this checkpoint is compressed with zstd: pip install zstandard"
-        raise ImportError(text) from None
-    return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
-
-
-def decompressed(store: ByteStore, transforms: Sequence[str], limit: int, path: str, name: str) -> bytearray:
-    """Return the content of a zstd frame.
-
-    Raises:
-        FormatError: the frame is malformed or cut off.
-        LimitError: the content has more than ``limit`` bytes.
-        UnsupportedError, ImportError: see `check_transforms`.
-    """
-    check_transforms(transforms, path, name)
-    read, errors = _reader()
-    content = bytearray()
-    try:
-        stream = read(_StoreStream(store))
-        while piece := stream.read(_STEP):
-            content += piece
-            if len(content) > limit:
-                text = f": its zstd frame holds more than {limit:,} bytes, the most that its shape needs"
-                raise error_about(LimitError, text, path=path, tensor=name)
-    except errors as error:
-        text = f": its zstd frame cannot be read: {show(str(error))}"
-        raise error_about(FormatError, text, path=path, tensor=name) from None
-    return content
+        zstd.check_available()

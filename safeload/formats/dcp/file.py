@@ -19,14 +19,15 @@ from typing import Any
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile, open_without_table
-from ...errors import FormatError, TensorNotFoundError, UnsupportedError
+from ...errors import FormatError, UnsupportedError
 from ...stores.assembled import Box
 from .. import foreign
 from ..boxed import BoxedListing, assemble
+from ..containers import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest
+from ..zstd import MAX_RATIO
 from . import sharded
 from .chunks import (
-    MAX_RATIO,
     DataFiles,
     StoredChunk,
     check_inside,
@@ -35,9 +36,6 @@ from .chunks import (
 )
 from .names import METADATA, ranks_of
 from .records import MARK, ChunkPlace, Description, TensorRecord, describe_all
-
-# Most names in a message.
-_SHOWN = 20
 
 
 def claims(candidate: Candidate) -> bool:
@@ -80,7 +78,7 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
                 yield opened
 
     description = describe_all(metadata_files(), request.inert)
-    names = _under(description, request.root, file.path)
+    names = names_below(description.paths, request.root, file.path)
     left_out = set(description.reformulated)
     tensors = {
         known: description.tensors[full]
@@ -159,44 +157,6 @@ def _notes(description: Description, names: Sequence[str]) -> Iterator[str]:
 # ---- names and metadata ----
 
 
-def _under(description: Description, root: str | None, path: str) -> dict[str, str]:
-    """Return the names of the tensors and values below a container, each with its name there.
-
-    Raises:
-        TensorNotFoundError: the container does not exist; the message lists the containers.
-        FormatError: two names below the container are equal.
-    """
-    if root is None:
-        return {name: name for name in description.paths}
-    names: dict[str, str] = {}
-    taken: set[str] = set()
-    for name, steps in description.paths.items():
-        depth = _depth(steps, root)
-        if depth:
-            known = ".".join(map(str, steps[depth:]))
-            if known in taken:
-                raise FormatError(f"two values below {show(root)} are named {show(known)}", path)
-            taken.add(known)
-            names[name] = known
-    if names:
-        return names
-    containers = sorted({str(steps[0]) for steps in description.paths.values() if len(steps) > 1})
-    shown = ", ".join(show(text)[1:-1] for text in containers[:_SHOWN]) or "none"
-    raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: {shown}", path=path)
-
-
-def _depth(steps: Sequence[Any], root: str) -> int:
-    """Return how many steps of a path make up the name of a container; 0 if the path is not below it."""
-    text = ""
-    for k, step in enumerate(steps[:-1]):
-        text += f".{step}" if k else str(step)
-        if text == root:
-            return k + 1
-        if len(text) > len(root):
-            return 0
-    return 0
-
-
 class _Values(Mapping[str, Any]):
     """All values but tensors, nested as in the state dict. They are read with the first access to any of them."""
 
@@ -207,7 +167,7 @@ class _Values(Mapping[str, Any]):
         self._paths = {}
         for name in places:
             steps = paths[name]
-            steps = steps if root is None else steps[_depth(steps, root) :]
+            steps = steps if root is None else steps[depth_of(steps, root) :]
             self._paths[name] = (str(steps[0]), *steps[1:])
         self._keys = list(dict.fromkeys(steps[0] for steps in self._paths.values()))
         self._tree: dict[str, Any] | None = None
@@ -220,36 +180,8 @@ class _Values(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if self._tree is None:
-            self._tree = self._nested()
+            self._tree = nested(self._paths, self._read)
         return self._tree[key]
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-    def _nested(self) -> dict[str, Any]:
-        root = _Level()
-        for name, steps in self._paths.items():
-            level = root
-            for step in steps[:-1]:
-                below = level.setdefault(step, _Level())
-                if type(below) is not _Level:
-                    raise FormatError(f"{show(name)} is below another value")
-                level = below
-            if steps[-1] in level:
-                raise FormatError(f"{show(name)} has the path of another value")
-            level[steps[-1]] = self._read(name)
-        return {key: _plain(value) for key, value in root.items()}
-
-
-class _Level(dict[Any, Any]):
-    """A level of the state dict; dicts that are values themselves are not levels."""
-
-
-def _plain(value: Any) -> Any:
-    """Return a level as list if its keys are the indices of a whole list, else as dict with text as keys."""
-    if type(value) is not _Level:
-        return value
-    items = {key: _plain(item) for key, item in value.items()}
-    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
-        return [items[k] for k in range(len(items))]
-    return {str(key): item for key, item in items.items()}

@@ -1,0 +1,214 @@
+"""zstd frames (RFC 8878) in stores: unpacked whole, or read forward in bounded memory.
+
+Needs Python 3.14's `compression.zstd` or the package ``zstandard``; both are imported on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..base.arrays import Array
+from ..base.messages import error_about
+from ..base.text import show
+from ..errors import FormatError, LimitError
+from ..stores.remote import RemoteStore
+from ..stores.store import ByteStore, Memory
+
+# Bytes that a byte of a frame can stand for: blocks of 128 KiB take at least 4 bytes.
+MAX_RATIO = 32_768
+# Bytes of a frame, or of its content, read at a time; a read over the network is a request.
+_STEP, _REMOTE_STEP = 1 << 20, 8 << 20
+# Seconds to wait for the reader of earlier bytes, which usually comes at once.
+_PATIENCE = 0.02
+
+
+class _FrameBytes:
+    """The bytes of a frame as a stream for a decompressor."""
+
+    def __init__(self, store: ByteStore, begin: int, size: int) -> None:
+        self._store = store
+        self._at = begin
+        self._end = begin + size
+        self._step = _REMOTE_STEP if isinstance(store, RemoteStore) and not store.here else _STEP
+        self._ahead = memoryview(b"")
+
+    def read(self, size: int = -1) -> bytes:
+        if not self._ahead and self._at < self._end:
+            memory = bytearray(min(self._step, self._end - self._at))
+            self._store.read_into(self._at, memory)
+            self._at += len(memory)
+            self._ahead = memoryview(memory)
+        size = len(self._ahead) if size < 0 else size
+        data, self._ahead = bytes(self._ahead[:size]), self._ahead[size:]
+        return data
+
+
+def check_available() -> None:
+    """Raise ImportError if frames cannot be read, because the package is not installed."""
+    _reader()
+
+
+def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
+    """Return a function from a stream to its decompressed stream, and the errors of that stream."""
+    if sys.version_info >= (3, 14):
+        from compression.zstd import ZstdError, ZstdFile
+
+        return ZstdFile, (ZstdError, EOFError)
+    try:
+        import zstandard
+    except ImportError:
+        text = "this checkpoint is compressed with zstd: pip install zstandard"
+        raise ImportError(text) from None
+    return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
+
+
+def decompressed(store: ByteStore, begin: int, size: int, limit: int, path: str, name: str | None = None) -> bytearray:
+    """Return the content of a frame.
+
+    Raises:
+        FormatError: the frame is malformed or cut off.
+        LimitError: the content has more than ``limit`` bytes.
+        ImportError: see `check_available`.
+    """
+    read, errors = _reader()
+    content = bytearray()
+    try:
+        stream = read(_FrameBytes(store, begin, size))
+        while piece := stream.read(min(_STEP, limit + 1 - len(content))):
+            content += piece
+            if len(content) > limit:
+                raise _too_large(limit, path, name)
+    except errors as error:
+        raise _malformed(error, path, begin, name) from None
+    return content
+
+
+def _too_large(limit: int, path: str, name: str | None) -> LimitError:
+    text = f": its zstd frame holds more than {limit:,} bytes, the most that its shape needs"
+    return error_about(LimitError, text if name is not None else text[6:], path=path, tensor=name)
+
+
+def _malformed(error: Exception, path: str, begin: int, name: str | None) -> FormatError:
+    text = f": its zstd frame cannot be read: {show(str(error))}"
+    return error_about(FormatError, text if name is not None else text[6:], path=path, offset=begin, tensor=name)
+
+
+class _FrameReader:
+    """A decompressor, its position, and the threads that wait for it."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.at = 0  # next byte of the stream
+        self.turn = threading.Condition()
+        self._busy = False
+        self._waiting: list[int] = []  # offsets
+
+    def enter(self, offset: int) -> None:
+        """Wait until no other thread reads, and threads that read earlier bytes have read them."""
+        with self.turn:
+            self._waiting.append(offset)
+            waited = False
+            while self._busy or offset != min(self._waiting) or (offset > self.at and not waited):
+                before = self.at
+                if not self.turn.wait(_PATIENCE) and not self._busy and self.at == before:
+                    waited = True
+            self._waiting.remove(offset)
+            self._busy = True
+
+    def leave(self, *, reset: bool) -> None:
+        """Let the next thread read."""
+        with self.turn:
+            if reset:
+                self.stream, self.at = None, 0
+            self._busy = False
+            self.turn.notify_all()
+
+    def release(self) -> None:
+        """Forget the decompressor unless it is in use; the next read begins again."""
+        with self.turn:
+            if not self._busy:
+                self.stream, self.at = None, 0
+
+
+class FrameStore:
+    """The content of a frame as a store, for frames whose content should not be in memory as a whole.
+
+    Reads in ascending order decompress each byte once. A read of earlier bytes begins again at the start of the frame.
+    Threads that read neighbouring parts take their turns in the order of the parts.
+
+    Args:
+        begin: first byte of the frame in the store.
+        stored: bytes of the frame.
+        size: bytes of the content.
+    """
+
+    def __init__(self, store: ByteStore, begin: int, stored: int, size: int, path: str) -> None:
+        self.size = size
+        self.version = (size,)
+        self._frame = store, begin, stored
+        self._path = path
+        self._readers: dict[int, _FrameReader] = {}  # by process, as `ProcessLock`
+
+    @property
+    def _own(self) -> _FrameReader:
+        return self._readers.setdefault(os.getpid(), _FrameReader())
+
+    def close(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Forget the decompressor unless a thread reads; the next read begins again."""
+        self._own.release()
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        target = memoryview(memory).cast("B")  # type: ignore[arg-type]
+        reader = self._own
+        reader.enter(offset)
+        done = False
+        try:
+            self._fill(reader, offset, target)
+            done = True
+        finally:
+            reader.leave(reset=not done or reader.at == self.size)
+
+    def _fill(self, reader: _FrameReader, offset: int, target: memoryview) -> None:
+        read, errors = _reader()
+        path, begin = self._path, self._frame[1]
+        try:
+            if reader.stream is None or offset < reader.at:
+                reader.stream, reader.at = read(_FrameBytes(*self._frame)), 0
+            while reader.at < offset:
+                self._advance(reader, len(reader.stream.read(min(_STEP, offset - reader.at))))
+            filled = 0
+            while filled < len(target):
+                count = reader.stream.readinto(target[filled : filled + _STEP])
+                self._advance(reader, count)
+                filled += count
+            if reader.at == self.size and reader.stream.read(1):
+                raise FormatError(f"its zstd frame holds more than {self.size:,} bytes", path, begin)
+        except errors as error:
+            raise _malformed(error, path, begin, None) from None
+
+    def _advance(self, reader: _FrameReader, count: int) -> None:
+        if not count:
+            text = f"its zstd frame ends after {reader.at:,} of {self.size:,} bytes"
+            raise FormatError(text, self._path, self._frame[1])
+        reader.at += count
+
+
+def content_of(store: ByteStore, begin: int, size: int, expected: int, path: str) -> Array:
+    """Return the content of a frame, which must have an expected size.
+
+    Raises:
+        FormatError: the frame is malformed, or its content has another size.
+        ImportError: see `check_available`.
+    """
+    memory = np.empty(expected, np.uint8)
+    FrameStore(store, begin, size, expected, path).read_into(0, memory)
+    return memory
