@@ -574,10 +574,10 @@ def filled(folder, files):
         path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
 
 
-ORBAX = {"_CHECKPOINT_METADATA": b"{}", "_METADATA": b"{}", "manifest.ocdbt": b"", "d/1f01": b""}
+ORBAX = {"_CHECKPOINT_METADATA": b"{}", "manifest.ocdbt": b"", "d/1f01": b""}
 SAVED = {"saved_model.pb": SAVED_MODEL, "variables/variables.index": TF_INDEX}
 FOLDERS = {
-    "Orbax": (ORBAX, ["this is an Orbax checkpoint: orbax.checkpoint reads it"]),
+    "Orbax": (ORBAX, ["this is an Orbax checkpoint without _METADATA, because it is unfinished or old"]),
     "SavedModel": (SAVED, ["this is a TensorFlow SavedModel: tf.saved_model.load(folder)"]),
     "TensorFlow": (
         {"checkpoint": b"", "ckpt-1.index": TF_INDEX, "ckpt-1.data-00000-of-00001": b""},

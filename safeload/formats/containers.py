@@ -59,8 +59,12 @@ class _Level(dict[Any, Any]):
     """A level of the tree; dicts that are values themselves are not levels."""
 
 
-def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any]) -> dict[str, Any]:
+def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any], path: str) -> dict[str, Any]:
     """Return values as nested dicts and lists.
+
+    Args:
+        paths: see `names_below`; the first key is text.
+        path: of the checkpoint, for messages.
 
     Raises:
         FormatError: a value has the path of another value, or is below one.
@@ -71,10 +75,10 @@ def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any]) -> di
         for step in steps[:-1]:
             below = level.setdefault(step, _Level())
             if type(below) is not _Level:
-                raise FormatError(f"{show(name)} is below another value")
+                raise FormatError(f"{show(name)} is below another value", path)
             level = below
         if steps[-1] in level:
-            raise FormatError(f"{show(name)} has the path of another value")
+            raise FormatError(f"{show(name)} has the path of another value", path)
         level[steps[-1]] = read(name)
     return {key: _plain(value) for key, value in root.items()}
 

@@ -23,11 +23,13 @@ from .dcp.names import SHARD, ranks_of, shards_of
 from .foreign import DCP_SUFFIX
 from .fsdp import rank_files
 from .gguf import split as gguf_split
+from .orbax import names as orbax
 from .registry import (
     DCP,
     DEEPSPEED,
     FSDP,
     GGUF,
+    ORBAX,
     SAFETENSORS,
     TORCH_LEGACY,
     TORCH_ZIP,
@@ -352,7 +354,7 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     visible = files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, GGUF)
+    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF)
     chosen: list[str] | None = None
     if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
         return _open_training(shards_of(names)[0], DCP, path, visible, request)
@@ -367,6 +369,9 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         return training
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
+    inner = orbax.below(path, visible, files) if chosen is None and ORBAX in formats else None
+    if inner is not None:
+        return open_folder(inner, request)
     if chosen is None:
         raise error_about(UnsupportedError, _no_weights(path, names, folders, files), path=shown)
     if chosen[0].endswith(".json"):
@@ -398,6 +403,8 @@ def _open_processes(
             return _open_training(zero.model_states(names)[0], DEEPSPEED, path, visible, request)
     if FSDP in formats and rank_files(names):
         return _open_training(rank_files(names)[0], FSDP, path, visible, request)
+    if ORBAX in formats and orbax.is_checkpoint(names):
+        return _open_training(orbax.METADATA, ORBAX, path, visible, request)
     return None
 
 
@@ -558,7 +565,10 @@ _MAX_LISTED, _MAX_NAME = 20, 100
 # Checkpoints of other libraries: a pattern for a file name, and the kind of folder.
 _FOREIGN = (
     # https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
-    (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "an Orbax checkpoint: orbax.checkpoint reads it"),
+    (
+        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",
+        "an Orbax checkpoint without _METADATA, because it is unfinished or old: orbax.checkpoint reads old ones",
+    ),
     (r"saved_model\.pb", "a TensorFlow SavedModel: tf.saved_model.load(folder).variables gives its weights"),
     (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint: tf.train.load_checkpoint(folder) reads it"),
     (r"flax_model.*\.msgpack", "a Flax model: flax.serialization.msgpack_restore(data) reads its file"),

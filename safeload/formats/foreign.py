@@ -107,6 +107,16 @@ def is_pickle(head: bytes) -> bool:
     return (is_binary_pickle(head) and not is_torch_legacy(head)) or is_text_pickle(head)
 
 
+def is_orbax(head: bytes) -> bool:
+    """Return True if a file begins like the metadata of an Orbax checkpoint."""
+    return is_object(head) and b'"tree_metadata"' in head
+
+
+def is_object(head: bytes) -> bool:
+    """Return True if a file begins like a JSON object."""
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+
+
 def is_text_pickle(head: bytes) -> bool:
     """Return True if a file begins with a container in a pickle of protocol 0 or 1, which has no magic number."""
     if head[:1] not in (b"(", b"}", b"]", b"c"):

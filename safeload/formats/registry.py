@@ -83,6 +83,8 @@ ROWS = (
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
     Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, "zero.file", nested=True, parts=foreign.is_zip),
     Format("fsdp", "FSDP rank files", _ZIP, foreign.never, "fsdp", nested=True, parts=foreign.is_zip),
+    Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, "orbax.file",
+           nested=True, parts=foreign.is_object),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
@@ -100,12 +102,13 @@ FormatName: TypeAlias = Literal[
     "dcp",
     "deepspeed",
     "fsdp",
+    "orbax",
     "moon",
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
-DCP, DEEPSPEED, FSDP = "dcp", "deepspeed", "fsdp"
+DCP, DEEPSPEED, FSDP, ORBAX = "dcp", "deepspeed", "fsdp", "orbax"
 
 
 def _choices() -> dict[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ that reads tensors by ranges also reads tensors in boxes, in bounded memory.
 2. The bytes of an element are the last axis, because requests may begin and end inside an element.
 3. Boxes must cover the tensor and must not overlap. Equal boxes are replicas; the first is read.
 4. The elements of a box lie in a store, with any strides, or must be unpacked. Boxes that cannot be read row by row
-   are unpacked whole and kept for the following reads: at most `_KEPT` bytes, or as many as the tensor has.
+   are unpacked whole and kept for the following reads: at most `_KEPT` bytes, or as many as lie side by side.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..base.arrays import Array, array_fits, c_strides
+from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..errors import FormatError, LimitError, SafeloadError
@@ -108,6 +109,17 @@ class BoxedTensor:
         self._begins = [box.offsets[0] if box.offsets else 0 for box in self.boxes]
         self._longest = max((box.sizes[0] if box.sizes else 1 for box in self.boxes), default=1)
         self._edges: tuple[Array, Array] | None = None  # first elements, and one past the last
+
+    @cached_property
+    def abreast(self) -> int:
+        """Most bytes of boxes side by side, which a reader of rows needs at a time."""
+        for axis in range(len(self.shape) - 1):
+            sizes: dict[int, int] = {}
+            for box in self.boxes:
+                sizes[box.offsets[axis]] = sizes.get(box.offsets[axis], 0) + prod(box.sizes)
+            if len(sizes) > 1:
+                return max(sizes.values()) * self.shape[-1]
+        return self.nbytes
 
     def touched(self, low: Sequence[int], high: Sequence[int]) -> list[Box]:
         """Return the boxes that overlap a box of the tensor, given without the axis of bytes."""
@@ -350,7 +362,7 @@ class AssembledStore(RemoteStore):
             whole = self._unpacked.get(id(box))
             if whole is None:
                 whole = box.stored.unpack() if region is None else _gathered(region, box.sizes, tensor.shape[-1])
-                limit = max(_KEPT, tensor.nbytes) - whole.nbytes
+                limit = max(_KEPT, tensor.abreast) - whole.nbytes
                 while self._unpacked and sum(kept.nbytes for kept in self._unpacked.values()) > limit:
                     self._unpacked.popitem(last=False)
                 self._unpacked[id(box)] = whole

@@ -2,7 +2,7 @@
 
 import pickle
 
-from builders import dcp_build, torch_build
+from builders import dcp_build, orbax_build, torch_build
 from builders.torch_build import Storage, tensor
 
 
@@ -20,6 +20,7 @@ MAKERS = {
     "torch zip": torch_file(torch_build.zip_file),
     "torch legacy": torch_file(torch_build.legacy_file),
     "dcp": dcp_build.single,
+    "orbax": orbax_build.single,
     "pickle": lambda weights, path: path.write_bytes(pickle.dumps(weights)),
 }
 

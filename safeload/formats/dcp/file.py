@@ -99,7 +99,7 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
         folder,
         listings,
         list(data.stores.values()),
-        metadata=_Values(data, values, description.paths, request.root),
+        metadata=_Values(data, values, description.paths, request.root, file.path),
         named_globals=description.named_globals,
     )
     return Content(whole, notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
@@ -161,8 +161,14 @@ class _Values(Mapping[str, Any]):
     """All values but tensors, nested as in the state dict. They are read with the first access to any of them."""
 
     def __init__(
-        self, data: DataFiles, places: Mapping[str, ChunkPlace], paths: Mapping[str, tuple[Any, ...]], root: str | None
+        self,
+        data: DataFiles,
+        places: Mapping[str, ChunkPlace],
+        paths: Mapping[str, tuple[Any, ...]],
+        root: str | None,
+        path: str,
     ) -> None:
+        self._path = path
         self._read: Callable[[str], Any] = lambda name: read_value(data, name, places[name])
         self._paths = {}
         for name in places:
@@ -180,7 +186,7 @@ class _Values(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if self._tree is None:
-            self._tree = nested(self._paths, self._read)
+            self._tree = nested(self._paths, self._read, self._path)
         return self._tree[key]
 
     def __repr__(self) -> str:

@@ -1,0 +1,326 @@
+"""OCDBT: the database of tensorstore, in which Orbax keeps the arrays of a checkpoint.
+
+https://google.github.io/tensorstore/kvstore/ocdbt/index.html. varint is LEB128, unsigned. The order of fields below is
+that of their bytes; [n] is a column of n values.
+
+1. Manifest and nodes: magic (u32, big-endian), length of everything (u64, little-endian), varint version (0), varint
+   compression (0, or 1 for a zstd frame), body, CRC-32C of all bytes before (u32, little-endian).
+2. Manifest, ``manifest.ocdbt``, magic 0x0cdb3a2a: UUID (16 bytes), varint kind (0: a single manifest), varint largest
+   inline value, varint largest node, u8 arity, varint compression (1 is followed by i32 level); a table of data files;
+   the latest versions; references to nodes with older versions, which safeload does not read.
+3. Table of data files: varint n, varint common prefix with the path before [n-1], varint rest [n], varint length of
+   the base path [n], the rests. The base path leads from the folder of a node to the folder of its children.
+4. Versions: varint n; varint generation [n], ascending; u8 height of the root [n]; varint file, offset and length of
+   the root [n] each; varint statistics [n], three times; u64 time [n]. Offset and length of 2**64 - 1: an empty tree.
+5. B+tree node, magic 0x0cdb20de: u8 height, a table of data files, varint n, varint common prefix with the key before
+   [n-1], varint rest [n].
+6. Height 0: the rests; varint length of the value [n]; u8 kind [n]; for values of kind 1 varint file [m] and offset
+   [m]; the values of kind 0.
+7. Other heights: varint length of the prefix of all keys below [n]; the rests; varint file, offset and length of the
+   child [n] each; varint statistics [n], three times. Keys of a child lack the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ...base.paths import is_bare
+from ...base.text import show
+from ...errors import FormatError, LimitError, UnsupportedError
+from ...stores.windows import Unpacked
+from ..crc32c import crc32c
+from ..zstd import decompressed
+
+MANIFEST = "manifest.ocdbt"
+# Bytes of a node, unpacked. Orbax writes up to 100,000,000.
+MAX_NODE = 256 << 20
+# Bytes of all nodes, of all keys, and of the paths in a table, unpacked.
+MAX_TREE, MAX_KEY_BYTES, MAX_PATHS = 1 << 30, 256 << 20, 16 << 20
+# Keys take some 500 bytes of memory. A checkpoint of 2,000 tensors for 1,000 devices has 2,000,000.
+MAX_KEYS = 1 << 21
+# Data files in a table: a few for each process.
+MAX_FILES = 1 << 16
+# Heights of a tree: its nodes have dozens of keys at least.
+MAX_HEIGHT = 16
+_MANIFEST, _NODE = 0x0CDB3A2A, 0x0CDB20DE
+_HEADER, _CHECKSUM = 12, 4
+_NOTHING = 2**64 - 1
+
+
+class Value(NamedTuple):
+    """The value of a key: inline, or a range of a data file."""
+
+    file: str  # path in the checkpoint's folder; empty if inline
+    offset: int
+    length: int
+    inline: bytes = b""
+
+
+class _Fields:
+    """The fields of a body, in order.
+
+    Args:
+        offset: of the manifest or node in the file, for messages.
+    """
+
+    def __init__(self, body: bytes | bytearray, path: str, offset: int) -> None:
+        self.body = body
+        self._at = 0
+        self.path = path
+        self.offset = offset
+
+    def error(self, text: str) -> FormatError:
+        """Return an error about this manifest or node."""
+        return FormatError(text, self.path, self.offset)
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        if count > len(self.body) - self._at:
+            raise self.error(f"the node ends {count - (len(self.body) - self._at):,} bytes too early")
+        self._at += count
+        return bytes(self.body[self._at - count : self._at])
+
+    def number(self) -> int:
+        """Return the next varint."""
+        return self.numbers(1)[0]
+
+    def numbers(self, count: int) -> list[int]:
+        """Return a column of varints."""
+        if not count:
+            return []
+        if count > len(self.body) - self._at:
+            raise self.error(f"a column of {count:,} numbers reaches beyond the node")
+        content = np.frombuffer(self.body, np.uint8, min(len(self.body) - self._at, 10 * count), self._at)
+        ends = np.flatnonzero(content < 128)[:count]
+        if len(ends) < count:
+            raise self.error(f"a column of {count:,} numbers reaches beyond the node")
+        begins = np.concatenate([[0], ends[:-1] + 1])
+        lengths = ends - begins + 1
+        if lengths.max() > 10 or (content[ends[lengths == 10]] > 1).any():
+            raise self.error("a number has more than 64 bits")
+        values = np.zeros(count, np.uint64)
+        for k in range(int(lengths.max())):
+            more = lengths > k
+            values[more] |= (content[begins[more] + k] & np.uint8(127)).astype(np.uint64) << np.uint64(7 * k)
+        self._at += int(ends[-1]) + 1
+        numbers: list[int] = values.tolist()
+        return numbers
+
+    def texts(self, prefixes: Sequence[int], lengths: Sequence[int], limit: int) -> list[bytes]:
+        """Return texts that leave out what they share with the text before."""
+        if sum(prefixes) + sum(lengths) > limit:
+            raise LimitError(f"{self.path}: its keys or paths have more than {limit:,} bytes", path=self.path)
+        rests = self.take(sum(lengths))
+        texts: list[bytes] = []
+        before, at = b"", 0
+        for prefix, length in zip(chain((0,), prefixes), lengths, strict=True):
+            if prefix > len(before):
+                raise self.error(f"a text shares {prefix} bytes with the one before, which has {len(before)}")
+            before = before[:prefix] + rests[at : at + length]
+            texts.append(before)
+            at += length
+        return texts
+
+    def end(self) -> None:
+        """Refuse bytes after the last field."""
+        if self._at != len(self.body):
+            raise self.error(f"{len(self.body) - self._at:,} bytes follow the last field")
+
+
+class _DataFile(NamedTuple):
+    """A row of a table of data files."""
+
+    path: str  # in the checkpoint's folder
+    base: bytes  # precedes the paths in nodes of this file
+
+
+def _files(fields: _Fields, base: bytes) -> list[_DataFile]:
+    """Return a table of data files.
+
+    Raises:
+        FormatError: a path leaves the folder.
+    """
+    count = fields.number()
+    if not count:
+        return []
+    if count > MAX_FILES:
+        raise LimitError(f"{fields.path}: a node names {count:,} data files, more than {MAX_FILES:,}", path=fields.path)
+    prefixes, rests, bases = (fields.numbers(n) for n in (count - 1, count, count))
+    files = []
+    for path, length in zip(fields.texts(prefixes, rests, MAX_PATHS), bases, strict=True):
+        if length > len(path):
+            raise fields.error(f"a base path of {length} bytes is longer than its path")
+        text = (base + path).decode("utf-8", "replace")
+        if not all(map(is_bare, text.split("/"))):
+            raise fields.error(f"a data file must be inside the checkpoint's folder, got {show(text)}")
+        files.append(_DataFile(text, base + path[:length]))
+    return files
+
+
+def _body(data: bytes, magic: int, path: str, offset: int) -> _Fields:
+    """Check a manifest or node, and return its fields."""
+    subject = "the manifest" if magic == _MANIFEST else "a node"
+    if len(data) < _HEADER + 2 + _CHECKSUM:
+        raise FormatError(f"{subject} has only {len(data)} bytes", path, offset)
+    actual, length = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:_HEADER], "little")
+    if actual != magic:
+        raise FormatError(f"{subject} must begin with {magic:#010x}, got {actual:#010x}", path, offset)
+    if length != len(data):
+        raise FormatError(f"{subject} says that it has {length:,} bytes, but {len(data):,} are stored", path, offset)
+    if crc32c(data[:-_CHECKSUM]) != int.from_bytes(data[-_CHECKSUM:], "little"):
+        raise FormatError(f"the checksum of {subject} is wrong", path, offset)
+    version, compression = data[_HEADER], data[_HEADER + 1]
+    if version or compression > 1:
+        text = f"{path}: {subject} has version {version} and compression {compression}; safeload reads version 0, "
+        raise UnsupportedError(f"{text}uncompressed or zstd", path=path)
+    begin, end = _HEADER + 2, len(data) - _CHECKSUM
+    body: bytes | bytearray = data[begin:end]
+    if compression:
+        body = decompressed(Unpacked(data), begin, end - begin, MAX_NODE, path)
+    return _Fields(body, path, offset)
+
+
+class _Reference(NamedTuple):
+    """A node of the tree."""
+
+    file: _DataFile
+    offset: int
+    length: int
+    height: int
+    prefix: bytes  # of all its keys
+
+
+def _root(manifest: bytes, path: str) -> _Reference | None:
+    """Return the root of the latest version; None if its tree is empty."""
+    fields = _body(manifest, _MANIFEST, path, 0)
+    fields.take(16)
+    kind = fields.number()
+    if kind:
+        text = f"{path}: a manifest of kind {kind}; safeload reads checkpoints with a single manifest (kind 0)"
+        raise UnsupportedError(text, path=path)
+    fields.numbers(2)
+    fields.take(1)
+    if fields.number():
+        fields.take(4)
+    files = _files(fields, b"")
+    count = fields.number()
+    if count > MAX_FILES:
+        raise LimitError(f"{path}: the manifest has {count:,} versions, more than {MAX_FILES:,}", path=path)
+    generations = fields.numbers(count)
+    heights = list(fields.take(count))
+    numbers, offsets, lengths = (fields.numbers(count) for _ in range(3))
+    if not count:
+        raise fields.error("the manifest has no version")
+    if any(later <= earlier for earlier, later in pairwise(generations)):
+        raise fields.error("the generations of versions must ascend")
+    if offsets[-1] == lengths[-1] == _NOTHING:
+        return None
+    return _Reference(_file(files, numbers[-1], fields), offsets[-1], lengths[-1], heights[-1], b"")
+
+
+def _file(files: Sequence[_DataFile], number: int, fields: _Fields) -> _DataFile:
+    if number >= len(files):
+        raise fields.error(f"data file {number} is not in the table, which has {len(files)}")
+    return files[number]
+
+
+def read_tree(
+    manifest: bytes, path: str, read: Callable[[str, int, int], bytes], shown: Callable[[str], str]
+) -> dict[str, Value]:
+    """Return the values of the latest version by key.
+
+    Args:
+        path: of the manifest, for messages.
+        read: returns a range of a data file; fewer bytes at its end.
+        shown: returns the path of a data file for messages.
+
+    Raises:
+        FormatError: the manifest or a node is malformed.
+        LimitError: the tree is larger than any checkpoint's.
+        UnsupportedError: another version or kind of the format.
+        ImportError: zstd is needed, and not installed.
+    """
+    root = _root(manifest, path)
+    waiting = [] if root is None else [root]
+    values: dict[str, Value] = {}
+    last: bytes | None = None
+    nodes = keys = 0
+    while waiting:
+        node = waiting.pop()
+        place = shown(node.file.path)
+        if node.height > MAX_HEIGHT or node.length > MAX_NODE:
+            text = f"{place}: a node of height {node.height} and {node.length:,} bytes"
+            raise LimitError(f"{text} is beyond the limits of {MAX_HEIGHT} and {MAX_NODE:,}", path=place)
+        data = read(node.file.path, node.offset, node.length)
+        if len(data) < node.length:
+            text = f"a node of {node.length:,} bytes reaches beyond the end of the file; is it cut off?"
+            raise FormatError(text, place, node.offset)
+        fields = _body(data, _NODE, place, node.offset)
+        nodes += len(fields.body)
+        height = fields.take(1)[0]
+        if height != node.height:
+            raise fields.error(f"a node of height {node.height} says that it has height {height}")
+        files = _files(fields, node.file.base)
+        count = fields.number()
+        if not count:
+            raise fields.error("a node has no keys")
+        few = len(values) + len(waiting) + count <= MAX_KEYS
+        prefixes, rests = (fields.numbers(count - 1), fields.numbers(count)) if few else ([], [])
+        keys += sum(prefixes) + sum(rests) + count * len(node.prefix)
+        if nodes > MAX_TREE or not few or keys > MAX_KEY_BYTES:
+            text = f"{path}: the tree has more than {MAX_KEYS:,} keys, {MAX_KEY_BYTES:,} bytes in keys"
+            raise LimitError(f"{text} or {MAX_TREE:,} bytes in nodes", path=path)
+        if height:
+            waiting += reversed(_children(fields, node, files, prefixes, rests))
+            continue
+        for key, value in _leaves(fields, files, prefixes, rests):
+            key = node.prefix + key
+            if last is not None and key <= last:
+                raise fields.error(f"keys must ascend: {show(key)} follows {show(last)}")
+            last = key
+            values[key.decode("utf-8", "surrogateescape")] = value
+    return values
+
+
+def _children(
+    fields: _Fields, node: _Reference, files: Sequence[_DataFile], prefixes: Sequence[int], rests: Sequence[int]
+) -> list[_Reference]:
+    """Return the children of a node."""
+    count = len(rests)
+    common = fields.numbers(count)
+    texts = fields.texts(prefixes, rests, MAX_KEY_BYTES)
+    columns = [fields.numbers(count) for _ in range(6)]
+    fields.end()
+    children = []
+    for text, shared, number, offset, length in zip(texts, common, *columns[:3], strict=True):
+        if shared > len(text):
+            raise fields.error(f"a prefix of {shared} bytes is longer than its key")
+        prefix = node.prefix + text[:shared]
+        children.append(_Reference(_file(files, number, fields), offset, length, node.height - 1, prefix))
+    return children
+
+
+def _leaves(
+    fields: _Fields, files: Sequence[_DataFile], prefixes: Sequence[int], rests: Sequence[int]
+) -> list[tuple[bytes, Value]]:
+    """Return the keys and values of a node of height 0."""
+    count = len(rests)
+    keys = fields.texts(prefixes, rests, MAX_KEY_BYTES)
+    lengths = fields.numbers(count)
+    kinds = fields.take(count)
+    if kinds.translate(None, b"\0\1"):
+        raise fields.error("values must be inline (0) or in a data file (1)")
+    outside = kinds.count(1)
+    numbers, offsets = iter(fields.numbers(outside)), iter(fields.numbers(outside))
+    leaves = []
+    for key, length, kind in zip(keys, lengths, kinds, strict=True):
+        if kind:
+            leaves.append((key, Value(_file(files, next(numbers), fields).path, next(offsets), length)))
+        else:
+            leaves.append((key, Value("", 0, length, fields.take(length))))
+    fields.end()
+    return leaves
