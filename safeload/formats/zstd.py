@@ -23,7 +23,7 @@ from ..stores.store import ByteStore, Memory
 # Bytes that a byte of a frame can stand for: blocks of 128 KiB take at least 4 bytes.
 MAX_RATIO = 32_768
 # Bytes of a frame, or of its content, read at a time; a read over the network is a request.
-_STEP, _REMOTE_STEP = 1 << 20, 8 << 20
+_STEP, _REMOTE_STEP = 256 << 10, 8 << 20
 # Seconds to wait for the reader of earlier bytes, which usually comes at once.
 _PATIENCE = 0.02
 

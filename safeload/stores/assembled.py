@@ -35,8 +35,9 @@ from .store import ByteStore, Span
 ALIGNMENT = 64
 # Unpacked boxes to keep.
 _KEPT = 32 << 20
-# Bytes of a read with gaps. Up to _NEAR bytes are read with any gaps, larger reads if a quarter of them is used.
-_BLOCK, _NEAR = 4 << 20, 64 << 10
+# Bytes of a read with gaps, over the network and here. Up to _NEAR bytes are read with any gaps, larger reads if a quarter
+# of them is used.
+_REMOTE_BLOCK, _BLOCK, _NEAR = 4 << 20, 256 << 10, 64 << 10
 # Boxes that no cut along an axis separates are compared pairwise, up to this many. Meshes of processes never interlock.
 MAX_INTERLOCKED = 2_048
 # Cuts in a row to separate boxes; meshes take a few for each axis.
@@ -422,7 +423,8 @@ def _copy(store: ByteStore, begin: int, strides: Sequence[int], target: Array) -
             with current().filling():
                 store.read_into(begin, target.reshape(-1))
         return
-    if extent <= _BLOCK and extent <= max(_NEAR, 4 * target.size):
+    block = _REMOTE_BLOCK if isinstance(store, RemoteStore) else _BLOCK
+    if extent <= block and extent <= max(_NEAR, 4 * target.size):
         memory = np.empty(extent, np.uint8)
         store.read_into(begin, memory)
         with current().filling():

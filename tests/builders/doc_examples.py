@@ -19,6 +19,7 @@ from sybil.parsers.markdown import CodeBlockParser
 
 from builders.dcp_build import Checkpoint, grid
 from builders.models import small, write_folder
+from builders.orbax_build import OrbaxCheckpoint
 from builders.paths import ROOT
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 from safeload.numpy import save_file
@@ -141,6 +142,10 @@ def make_files(folder: Path) -> None:
     training.value("step", 1000).write(folder / "step-1000")
     shutil.copytree(data / "deepspeed" / "zero2_3", folder / "run")
     shutil.copytree(data / "fsdp" / "line_2", folder / "actor")
+    orbax = OrbaxCheckpoint().string(("optimizer",), "adamw")
+    for name, array in tensors.items():
+        orbax.tensor(f"params.{name}", array, steps=("params", name))
+    orbax.write(folder / "jax-run" / "3" / "state")
     tensors["model.layers.2.self_attn.k_proj.weight"] = np.full((64, 64), 0.5, ml_dtypes.bfloat16)
     tensors["model.layers.2.self_attn.k_proj.weight"][0] = 0
     tensors["model.layers.1.mlp.up_proj.weight"][...] = 0

@@ -360,6 +360,46 @@ def _zero_optimizer():
     return [*(path.read_bytes() for path in files), *bent]
 
 
+def _orbax():
+    from builders import orbax_build
+    from test_formats import test_orbax
+
+    yield json.dumps(orbax_build.sample().metadata).encode()
+    for change, _, _ in test_orbax.TREE_FAULTS.values():
+        made = orbax_build.sample()
+        change(made)
+        yield json.dumps(made.metadata).encode()
+
+
+def _orbax_manifest():
+    from builders import orbax_build
+    from test_formats import test_orbax
+
+    bodies = [manifest(bytes(99)) for _, manifest, _, _, _ in test_orbax.NODE_FAULTS]
+    return [orbax_build.manifest_body((0, 4, 9), [("ocdbt.process_0/", "d/0")], 1), *bodies]
+
+
+def _orbax_node():
+    from builders import orbax_build
+    from test_formats import test_orbax
+
+    made = orbax_build.sample()
+    entries = sorted(made.values().items(), key=lambda pair: pair[0].encode())
+    whole = orbax_build.leaf(entries, [("", "d/0")])
+    return [whole, *(body for _, _, body, _, _ in test_orbax.NODE_FAULTS)]
+
+
+def _orbax_array():
+    from test_formats import test_orbax
+
+    for make, faults in (test_orbax.CASES[0], test_orbax.CASES[2]):
+        for change, _, _ in [(lambda made: None, None, None), *faults.values()]:
+            made = make()
+            change(made)
+            for described in made.arrays.values():
+                yield json.dumps(described).encode()
+
+
 SEEDS = {
     "json": _json,
     "safetensors": _safetensors,
@@ -380,6 +420,10 @@ SEEDS = {
     "fsdp": _fsdp,
     "zero": _zero,
     "zero_optimizer": _zero_optimizer,
+    "orbax": _orbax,
+    "orbax_manifest": _orbax_manifest,
+    "orbax_node": _orbax_node,
+    "orbax_array": _orbax_array,
     "gguf_split": _gguf_split,
     "schema": _schemas,
     "config": _config,

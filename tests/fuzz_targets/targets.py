@@ -28,7 +28,7 @@ import numpy as np
 
 with contextlib.suppress(ImportError):
     import zstandard  # noqa: F401
-from builders import dcp_build, gguf_build
+from builders import dcp_build, gguf_build, orbax_build
 from builders.paths import ROOT
 
 import safeload
@@ -448,6 +448,51 @@ def zero_optimizer(data):
     rank_file(data, "deepspeed/zero3_2/global_step1", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
+def orbax(data):
+    """The tree of an Orbax checkpoint."""
+    orbax_files("_METADATA", {"_METADATA": data})
+
+
+def orbax_files(name, changed):
+    """An Orbax checkpoint with a few files changed."""
+    folder = FOLDER / "orbax" / name
+    if not folder.exists():
+        orbax_build.sample().write(folder, leaves=2)
+    for path, content in changed.items():
+        (folder / path).write_bytes(content)
+    try:
+        with watched(), safeload.open(folder) as checkpoint:
+            check_checkpoint(checkpoint)
+            dict(checkpoint.metadata)
+    except SafeloadError as error:
+        check_refusal(error)
+    except FileNotFoundError as error:
+        require(folder in Path(error.filename).parents, f"{error.filename!r} is outside of the folder")
+
+
+def orbax_manifest(data):
+    """The body of a manifest, with a sound header and checksum."""
+    orbax_files("manifest", {"manifest.ocdbt": orbax_build.framed(orbax_build.MANIFEST, data)})
+
+
+def orbax_node(data):
+    """The body of a node, with a sound header and checksum, after 200 bytes of chunks."""
+    node = orbax_build.framed(orbax_build.NODE, data)
+    body = orbax_build.manifest_body((0, 200, len(node)), [("", "d/0")], height=data[:1] == b"\1")
+    manifest = orbax_build.framed(orbax_build.MANIFEST, body)
+    orbax_files("node", {"d/0": bytes(200) + node, "manifest.ocdbt": manifest})
+
+
+def orbax_array(data):
+    """The metadata of an array: version 2, or version 3 if it says so."""
+    version = 3 if b'"node_type"' in data else 2
+    base = "zarr.json" if version == 3 else ".zarray"
+    made = orbax_build.OrbaxCheckpoint(version).tensor("w", np.arange(48, dtype=np.float32).reshape(12, 4), (6, 4))
+    tree = json.dumps(made.metadata).encode()
+    files = orbax_build.ocdbt({**made.values(), f"w/{base}": data})
+    orbax_files("array", {"_METADATA": tree, **files})
+
+
 PARTS = FOLDER / "parts"
 
 
@@ -614,6 +659,10 @@ TARGETS = {
     "fsdp": fsdp,
     "zero": zero,
     "zero_optimizer": zero_optimizer,
+    "orbax": orbax,
+    "orbax_manifest": orbax_manifest,
+    "orbax_node": orbax_node,
+    "orbax_array": orbax_array,
     "gguf_split": gguf_split,
     "schema": schema_file,
     "config": config,

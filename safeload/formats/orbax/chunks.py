@@ -34,10 +34,11 @@ WHOLE_FILE = -1
 MAX_MISSING = 1 << 20
 # Bytes of padding in chunks beyond the tensor, if they are more than three times the tensor.
 MAX_PADDING = 1 << 20
-# Larger compressed chunks are read forward, if up to _BESIDE of them lie side by side: each takes 2 MiB then.
-_STREAMED, _BESIDE = 8 << 20, 16
+# Larger compressed chunks are read forward, if up to _BESIDE of them lie side by side: each takes 2 MiB then. Memory stays
+# low, because large arrays that threads unpack and drop would be kept by the allocator.
+_STREAMED, _BESIDE = 256 << 10, 8
 # Decompressors to keep, of any tensors.
-_KEPT_FRAMES = 24
+_KEPT_FRAMES = 8
 _CHECKSUM = 4
 _ABSENT = 2**64 - 1
 
