@@ -25,7 +25,7 @@ MAX_RATIO = 32_768
 # Bytes of a frame, or of its content, read at a time; a read over the network is a request.
 _STEP, _REMOTE_STEP = 256 << 10, 8 << 20
 # Seconds to wait for the reader of earlier bytes, which usually comes at once.
-_PATIENCE = 0.02
+_PATIENCE = 0.01
 
 
 class _FrameBytes:
@@ -68,7 +68,9 @@ def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
     return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
 
 
-def decompressed(store: ByteStore, begin: int, size: int, limit: int, path: str, name: str | None = None) -> bytearray:
+def decompressed(
+    store: ByteStore, begin: int, size: int, limit: int, path: str, *, name: str | None = None
+) -> bytearray:
     """Return the content of a frame.
 
     Raises:
@@ -105,33 +107,37 @@ class _FrameReader:
     def __init__(self) -> None:
         self.stream: Any = None
         self.at = 0  # next byte of the stream
-        self.turn = threading.Condition()
+        self._turn = threading.Condition()
         self._busy = False
         self._waiting: list[int] = []  # offsets
+        self._last = 0  # the thread that read before
 
     def enter(self, offset: int) -> None:
         """Wait until no other thread reads, and threads that read earlier bytes have read them."""
-        with self.turn:
+        with self._turn:
             self._waiting.append(offset)
-            waited = False
-            while self._busy or offset != min(self._waiting) or (offset > self.at and not waited):
-                before = self.at
-                if not self.turn.wait(_PATIENCE) and not self._busy and self.at == before:
-                    waited = True
-            self._waiting.remove(offset)
+            patient = self._last != threading.get_ident()
+            try:
+                while self._busy or offset != min(self._waiting) or (offset > self.at and patient):
+                    before = self.at
+                    if not self._turn.wait(_PATIENCE) and not self._busy and self.at == before:
+                        patient = False
+            finally:
+                self._waiting.remove(offset)
             self._busy = True
+            self._last = threading.get_ident()
 
     def leave(self, *, reset: bool) -> None:
         """Let the next thread read."""
-        with self.turn:
+        with self._turn:
             if reset:
                 self.stream, self.at = None, 0
             self._busy = False
-            self.turn.notify_all()
+            self._turn.notify_all()
 
     def release(self) -> None:
         """Forget the decompressor unless it is in use; the next read begins again."""
-        with self.turn:
+        with self._turn:
             if not self._busy:
                 self.stream, self.at = None, 0
 

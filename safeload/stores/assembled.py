@@ -35,8 +35,8 @@ from .store import ByteStore, Span
 ALIGNMENT = 64
 # Unpacked boxes to keep.
 _KEPT = 32 << 20
-# Bytes of a read with gaps, over the network and here. Up to _NEAR bytes are read with any gaps, larger reads if a quarter
-# of them is used.
+# Bytes of a read with gaps, over the network and here. Up to _NEAR bytes are read with any gaps, larger reads if a
+# quarter of them is used.
 _REMOTE_BLOCK, _BLOCK, _NEAR = 4 << 20, 256 << 10, 64 << 10
 # Boxes that no cut along an axis separates are compared pairwise, up to this many. Meshes of processes never interlock.
 MAX_INTERLOCKED = 2_048

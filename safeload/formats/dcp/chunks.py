@@ -137,7 +137,7 @@ class StoredChunk:
         path = self._data.path(file)
         window = StoreWindow(self._data.stores[file], offset, length, path)
         check_transforms(transforms, path, self._name)
-        content = zstd.decompressed(window, 0, length, self.nbytes + MAX_OVERHEAD, path, self._name)
+        content = zstd.decompressed(window, 0, length, self.nbytes + MAX_OVERHEAD, path, name=self._name)
         region = self._in_archive(Unpacked(content), path, None)
         strides = region.strides or c_strides(self._shape, itemsize_of(self._row))
         shape = (*self._shape, itemsize_of(self._row))
@@ -221,7 +221,7 @@ def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
         if place.transforms:
             check_transforms(place.transforms, path, name)
             limit = min(place.length * zstd.MAX_RATIO, MAX_VALUE)
-            source = Unpacked(zstd.decompressed(source, 0, place.length, limit, path, name))
+            source = Unpacked(zstd.decompressed(source, 0, place.length, limit, path, name=name))
         window = WeightFile(path, source, ListedTable([]))
         try:
             pickled = zip_file.read_pickle(Archive(window), window, inert=True)

@@ -34,8 +34,8 @@ WHOLE_FILE = -1
 MAX_MISSING = 1 << 20
 # Bytes of padding in chunks beyond the tensor, if they are more than three times the tensor.
 MAX_PADDING = 1 << 20
-# Larger compressed chunks are read forward, if up to _BESIDE of them lie side by side: each takes 2 MiB then. Memory stays
-# low, because large arrays that threads unpack and drop would be kept by the allocator.
+# Larger compressed chunks are read forward, if up to _BESIDE lie side by side: each takes 2 MiB then. If threads
+# unpacked and dropped large arrays, the allocator would keep their memory.
 _STREAMED, _BESIDE = 256 << 10, 8
 # Decompressors to keep, of any tensors.
 _KEPT_FRAMES = 8
@@ -263,7 +263,7 @@ class ZarrChunk:
             if step == ZSTD:
                 frame = Unpacked(memory.tobytes())
                 name = self._rules.name
-                memory = np.frombuffer(decompressed(frame, 0, frame.size, expected, stored.path, name), np.uint8)
+                memory = np.frombuffer(decompressed(frame, 0, frame.size, expected, stored.path, name=name), np.uint8)
             else:
                 stored_sum = int.from_bytes(memory[-_CHECKSUM:].tobytes(), "little")
                 if len(memory) < _CHECKSUM or crc32c(memory[:-_CHECKSUM]) != stored_sum:

@@ -39,7 +39,9 @@ MANIFEST = "manifest.ocdbt"
 # Bytes of a node, unpacked. Orbax writes up to 100,000,000.
 MAX_NODE = 256 << 20
 # Bytes of all nodes, of all keys, and of the paths in a table, unpacked.
-MAX_TREE, MAX_KEY_BYTES, MAX_PATHS = 1 << 30, 256 << 20, 16 << 20
+MAX_TREE = 1 << 30
+MAX_KEY_BYTES = 256 << 20
+MAX_PATHS = 16 << 20
 # Keys take some 500 bytes of memory. A checkpoint of 2,000 tensors for 1,000 devices has 2,000,000.
 MAX_KEYS = 1 << 21
 # Data files in a table: a few for each process.
