@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import orbax_build
+from builders.http_server import Server
 from builders.orbax_build import OrbaxCheckpoint, column, framed, sample, varint
 from builders.paths import ROOT
 from builders.random import rng
@@ -185,6 +186,17 @@ def test_it_opens_from_a_store(data, fixture):
     with safeload.open(safeload.remote.of_fsspec(memory, f"/orbax/{fixture}")) as opened:
         check_tensors(opened.load(), expected(fixture))
         assert equal(opened.get_slice("params.square")[3:9, 5:], expected(fixture)["params.square"][3:9, 5:].copy())
+
+
+def test_the_url_of_the_tree_opens_a_database_where_folders_are_not_listed(data):
+    pytest.importorskip("zstandard")
+    folder = data / "ocdbt2_4"
+    files = {
+        f"/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+    with Server(files) as server, safeload.open(server.url("/_METADATA")) as opened:
+        check_tensors(opened.load(), expected("ocdbt2_4"))
+        assert len(server.requests) < 8
 
 
 def test_the_databases_of_processes_are_joined_if_orbax_has_not(data, tmp_path):
