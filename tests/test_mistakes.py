@@ -236,7 +236,7 @@ CONTENTS = {
     "llama2.c with a magic": ("stories15M.bin", LLAMA2_NEW, ["this is a llama2.c checkpoint"]),
     "Flax": ("flax_model.msgpack", FLAX, ["this is Flax weights in MessagePack", "flax.serialization.msgpack_restore"]),
     "a large Flax": ("flax_model.msgpack", FLAX_LARGE, ["this is Flax weights in MessagePack"]),
-    "Keras": ("model.weights.h5", HDF5, ["this is an HDF5 file", "h5py.File(path)"]),
+    "Keras": ("model.weights.h5", HDF5, ["this is an HDF5 file"]),
     "GGML": ("ggml-base.bin", b"lmgg" + W.tobytes(), ["a GGML file from before GGUF", "llama.cpp or whisper.cpp"]),
     "gzip": ("model.gz", b"\x1f\x8b\x08\0", ["gzip-compressed: decompress it first"]),
     "zlib": ("model.joblib", b"x\x5e\xab\x56", ["zlib-compressed", "joblib.load"]),
@@ -584,7 +584,6 @@ FOLDERS = {
         ["this is a TensorFlow checkpoint: tf.train.load_checkpoint(folder)"],
     ),
     "Flax": ({"config.json": {}, "flax_model.msgpack": FLAX}, ["this is a Flax model", "msgpack_restore"]),
-    "Keras": ({"config.json": {}, "tf_model.h5": HDF5}, ["this is a Keras model", "h5py.File(path)"]),
     "diffusers": (
         {"model_index.json": {}, "unet/model.safetensors": b"", "vae/model.safetensors": b"", "scheduler/x.json": {}},
         ["this is a diffusers pipeline with weights in unet, vae: open one of them"],

@@ -17,7 +17,7 @@ from typing import Any
 PACKAGES = frozenset(
     {"compression", "fsspec", "huggingface_hub", "idna", "jax", "ml_dtypes", "numpy", "safeload", "torch", "tqdm"}
     | {"safetensors"}  # by way of `install_as_safetensors`
-    | {"urllib3", "zstandard"}
+    | {"h5py", "urllib3", "zstandard"}
 )
 # In seconds. A fork never waits longer, because an import may itself wait for the forking thread.
 _PATIENCE, _PAUSE = 30.0, 0.001

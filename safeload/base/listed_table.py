@@ -133,6 +133,14 @@ class ListedTable(Table):
         """Return all other content of the file, or None."""
         return self._metadata
 
+    def replace_rows(self, old: dtypes.Dtype, new: dtypes.Dtype) -> None:
+        """Replace a dtype by another of the same size."""
+        self._rows = [new if row is old else row for row in self.rows]
+
+    def add_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add content that lies beside the tensors, which wins over content of the same key."""
+        self._metadata = {**(self._metadata or {}), **metadata}
+
 
 def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
     """Return, for each overlapping range, the sorted indices of its connected group."""

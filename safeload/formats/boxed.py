@@ -46,6 +46,26 @@ def assemble(
         FormatError, LimitError: the boxes of a tensor do not cover it; see `checked`.
     """
     path = file.files.shown(folder)
+    whole_file = boxed_file(file, path, tensors, stores, metadata=metadata, named_globals=named_globals)
+    whole_file.stand_for(file, unpacked=False)
+    file.close()
+    return whole_file
+
+
+def boxed_file(
+    file: WeightFile,
+    path: str,
+    tensors: Mapping[str, BoxedListing],
+    stores: Sequence[ByteStore],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    named_globals: Mapping[str, bool] | None = None,
+) -> WeightFile:
+    """Return a file of tensors in boxes; ``file`` stays open.
+
+    Raises:
+        FormatError, LimitError: see `assemble`.
+    """
     boxed = []
     for name, (row, shape, boxes, flat) in tensors.items():
         count = 1
@@ -57,7 +77,4 @@ def assemble(
         Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), whole.begin, whole.begin + whole.nbytes)
         for (name, tensor), whole in zip(tensors.items(), boxed, strict=True)
     )
-    whole_file = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
-    whole_file.stand_for(file, unpacked=False)
-    file.close()
-    return whole_file
+    return WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))

@@ -15,7 +15,14 @@ from ..base.messages import error_about
 from ..base.paths import is_bare, os_error
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
+from ..errors import (
+    FormatError,
+    MissingShardError,
+    SafeloadError,
+    TensorNotFoundError,
+    UnsupportedError,
+    missing_file,
+)
 from ..stores.files import Files
 from ..stores.json_file import read_if_there, read_json, read_version
 from .dcp.names import METADATA as DCP_METADATA
@@ -29,7 +36,9 @@ from .registry import (
     DEEPSPEED,
     FSDP,
     GGUF,
+    KERAS,
     ORBAX,
+    PICKLE,
     SAFETENSORS,
     TORCH_LEGACY,
     TORCH_ZIP,
@@ -48,6 +57,11 @@ RESUME = ".safeload-resume"
 CONFIG = "config.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
+
+PADDLE_INDEX = "model_state.pdparams.index.json"
+# The index of sharded Keras weights; its shards are beside it.
+KERAS_INDEX_SUFFIX = ".weights.json"
+_KERAS_SUFFIXES = (".keras", ".h5", ".hdf5")
 
 # Suffixes of files, as opposed to folders.
 _FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
@@ -150,8 +164,8 @@ def open_parts(first: Opened, request: OpenRequest) -> Shards:
         files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, request).file)
         return _union(GGUF, files, metadata)
     if first.where is not None:
-        return Shards(first.format, first.files, first.where, first.metadata)
-    return _union(first.format, first.files, first.metadata)._replace(notes=first.notes)
+        return Shards(first.format, first.files, first.where, first.metadata, first.config, notes=first.notes)
+    return _union(first.format, first.files, first.metadata)._replace(config=first.config, notes=first.notes)
 
 
 def _union(format: str, files: list[WeightFile], metadata: Mapping[str, Any]) -> Shards:
@@ -181,6 +195,8 @@ def open_index(path: str, request: OpenRequest) -> Shards:
     files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
     index, version = read_version(path, "index.json", files)
+    if base.endswith(KERAS_INDEX_SUFFIX):
+        return _open_keras_index(index, (files.absolute(path), version), path, request)
     names, metadata = _parse_index(index, path, files)
 
     def open_shard(file_name: str) -> Opened:
@@ -221,6 +237,57 @@ def open_index(path: str, request: OpenRequest) -> Shards:
         config[0],
         (files.absolute(path), version),
     )
+
+
+def _open_keras_index(
+    index: Mapping[str, Any], index_file: tuple[str, tuple[Any, ...]], path: str, request: OpenRequest
+) -> Shards:
+    """Open the shards of Keras weights: ``weight_map`` maps groups of HDF5 to names of shards, or to lists of names."""
+    files, shown = request.files, request.files.shown(path)
+    groups = index.get("weight_map")
+    if not isinstance(groups, dict) or not groups:
+        raise FormatError(f"weight_map must be an object with shards, got {type(groups).__name__}", shown)
+    holders: dict[str, list[str]] = {}
+    for group, value in groups.items():
+        for name in value if isinstance(value, list) else [value]:
+            known = name if isinstance(name, str) and name in holders else _shard_name(name, group, shown)
+            holders.setdefault(known, []).append(".".join(step for step in group.split("/") if step))
+    folder, base = files.split(path)
+
+    def open_shard(name: str) -> Opened:
+        try:
+            return open_file(files.join(folder, name), request._replace(root=None))
+        except FileNotFoundError as error:
+            message = f"No such file or directory: {error.filename}; {base} lists it: was the download finished?"
+            raise missing_file(error.filename, message) from None
+
+    names = sorted(holders)
+    shards = files.each(open_shard, names)
+    where: dict[str, tuple[WeightFile, int]] = {}
+    for name, shard in zip(names, shards, strict=True):
+        places = shard.where or {tensor: (shard.file, k) for k, tensor in enumerate(shard.file.table.names)}
+        parents = {tensor.rpartition(".")[0] for tensor in places}
+        for group in holders[name]:
+            if group not in parents:
+                text = f"should have variables in {show(name)[1:-1]}, but has none there"
+                raise error_about(FormatError, text, path=shown, tensor=group)
+        add(where, places)
+    if request.root is not None:
+        where = _below(where, request.root, shown)
+    total = index.get("metadata")
+    metadata = {**_metadata(shards), **(total if isinstance(total, dict) else {})}
+    opened = [file for shard in shards for file in shard.files]
+    return Shards(shards[0].format, opened, where, metadata, None, index_file)
+
+
+def _below(where: Mapping[str, Any], root: str, path: str) -> dict[str, Any]:
+    """Return the tensors below a container under their names there."""
+    below = {name.removeprefix(f"{root}."): place for name, place in where.items() if name.startswith(f"{root}.")}
+    if not below:
+        tops = sorted({name.partition(".")[0] for name in where if "." in name})
+        text = f"no container {show(root)}; containers: {_listed(tops) or 'none'}"
+        raise error_about(TensorNotFoundError, text, path=path)
+    return below
 
 
 def _parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
@@ -354,7 +421,7 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     visible = files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF)
+    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF, KERAS, PICKLE)
     chosen: list[str] | None = None
     if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
         return _open_training(shards_of(names)[0], DCP, path, visible, request)
@@ -369,6 +436,10 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         return training
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
+    if chosen is None and KERAS in formats:
+        chosen = _choose_keras(names, shown)
+    if chosen is None and PICKLE in formats:
+        chosen = _choose_paddle(names, shown)
     inner = orbax.below(path, visible, files) if chosen is None and ORBAX in formats else None
     if inner is not None:
         return open_folder(inner, request)
@@ -539,6 +610,32 @@ def _choose_gguf(names: Sequence[str], path: str) -> list[str] | None:
     return firsts or None
 
 
+def _choose_keras(names: Sequence[str], path: str) -> list[str] | None:
+    """Choose the index of sharded Keras weights, or the only Keras file of a folder."""
+    indexes = [name for name in names if name.endswith(KERAS_INDEX_SUFFIX)]
+    chosen = indexes or [name for name in names if name.endswith(_KERAS_SUFFIXES)]
+    if len(chosen) > 1:
+        text = f"{len(chosen)} Keras files: {_listed(chosen)}; open one of them"
+        raise error_about(UnsupportedError, text, path=path)
+    return chosen or None
+
+
+def _choose_paddle(names: Sequence[str], path: str) -> list[str] | None:
+    """Choose Paddle's index, its single file, its shards, or the only ``.pdparams`` of a folder."""
+    for name in (PADDLE_INDEX, "model_state.pdparams"):
+        if name in names:
+            return [name]
+    chosen = [name for name in names if name.endswith(".pdparams")]
+    sets = sets_of(chosen)
+    if len(sets) == 1 and sets[0].complete:
+        return sets[0].in_order
+    _refuse_incomplete(sets, path)
+    if len(chosen) > 1:
+        text = f"{len(chosen)} Paddle files: {_listed(chosen)}; open one of them"
+        raise error_about(UnsupportedError, text, path=path)
+    return chosen or None
+
+
 def read_config(path: str, files: Files) -> dict[str, Any] | None:
     """Read the ``config.json`` of a folder, or return None if it does not exist."""
     return read_if_there(files.join(path, CONFIG), CONFIG, files)
@@ -552,7 +649,7 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 
 # Names of weight files.
-_SUFFIXES = {*WEIGHT_SUFFIXES, ".h5", ".msgpack", DCP_SUFFIX}
+_SUFFIXES = {*WEIGHT_SUFFIXES, ".msgpack", DCP_SUFFIX}
 _WEIGHT_FILE = re.compile(
     rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)",
     re.DOTALL,
@@ -572,7 +669,6 @@ _FOREIGN = (
     (r"saved_model\.pb", "a TensorFlow SavedModel: tf.saved_model.load(folder).variables gives its weights"),
     (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint: tf.train.load_checkpoint(folder) reads it"),
     (r"flax_model.*\.msgpack", "a Flax model: flax.serialization.msgpack_restore(data) reads its file"),
-    (r"tf_model\.h5", "a Keras model: h5py.File(path) reads its file"),
 )
 # JSON files beside weights: name, distinctive keys, and kind.
 _JSON = (
@@ -583,6 +679,17 @@ _JSON = (
     ("tokenizer_config.json", {"tokenizer_class"}, "the configuration of a tokenizer"),
     ("generation_config.json", {"eos_token_id", "bos_token_id"}, "a model's generation_config.json"),
 )
+
+
+def is_weight_file(name: str) -> bool:
+    """Return True if a name is that of a weight file or of an index."""
+    return _WEIGHT_FILE.fullmatch(name) is not None
+
+
+def is_set(names: Sequence[str]) -> bool:
+    """Return True if names are those of a single set of numbered files."""
+    sets = sets_of(names)
+    return len(sets) == 1 and len(sets[0].files) == len(names)
 
 
 def _listed(names: Sequence[str], limit: int = _MAX_LISTED) -> str:

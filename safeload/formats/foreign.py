@@ -42,6 +42,7 @@ DCP_PART = Kind("a part of a torch.distributed checkpoint", "open its folder")
 
 _OLD_GGML = Kind("a GGML file from before GGUF", "convert it with the scripts of llama.cpp or whisper.cpp")
 _OLD_TORCH = Kind("a torch checkpoint from before 2017, in a tar archive", "load it with torch and save it again")
+_OLD_TORCH_NAMES = (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0")
 _LLAMA2 = Kind("a llama2.c checkpoint", "export.py of llama2.c shows its layout, and numpy.memmap can read it")
 _DECOMPRESS = "decompress it first"
 _TENSORFLOW = "tf.train.load_checkpoint(prefix) reads it"
@@ -56,10 +57,8 @@ _FOREIGN = (
     (0, b"BZh", Kind("bzip2-compressed", _DECOMPRESS)),
     (0, b"\xfd7zXZ\0", Kind("xz-compressed", _DECOMPRESS)),
     (0, b"\x04\x22\x4d\x18", Kind("lz4-compressed", _DECOMPRESS)),
-    # The HDF5 file format specification, II.A.
-    (0, b"\x89HDF\r\n\x1a\n", Kind("an HDF5 file", "Keras writes such files, and h5py.File(path) reads them")),
-    *((0, name, _OLD_TORCH) for name in (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0")),
-    (257, b"ustar", Kind("a tar archive", "unpack it first")),
+    *((0, name, _OLD_TORCH) for name in _OLD_TORCH_NAMES),
+    (257, b"ustar", Kind("a tar archive", "safeload.open reads the weights in it")),
     (0, b"PK\x05\x06", Kind("an empty zip archive")),
     # file_identifier of tensorflow/compiler/mlir/lite/schema/schema.fbs; a flatbuffer has it at byte 4.
     (4, b"TFL3", Kind("a TensorFlow Lite model", "tf.lite.Interpreter(path) reads it")),
@@ -90,6 +89,16 @@ def is_safetensors(head: bytes) -> bool:
 def is_zip(head: bytes) -> bool:
     """Return True if a file is a zip archive, empty or not."""
     return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
+
+
+def is_tar(head: bytes) -> bool:
+    """Return True if a file is a tar archive, but no torch checkpoint from before 2017."""
+    return head[257:262] == b"ustar" and not head.startswith(_OLD_TORCH_NAMES)
+
+
+def is_program(head: bytes) -> bool:
+    """Return True if a file begins like a program of Windows, Linux or macOS, or an Actually Portable Executable."""
+    return head[:2] == b"MZ" or head[:4] in (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def is_torch_legacy(head: bytes) -> bool:

@@ -127,8 +127,9 @@ def open_paths(
             from . import folder
 
             return _logged(text, recipe, folder.open_parts(opened, recipe.options))
+    where, config = opened.where, opened.config
     return OpenedPath(
-        text, opened.format, opened.files, opened.where, opened.metadata, notes=opened.notes, recipe=recipe
+        text, opened.format, opened.files, where, opened.metadata, config, notes=opened.notes, recipe=recipe
     )
 
 

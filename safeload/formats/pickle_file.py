@@ -8,6 +8,7 @@ from ..base.messages import error_about
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, SafeloadError, UnsupportedError
+from . import paddle
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import Storage
@@ -42,6 +43,8 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
     path = file.path
     pickled = _unpickle(file, request)
     tables = make_tables(pickled, request, path, _locate)
+    if paddle.is_paddle(pickled.value, path):
+        tables = paddle.adapt(pickled.value, tables, file, whole=request.root is None)
     if not tables.names:
         raise error_about(
             UnsupportedError,

@@ -74,7 +74,8 @@ ROWS = (
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, "torch.legacy_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load", ranges=False),
-    Format("pickle", "pickled NumPy arrays", _PICKLE, foreign.is_pickle, "pickle_file", nested=True, ranges=False),
+    Format("pickle", "pickled NumPy arrays", _PICKLE, foreign.is_pickle, "pickle_file",
+           (".pdparams", ".pdopt"), nested=True, ranges=False),
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, ambiguous=True, peer="numpy.load"),
@@ -85,6 +86,8 @@ ROWS = (
     Format("fsdp", "FSDP rank files", _ZIP, foreign.never, "fsdp", nested=True, parts=foreign.is_zip),
     Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, "orbax.file",
            nested=True, parts=foreign.is_object),
+    Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), "keras.file",
+           (".h5", ".hdf5", ".keras"), nested=True),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
@@ -103,12 +106,14 @@ FormatName: TypeAlias = Literal[
     "deepspeed",
     "fsdp",
     "orbax",
+    "keras",
     "moon",
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
 DCP, DEEPSPEED, FSDP, ORBAX = "dcp", "deepspeed", "fsdp", "orbax"
+KERAS, PICKLE = "keras", "pickle"
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
@@ -148,6 +153,32 @@ class OpenRequest(NamedTuple):
     files: Files = LOCAL  # the store of the paths
 
 
+class Container(NamedTuple):
+    """A kind of archive whose members are weight files.
+
+    The module has ``enter(candidate, request) -> Opened`` and, without ``entries``, ``claims(candidate) -> bool``.
+    """
+
+    kind: str  # completes "this is ..."
+    matches: Callable[[bytes], bool]  # True if a file with these first bytes can be one
+    module: str  # relative to this package
+    entries: tuple[str, ...] = ()  # a zip archive with any of these is one; most are torch's, which need no module
+
+    def claims(self, candidate: Candidate) -> bool:
+        """Return True if a file with these first bytes is one."""
+        if self.entries:
+            return any(name in candidate.archive.entries for name in self.entries)
+        claimed: bool = _module(self.module).claims(candidate)
+        return claimed
+
+
+CONTAINERS = (
+    Container("a tar archive", foreign.is_tar, "tar"),
+    Container("a program with a zip archive (llamafile)", foreign.is_program, "llamafile"),
+    Container("a zip archive of Keras", foreign.is_zip, "keras.archive", ("model.weights.h5", "model.weights.npz")),
+)
+
+
 class Candidate:
     """An open file without a table, before its format is known.
 
@@ -185,6 +216,7 @@ class Opened(NamedTuple):
     beside: WeightFile | None = None  # a temporary file with more tensors
     names: Sequence[str] = ()  # tensors of both files in order; empty without a second file
     notes: Sequence[str] = ()  # what the file holds besides
+    config: dict[str, Any] | None = None  # parsed ``config.json`` in a container
 
     @property
     def files(self) -> list[WeightFile]:
@@ -217,16 +249,24 @@ def open_file(path: str, request: OpenRequest) -> Opened:
             return opened
     file = open_without_table(path, files=request.files)
     try:
-        candidate = Candidate(file)
-        row = _find(candidate, request)
-        if not row.ranges:
-            check_whole(file, f"{row.kind} must be read as a whole")
-        opened = Opened(row.name, *row.load().read(candidate, request))
+        opened = _open_candidate(Candidate(file), request)
         file.settle()
     except BaseException:
         file.close()
         raise
     return opened
+
+
+def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
+    """Open a file by the container or the row that it is."""
+    container = _container(candidate)
+    if container is not None:
+        opened: Opened = _module(container.module).enter(candidate, request)
+        return opened
+    row = find_row(candidate, request)
+    if not row.ranges:
+        check_whole(candidate.file, f"{row.kind} must be read as a whole")
+    return Opened(row.name, *row.load().read(candidate, request))
 
 
 def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
@@ -236,11 +276,14 @@ def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
     except FormatError:
         with closing(open_without_table(path)) as again:  # not `read_head`, which would hide a failing disk
             head = again.read_at(0, foreign.HEAD_SIZE)
-            if request.formats is not None or foreign.is_safetensors(head):
+            if foreign.is_safetensors(head):
                 raise
-            if not any(_matching(head)):
-                _refuse(again, head)
-                raise
+            if not any(row.matches(head) for row in CONTAINERS if not row.entries):
+                if request.formats is not None:
+                    raise
+                if not any(_matching(head)):
+                    _refuse(again, head)
+                    raise
         return None
     if request.root is not None:
         file.close()
@@ -273,8 +316,34 @@ def _matching(head: bytes) -> Iterator[Format]:
     return (row for row in _BY_HEAD if row.matches(head))
 
 
-def _find(candidate: Candidate, request: OpenRequest) -> Format:
-    """Return the row of a file, which ``request`` must accept."""
+def _container(candidate: Candidate) -> Container | None:
+    """Return the kind of container that a file is, or None.
+
+    Raises:
+        UnsupportedError: the container is a member of another.
+    """
+    head, file = candidate.head, candidate.file
+    if foreign.is_safetensors(head) or file.path.endswith(foreign.DCP_SUFFIX):
+        return None
+    container = next((row for row in CONTAINERS if row.matches(head) and row.claims(candidate)), None)
+    if container is not None and _is_member(file):
+        text = f"this is {container.kind} in another archive: extract it first"
+        raise error_about(UnsupportedError, text, path=file.path)
+    return container
+
+
+def _is_member(file: WeightFile) -> bool:
+    from ..stores.members import MemberFiles  # only here: few files are archives
+
+    return isinstance(file.files, MemberFiles)
+
+
+def find_row(candidate: Candidate, request: OpenRequest) -> Format:
+    """Return the row of a file, which ``request`` must accept.
+
+    Raises:
+        FormatError, UnsupportedError: no row is accepted; the message says what the file is.
+    """
     path, head = candidate.file.path, candidate.head
     if path.endswith(foreign.DCP_SUFFIX):
         raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
@@ -366,6 +435,7 @@ def check_head(head: bytes, path: str) -> None:
     Raises:
         FormatError, UnsupportedError: the message names the kind of file, if it is known.
     """
-    if not foreign.is_safetensors(head) and not any(_matching(head)):
+    containers = (row for row in CONTAINERS if row.matches(head))
+    if not foreign.is_safetensors(head) and not any(_matching(head)) and not any(containers):
         _refuse_kind(head, path)
         raise _unknown(head, path)

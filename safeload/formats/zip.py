@@ -23,7 +23,7 @@ import numpy as np
 from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError, LimitError, UnsupportedError
+from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.remote import RemoteStore
 
 # Largest directory in bytes: an entry takes 46 bytes plus its name, and becomes Python objects of about 600 bytes. The
@@ -208,7 +208,7 @@ def _read_any(file: WeightFile, end: End | None) -> Directory:
         EOFError,
         OverflowError,
     )
-    stream = _Stream(file)
+    stream = FileStream(file)
     try:
         with zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
@@ -231,15 +231,15 @@ def _entry_of(info: Any) -> ZipEntry:
     return ZipEntry(info.orig_filename, *fields)
 
 
-class _Stream(io.RawIOBase):
-    """The file as a stream for zipfile.
+class FileStream(io.RawIOBase):
+    """A file as a stream for other libraries.
 
     Attributes:
-        failures: the errors of failed reads, because zipfile reports them as an invalid archive.
+        failures: the errors of failed reads, because libraries report them as an invalid file.
     """
 
     def __init__(self, file: WeightFile) -> None:
-        self.failures: list[OSError] = []
+        self.failures: list[Exception] = []
         self._file = file
         self._at = 0
 
@@ -262,11 +262,18 @@ class _Stream(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         try:
             data = self._file.read_at(self._at, self._file.size if size < 0 else size)
-        except OSError as error:
+        except (OSError, SafeloadError) as error:
             self.failures.append(error)
             raise
         self._at += len(data)
         return data
+
+    def readinto(self, memory: Any) -> int:
+        """Fill memory; zeros follow the end of the file, because libhdf5 would take any bytes there for the file's."""
+        data = self.read(len(memory))
+        memory[: len(data)] = data
+        memory[len(data) :] = bytes(len(memory) - len(data))
+        return len(memory)
 
 
 # ---- the entries ----
@@ -275,14 +282,18 @@ class _Stream(io.RawIOBase):
 class Archive:
     """The entries of an archive by name.
 
+    Args:
+        appended: True if other bytes may precede the first entry, such as a program.
+
     Raises:
         FormatError: the file is not exactly one zip archive, has a duplicate name, or has overlapping entries.
         LimitError: the directory has more than `MAX_DIRECTORY` bytes.
         OSError: the file cannot be read.
     """
 
-    def __init__(self, file: WeightFile) -> None:
+    def __init__(self, file: WeightFile, *, appended: bool = False) -> None:
         self._file = file
+        self._appended = appended
         self._used: dict[str, int] = {}  # first byte of each located entry
         self._sound: dict[str, int] = {}  # first byte of each entry, its local header checked by `prefetch`
         self._window, self._window_at = b"", 0
@@ -317,7 +328,7 @@ class Archive:
                 raise self._fault(entry.name, "no local header at its offset", 0)
         begins = [entry.at for entry in entries]
         begin = min(begins, default=end.offset)
-        if begin:
+        if begin and not self._appended:
             raise FormatError(f"the zip archive's first entry begins at byte {begin}, not at 0", path, 0)
         self._check_apart(list(self.entries), begins, [entry.at + _LOCAL_SIZE + entry.packed for entry in entries])
 

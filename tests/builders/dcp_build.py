@@ -1,6 +1,8 @@
 """Folders of torch.distributed.checkpoint made without torch: what its writer would have written, and bent versions."""
 
+import contextlib
 import itertools
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +143,35 @@ class _Pairs(dict):
 
     def __reduce_ex__(self, protocol):
         return Ref("collections", "OrderedDict"), (), None, None, iter(self._pairs)
+
+
+def sparse(folder, *, tensors, chunks, rows, columns, files=4):
+    """Write a checkpoint of float32 zeros that take no place on the disk: chunks of ``rows`` in each tensor."""
+    folder.mkdir()
+    made = Checkpoint()
+    count = rows * columns
+    pickled = dump(tensor(Storage("0", np.zeros(1, np.float32), count=count), (rows, columns)))
+    archived = zip_archive({"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", "data/0": b""})
+    directory = archived.index(b"PK\x01\x02")
+    end = bytearray(archived[directory:])
+    struct.pack_into("<II", end, end.rindex(b"PK\x01\x02") + 20, 4 * count, 4 * count)
+    struct.pack_into("<I", end, end.rindex(b"PK\x05\x06") + 16, directory + 4 * count)
+    length = directory + 4 * count + len(end)
+    boxes = [((k * rows, 0), (rows, columns)) for k in range(chunks)]
+    with contextlib.ExitStack() as stack:
+        names = [f"__{k}_0.distcp" for k in range(files)]
+        outs = [stack.enter_context((folder / name).open("wb")) for name in names]
+        for number in range(tensors):
+            name = f"model.layers.{number}.weight"
+            made.about[name] = ["float32", (chunks * rows, columns), boxes]
+            made.paths[name] = tuple(name.split("."))
+            for k, (offsets, _) in enumerate(boxes):
+                out = outs[k % files]
+                made.chunks.append([name, offsets, names[k % files], out.tell(), length, None])
+                out.write(archived[:directory])
+                out.seek(4 * count, 1)
+                out.write(end)
+    return made.write(folder)
 
 
 def sample():

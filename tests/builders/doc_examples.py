@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -146,6 +147,10 @@ def make_files(folder: Path) -> None:
     for name, array in tensors.items():
         orbax.tensor(f"params.{name}", array, steps=("params", name))
     orbax.write(folder / "jax-run" / "3" / "state")
+    for name in ("model.keras", "legacy.h5"):
+        shutil.copy(data / "keras" / name, folder / name)
+    with tarfile.open(folder / "model.nemo", "w") as archive:
+        archive.add(data / "torch" / "checkpoint.pt", "model_weights.ckpt")
     tensors["model.layers.2.self_attn.k_proj.weight"] = np.full((64, 64), 0.5, ml_dtypes.bfloat16)
     tensors["model.layers.2.self_attn.k_proj.weight"][0] = 0
     tensors["model.layers.1.mlp.up_proj.weight"][...] = 0

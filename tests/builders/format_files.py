@@ -2,6 +2,8 @@
 
 import pickle
 
+import pytest
+
 from builders import dcp_build, orbax_build, torch_build
 from builders.torch_build import Storage, tensor
 
@@ -15,12 +17,21 @@ def torch_file(make):
     return write
 
 
+def keras_file(weights, path):
+    """A file of HDF5 whose names have no groups."""
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        for name, array in weights.items():
+            file[name] = array
+
+
 # Formats that are read and not written.
 MAKERS = {
     "torch zip": torch_file(torch_build.zip_file),
     "torch legacy": torch_file(torch_build.legacy_file),
     "dcp": dcp_build.single,
     "orbax": orbax_build.single,
+    "keras": keras_file,
     "pickle": lambda weights, path: path.write_bytes(pickle.dumps(weights)),
 }
 

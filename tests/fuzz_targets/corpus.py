@@ -14,6 +14,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
+
 HERE = Path(__file__).resolve().parent
 CORPUS = HERE / "corpus"
 TESTS = HERE.parent
@@ -400,7 +402,92 @@ def _orbax_array():
                 yield json.dumps(described).encode()
 
 
+def _tar():
+    import tarfile
+
+    from builders import torch_build
+    from builders.torch_build import Storage, tensor
+    from test_formats import test_containers
+
+    from safeload.numpy import save
+
+    weights = save({"w": np.arange(160, dtype=np.float32)})
+    torch_file = torch_build.zip_file({"w": tensor(Storage("0", np.ones(4, np.float32)))})
+    for format in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        for files in ({"m.safetensors": weights}, {"a" * 120 + "/b.ckpt": torch_file, "a": None, "note": b"text"}):
+            out = io.BytesIO()
+            with tarfile.open(fileobj=out, mode="w", format=format) as archive:
+                for name, content in files.items():
+                    info = tarfile.TarInfo(name)
+                    info.size, info.type = len(content or b""), tarfile.DIRTYPE if content is None else tarfile.REGTYPE
+                    archive.addfile(info, io.BytesIO(content or b""))
+            yield out.getvalue()[:4096]
+            if format == tarfile.USTAR_FORMAT and "m.safetensors" in files:
+                for change, _, _ in test_containers.FAULTS.values():
+                    yield bytes(change(bytearray(out.getvalue()[:2560])))
+
+
+def _llamafile():
+    from malformed import test_gguf
+    from test_formats import test_containers
+
+    content = test_gguf.GOOD
+    for name in ("m.gguf", "../m.gguf", "models/m.gguf", "m-00001-of-00002.gguf"):
+        yield test_containers.llamafile_bytes(
+            {name: content, ".args": b"-m"}, align=64, program=b"MZqFpD='" + bytes(99)
+        )
+    yield test_containers.llamafile_bytes(
+        {"a.gguf": content, "b.gguf": content}, align=64, program=b"\x7fELF" + bytes(99)
+    )
+
+
+def _keras():
+    import h5py
+
+    def file(make, **options):
+        out = io.BytesIO()
+        with h5py.File(out, "w", **options) as opened:
+            make(opened)
+        return out.getvalue()
+
+    def make(opened):
+        opened["layers/a/vars/0"] = np.arange(6, dtype=np.float32)
+        opened.create_dataset("c", data=np.eye(6), chunks=(4, 4), compression="gzip", shuffle=True, fletcher32=True)
+        opened.attrs["backend"] = "jax"
+
+    def listed(opened):
+        group = opened.create_group("model_weights/x")
+        opened["model_weights"].attrs["layer_names"] = [b"x"]
+        group.attrs["weight_names"] = [b"w"]
+        group["w"] = np.ones(2, bool)
+
+    for options in ({}, {"libver": "latest"}):
+        for one in (make, listed):
+            content = file(one, **options)
+            yield content
+            out = io.BytesIO()
+            with zipfile.ZipFile(out, "w") as archive:
+                archive.writestr("config.json", "{}")
+                archive.writestr("model.weights.h5", content)
+            yield out.getvalue()
+
+
+def _paddle():
+    import pickle
+
+    from test_formats import test_paddle
+
+    for protocol in (2, 4):
+        yield pickle.dumps(test_paddle.parts_of(test_paddle.ARRAY, (40, 2)), protocol)
+        for make, _, _ in test_paddle.FAULTS.values():
+            yield pickle.dumps(make(), protocol)
+
+
 SEEDS = {
+    "tar": _tar,
+    "llamafile": _llamafile,
+    "keras": _keras,
+    "paddle": _paddle,
     "json": _json,
     "safetensors": _safetensors,
     "gguf": _gguf,

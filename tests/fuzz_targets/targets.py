@@ -28,6 +28,10 @@ import numpy as np
 
 with contextlib.suppress(ImportError):
     import zstandard  # noqa: F401
+try:
+    import h5py
+except ImportError:
+    h5py = None
 from builders import dcp_build, gguf_build, orbax_build
 from builders.paths import ROOT
 
@@ -50,6 +54,8 @@ from safeload.stores.files import LOCAL
 
 for row in registry.ROWS:
     row.load()
+for container in registry.CONTAINERS:
+    importlib.import_module(f"safeload.formats.{container.module}")
 for family in FAMILIES:
     importlib.import_module(f"safeload.packed.{family.describe.partition('.')[0]}")
 
@@ -493,6 +499,25 @@ def orbax_array(data):
     orbax_files("array", {"_METADATA": tree, **files})
 
 
+def tar(data):
+    """An archive: no tensor lies outside of it."""
+    open_file(data, ".tar")
+
+
+def llamafile(data):
+    open_file(data, ".llamafile")
+
+
+def keras(data):
+    """Twice the same, so that no state of libhdf5 decides."""
+    first, second = open_file(data, ".h5"), open_file(data, ".h5")
+    require((first is None) == (second is None), "opens once, and not again")
+
+
+def paddle(data):
+    open_file(data, ".pdparams")
+
+
 PARTS = FOLDER / "parts"
 
 
@@ -663,9 +688,14 @@ TARGETS = {
     "orbax_manifest": orbax_manifest,
     "orbax_node": orbax_node,
     "orbax_array": orbax_array,
+    "tar": tar,
+    "llamafile": llamafile,
+    "paddle": paddle,
     "gguf_split": gguf_split,
     "schema": schema_file,
     "config": config,
     "expression": expression,
     "url": url,
 }
+if h5py is not None:
+    TARGETS["keras"] = keras

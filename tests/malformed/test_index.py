@@ -236,7 +236,7 @@ def test_a_malformed_config_is_refused(folder, config):
 def tar_archive():
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("weights.bin"))
+        archive.addfile(tarfile.TarInfo("notes.txt"))
     return out.getvalue()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.dcp_build import Checkpoint, archive, grid, record, sample
+from builders.dcp_build import Checkpoint, archive, grid, record, sample, sparse
 from builders.paths import ROOT
 from builders.random import rng
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
@@ -25,6 +25,7 @@ from safeload.errors import (
     UnsupportedError,
 )
 from safeload.stores import assembled
+from safeload.stores.local import LocalStore
 
 # tests/data/dcp/compare.sh lets torch write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_DCP_FIXTURES") or ROOT / "tests" / "data" / "dcp")
@@ -226,6 +227,29 @@ def test_a_slice_reads_only_its_chunk(tmp_path, monkeypatch):
         assert [chunk.place.file for chunk in located] == ["__17_0.distcp"]
         assert equal(opened.take("w", [9]), array[[9]])
         assert len(located) == 9
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sparse files")
+def test_of_a_large_checkpoint_one_tensor_opens_at_once_and_reads_one_chunk(tmp_path, monkeypatch):
+    folder = sparse(tmp_path / "large", tensors=100, chunks=16, rows=1024, columns=16384)
+    assert sum(path.stat().st_size for path in folder.glob("*.distcp")) > 100 << 30
+    sizes = []
+    read = LocalStore.read_into
+
+    def counted(store, offset, memory):
+        sizes.append(memoryview(memory).nbytes)
+        read(store, offset, memory)
+
+    monkeypatch.setattr(LocalStore, "read_into", counted)
+    with safeload.open(folder) as opened:
+        assert sum(sizes) < 1 << 20, "the metadata alone"
+        assert opened.tensors["model.layers.99.weight"].shape == (16384, 16384)
+        sizes.clear()
+        assert not opened.get_slice("model.layers.99.weight")[3072:4096].any()
+        assert 64 << 20 <= sum(sizes) < (64 << 20) + (128 << 10), "a chunk and what describes it"
+        sizes.clear()
+        assert not opened.get_slice("model.layers.50.weight")[5000].any()
+        assert sum(sizes) < 256 << 10, "a row"
 
 
 def test_values_are_read_with_the_first_access(tmp_path):

@@ -8,7 +8,8 @@
 3. MetadataIndex: ``fqn`` (the name), ``offset`` (of the chunk; None for other values), ``index``.
 4. _StorageInfo: ``relative_path``, ``offset``, ``length``, and in newer files ``transform_descriptors``.
 5. Without collectives each process writes its own ``__<rank>.metadata`` with its own chunks of all tensors.
-6. Megatron adds ``mcore_data``: {name: {"nd_reformulated_orig_global_shape": shape}} for tensors in other shapes.
+6. Megatron adds ``mcore_data``: {name: {"nd_reformulated_orig_global_shape": shape}} for tensors in other shapes, and
+   ``all_local_plans``, the ``SavePlan`` of each process, which is not needed to read.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..unpickle.run import Unpickled
 
 _MODULE = "torch.distributed.checkpoint.metadata."
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
+_PLANNER = "torch.distributed.checkpoint.planner."
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
@@ -83,6 +85,9 @@ RECORDS: dict[str, Global] = {
         _record(PROPERTIES, _OLD_MODULE + PROPERTIES),
         _record(STORAGE_INFO, "torch.distributed.checkpoint.filesystem._StorageInfo"),
         _record(METADATA, _MCORE),
+        *(_record(kind, _PLANNER + kind) for kind in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
+        _record("_StoragePrefix", "torch.distributed.checkpoint.filesystem._StoragePrefix"),
+        Global(_PLANNER + "WriteItemType", VALUE, _number),
         *(Global(module + "_MEM_FORMAT_ENCODING", VALUE, _number) for module in (_MODULE, _OLD_MODULE)),
         Global(_OLD_MODULE + "MEM_FORMAT_ENCODING", VALUE, _number),
         Global("torch.serialization._get_layout", VALUE, _text, copies=True),

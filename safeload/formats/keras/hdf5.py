@@ -1,0 +1,391 @@
+"""The structure of an HDF5 file: its groups, datasets and their places, found by h5py; no dataset is read here.
+
+1. h5py (libhdf5) parses the file through a stream of ours, so it opens no other file. It is closed before a tensor is
+   read: values are read by ranges and unpacked in chunks.py. Attributes are read in attributes.py.
+2. Only hard links are followed. Soft links, external links and links of other kinds are refused, as are datasets with
+   external or virtual storage, filters other than deflate, shuffle and fletcher32, and groups that are linked twice.
+3. Storage must exist: parts that were never written, whose values would be a fill value, are refused.
+4. Bounds: `MAX_OBJECTS`, `MAX_DEPTH`, `MAX_PATH`, `MAX_CHUNKS`. All datasets together have at most the
+   bytes of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, array_fits
+from ...base.messages import error_about
+from ...base.text import show
+from ...engine.run.weight_file import WeightFile
+from ...errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from ..zip import FileStream
+from .attributes import texts_of
+
+# Groups and datasets of a file, groups in a path, characters of a path, chunks of a file.
+MAX_OBJECTS = 200_000
+MAX_DEPTH = 64
+MAX_PATH = 4096
+MAX_CHUNKS = 2_000_000
+
+DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
+_FILTERS = {4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf", 32001: "blosc", 32015: "zstd"}
+
+# Sizes and fields of floats: sign, exponent, bits of the exponent, mantissa, bits of the mantissa; bias.
+_FLOATS = {
+    (2, (15, 10, 5, 0, 10), 15): "F16",
+    (2, (15, 7, 8, 0, 7), 127): "BF16",
+    (4, (31, 23, 8, 0, 23), 127): "F32",
+    (8, (63, 52, 11, 0, 52), 1023): "F64",
+}
+_LISTS = ("layer_names", "weight_names")
+_GROUP_TEXTS = frozenset((*_LISTS, "keras_version", "backend", "model_config", "training_config"))
+_MARK = frozenset(("dtype",))
+
+
+class FileChunk(NamedTuple):
+    """A chunk of a dataset."""
+
+    offsets: tuple[int, ...]  # of its first element, along each axis
+    begin: int  # first byte in the file
+    size: int  # bytes in the file
+    filters: tuple[int, ...]  # applied to it, in order
+
+
+@dataclass
+class Dataset:
+    """A dataset and its place: contiguous, in chunks, or in memory."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+    swap: int  # bytes of a number that must be reversed; 1 for little-endian
+    begin: int | None = None  # first byte of contiguous storage
+    value: Array | None = None  # the elements, if they lie in the object's header
+    chunk_shape: tuple[int, ...] = ()
+    chunks: list[FileChunk] = field(default_factory=list)
+    shuffled: int = 1  # bytes of an element, as the shuffle filter counts
+
+    @property
+    def itemsize(self) -> int:
+        return self.row.bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def chunk_nbytes(self) -> int:
+        return prod(self.chunk_shape) * self.itemsize
+
+
+class Structure(NamedTuple):
+    """The content of a file."""
+
+    datasets: dict[tuple[str, ...], Dataset]  # by the names of a path
+    attributes: dict[tuple[str, ...], dict[str, str]]  # texts, by path of the group
+    notes: list[str]  # what was left out
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
+        raise ModuleNotFoundError(text, name="h5py") from None
+    return h5py
+
+
+def read_structure(file: WeightFile) -> Structure:
+    """Return the groups and datasets of a file.
+
+    Raises:
+        ModuleNotFoundError: h5py is not installed.
+        FormatError: libhdf5 cannot read the file, or a dataset reaches beyond it.
+        UnsupportedError, LimitError: see the module.
+        OSError: the file cannot be read.
+    """
+    h5py = _h5py()
+    stream = FileStream(file)
+    try:
+        with h5py.File(stream, "r") as opened:
+            plist = opened.id.get_create_plist()
+            if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
+                text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"
+                raise error_about(UnsupportedError, text, path=file.path)
+            return _Walk(h5py, file).read(opened.id)
+    except (SafeloadError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        if stream.failures:
+            raise stream.failures.pop() from None
+        if isinstance(error, SafeloadError):
+            raise
+        cause = show(str(error))[1:-1] if str(error) else type(error).__name__
+        raise FormatError(f"this is an HDF5 file that libhdf5 cannot read: {cause}", file.path, 0) from None
+
+
+class _Walk:
+    """A walk over the hard links of a file."""
+
+    def __init__(self, h5py: Any, file: WeightFile) -> None:
+        self._h5py, self._file, self._path = h5py, file, file.path
+        self._structure = Structure({}, {}, [])
+        self._groups: set[int] = set()  # addresses
+        self._known: dict[int, Dataset] = {}  # by address
+        self._objects = self._chunks = self._stored = 0
+
+    def read(self, root: Any) -> Structure:
+        self._groups.add(self._h5py.h5o.get_info(root).addr)
+        levels = [iter(self._children((), root))]
+        while levels:  # a stack instead of recursion: files choose the depth
+            step = next(levels[-1], None)
+            if step is None:
+                levels.pop()
+                continue
+            path, item = step
+            if isinstance(item, self._h5py.h5g.GroupID):
+                address = self._h5py.h5o.get_info(item).addr
+                if address in self._groups:
+                    raise self._unsupported(path, "is a group that is linked twice")
+                self._groups.add(address)
+                if len(path) > MAX_DEPTH:
+                    raise error_about(LimitError, f"groups are nested more than {MAX_DEPTH} deep", path=self._path)
+                levels.append(iter(self._children(path, item)))
+            elif isinstance(item, self._h5py.h5d.DatasetID):
+                self._structure.datasets[path] = self._dataset(path, item)
+            elif not isinstance(item, self._h5py.h5t.TypeID):  # named types hold no values
+                raise self._unsupported(path, "is neither a group nor a dataset")
+        if self._stored > self._file.size:
+            text = f"its datasets need {self._stored:,} bytes, but it has {self._file.size:,}: they overlap"
+            raise FormatError(text, self._path)
+        return self._structure
+
+    def _unsupported(self, path: tuple[str, ...], text: str) -> UnsupportedError:
+        return error_about(UnsupportedError, f"{show('/'.join(path))} {text}", path=self._path)
+
+    # ---- groups ----
+
+    def _children(self, path: tuple[str, ...], group: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """Yield the objects in a group: those that its lists name first."""
+        names: list[bytes] = []
+
+        def add(name: bytes) -> bool | None:
+            names.append(name)
+            self._objects += 1
+            return True if self._objects > MAX_OBJECTS else None
+
+        group.links.iterate(add)
+        if self._objects > MAX_OBJECTS:
+            raise error_about(LimitError, f"the file has more than {MAX_OBJECTS:,} objects", path=self._path)
+        for name in self._in_order(path, group, names):
+            try:
+                text = name.decode()
+            except UnicodeDecodeError:
+                raise FormatError(f"the name of a link is not UTF-8: {show(name)}", self._path) from None
+            inner = (*path, text)
+            if sum(map(len, inner)) + len(inner) > MAX_PATH:
+                raise error_about(LimitError, f"a path is longer than {MAX_PATH:,} characters", path=self._path)
+            kind = group.links.get_info(name).type
+            if kind != self._h5py.h5l.TYPE_HARD:
+                kinds = {
+                    self._h5py.h5l.TYPE_SOFT: "a soft link",
+                    self._h5py.h5l.TYPE_EXTERNAL: "a link to another file",
+                }
+                raise self._unsupported(inner, f"is {kinds.get(kind, 'a link of an unknown kind')}")
+            yield inner, self._h5py.h5o.open(group, name)
+
+    def _in_order(self, path: tuple[str, ...], group: Any, names: list[bytes]) -> list[bytes]:
+        """Read the attributes of a group, and return its names in the order of its list.
+
+        Raises:
+            FormatError: the list names an object that does not exist.
+        """
+        attributes = texts_of(self._file, self._h5py.h5o.get_info(group).addr, _GROUP_TEXTS)
+        texts = {key: value.decode("utf-8", "replace") for key, value in attributes.items() if type(value) is bytes}
+        if texts and len(path) < 2:
+            self._structure.attributes[path] = texts
+        known = dict.fromkeys(names)
+        first: dict[bytes, None] = {}
+        for key in _LISTS:
+            for listed in _listed(attributes, key):
+                top = listed.split(b"/")[0]
+                if top not in known or not self._h5py.h5l.LinkProxy.exists(group.links, top):
+                    text = f"{key} lists {show(listed)}, which is not in {show('/'.join(path) or '/')}"
+                    raise FormatError(text, self._path)
+                self._check_listed(group, listed, key)
+                first[top] = None
+        return [*first, *(name for name in names if name not in first)]
+
+    def _check_listed(self, group: Any, listed: bytes, key: str) -> None:
+        """Refuse a list that names an object below the group which does not exist."""
+        steps = listed.split(b"/")
+        if len(steps) > MAX_DEPTH:
+            raise error_about(LimitError, f"groups are nested more than {MAX_DEPTH} deep", path=self._path)
+        for k in range(1, len(steps)):
+            parent, name = b"/".join(steps[:k]), steps[k]
+            if group.links.get_info(parent).type != self._h5py.h5l.TYPE_HARD:
+                raise self._unsupported((parent.decode("utf-8", "replace"),), "is a link of another kind than hard")
+            below = self._h5py.h5o.open(group, parent)
+            if not isinstance(below, self._h5py.h5g.GroupID) or not below.links.exists(name):
+                raise FormatError(f"{key} lists {show(listed)}, which does not exist", self._path)
+
+    # ---- datasets ----
+
+    def _dataset(self, path: tuple[str, ...], item: Any) -> Dataset:
+        address = self._h5py.h5o.get_info(item).addr
+        dataset = self._known.get(address)
+        if dataset is not None:
+            return dataset
+        shape = item.shape
+        if shape is None:
+            raise self._unsupported(path, "has no shape (a null dataspace)")
+        row, swap = self._row(path, item)
+        if not array_fits(shape, row.bits // 8):
+            text = f"{show('/'.join(path))}: shape {list(shape)} needs more bytes than any memory has"
+            raise error_about(LimitError, text, path=self._path)
+        dataset = self._known[address] = Dataset(row, tuple(shape), swap)
+        self._locate(path, item, dataset)
+        return dataset
+
+    def _row(self, path: tuple[str, ...], item: Any) -> tuple[dtypes.Dtype, int]:
+        """Return the dtype of a dataset, and the bytes of its numbers if they must be reversed."""
+        h5t = self._h5py.h5t
+        kind = item.get_type()
+        mark = texts_of(self._file, self._h5py.h5o.get_info(item).addr, _MARK).get("dtype")
+        if isinstance(kind, h5t.TypeOpaqueID):
+            if mark == b"bfloat16" and kind.get_size() == 2:
+                return dtypes.BY_CODE["BF16"], 1
+            text = f"is opaque ({kind.get_size()} bytes, dtype {show(mark)}), so its values are unknown"
+            raise self._unsupported(path, text)
+        code = self._code(kind)
+        if code is None:
+            raise self._unsupported(path, f"is {_described(self._h5py, kind)}, which no array of weights can represent")
+        if mark == b"bfloat16" and code != "BF16":
+            raise self._unsupported(path, f"is {code}, but its attribute says bfloat16")
+        number = kind
+        if isinstance(kind, h5t.TypeCompoundID):
+            number = kind.get_member_type(0)
+        big = number.get_size() > 1 and number.get_order() == h5t.ORDER_BE
+        return dtypes.BY_CODE[code], number.get_size() if big else 1
+
+    def _code(self, kind: Any) -> str | None:
+        """Return the code of a type whose values are exactly those of a dtype."""
+        h5t = self._h5py.h5t
+        size = kind.get_size()
+        if isinstance(kind, h5t.TypeFloatID):
+            return _FLOATS.get((size, kind.get_fields(), kind.get_ebias())) if _usual(h5t, kind) else None
+        if isinstance(kind, h5t.TypeEnumID):
+            members = {kind.get_member_name(k): kind.get_member_value(k) for k in range(min(3, kind.get_nmembers()))}
+            return "BOOL" if size == 1 and members == {b"FALSE": 0, b"TRUE": 1} else None
+        if isinstance(kind, h5t.TypeIntegerID):
+            whole = kind.get_precision() == 8 * size and kind.get_offset() == 0
+            letter = "I" if kind.get_sign() == h5t.SGN_2 else "U"
+            return f"{letter}{8 * size}" if whole and size in (1, 2, 4, 8) and _usual(h5t, kind) else None
+        if isinstance(kind, h5t.TypeCompoundID) and size == 8 and kind.get_nmembers() == 2:
+            names = [kind.get_member_name(k) for k in range(2)]
+            places = [kind.get_member_offset(k) for k in range(2)]
+            parts = [kind.get_member_type(k) for k in range(2)]
+            usual = all(isinstance(part, h5t.TypeFloatID) and self._code(part) == "F32" for part in parts)
+            alike = usual and parts[0].get_order() == parts[1].get_order()
+            return "C64" if names == [b"r", b"i"] and places == [0, 4] and alike else None
+        return None
+
+    def _locate(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
+        """Find the storage of a dataset."""
+        plist, h5d = item.get_create_plist(), self._h5py.h5d
+        layout = plist.get_layout()
+        if plist.get_external_count():
+            raise self._unsupported(path, "is stored in another file")
+        filters = [plist.get_filter(k) for k in range(plist.get_nfilters())]
+        for number, _, _, label in filters:
+            if number not in (DEFLATE, SHUFFLE, FLETCHER32):
+                name = _FILTERS.get(number) or label.decode("utf-8", "replace") or str(number)
+                raise self._unsupported(path, f"is packed by the filter {show(name)} ({number})")
+        if layout not in (h5d.COMPACT, h5d.CONTIGUOUS, h5d.CHUNKED):
+            raise self._unsupported(path, "is virtual: its values are in other datasets")
+        if dataset.nbytes == 0:
+            dataset.begin = 0
+        elif layout == h5d.CONTIGUOUS:
+            self._contiguous(path, item, dataset)
+        elif layout == h5d.COMPACT:
+            self._compact(item, dataset)
+        else:
+            dataset.chunk_shape = tuple(plist.get_chunk())
+            for number, _, values, _ in filters:
+                if number == SHUFFLE:
+                    dataset.shuffled = values[0] if values and 0 < values[0] <= 1 << 16 else dataset.itemsize
+            self._read_chunks(path, item, dataset, [number for number, *_ in filters])
+
+    def _contiguous(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
+        begin = item.get_offset()
+        if begin is None:
+            raise self._unsupported(path, "was never written, so it has no values of its own")
+        self._take(path, begin, dataset.nbytes)
+        dataset.begin = begin
+
+    def _compact(self, item: Any, dataset: Dataset) -> None:
+        value = np.empty(dataset.shape, np.dtype((np.void, dataset.itemsize)))
+        all_ = self._h5py.h5s.ALL
+        item.read(all_, all_, value, mtype=item.get_type())
+        flat = np.frombuffer(value.tobytes(), np.uint8)
+        self._stored += len(flat)
+        dataset.value = np.ascontiguousarray(flat.reshape(-1, dataset.swap)[:, ::-1]).reshape(-1)
+
+    def _read_chunks(self, path: tuple[str, ...], item: Any, dataset: Dataset, filters: list[int]) -> None:
+        counts = [-(-n // count) for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True)]
+        expected = prod(counts)
+        self._chunks += expected
+        if self._chunks > MAX_CHUNKS:
+            raise error_about(LimitError, f"the file has more than {MAX_CHUNKS:,} chunks", path=self._path)
+        chunks: list[FileChunk] = []
+
+        def add(info: Any) -> bool | None:
+            used = tuple(number for k, number in enumerate(filters) if not info.filter_mask >> k & 1)
+            chunks.append(FileChunk(tuple(info.chunk_offset), info.byte_offset, info.size, used))
+            return True if len(chunks) > expected else None
+
+        item.chunk_iter(add)
+        # Chunks beyond the shape remain after a dataset has shrunk.
+        inside = [chunk for chunk in chunks if all(o < n for o, n in zip(chunk.offsets, dataset.shape, strict=True))]
+        if len(inside) != expected or len(chunks) > expected:
+            text = f"has {len(inside):,} of {expected:,} chunks: the others were never written"
+            raise self._unsupported(path, text)
+        for chunk in inside:
+            if any(o % count for o, count in zip(chunk.offsets, dataset.chunk_shape, strict=True)):
+                text = f"{show('/'.join(path))} has a chunk at {list(chunk.offsets)}, not at a multiple of its shape"
+                raise FormatError(text, self._path)
+            self._take(path, chunk.begin, chunk.size)
+        dataset.chunks = inside
+
+    def _take(self, path: tuple[str, ...], begin: int, size: int) -> None:
+        """Refuse storage beyond the file, and count its bytes."""
+        if begin + size > self._file.size:
+            text = f"{show('/'.join(path))} reaches to byte {begin + size:,}, but the file has {self._file.size:,}"
+            raise FormatError(text, self._path, min(begin, self._file.size))
+        self._stored += size
+
+
+def _listed(attributes: Mapping[str, bytes | list[bytes]], key: str) -> Iterator[bytes]:
+    """Yield the names in an attribute, or in its numbered parts."""
+    parts = [key] if key in attributes else [f"{key}{number}" for number in range(len(attributes))]
+    for part in parts:
+        value = attributes.get(part)
+        if isinstance(value, list):
+            yield from value
+
+
+def _usual(h5t: Any, kind: Any) -> bool:
+    """Return True if the bytes of a number are in one of the two usual orders."""
+    return kind.get_size() == 1 or kind.get_order() in (h5t.ORDER_LE, h5t.ORDER_BE)
+
+
+def _described(h5py: Any, kind: Any) -> str:
+    """Return what a type is, for a message."""
+    h5t = h5py.h5t
+    titles = {h5t.STRING: "text", h5t.COMPOUND: "a compound", h5t.REFERENCE: "a reference", h5t.ENUM: "an enumeration"}
+    titles |= {h5t.VLEN: "of variable length", h5t.ARRAY: "an array type", h5t.INTEGER: "an unusual integer"}
+    titles |= {h5t.FLOAT: "an unusual float", h5t.TIME: "a time", h5t.BITFIELD: "a bit field"}
+    return titles.get(kind.get_class(), "of an unknown type")

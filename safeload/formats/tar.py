@@ -1,0 +1,254 @@
+r"""Tar archives, such as NeMo's ``.nemo``: find the members, which are then read in place.
+
+1. A member is a header of 512 bytes, then its bytes, filled up with zeros to a multiple of 512. Two blocks of zeros end
+   the archive; only zeros follow, at most `MAX_END` bytes.
+2. The header: name at 0 (100 bytes), size at 124 (12), checksum at 148 (8), kind at 156, name of a link at 157 (100),
+   "ustar" at 257, a prefix of the name at 345 (155; only if "ustar" ends with NUL). Numbers are octal text. GNU's tar
+   stores large sizes in base 256: 0x80, then a big-endian number.
+3. The checksum is the sum of the header's bytes, with spaces in place of the checksum.
+4. Kinds: "0", NUL and "7" are files, "5" folders. "x" describes the next member and "g" all following ones in records
+   ``LENGTH KEY=VALUE\n`` (pax), of which ``path`` and ``size`` replace fields. "L" holds the name of the next member
+   and "K" the name of its link (GNU).
+5. Refused by name: links, devices, sparse members ("S", or keys ``GNU.sparse.*``), volumes of an archive ("M"), names
+   that are absolute or lead out of the archive, two members of one name. Readers disagree about them, or follow them.
+6. Compressed archives are refused: no member could be read without unpacking all bytes before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ..base.messages import error_about
+from ..base.text import show
+from ..engine.run.weight_file import WeightFile
+from ..errors import FormatError, LimitError, UnsupportedError
+from ..stores.members import Member, MemberFiles, name_fault
+from .archives import open_members
+from .registry import Candidate, Opened, OpenRequest
+
+# Members of an archive. Each costs a read; checkpoints have some hundred.
+MAX_MEMBERS = 100_000
+# Bytes of a pax record list or of a long name.
+MAX_EXTENDED = 1 << 20
+# Bytes after the last member: tar fills its last block, of 10 KiB or a few times as much.
+MAX_END = 1 << 20
+
+_BLOCK = 512
+_FILES, _FOLDER = (b"0", b"\0", b"7"), b"5"
+_REFUSED = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a device",
+    b"4": "a device",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+    b"M": "the rest of a file that begins in another volume",
+    b"D": "a folder of an incremental backup",
+    b"V": "the label of a volume",
+}
+_RECORD = re.compile(rb"([0-9]{1,7}) ([^=]+)=", re.DOTALL)
+# Keys of pax that change which bytes a member has, or how its name is encoded.
+_SIZE, _PATH = b"size", b"path"
+_SPARSE, _CHARSET = b"GNU.sparse.", b"hdrcharset"
+
+
+class _MemberHeader(NamedTuple):
+    """A header, with the changes that precede it."""
+
+    at: int  # first byte in the file
+    name: str
+    kind: bytes
+    size: int
+
+
+def claims(candidate: Candidate) -> bool:
+    """Return True: the magic number tells."""
+    return True
+
+
+def enter(candidate: Candidate, request: OpenRequest) -> Opened:
+    """Open the weights in an archive; see `open_members`.
+
+    Raises:
+        FormatError: the archive is malformed or cut off.
+        UnsupportedError: a member is a link or sparse; the archive holds no weights, or several.
+        LimitError: the archive has more than `MAX_MEMBERS` members.
+    """
+    file = candidate.file
+    members = dict(_members(file))
+    return open_members(file, MemberFiles(file.store, file.path, members), request, kind="a tar archive")
+
+
+def _members(file: WeightFile) -> Iterator[tuple[str, Member]]:
+    """Yield the files of an archive by name."""
+    seen: dict[str, bool] = {}  # names, and if they are folders
+    for header in _headers(file):
+        name = _normalized(header, file.path)
+        if header.kind in _REFUSED:
+            text = f"tar member {show(header.name)} is {_REFUSED[header.kind]}, which safeload does not follow"
+            raise error_about(UnsupportedError, text, path=file.path)
+        if header.kind not in (*_FILES, _FOLDER):
+            text = f"tar member {show(header.name)} is of the unknown kind {show(header.kind.decode('latin-1'))}"
+            raise error_about(UnsupportedError, text, path=file.path)
+        is_folder = header.kind == _FOLDER
+        if name in seen and not (is_folder and seen[name]):
+            raise FormatError(f"two tar members are named {show(name)}", file.path, header.at)
+        seen[name] = is_folder
+        if not is_folder:
+            yield name, Member(header.at + _BLOCK, header.size)
+    for name in seen:
+        folder = name.rpartition("/")[0]
+        while folder:
+            if seen.get(folder) is False:
+                raise FormatError(f"the tar member {show(folder)} is a file, but {show(name)} lies in it", file.path)
+            folder = folder.rpartition("/")[0]
+
+
+def _normalized(header: _MemberHeader, path: str) -> str:
+    """Return the name of a member without "./" at its beginning and "/" at its end; "" for the top folder."""
+    name = header.name.removeprefix("./")
+    if header.kind == _FOLDER:
+        name = name.rstrip("/")
+        if name in ("", "."):
+            return ""
+    fault = name_fault(name)
+    if fault is not None:
+        raise FormatError(f"the name of the tar member {show(header.name)} {fault}", path, header.at)
+    return name
+
+
+def _headers(file: WeightFile) -> Iterator[_MemberHeader]:
+    """Yield the headers of files, folders and refused members, each with the names and sizes that pax and GNU give."""
+    at = 0
+    pax: dict[bytes, bytes] = {}
+    long_name: bytes | None = None
+    for count in range(MAX_MEMBERS + 1):
+        block = file.read_at(at, _BLOCK)
+        if len(block) < _BLOCK:
+            raise FormatError("the tar archive is cut off: blocks of zeros must end it", file.path, file.size)
+        if not block.strip(b"\0"):
+            if pax or long_name is not None:
+                raise FormatError("the tar archive ends after the description of a member", file.path, at)
+            _check_end(file, at)
+            return
+        if count == MAX_MEMBERS:
+            raise error_about(LimitError, f"the tar archive has more than {MAX_MEMBERS:,} members", path=file.path)
+        size = _checked_size(block, file.path, at)
+        kind = block[156:157]
+        if kind in (b"x", b"g", b"L", b"K"):
+            content = _extended(file, at, size)
+            if kind == b"x":
+                pax = _records(content, file.path, at)
+            elif kind == b"g":
+                _check_global(_records(content, file.path, at), file.path, at)
+            elif kind == b"L":
+                long_name = content.partition(b"\0")[0]
+        else:
+            size = _size_of(pax, size, file.path, at)
+            yield _MemberHeader(at, _name(block, pax, long_name, file.path, at), kind, size)
+            pax, long_name = {}, None
+        if at + _BLOCK + size > file.size:
+            text = f"a tar member of {size:,} bytes reaches beyond the end of the file"
+            raise FormatError(text, file.path, at)
+        at += _BLOCK + size + -size % _BLOCK
+
+
+def _checked_size(block: bytes, path: str, at: int) -> int:
+    """Return the size in a header, after checking its magic number and its checksum."""
+    if block[257:262] != b"ustar":
+        raise FormatError("a tar header has no magic number: the archive is damaged or cut off", path, at)
+    checksum = _number(block[148:156], "checksum", path, at + 148)
+    summed = block[:148] + b" " * 8 + block[156:]
+    signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # as some old programs compute it
+    if checksum not in (sum(summed), signed):
+        raise FormatError(f"the checksum of a tar header is {checksum}, expected {sum(summed)}", path, at + 148)
+    return _number(block[124:136], "size", path, at + 124)
+
+
+def _number(field: bytes, label: str, path: str, at: int) -> int:
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    digits = field.strip(b" \0")
+    if field[0] == 0xFF or not re.fullmatch(rb"[0-7]*", digits):
+        shown = "a negative number" if field[0] == 0xFF else show(field)
+        raise FormatError(f"the {label} in a tar header must be an octal number, got {shown}", path, at)
+    return int(digits or b"0", 8)
+
+
+def _name(block: bytes, pax: Mapping[bytes, bytes], long_name: bytes | None, path: str, at: int) -> str:
+    """Return the name of a member."""
+    if _PATH in pax and long_name is not None:
+        raise FormatError("a tar member has a name of pax and a name of GNU tar: readers disagree", path, at)
+    name = pax.get(_PATH, long_name)
+    if name is None:
+        name = block[:100].partition(b"\0")[0]
+        prefix = block[345:500].partition(b"\0")[0]
+        if block[257:263] == b"ustar\0" and prefix:
+            name = prefix + b"/" + name
+    elif b"\0" in name:
+        raise FormatError("the name of a tar member contains NUL", path, at)
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _extended(file: WeightFile, at: int, size: int) -> bytes:
+    """Return the content of a pax or GNU header."""
+    if size > MAX_EXTENDED:
+        text = f"the description of a tar member has {size:,} bytes, the limit is {MAX_EXTENDED:,}"
+        raise error_about(LimitError, text, path=file.path)
+    content = file.read_at(at + _BLOCK, size)
+    if len(content) < size:
+        raise FormatError("the tar archive is cut off within the description of a member", file.path, file.size)
+    return content
+
+
+def _records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
+    """Parse the records of a pax header.
+
+    Raises:
+        FormatError: a record is malformed.
+        UnsupportedError: a record makes the member sparse, or changes the encoding of names.
+    """
+    records: dict[bytes, bytes] = {}
+    begin = 0
+    while begin < len(content):
+        match = _RECORD.match(content, begin)
+        end = begin + int(match[1]) if match is not None else 0
+        if match is None or not match.end() < end <= len(content) or content[end - 1] != ord("\n"):
+            raise FormatError("the description of a tar member is malformed", path, at + _BLOCK + begin)
+        key, value = match[2], content[match.end() : end - 1]
+        if key.startswith(_SPARSE):
+            raise error_about(UnsupportedError, f"a tar member is a sparse file ({show(key)})", path=path)
+        if key == _CHARSET and value != b"ISO-IR 10646 2000 UTF-8":
+            raise error_about(UnsupportedError, f"names in the tar archive are encoded as {show(value)}", path=path)
+        records[key] = value
+        begin = end
+    return records
+
+
+def _check_global(records: Mapping[bytes, bytes], path: str, at: int) -> None:
+    for key in (_PATH, _SIZE):
+        if key in records:
+            raise FormatError(f"a global tar header sets the {key.decode()} of all members", path, at)
+
+
+def _size_of(pax: Mapping[bytes, bytes], size: int, path: str, at: int) -> int:
+    text = pax.get(_SIZE)
+    if text is None:
+        return size
+    if not re.fullmatch(rb"[0-9]{1,18}", text):
+        raise FormatError(f"the size of a tar member must be a number, got {show(text)}", path, at)
+    return int(text)
+
+
+def _check_end(file: WeightFile, at: int) -> None:
+    """Refuse bytes after the end, such as another archive, which some readers see and others do not."""
+    left = file.size - at
+    if left > MAX_END:
+        text = f"{left:,} bytes follow the end of the tar archive, the limit is {MAX_END:,}"
+        raise FormatError(text, file.path, at)
+    if left < 2 * _BLOCK:
+        raise FormatError("the tar archive is cut off: two blocks of zeros must end it", file.path, file.size)
+    if file.read_at(at, left).strip(b"\0"):
+        raise FormatError("bytes other than zeros follow the end of the tar archive", file.path, at)

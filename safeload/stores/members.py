@@ -1,0 +1,143 @@
+"""Members of an archive as files: a container that stores them unpacked is read in place, by ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from ..errors import UnsupportedError, missing_file
+from .remote import RemoteStore, read_spans
+from .store import ByteStore, Span
+from .thread_group import each
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Member(NamedTuple):
+    """The bytes of a member in its container."""
+
+    begin: int
+    size: int
+
+
+# Longest name of a member in characters, and most folders in a name.
+MAX_NAME = 4096
+MAX_DEPTH = 32
+
+
+def name_fault(name: str) -> str | None:
+    """Return why a member must not have a name, or None if it may."""
+    parts = name.split("/")
+    if len(name) > MAX_NAME or len(parts) > MAX_DEPTH:
+        return f"is longer than {MAX_NAME:,} characters, or more than {MAX_DEPTH} folders deep"
+    if "\0" in name or "\\" in name:
+        return "contains NUL or a backslash"
+    if name.startswith("/") or (len(name) > 1 and name[1] == ":"):
+        return "is absolute"
+    if ".." in parts:
+        return "leads out of the archive"
+    return "is not normalized" if "" in parts or "." in parts else None
+
+
+class MemberStore(RemoteStore):
+    """The bytes of a member, read from its container. Closing it leaves the container open.
+
+    Args:
+        container: holds the member.
+        member: lies inside the container.
+        path: in messages.
+    """
+
+    def __init__(self, container: ByteStore, member: Member, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.begin, self.size = member
+        self.version = (self.size, self.begin, *container.version[:2])
+        self.here = container.here if isinstance(container, RemoteStore) else True
+        self.container = container
+
+    def read_spans(self, spans: Sequence[Span]) -> None:
+        read_spans(self.container, [Span(self.begin + offset, memory) for offset, memory in spans])
+
+    def confirm(self) -> None:
+        if isinstance(self.container, RemoteStore):
+            self.container.confirm()
+
+
+class MemberFiles:
+    """The members of a container, as `Files`. A path is a member's name; "" is the folder at the top.
+
+    Args:
+        container: holds the members.
+        path: of the container, in messages.
+        members: by name: parts joined with "/", none of them empty, "." or "..".
+    """
+
+    remote = True  # nothing here is a path of this machine
+
+    def __init__(self, container: ByteStore, path: str, members: Mapping[str, Member]) -> None:
+        self._container = container
+        self._path = path
+        self._members = members
+        self._folders: dict[str, dict[str, bool]] = {"": {}}  # names in each folder, and if they are folders
+        for name in members:
+            folder, base = self.split(name)
+            is_folder = False
+            while base:
+                known = self._folders.setdefault(folder, {})
+                if base in known:
+                    break
+                known[base] = is_folder
+                is_folder = True
+                folder, base = self.split(folder)
+
+    def __repr__(self) -> str:
+        return f"<MemberFiles {self._path}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r}: members of an open container cannot be pickled")
+
+    @property
+    def folders(self) -> list[str]:
+        """All folders, those at the top first."""
+        return sorted(self._folders, key=lambda folder: (folder.count("/") if folder else -1, folder))
+
+    def open(self, path: str) -> ByteStore:
+        member = self._members.get(path)
+        if member is None:
+            raise missing_file(self.shown(path), f"No such member: {self.shown(path)}")
+        return MemberStore(self._container, member, self.shown(path))
+
+    def is_folder(self, path: str) -> bool:
+        return path in self._folders
+
+    def listing(self, folder: str) -> list[tuple[str, bool]]:
+        return sorted((name, kind) for name, kind in self._folders[folder].items() if not name.startswith("."))
+
+    def join(self, folder: str, name: str) -> str:
+        return f"{folder}/{name}" if folder else name
+
+    def split(self, path: str) -> tuple[str, str]:
+        folder, _, name = path.rpartition("/")
+        return folder, name
+
+    def absolute(self, path: str) -> str:
+        return path
+
+    def shown(self, path: str) -> str:
+        return f"{self._path}/{path}" if path else self._path
+
+    def public(self, path: str) -> str:
+        raise UnsupportedError(f"{self.shown(path)}: a member has no path of its own")
+
+    def public_options(self) -> dict[str, Any] | None:
+        raise UnsupportedError(f"{self!r}: members have no paths of their own")
+
+    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+        """Do nothing: the container is checked."""
+
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        if isinstance(self._container, RemoteStore) and not self._container.here:
+            return each(function, items)
+        return [function(item) for item in items]
