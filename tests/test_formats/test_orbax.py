@@ -382,6 +382,27 @@ def test_chunks_that_were_not_stored_have_the_fill_value(fill, dtype, value, tmp
         safeload.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fill", "dtype"),
+    [
+        (300, "int8"),
+        (-1, "uint8"),
+        (2, "bool"),
+        ("0x1ffff", "float16"),
+        ("AAAA", "float32"),
+        ([1], "complex64"),
+        ({}, "int8"),
+    ],
+)
+def test_fill_values_in_another_notation_are_refused_if_needed(fill, dtype, tmp_path):
+    made = OrbaxCheckpoint(3, store_array_data_equal_to_fill_value=False)
+    made.tensor("w", np.ones(4, dtype), (2,), fill_value=fill).write(tmp_path)
+    assert safeload.load(tmp_path)["w"].all()
+    del made.chunks["w/c/1"]
+    made.write(tmp_path)
+    refused(tmp_path, UnsupportedError, "its fill value .* is in a notation that safeload does not read")
+
+
 def test_narrow_integers_are_opened_with_their_values(tmp_path):
     for version in (2, 3):
         made = OrbaxCheckpoint(version)
@@ -1021,6 +1042,10 @@ def test_limits_of_the_tree_are_limits(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(ocdbt, name, 3)
             refused(tmp_path, LimitError, "the tree has more than|keys or paths have more than")
+    sample().leaf(("a",) * 257, "None").write(tmp_path / "deep")
+    refused(tmp_path / "deep", LimitError, "nested 257 levels deep")
+    sample().leaf(("a",) * 256, "None").write(tmp_path / "deep")
+    safeload.open(tmp_path / "deep").close()
     made = OrbaxCheckpoint(use_ocdbt=False).tensor("w", np.ones((1,) * 32, np.float32))
     made.write(tmp_path / "axes")
     refused(tmp_path / "axes", FormatError, "up to 31 sizes")

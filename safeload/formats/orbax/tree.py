@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...base.text import show
-from ...errors import FormatError
+from ...errors import FormatError, LimitError
 
 ARRAYS = frozenset(("jax.Array", "np.ndarray", "scalar"))
 STRING = "string"
 EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
+# Keys that lead to a leaf. Models have a dozen.
+MAX_STEPS = 256
 MARK = "tree_metadata"
 _SWITCHES = ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
 _CUSTOM = "custom_metadata"
@@ -83,6 +85,9 @@ def _leaf(text: str, entry: Any, path: str) -> Leaf:
     value = entry.get("value_metadata") if type(entry) is dict else None
     if type(keys) is not list or type(value) is not dict:
         raise FormatError(f"leaf {show(text)} must have key_metadata and value_metadata", path)
+    if len(keys) > MAX_STEPS:
+        text = f"{path}: a leaf is nested {len(keys):,} levels deep, more than {MAX_STEPS}"
+        raise LimitError(text, path=path)
     steps: list[str | int] = []
     for key in keys:
         name, kind = (key.get("key"), key.get("key_type")) if type(key) is dict else (None, None)

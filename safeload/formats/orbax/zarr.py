@@ -301,9 +301,12 @@ def fill_of(array: ZarrArray, path: str, name: str) -> bytes:
         if row.floating and type(value) is str and _HEX.fullmatch(value):
             return int(value, 16).to_bytes(dtype.itemsize, "little")
         if row.floating and type(value) in (int, float):
-            return np.array(value, np.float64).astype(dtype).tobytes()
-        if not row.floating and not row.complex and type(value) in (int, bool):
-            return np.array(value, dtype).tobytes()
+            with np.errstate(over="ignore"):
+                return np.array(value, np.float64).astype(dtype).tobytes()
+        if row.code == "BOOL" and value is True:
+            return b"\1"
+        if dtype.kind in "iu" and type(value) is int:
+            return value.to_bytes(dtype.itemsize, "little", signed=dtype.kind == "i")
         if row.complex and type(value) is list and all(type(part) in (int, float) for part in value):
             real, imaginary = value
             return np.array(complex(real, imaginary), dtype).tobytes()
