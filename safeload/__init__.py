@@ -73,7 +73,7 @@ _MODULE_OF = {
     }.items()
     for name in names.split()
 }
-_MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "remote", "torch")
+_MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "plugins", "remote", "torch")
 
 # Every other name of the table is documented with its subject and resolves too, but neither `import *` nor completion
 # offers it.

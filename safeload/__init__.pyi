@@ -6,6 +6,7 @@ from . import jax as jax
 from . import layouts as layouts
 from . import moon as moon
 from . import numpy as numpy
+from . import plugins as plugins
 from . import remote as remote
 from . import torch as torch
 from ._version import __version__ as __version__

@@ -23,5 +23,5 @@ SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
 SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
 "$here/clients/run.sh" "$kept/clients"
-for family in dcp deepspeed fsdp keras megatron orbax paddle; do "$here/data/$family/compare.sh" "$kept/$family"; done
+for family in dcp deepspeed fsdp keras megatron orbax paddle flax onnx; do "$here/data/$family/compare.sh" "$kept/$family"; done
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

@@ -532,9 +532,8 @@ def test_the_format_is_told_from_the_content(name, tmp_path):
         (b"\x28\xb5\x2f\xfd" + bytes(20), "zstd"),
         (b"\x89HDF\r\n\x1a\n" + bytes(20), "HDF5"),
         (bytes(257) + b"ustar" + bytes(250), "tar"),
-        (b"\x08\x03\x12\x07pytorch" + bytes(20), "ONNX"),
     ],
-    ids=["empty", "lfs", "html", "html", "xml", "gzip", "zstd", "hdf5", "tar", "onnx"],
+    ids=["empty", "lfs", "html", "html", "xml", "gzip", "zstd", "hdf5", "tar"],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "model"])
 def test_what_is_no_weight_file_is_named(content, kind, name, tmp_path):

@@ -21,7 +21,7 @@ import safeload
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 # Languages of blocks that are not run; "sh" is for what needs a network or a large model.
-NOT_RUN = {"sh", "json", "text"}
+NOT_RUN = {"sh", "json", "text", "toml", "python"}  # test_plugins.py runs the Python of own-formats.md
 
 # Pages about packages that tests do not otherwise need.
 NEEDS = {
@@ -176,7 +176,16 @@ def test_the_threat_model_has_the_limits_of_the_code():
 
 def _public():
     """Every public function and class, and the public methods of these, by name."""
-    modules = [safeload, safeload.numpy, safeload.torch, safeload.jax, safeload.remote, safeload.gguf, safeload.moon]
+    modules = [
+        safeload,
+        safeload.numpy,
+        safeload.torch,
+        safeload.jax,
+        safeload.remote,
+        safeload.gguf,
+        safeload.moon,
+        safeload.plugins,
+    ]
     for place, name in [(module, name) for module in modules for name in module.__all__]:
         value = getattr(place, name)
         if callable(value):
@@ -225,7 +234,7 @@ def test_the_reference_has_every_public_name():
     reference = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = set(re.findall(r"^\.\. \w+:: ([\w.]+)", reference, re.MULTILINE))
     names = {f"safeload.{name}" for name in safeload.__all__ if not name.startswith("_")}
-    places = ("numpy", "torch", "jax", "remote", "gguf", "moon", "layouts")
+    places = ("numpy", "torch", "jax", "remote", "gguf", "moon", "plugins", "layouts")
     for module in (getattr(safeload, place) for place in places):
         names |= {f"{module.__name__}.{name}" for name in module.__all__}
     assert names <= listed

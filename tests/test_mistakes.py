@@ -198,13 +198,9 @@ def test_the_content_of_a_file_is_not_a_path(kind, here):
 
 # ---- files that are something else: real beginnings ----
 
-ONNX = bytes.fromhex("080e3a330a0c0a017812017922045265") + b"lu\x12\x01gZ\x0f"
-ONNX_NAMED = bytes.fromhex("080e12077079746f7263683a330a0c0a0178120179220452656c75")
 TFLITE = bytes.fromhex("1c00000054464c33140020001c001800140010000c0000000800040014000000")
 TF_INDEX = bytes.fromhex("00000608011a020801001c0e") + b"_CHECKPOINTABLE_OBJECT_GRAPH\x08\x07\x12\x00"
 SAVED_MODEL = bytes.fromhex("080112cb530a980d12e80c0a5e0a10") + b"AssignVariableOp\x12\x0c\x0a\x08resource"
-FLAX = b"\x81\xa6params\x81\xa7Dense_0\x81\xa6kernel\xc7\x3e\x01\x93\x92\x03\x04\xa7float32\xc4\x30" + W.tobytes()[:48]
-FLAX_LARGE = bytes.fromhex("de0014a26b30c715019391") + b"\x02\xa7float32\xc4\x08" + W.tobytes()[:8]
 LLAMA2 = struct.pack("<7i", 288, 768, 6, 6, 6, 32000, 256) + W.tobytes()[4:]
 LLAMA2_NEW = struct.pack("<II", 0x616B3432, 1) + W.tobytes()
 HDF5 = bytes.fromhex("894844460d0a1a0a000000000008080004001000000000000000000000000000ffffffffffffffff")
@@ -218,8 +214,6 @@ def large():
 
 
 CONTENTS = {
-    "ONNX": ("model.onnx", ONNX, ["this is an ONNX model", "onnx.load(path)"]),
-    "ONNX with a producer": ("model.onnx", ONNX_NAMED, ["this is an ONNX model", "onnx.load(path)"]),
     "TFLite": ("model.tflite", TFLITE, ["this is a TensorFlow Lite model", "tf.lite.Interpreter(path)"]),
     "an index of TensorFlow": (
         "m.index",
@@ -234,8 +228,6 @@ CONTENTS = {
     "SavedModel": ("saved_model.pb", SAVED_MODEL, ["this is a TensorFlow SavedModel", "tf.saved_model", "not: ONNX"]),
     "llama2.c": ("stories15M.bin", LLAMA2, ["this is a llama2.c checkpoint", "numpy.memmap"]),
     "llama2.c with a magic": ("stories15M.bin", LLAMA2_NEW, ["this is a llama2.c checkpoint"]),
-    "Flax": ("flax_model.msgpack", FLAX, ["this is Flax weights in MessagePack", "flax.serialization.msgpack_restore"]),
-    "a large Flax": ("flax_model.msgpack", FLAX_LARGE, ["this is Flax weights in MessagePack"]),
     "Keras": ("model.weights.h5", HDF5, ["this is an HDF5 file"]),
     "GGML": ("ggml-base.bin", b"lmgg" + W.tobytes(), ["a GGML file from before GGUF", "llama.cpp or whisper.cpp"]),
     "gzip": ("model.gz", b"\x1f\x8b\x08\0", ["gzip-compressed: decompress it first"]),
@@ -583,7 +575,6 @@ FOLDERS = {
         {"checkpoint": b"", "ckpt-1.index": TF_INDEX, "ckpt-1.data-00000-of-00001": b""},
         ["this is a TensorFlow checkpoint: tf.train.load_checkpoint(folder)"],
     ),
-    "Flax": ({"config.json": {}, "flax_model.msgpack": FLAX}, ["this is a Flax model", "msgpack_restore"]),
     "diffusers": (
         {"model_index.json": {}, "unet/model.safetensors": b"", "vae/model.safetensors": b"", "scheduler/x.json": {}},
         ["this is a diffusers pipeline with weights in unet, vae: open one of them"],

@@ -26,7 +26,7 @@ TensorSpec TensorStats ValidationReport _safe_open_handle deserialize finalize p
 serialize_file stack validate
 """
 
-MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "remote", "torch")
+MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "plugins", "remote", "torch")
 
 
 def test_the_front_row_is_short():

@@ -56,7 +56,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def plain(value: Any, *, lossless: bool = False) -> Any:
-    """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hexadecimal.
+    """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hexadecimal, complex to text.
 
     Args:
         lossless: NaN and infinity become text; otherwise they become None.
@@ -71,6 +71,8 @@ def plain(value: Any, *, lossless: bool = False) -> Any:
         return [plain(item, lossless=lossless) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item, lossless=lossless) for item in value), key=repr)
+    if isinstance(value, complex):
+        return repr(value)
     return value.hex() if isinstance(value, (bytes, bytearray)) else value
 
 

@@ -15,7 +15,7 @@ from ..base import dtypes
 from ..base.layout import table
 from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint, codes_of
-from ..formats.registry import BY_NAME
+from ..formats.registry import row_of
 from ..stores.url import is_url
 from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, positive
 
@@ -154,7 +154,7 @@ def _lister(files: list[str], format: str) -> tuple[str, Side] | None:
 
 def _peers(files: list[str], format: str) -> dict[str, Side]:
     """Return another library's loader for all tensors of the files, as NumPy arrays if possible."""
-    peer = BY_NAME[format].peer
+    peer = row_of(format).peer
     try:
         load = None if peer is None else _PEERS[peer]()
     except ImportError:

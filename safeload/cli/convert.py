@@ -11,7 +11,7 @@ from typing import Any
 from ..base.scheme import SCHEMES
 from ..base.text import show
 from ..engine.read.load import targets
-from ..formats.registry import SUFFIXES, WRITTEN
+from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
 from ..operations.convert.write import ConvertReport
@@ -125,7 +125,7 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         type=str.lower,
-        choices=tuple(WRITTEN),
+        choices=WrittenNames(WRITTEN),
         metavar="NAME",
         help=f"output format, whatever the suffix: {', '.join(WRITTEN)}",
     )

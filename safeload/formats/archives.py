@@ -125,7 +125,7 @@ def onto(container: WeightFile, shards: folders.Shards, path: str) -> Opened:
         file.path = container.path
         file.stand_for(container, unpacked=file.unpacked)
     names = list(shards.where) if beside else ()
-    return Opened(shards.format, container, beside[0] if beside else None, names, shards.notes, shards.config)
+    return Opened(shards.format, container, beside, names, shards.notes, shards.config)
 
 
 def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:

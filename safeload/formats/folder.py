@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ..base.messages import error_about
@@ -39,6 +39,7 @@ from .registry import (
     KERAS,
     ORBAX,
     PICKLE,
+    ROWS,
     SAFETENSORS,
     TORCH_LEGACY,
     TORCH_ZIP,
@@ -46,6 +47,8 @@ from .registry import (
     Opened,
     OpenRequest,
     open_file,
+    plugin_rows,
+    row_of,
 )
 from .zero import names as zero
 
@@ -62,6 +65,8 @@ PADDLE_INDEX = "model_state.pdparams.index.json"
 # The index of sharded Keras weights; its shards are beside it.
 KERAS_INDEX_SUFFIX = ".weights.json"
 _KERAS_SUFFIXES = (".keras", ".h5", ".hdf5")
+# The index of a sharded Flax model, whose names have slashes instead of dots.
+_FLAX_INDEX = ".msgpack.index.json"
 
 # Suffixes of files, as opposed to folders.
 _FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
@@ -304,7 +309,7 @@ def _parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dic
     for tensor, file_name in weight_map.items():
         if not isinstance(file_name, str) or file_name not in names:
             names[_shard_name(file_name, tensor, shown)] = []
-        names[file_name].append(tensor)
+        names[file_name].append(tensor.replace("/", ".") if path.endswith(_FLAX_INDEX) else tensor)
     return names, metadata or {}
 
 
@@ -410,8 +415,8 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
     ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
     ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; the metadata of ``*.distcp`` files; one
-    ``*.gguf`` with all of its parts. Sharded safetensors of torch.distributed come before a set of other files.
-    ``request.formats`` excludes other formats.
+    ``*.gguf`` with all of its parts; the file that the row of another format chooses. Sharded safetensors of
+    torch.distributed come before a set of other files. ``request.formats`` excludes other formats.
 
     Raises:
         FormatError: several indexes, an incomplete set, or two files with a tensor of the same name.
@@ -423,6 +428,7 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     folders = [name for name, is_folder in visible if is_folder]
     formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF, KERAS, PICKLE)
     chosen: list[str] | None = None
+    plugin: str | None = None
     if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
         return _open_training(shards_of(names)[0], DCP, path, visible, request)
     if SAFETENSORS in formats:
@@ -444,8 +450,11 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     if inner is not None:
         return open_folder(inner, request)
     if chosen is None:
+        chosen, plugin = _choose_by_rows(names, shown, request.formats)
+        request = request if plugin is None else request._replace(formats=(plugin,))
+    if chosen is None:
         raise error_about(UnsupportedError, _no_weights(path, names, folders, files), path=shown)
-    if chosen[0].endswith(".json"):
+    if chosen[0].endswith(".json") and plugin is None:
         shards = open_index(files.join(path, chosen[0]), request)
     elif len(chosen) == 1 or chosen[0].endswith(".gguf"):
         shards = open_parts(open_file(files.join(path, chosen[0]), request), request)
@@ -636,6 +645,24 @@ def _choose_paddle(names: Sequence[str], path: str) -> list[str] | None:
     return chosen or None
 
 
+def _choose_by_rows(
+    names: Sequence[str], path: str, formats: Sequence[str] | None
+) -> tuple[list[str] | None, str | None]:
+    """Choose the file of the first format whose row chooses one, and name the format if it is a plug-in's."""
+    rows = chain(ROWS, plugin_rows()) if formats is None else map(row_of, formats)
+    for row in rows:
+        if row.chooses is None:
+            continue
+        with row.guarded(f"choose a file of {show(path)}"):
+            files = [name for name in row.chooses(names) if name in names]
+        if len(files) > 1:
+            text = f"{len(files)} files of {row.title}: {_listed(sorted(files))}; open one of them"
+            raise error_about(UnsupportedError, text, path=path)
+        if files:
+            return files, row.name if row.source else None
+    return None, None
+
+
 def read_config(path: str, files: Files) -> dict[str, Any] | None:
     """Read the ``config.json`` of a folder, or return None if it does not exist."""
     return read_if_there(files.join(path, CONFIG), CONFIG, files)
@@ -649,7 +676,7 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 
 # Names of weight files.
-_SUFFIXES = {*WEIGHT_SUFFIXES, ".msgpack", DCP_SUFFIX}
+_SUFFIXES = {*WEIGHT_SUFFIXES, DCP_SUFFIX}
 _WEIGHT_FILE = re.compile(
     rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)",
     re.DOTALL,
@@ -668,7 +695,6 @@ _FOREIGN = (
     ),
     (r"saved_model\.pb", "a TensorFlow SavedModel: tf.saved_model.load(folder).variables gives its weights"),
     (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint: tf.train.load_checkpoint(folder) reads it"),
-    (r"flax_model.*\.msgpack", "a Flax model: flax.serialization.msgpack_restore(data) reads its file"),
 )
 # JSON files beside weights: name, distinctive keys, and kind.
 _JSON = (

@@ -136,6 +136,51 @@ def is_text_pickle(head: bytes) -> bool:
     return re.match(rb"\([dlt]p[0-9]+\n|\((?:[dl][(VSIFgc(]|dp)|[}\]][q(.]|\(?" + globals_, head) is not None
 
 
+def is_onnx(head: bytes) -> bool:
+    """Return True if a file begins like an ONNX model.
+
+    Field 1 of ModelProto (ir_version) is a small integer; then come texts (fields 2, 3, 4 and 6: producer, version,
+    domain, doc_string), numbers (field 5) and messages (fields 7 and 8: graph and opset_import).
+    """
+    import re
+
+    first_text = rb"[\x12\x1a\x22][\x01-\x7f][\w.+-]"
+    return (
+        re.match(rb"\x08[\x01-\x7f](?:[\x12\x1a\x22]\0)*(?:" + first_text + rb"|[\x28\x32\x3a\x42])", head) is not None
+    )
+
+
+# Bytes of the length of a MessagePack value by its first byte, and bytes of a value or header without a length.
+_MSGPACK = {
+    0xC0: (0, 0), 0xC2: (0, 0), 0xC3: (0, 0), 0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xCA: (0, 4), 0xCB: (0, 8),
+    0xCC: (0, 1), 0xCD: (0, 2), 0xCE: (0, 4), 0xCF: (0, 8), 0xD0: (0, 1), 0xD1: (0, 2), 0xD2: (0, 4), 0xD3: (0, 8),
+    0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0), 0xDC: (0, 2), 0xDD: (0, 4), 0xDE: (0, 2), 0xDF: (0, 4),
+}  # fmt: skip
+# An extension of type 1 to 3: an array of shape, dtype and elements, or of the parts of a complex number.
+_FLAX_EXTENSION = rb"(?s:[\xd4-\xd8]|\xc7.|\xc8..|\xc9....)(?:[\x01\x03]\x93[\x90-\x9f\xdc]|\x02\x92)"
+
+
+def is_flax(head: bytes) -> bool:
+    """Return True if a file begins with a MessagePack map, or an array of Flax's, and goes on with such values."""
+    import re
+
+    if re.match(_FLAX_EXTENSION, head):
+        return True
+    if not re.match(rb"(?s:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[^\x00-\x1f\x80-\xbf]", head):
+        return False  # a map with a first key of text
+    at = 0
+    while at < len(head):
+        code = head[at]
+        if 0xA0 <= code <= 0xBF:
+            at += 1 + code - 0xA0
+        elif code <= 0x9F or code >= 0xE0 or code in _MSGPACK:
+            width, size = _MSGPACK.get(code, (0, 0))
+            at += 1 + width + size + (int.from_bytes(head[at + 1 : at + 1 + width], "big") if size == 0 else 0)
+        else:
+            return re.match(_FLAX_EXTENSION, head[at:]) is not None
+    return True
+
+
 def describe(head: bytes, path: str = "") -> Kind | None:
     """Describe a file that no row of the registry recognises, or not as exactly; None if its kind is unknown."""
     if not head:
@@ -171,10 +216,6 @@ def _by_pattern(head: bytes, path: str) -> Kind | None:
     """Describe a file of a format without a magic number."""
     import re  # only here: most files have a magic number
 
-    # ModelProto of onnx.proto: field 1 (ir_version) is a small integer; then comes a string (field 2 or 3: the
-    # producer) or a message (field 7: the graph; field 8: opset_import).
-    if re.match(rb"\x08[\x01-\x1f](?:[\x12\x1a][\x01-\x7f][\w.+-]|[\x3a\x42])", head):
-        return Kind("an ONNX model", "onnx.load(path).graph.initializer has its weights")
     if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
         return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
     # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef, beginning with field 1.
@@ -182,10 +223,6 @@ def _by_pattern(head: bytes, path: str) -> Kind | None:
         return Kind("a TensorFlow SavedModel", "tf.saved_model.load(folder).variables gives its weights")
     if re.search(r"\.data-\d{5}-of-\d{5}$", path):
         return Kind("the data of a TensorFlow checkpoint", _TENSORFLOW)
-    # flax.serialization: a MessagePack map. Arrays have extension type 1 and hold shape, dtype and bytes.
-    # https://github.com/msgpack/msgpack/blob/master/spec.md
-    if re.match(rb"[\x81-\x8f\xde\xdf]", head) and re.search(rb"(?s:\xc7.|\xc8..|\xc9....)\x01\x93[\x90-\x9f]", head):
-        return Kind("Flax weights in MessagePack", "flax.serialization.msgpack_restore(data) reads them")
     return _LLAMA2 if _is_llama2(head) else None
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import array_fits, check_mapping, not_an_array, refuse_masked
-from ..base.listed_table import ListedTable, Listing
 from ..base.messages import encode, error_about
 from ..base.paths import PathLike
 from ..base.text import check_name, show
@@ -25,9 +24,10 @@ from ..engine.read.lazy import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from ..errors import LimitError, SafeloadError, UnsupportedError
+from .byte_reader import ByteReader
+from .format import Candidate, Content, OpenRequest, StoredTensor
 from .metadata import without_metadata
-from .registry import Candidate, Content, OpenRequest
 
 MAGIC = 0x4D4F4F4E
 VERSION = 2
@@ -37,8 +37,6 @@ MAX_NAME = 256
 MAX_DIMS = 4
 # Maximum number of tensors: a 14-byte entry takes about 150 bytes of memory. Real files have a few hundred tensors.
 MAX_TENSORS = 1_000_000
-# Bytes to read at a time: the header of an entry takes at most 300, and small tensors lie close together.
-_WINDOW = 4096
 # The number of elements is a u32.
 MAX_ELEMENTS = (1 << 32) - 1
 
@@ -50,52 +48,24 @@ _F16 = dtypes.BY_CODE["F16"]
 # ---- read ----
 
 
-class _MoonReader:
-    """Reads fields in order and reports faults with their byte position."""
-
-    def __init__(self, file: WeightFile) -> None:
-        self._file = file
-        self._window, self._window_at = b"", 0
-        self.position = 0
-
-    def take(self, size: int, field: str) -> bytes:
-        start = self.position - self._window_at
-        if start + size > len(self._window):
-            self._window, self._window_at, start = self._file.read_at(self.position, _WINDOW), self.position, 0
-        data = self._window[start : start + size]
-        if len(data) < size:
-            raise self.fault(f"{field} needs {size} bytes, but the file ends after {len(data)}")
-        self.position += size
-        return data
-
-    def fault(self, message: str, position: int | None = None, tensor: str | None = None) -> FormatError:
-        at = self.position if position is None else position
-        return error_about(FormatError, message, path=self._file.path, offset=at, tensor=tensor)
-
-
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file; see `read_table`."""
-    candidate.file.table = read_table(candidate.file)
-    return Content(candidate.file)
-
-
-def read_table(file: WeightFile) -> ListedTable:
-    """Return the tensors of an open file in file order.
+    """Read the tensors of an open file in file order.
 
     Raises:
         FormatError: the file breaks the format; has the byte position.
         LimitError: the file has more than `MAX_TENSORS` tensors.
     """
-    reader = _MoonReader(file)
+    file = candidate.file
+    reader = ByteReader(file)
     magic, version = _HEAD.unpack(reader.take(_HEAD.size, "the MOON header"))
     if magic != MAGIC:
         raise reader.fault(f"magic is {magic:#010x}, expected {MAGIC:#010x}", 0)
     if version != VERSION:
         raise reader.fault(f"version is {version}, but only {VERSION} is supported", 4)
-    return ListedTable(_entries(reader, file))
+    return candidate.content(_entries(reader, file))
 
 
-def _entries(reader: _MoonReader, file: WeightFile) -> Iterator[Listing]:
+def _entries(reader: ByteReader, file: WeightFile) -> Iterator[StoredTensor]:
     names: set[str] = set()
     while reader.position < file.size:
         if len(names) == MAX_TENSORS:
@@ -108,7 +78,7 @@ def _entries(reader: _MoonReader, file: WeightFile) -> Iterator[Listing]:
         yield entry
 
 
-def _read_entry(reader: _MoonReader, file_size: int) -> Listing:
+def _read_entry(reader: ByteReader, file_size: int) -> StoredTensor:
     """Read the header of a tensor and skip its elements."""
     begin = reader.position
     name_size, rank, count = _ENTRY.unpack(reader.take(_ENTRY.size, "the head of a tensor"))
@@ -133,9 +103,9 @@ def _read_entry(reader: _MoonReader, file_size: int) -> Listing:
         raise reader.fault(f"of F16 {list(shape)} needs {2 * count} bytes, but {left} are left", tensor=name)
     if not array_fits(shape, 2):  # reachable only with a dim of zero
         raise reader.fault(f": no array can have the shape {list(shape)}", begin + 12 + name_size, name)
-    listing = Listing(name, _F16, shape, reader.position, end)
+    tensor = StoredTensor(name, _F16.code, shape, reader.position)
     reader.position = end
-    return listing
+    return tensor
 
 
 # ---- write ----

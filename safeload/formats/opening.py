@@ -66,7 +66,7 @@ class Recipe(NamedTuple):
     @property
     def options(self) -> OpenRequest:
         """Options for opening each file."""
-        formats = None if self.format is None else registry.FORMATS[self.format]
+        formats = None if self.format is None else registry.formats_of(self.format)
         return OpenRequest(formats, self.root, self.unknown_globals == "inert", self.files)
 
 
@@ -98,8 +98,8 @@ def open_paths(
     storage_options: Mapping[str, Any] | None = None,
 ) -> OpenedPath:
     """Open the files of a path; see `safeload.open` for arguments and errors."""
-    if format is not None and format not in registry.FORMATS:
-        raise ValueError(f"unknown format {show(format)}, expected one of {', '.join(registry.FORMATS)}")
+    if format is not None:
+        registry.formats_of(format)
     if unknown_globals not in _UNKNOWN_GLOBALS:
         raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(unknown_globals)}')
     if isinstance(path, (list, tuple)):

@@ -7,6 +7,8 @@ A row names a module of this package, which is imported on first use to keep ``i
   and their lazy forms atomically, and refuse unsupported tensors before anything is written;
 - ``claims(candidate) -> bool`` if the row is ``ambiguous``: return whether a file has this format.
 
+Rows of plug-ins are asked after all of these, see plugins.py.
+
 Safetensors comes first: its files are opened by path, with one call of the C core and no earlier read.
 """
 
@@ -14,50 +16,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ..base.cached import cached_property
-from ..base.gc_pause import paused
 from ..base.messages import error_about
+from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
-from ..stores.files import LOCAL, Files
+from ..stores.files import LOCAL
 from ..stores.store import WINDOW
 from . import foreign
-
-if TYPE_CHECKING:
-    from .zip import Archive
-
-
-class Format(NamedTuple):
-    """A row: one format."""
-
-    name: str  # value of `Checkpoint.format` and of ``format=``
-    title: str  # name in the list of supported formats; equal titles are listed once
-    kind: str  # completes "this is ...", as far as the first bytes tell
-    matches: Callable[[bytes], bool]  # True if a file with these first bytes can have this format
-    module: str  # reads and writes the format; relative to this package
-    suffixes: tuple[str, ...] = ()  # usual suffixes; `convert` selects a written format by them
-    extra_suffixes: tuple[str, ...] = ()  # suffixes of another format; `convert` also needs ``format=`` or ``layout=``
-    writes: bool = False
-    ambiguous: bool = False  # other rows match the same first bytes, so `claims` of the module decides
-    metadata: bool = False  # written files can hold metadata
-    nested: bool = False  # has containers for ``root=`` to select
-    family: str | None = None  # value of ``format=`` shared by several rows
-    public: bool = False  # ``safeload.NAME`` is a module of functions for this format
-    peer: str | None = None  # key of another reader in the table of ``safeload bench``
-    parts: Callable[[bytes], bool] | None = None  # matches files that stand for their folder, if the format is required
-    ranges: bool = True  # False if reading the table takes most of the file
-
-    def load(self) -> Any:
-        """Return the module of the format."""
-        return _module(self.module)
+from .format import Candidate as Candidate
+from .format import Content as Content
+from .format import Format, module_of
+from .format import OpenRequest as OpenRequest
 
 
 def _begins(magic: bytes) -> Callable[[bytes], bool]:
     return lambda head: head[: len(magic)] == magic
+
+
+def _only(suffix: str, *preferred: str) -> Callable[[Sequence[str]], Sequence[str]]:
+    """Return a `Format.chooses`: the first preferred name, or all names with a suffix."""
+
+    def choose(names: Sequence[str]) -> Sequence[str]:
+        first = next((name for name in preferred if name in names), None)
+        return [name for name in names if name.endswith(suffix)] if first is None else [first]
+
+    return choose
 
 
 _ZIP, _PICKLE = (
@@ -68,27 +53,31 @@ _TORCH, _TORCH_SUFFIXES = "torch checkpoints", (".pt", ".pth", ".ckpt", ".bin")
 
 # fmt: off
 ROWS = (
-    Format("safetensors", "safetensors", "a safetensors file", foreign.is_safetensors, "safetensors.file",
+    Format("safetensors", "safetensors", "a safetensors file", foreign.is_safetensors, ".safetensors.file",
            (".safetensors",), writes=True, metadata=True, peer="safetensors.numpy"),
-    Format("torch zip", _TORCH, _ZIP, foreign.is_zip, "torch.zip_file",
+    Format("torch zip", _TORCH, _ZIP, foreign.is_zip, ".torch.zip_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
-    Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, "torch.legacy_file",
+    Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, ".torch.legacy_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load", ranges=False),
-    Format("pickle", "pickled NumPy arrays", _PICKLE, foreign.is_pickle, "pickle_file",
+    Format("pickle", "pickled NumPy arrays", _PICKLE, foreign.is_pickle, ".pickle_file",
            (".pdparams", ".pdopt"), nested=True, ranges=False),
-    Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
+    Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), ".gguf.file",
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
-    Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, ambiguous=True, peer="numpy.load"),
-    Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
-    Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, "dcp.file",
+    Format("npz", "npz", _ZIP, foreign.is_zip, ".npz", (".npz",), writes=True, ambiguous=True, peer="numpy.load"),
+    Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True, peer="numpy.load"),
+    Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp.file",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
-    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, "zero.file", nested=True, parts=foreign.is_zip),
-    Format("fsdp", "FSDP rank files", _ZIP, foreign.never, "fsdp", nested=True, parts=foreign.is_zip),
-    Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, "orbax.file",
+    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, ".zero.file", nested=True, parts=foreign.is_zip),
+    Format("fsdp", "FSDP rank files", _ZIP, foreign.never, ".fsdp", nested=True, parts=foreign.is_zip),
+    Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, ".orbax.file",
            nested=True, parts=foreign.is_object),
-    Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), "keras.file",
+    Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), ".keras.file",
            (".h5", ".hdf5", ".keras"), nested=True),
-    Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
+    Format("flax", "Flax weights", "Flax weights in MessagePack", foreign.is_flax, ".flax", (".msgpack",), nested=True,
+           own_names=True, chooses=_only(".msgpack", "flax_model.msgpack.index.json", "flax_model.msgpack")),
+    Format("onnx", "ONNX", "an ONNX model", foreign.is_onnx, ".onnx.file", (".onnx",), nested=True,
+           own_names=True, chooses=_only(".onnx", "model.onnx")),
+    Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), ".moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
 
@@ -107,6 +96,8 @@ FormatName: TypeAlias = Literal[
     "fsdp",
     "orbax",
     "keras",
+    "flax",
+    "onnx",
     "moon",
 ]
 
@@ -128,6 +119,77 @@ def _choices() -> dict[str, tuple[str, ...]]:
 
 FORMATS = _choices()
 
+# Names that no plug-in may have.
+RESERVED = frozenset(FORMATS)
+
+
+def row_of(name: str) -> Format:
+    """Return the row of a format, which may be a plug-in's.
+
+    Raises:
+        ValueError: there is no such format.
+        SafeloadError: the plug-in cannot be used.
+    """
+    row = BY_NAME.get(name) or _plugin(name)
+    if row is None:
+        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(FORMATS)}")
+    return row
+
+
+def written_suffixes(name: str) -> tuple[str, ...]:
+    """Return the suffixes of files that `convert` writes in a format.
+
+    Raises:
+        ValueError: there is no such format, or it is not written.
+        SafeloadError: the plug-in cannot be used.
+    """
+    row = BY_NAME.get(name) or (None if name in RESERVED else _plugin(name))
+    if row is None or not row.writes:
+        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN)}")
+    return (*row.suffixes, *row.extra_suffixes)
+
+
+class WrittenNames(tuple[str, ...]):
+    """The names of the written formats; those of plug-ins are members too, but are not listed."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        row = _plugin(name) if isinstance(name, str) and name not in RESERVED else None
+        return row is not None and row.writes
+
+
+def _plugin(name: str) -> Format | None:
+    from . import plugins  # only here and below: most files need none
+
+    return plugins.find(name, RESERVED)
+
+
+def formats_of(name: str) -> tuple[str, ...]:
+    """Return the names of the formats for a value of ``format=``; see `row_of` for errors."""
+    return FORMATS.get(name) or (row_of(name).name,)
+
+
+def plugin_rows() -> Iterator[Format]:
+    """Iterate over the rows of all plug-ins."""
+    from . import plugins
+
+    return plugins.rows(RESERVED)
+
+
+def may_claim(head: bytes) -> bool:
+    """Return True if a plug-in can read a file with these first bytes."""
+    from . import plugins
+
+    return any(plugins.matches(row, head) for row in plugins.rows(RESERVED))
+
+
+def _claimed_by_plugin(candidate: Candidate) -> Format | None:
+    from . import plugins
+
+    return plugins.claim(candidate, RESERVED)
+
+
 # Usual suffixes of weight files.
 WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
 
@@ -137,20 +199,6 @@ SUFFIXES = {suffix: row.name for row in ROWS if row.writes for suffix in row.suf
 # The values of ``format=`` of `convert`, and the suffixes of its files.
 WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
 WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row.writes}
-
-
-@cache
-def _module(name: str) -> Any:
-    return import_module(f".{name}", __package__)
-
-
-class OpenRequest(NamedTuple):
-    """How to open files."""
-
-    formats: tuple[str, ...] | None = None  # accepted formats; None for any
-    root: str | None = None  # name of the nested container to read; None for all
-    inert: bool = False  # accept unknown globals of a pickle as placeholders
-    files: Files = LOCAL  # the store of the paths
 
 
 class Container(NamedTuple):
@@ -168,44 +216,15 @@ class Container(NamedTuple):
         """Return True if a file with these first bytes is one."""
         if self.entries:
             return any(name in candidate.archive.entries for name in self.entries)
-        claimed: bool = _module(self.module).claims(candidate)
+        claimed: bool = module_of(self.module).claims(candidate)
         return claimed
 
 
 CONTAINERS = (
-    Container("a tar archive", foreign.is_tar, "tar"),
-    Container("a program with a zip archive (llamafile)", foreign.is_program, "llamafile"),
-    Container("a zip archive of Keras", foreign.is_zip, "keras.archive", ("model.weights.h5", "model.weights.npz")),
+    Container("a tar archive", foreign.is_tar, ".tar"),
+    Container("a program with a zip archive (llamafile)", foreign.is_program, ".llamafile"),
+    Container("a zip archive of Keras", foreign.is_zip, ".keras.archive", ("model.weights.h5", "model.weights.npz")),
 )
-
-
-class Candidate:
-    """An open file without a table, before its format is known.
-
-    Attributes:
-        head: the first `foreign.HEAD_SIZE` bytes.
-    """
-
-    def __init__(self, file: WeightFile) -> None:
-        self.file = file
-        self.head = file.read_at(0, foreign.HEAD_SIZE)
-
-    @cached_property
-    def archive(self) -> Archive:
-        """The directory of a zip archive, read once for all rows."""
-        from .zip import Archive
-
-        with paused(self.file.size):  # each entry becomes an object
-            return Archive(self.file)
-
-
-class Content(NamedTuple):
-    """The result of a reader."""
-
-    file: WeightFile  # the candidate's file with its table, or a temporary file that replaces it
-    beside: WeightFile | None = None  # a temporary file with more tensors
-    names: Sequence[str] = ()  # tensors of both files in order; empty without a second file
-    notes: Sequence[str] = ()  # what the file holds besides
 
 
 class Opened(NamedTuple):
@@ -213,19 +232,19 @@ class Opened(NamedTuple):
 
     format: str  # the name of its row
     file: WeightFile  # with its table
-    beside: WeightFile | None = None  # a temporary file with more tensors
-    names: Sequence[str] = ()  # tensors of both files in order; empty without a second file
+    others: Sequence[WeightFile] = ()  # files with more tensors: unpacked, assembled, or beside the file
+    names: Sequence[str] = ()  # tensors of all files in order; empty without other files
     notes: Sequence[str] = ()  # what the file holds besides
     config: dict[str, Any] | None = None  # parsed ``config.json`` in a container
 
     @property
     def files(self) -> list[WeightFile]:
-        return [self.file] if self.beside is None else [self.file, self.beside]
+        return [self.file, *self.others]
 
     @property
     def where(self) -> dict[str, tuple[WeightFile, int]] | None:
         """File and index of each tensor; None for a single file."""
-        if self.beside is None:
+        if not self.others:
             return None
         places = {name: (file, index) for file in self.files for index, name in enumerate(file.table.names)}
         return {name: places[name] for name in self.names}
@@ -248,31 +267,34 @@ def open_file(path: str, request: OpenRequest) -> Opened:
         if opened is not None:
             return opened
     file = open_without_table(path, files=request.files)
+    candidate = None
     try:
-        opened = _open_candidate(Candidate(file), request)
+        candidate = Candidate(file)
+        opened = _open_candidate(candidate, request)
         file.settle()
     except BaseException:
-        file.close()
+        (candidate or file).close()
         raise
     return opened
 
 
 def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open a file by the container or the row that it is."""
-    container = _container(candidate)
+    own = request.formats is None or not RESERVED.isdisjoint(request.formats)  # else a plug-in was asked for
+    container = _container(candidate) if own else None
     if container is not None:
-        opened: Opened = _module(container.module).enter(candidate, request)
+        opened: Opened = module_of(container.module).enter(candidate, request)
         return opened
     row = find_row(candidate, request)
     if not row.ranges:
         check_whole(candidate.file, f"{row.kind} must be read as a whole")
-    return Opened(row.name, *row.load().read(candidate, request))
+    return Opened(row.name, *row.read(candidate, request))
 
 
 def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
     """Open a local safetensors file; None if it begins like another supported format."""
     try:
-        file: WeightFile = _module(BY_NAME[SAFETENSORS].module).open_file(path)
+        file: WeightFile = BY_NAME[SAFETENSORS].load().open_file(path)
     except FormatError:
         with closing(open_without_table(path)) as again:  # not `read_head`, which would hide a failing disk
             head = again.read_at(0, foreign.HEAD_SIZE)
@@ -281,7 +303,7 @@ def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
             if not any(row.matches(head) for row in CONTAINERS if not row.entries):
                 if request.formats is not None:
                     raise
-                if not any(_matching(head)):
+                if not any(_matching(head)) and _claimed_by_plugin(Candidate(again)) is None:
                     _refuse(again, head)
                     raise
         return None
@@ -348,11 +370,15 @@ def find_row(candidate: Candidate, request: OpenRequest) -> Format:
     if path.endswith(foreign.DCP_SUFFIX):
         raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
     row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
-    required = None if request.formats is None or len(request.formats) > 1 else BY_NAME[request.formats[0]]
-    if required is not None and required.parts is not None and required.parts(head):
+    required = None if request.formats is None or len(request.formats) > 1 else row_of(request.formats[0])
+    if required is not None and (
+        required.accepts(candidate) if required.source else required.parts is not None and required.parts(head)
+    ):
         row = required
     elif candidate.file.files is not LOCAL and foreign.is_safetensors(head):
         row = BY_NAME[SAFETENSORS]  # its first bytes, the header's size, can equal the magic number of another format
+    if row is None and request.formats is None and not foreign.is_safetensors(head):
+        row = _claimed_by_plugin(candidate)
     if row is None:
         if not foreign.is_safetensors(head):
             _refuse(candidate.file, head, always=candidate.file.files is LOCAL)
@@ -437,5 +463,7 @@ def check_head(head: bytes, path: str) -> None:
     """
     containers = (row for row in CONTAINERS if row.matches(head))
     if not foreign.is_safetensors(head) and not any(_matching(head)) and not any(containers):
+        if may_claim(head):
+            return
         _refuse_kind(head, path)
         raise _unknown(head, path)

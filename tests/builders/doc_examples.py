@@ -151,6 +151,8 @@ def make_files(folder: Path) -> None:
         shutil.copy(data / "keras" / name, folder / name)
     with tarfile.open(folder / "model.nemo", "w") as archive:
         archive.add(data / "torch" / "checkpoint.pt", "model_weights.ckpt")
+    shutil.copy(data / "flax" / "train_state.msgpack", folder / "train_state.msgpack")
+    shutil.copy(data / "onnx" / "torch.onnx", folder / "decoder.onnx")
     tensors["model.layers.2.self_attn.k_proj.weight"] = np.full((64, 64), 0.5, ml_dtypes.bfloat16)
     tensors["model.layers.2.self_attn.k_proj.weight"][0] = 0
     tensors["model.layers.1.mlp.up_proj.weight"][...] = 0

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from builders import dcp_build, orbax_build, torch_build
+from builders import dcp_build, flax_build, onnx_build, orbax_build, torch_build
 from builders.torch_build import Storage, tensor
 
 
@@ -32,6 +32,8 @@ MAKERS = {
     "dcp": dcp_build.single,
     "orbax": orbax_build.single,
     "keras": keras_file,
+    "flax": flax_build.single,
+    "onnx": onnx_build.single,
     "pickle": lambda weights, path: path.write_bytes(pickle.dumps(weights)),
 }
 

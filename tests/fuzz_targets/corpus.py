@@ -483,6 +483,25 @@ def _paddle():
             yield pickle.dumps(make(), protocol)
 
 
+def _flax():
+    from builders.flax_build import pack
+    from test_formats import test_flax
+
+    files = sorted((TESTS / "data" / "flax").rglob("*.msgpack"))
+    faults = (content for content, _, _ in test_flax.FAULTS.values())
+    bent = (content if isinstance(content, bytes) else pack({"first": test_flax.A, **content}) for content in faults)
+    return [*(path.read_bytes() for path in files), *bent]
+
+
+def _onnx():
+    from builders.onnx_build import sample
+    from test_formats import test_onnx
+
+    files = sorted((TESTS / "data" / "onnx").rglob("*.onnx"))
+    faults = [*test_onnx.FAULTS.values(), *test_onnx.LATE.values()]
+    return [sample(), *(path.read_bytes() for path in files), *(fault[0] for fault in faults)]
+
+
 SEEDS = {
     "tar": _tar,
     "llamafile": _llamafile,
@@ -511,6 +530,8 @@ SEEDS = {
     "orbax_manifest": _orbax_manifest,
     "orbax_node": _orbax_node,
     "orbax_array": _orbax_array,
+    "flax": _flax,
+    "onnx": _onnx,
     "gguf_split": _gguf_split,
     "schema": _schemas,
     "config": _config,

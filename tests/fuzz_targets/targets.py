@@ -56,6 +56,7 @@ for row in registry.ROWS:
     row.load()
 for container in registry.CONTAINERS:
     importlib.import_module(f"safeload.formats.{container.module}")
+os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
 for family in FAMILIES:
     importlib.import_module(f"safeload.packed.{family.describe.partition('.')[0]}")
 
@@ -424,6 +425,33 @@ def dcp_data(data):
     dcp(data, "__0_0.distcp")
 
 
+ONNX = FOLDER / "onnx"
+
+
+def onnx(data):
+    """A model beside a file of external data."""
+    ONNX.mkdir(exist_ok=True)
+    (ONNX / "m.data").write_bytes(bytes(64))
+    one_file(data, ONNX / "model.onnx", "onnx")
+
+
+def flax(data):
+    one_file(data, FOLDER / "flax_model.msgpack", "flax")
+
+
+def one_file(data, path, format):
+    """A file of a format that is read in Python."""
+    path.write_bytes(data)
+    try:
+        with watched(), safeload.open(path, format=format) as checkpoint:
+            check_checkpoint(checkpoint)
+            json.dumps(checkpoint.metadata, default=str)
+    except SafeloadError as error:
+        check_refusal(error, len(data))
+    except FileNotFoundError as error:
+        require(path.parent in Path(error.filename).parents, f"{error.filename!r} is outside of the folder")
+
+
 RANKS = FOLDER / "ranks"
 
 
@@ -691,6 +719,8 @@ TARGETS = {
     "tar": tar,
     "llamafile": llamafile,
     "paddle": paddle,
+    "flax": flax,
+    "onnx": onnx,
     "gguf_split": gguf_split,
     "schema": schema_file,
     "config": config,

@@ -86,5 +86,5 @@ def test_keys_are_completed(tmp_path):
 def test_completion_offers_what_is_public():
     offered = {name for name in dir(safeload) if not name.startswith("__")}
     assert offered == {name for name in safeload.__all__ if not name.startswith("_")} | {
-        *("cluster", "errors", "gguf", "jax", "moon", "numpy", "remote", "torch", "layouts"),
+        *("cluster", "errors", "gguf", "jax", "moon", "numpy", "plugins", "remote", "torch", "layouts"),
     }

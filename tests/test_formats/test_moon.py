@@ -154,9 +154,10 @@ def test_one_fault_at_a_time(path, data, offset, fragment):
 def open_as_moon(path):
     """Past the sniffing, which sees no MOON here."""
     from safeload.engine.run.weight_file import open_without_table
-    from safeload.formats.moon import read_table
+    from safeload.formats.format import Candidate, OpenRequest
+    from safeload.formats.moon import read
 
-    return read_table(open_without_table(path))
+    return read(Candidate(open_without_table(path)), OpenRequest())
 
 
 def test_truncated_at_every_byte(path):

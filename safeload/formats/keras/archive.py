@@ -74,9 +74,8 @@ def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opene
         unpacked = Candidate(temporary)
         row = find_row(unpacked, request)
         content = row.load().read(unpacked, request)
-        for part in (content.file, content.beside):
-            if part is not None:
-                part.stand_for(file)
+        for part in (content.file, *content.others):
+            part.stand_for(file)
     except BaseException:
         temporary.close()
         raise

@@ -62,7 +62,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         return Content(file, notes=structure.notes)
     beside = boxed_file(file, file.path, boxed, [file.store])
     beside.stand_for(file, unpacked=False)
-    return Content(file, beside, list(datasets), structure.notes)
+    return Content(file, (beside,), list(datasets), structure.notes)
 
 
 def _named(structure: Structure, root: str | None, path: str) -> dict[str, Dataset]:

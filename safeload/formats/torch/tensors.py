@@ -50,9 +50,10 @@ def content_of(file: WeightFile, request: OpenRequest, read: Callable[[OpenReque
             raise
         raise type(error)(str(error).replace(ADVICE, ""), path=error.path) from None
     file.table = tables.table
-    if tables.beside is not None:
-        tables.beside.stand_for(file)
-    return Content(file, tables.beside, tables.names)
+    if tables.beside is None:
+        return Content(file)
+    tables.beside.stand_for(file)
+    return Content(file, (tables.beside,), tables.names)
 
 
 def _helps(read: Callable[[OpenRequest], PickleTables], request: OpenRequest) -> bool:

@@ -28,7 +28,7 @@ from ...engine.run.memory import address_of, private_array
 from ...errors import UnsupportedError
 from ...formats.gguf import file_type
 from ...formats.metadata import as_texts
-from ...formats.registry import BY_NAME, SAFETENSORS
+from ...formats.registry import SAFETENSORS, row_of
 from ...models.layout import Layout
 from ...packed.quantization import is_kept_by
 from ...stores.files import Location
@@ -99,7 +99,7 @@ class Outputs(NamedTuple):
         return writer_of(_reporting(self.tensors, written), as_texts(self.metadata) or None)
 
     def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
-        BY_NAME[self.format].load().write(_reporting(self.tensors, written), self.metadata, path, overwrite=overwrite)
+        row_of(self.format).write(_reporting(self.tensors, written), self.metadata, path, overwrite=overwrite)
         return os.path.getsize(path)
 
 

@@ -12,7 +12,17 @@ from ...base.selecting import Patterns, Renames
 from ...base.text import parse_size, show
 from ...engine.read.load import parse_target
 from ...formats.metadata import as_texts
-from ...formats.registry import BY_NAME, SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN, WrittenName
+from ...formats.registry import (
+    BY_NAME,
+    SAFETENSORS,
+    SUFFIXES,
+    WEIGHT_SUFFIXES,
+    WRITTEN,
+    WrittenName,
+    plugin_rows,
+    row_of,
+    written_suffixes,
+)
 from ...models.layout import Layout
 from ...stores.files import Location
 from ..folders import unfinished
@@ -108,8 +118,7 @@ def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> 
         ValueError: the format or suffix is unknown, or the suffix belongs to another format.
     """
     format, path = options.get("format"), place.shown
-    if format is not None and format not in WRITTEN:
-        raise ValueError(f"unknown format {show(format)}, expected one of {', '.join(WRITTEN)}")
+    usual = () if format is None else written_suffixes(format)
     suffix = os.path.splitext(path)[1].lower()
     if in_folder:
         if format not in (None, SAFETENSORS):
@@ -122,9 +131,9 @@ def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> 
         return SAFETENSORS
     known = ", ".join(SUFFIXES)
     if format is not None:
-        if suffix in WEIGHT_SUFFIXES and suffix not in WRITTEN[format]:
-            usual = " or ".join(WRITTEN[format])
-            raise ValueError(f"{show(path)} has the suffix of a format other than {format}: use {usual}")
+        if suffix in WEIGHT_SUFFIXES and suffix not in usual:
+            advice = " or ".join(usual) or "another suffix"
+            raise ValueError(f"{show(path)} has the suffix of a format other than {format}: use {advice}")
         return format
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
@@ -136,6 +145,9 @@ def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> 
                 f"{show(path)}: other programs read {suffix} as a torch file: use one of {known}, or pass "
                 f'format="{name}" if you mean {BY_NAME[name].title}'
             )
+    row = next((row for row in plugin_rows() if row.writes and suffix in row.suffixes), None) if suffix else None
+    if row is not None:
+        return row.name
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
 
 
@@ -179,7 +191,7 @@ def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]
             raise TypeError(f"metadata: keys must be str, got {show(key)}")
         if value is None:
             metadata.pop(key, None)
-        elif not BY_NAME[format].metadata:
+        elif not row_of(format).metadata:
             raise ValueError(f"{format} files have no metadata, but metadata= has {show(key)}")
         elif not as_texts({key: value}):
             raise TypeError(f"metadata: {format} cannot store {show(key)} of type {type(value).__name__}")

@@ -16,7 +16,7 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
 from ...formats.opening import Recipe, reopen_subset
-from ...formats.registry import BY_NAME, FORMATS
+from ...formats.registry import formats_of, row_of
 from ...stores import url as urls
 from ...stores.files import LOCAL, Files, Location
 from ...stores.local import check_unchanged, identity_of
@@ -105,8 +105,8 @@ class PieceSource:
             raise ValueError("a source must have files")
         for path in (self.folder, *(file.path for file in self.files)):
             _check_path(path)
-        if self.format is not None and self.format not in FORMATS:
-            raise ValueError(f"unknown format {show(self.format)}")
+        if self.format is not None:
+            formats_of(self.format)
         if self.unknown_globals not in ("refuse", "inert"):
             raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(self.unknown_globals)}')
 
@@ -205,6 +205,7 @@ class Sources:
                 config = _config_of(owner) if config is None else config
                 beside += _beside(file)
         assert folder is not None
+        row = row_of(owner.format)
         return PieceSource(
             folder=folder,
             files=tuple(files),
@@ -213,7 +214,7 @@ class Sources:
             beside=tuple(version for version in dict.fromkeys(beside) if version != config),
             unlisted=unlisted,
             # A file of a folder's format can be of another format when it is opened alone.
-            format=owner.format if BY_NAME[owner.format].parts is not None else recipe.format,
+            format=owner.format if row.parts is not None or row.source else recipe.format,
             root=recipe.root,
             unknown_globals=recipe.unknown_globals,
             stored=recipe.stored,

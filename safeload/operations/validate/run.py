@@ -29,7 +29,7 @@ from ...errors import (
     cut_traceback,
     one_line,
 )
-from ...formats.registry import GGUF
+from ...formats.registry import BY_NAME, GGUF
 from ...loading import entry as loading
 from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
@@ -323,7 +323,8 @@ class _Validation:
         options, names = self._options, self._tensors.keys()
         choice = Choice(options.schema, True) if options.schema is not None else None
         inner = None
-        if options.choose:
+        row = BY_NAME.get(self._report.format or "")
+        if options.choose and not (row is not None and row.own_names):
             choice = choose(config, self._report.format, names)
             inner = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names)
         log.debug("validate %s: schema %s", self._report.source, None if choice is None else choice.schema.name)

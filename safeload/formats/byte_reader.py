@@ -1,0 +1,52 @@
+"""Read the fields of a file in order, through a window, with faults that name their byte."""
+
+from __future__ import annotations
+
+from ..base.messages import error_about
+from ..engine.run.weight_file import WeightFile
+from ..errors import FormatError
+
+# Bytes to read at first and after a jump, and at most if one window follows another.
+_FIRST, _MOST = 4096, 1 << 20
+
+
+class ByteReader:
+    """Reads fields in order and reports faults with their byte position.
+
+    Attributes:
+        position: byte of the next field; assign to it to skip data.
+    """
+
+    def __init__(self, file: WeightFile, first: int = _FIRST) -> None:
+        self.file = file
+        self.position = 0
+        self._first = first
+        self._window, self._window_at = b"", 0
+        self._step = first
+
+    def take(self, size: int, field: str) -> bytes:
+        """Return the next bytes.
+
+        Raises:
+            FormatError: the file ends before.
+        """
+        data = self.peek(size)
+        if len(data) < size:
+            raise self.fault(f"{field} needs {size} bytes, but the file ends after {len(data)}")
+        self.position += size
+        return data
+
+    def peek(self, size: int) -> bytes:
+        """Return the next bytes, or fewer at the end of the file, without a step."""
+        start = self.position - self._window_at
+        if start < 0 or start + size > len(self._window):
+            near = 0 <= start <= len(self._window) and self._window
+            self._step = min(2 * self._step, _MOST) if near else self._first
+            count = min(max(size, self._step), max(0, self.file.size - self.position))
+            self._window, self._window_at, start = self.file.read_at(self.position, count), self.position, 0
+        return self._window[start : start + size]
+
+    def fault(self, message: str, position: int | None = None, tensor: str | None = None) -> FormatError:
+        """Return the error for a fault at a byte, or at the next one."""
+        at = self.position if position is None else position
+        return error_about(FormatError, message, path=self.file.path, offset=min(at, self.file.size), tensor=tensor)

@@ -1,0 +1,383 @@
+"""Flax weights: the MessagePack of ``flax.serialization``, as in ``flax_model.msgpack``. Numbers are big-endian.
+
+1. The file is one value: a map of names to values, nested. Lists and tuples were saved as maps of "0", "1", and so on;
+   plain MessagePack arrays are read alike. Numbers, text, bytes, bools and nil are metadata.
+2. Extension type 1 is an array, 3 a NumPy scalar: a MessagePack array of shape (array of integers), dtype (NumPy's or
+   ml_dtypes' name) and elements (bytes, little-endian, in C order). Type 2 is a complex number: two floats.
+3. An array of more than 2^30 bytes is a map with the key ``__msgpack_chunked_array__``: ``shape`` is a map of "0", "1"
+   to lengths, ``chunks`` a map of "0", "1" to one-dimensional arrays, consecutive parts of all elements in C order.
+4. Names of tensors are the keys on their path, joined by dots. A file that is a single array has the name "tensor".
+
+https://github.com/msgpack/msgpack/blob/master/spec.md and flax/serialization.py of https://github.com/google/flax.
+Arrays lie in the file as they are, so aligned ones become views of it; chunked arrays are assembled from their chunks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from ..base import dtypes
+from ..base.arrays import array_fits
+from ..base.listed_table import ListedTable, Listing
+from ..base.messages import error_about
+from ..base.text import show
+from ..engine.run.weight_file import WeightFile
+from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
+from ..stores.assembled import Box, InFile
+from .boxed import BoxedListing, boxed_file
+from .byte_reader import ByteReader
+from .format import Candidate, Content, OpenRequest
+
+# Maximum number of values, and levels of maps; real files have some thousand and ten.
+MAX_VALUES = 2_000_000
+MAX_DEPTH = 100
+# Maximum number of axes, as in numpy 2.
+MAX_RANK = 64
+# Bytes of a key, and of all keys, text and bytes that are kept.
+MAX_KEY = 1 << 16
+MAX_TEXT = 64 << 20
+# Characters of all names of tensors: the size limit of a safetensors header.
+MAX_NAME_TEXT = 100_000_000
+
+CHUNKED = "__msgpack_chunked_array__"
+NAME = "tensor"
+
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+_MAP, _LIST, _TEXT, _BYTES, _EXTENSION, _VALUE = "map", "array", "text", "bytes", "extension", "value"
+
+# Types with a length after the first byte: kind, bytes of the length.
+_SIZED = {
+    0xC4: (_BYTES, 1), 0xC5: (_BYTES, 2), 0xC6: (_BYTES, 4),
+    0xC7: (_EXTENSION, 1), 0xC8: (_EXTENSION, 2), 0xC9: (_EXTENSION, 4),
+    0xD9: (_TEXT, 1), 0xDA: (_TEXT, 2), 0xDB: (_TEXT, 4),
+    0xDC: (_LIST, 2), 0xDD: (_LIST, 4), 0xDE: (_MAP, 2), 0xDF: (_MAP, 4),
+}  # fmt: skip
+_NUMBERS = {
+    code: struct.Struct(f">{letter}")
+    for code, letter in zip((0xCA, 0xCB, *range(0xCC, 0xD4)), "fdBHIQbhiq", strict=True)
+}
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+
+
+class StoredArray(NamedTuple):
+    """An array in the file."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+    begin: int  # first byte of the elements
+    end: int
+
+
+class ChunkedArray(NamedTuple):
+    """An array in several chunks."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+    chunks: list[StoredArray]
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of an open file; chunked arrays become a second file.
+
+    Raises:
+        FormatError: the file breaks the format; has the byte position.
+        UnsupportedError: an array has a dtype that weights do not have.
+        LimitError: the file exceeds a limit.
+        TensorNotFoundError: ``request.root`` does not exist.
+    """
+    file = candidate.file
+    tree = MessagePackReader(file).read()
+    tensors, metadata = _flatten(tree, request.root, file.path)
+    whole, chunked = [], {}
+    for name, array in tensors.items():
+        if isinstance(array, StoredArray):
+            whole.append(Listing(name, *array))
+        else:
+            chunked[name] = BoxedListing(array.row, array.shape, _boxes(array, file), flat=True)
+    file.table = ListedTable(whole, metadata)
+    if not chunked:
+        return Content(file)
+    beside = boxed_file(file, file.path, chunked, [file.store])
+    beside.stand_for(file, unpacked=False)
+    return Content(file, (beside,), list(tensors))
+
+
+def _boxes(array: ChunkedArray, file: WeightFile) -> list[Box]:
+    boxes, at = [], 0
+    for chunk in array.chunks:
+        count = prod(chunk.shape)
+        boxes.append(Box((at,), (count,), InFile(file.store, chunk.begin)))
+        at += count
+    return boxes
+
+
+# ---- MessagePack ----
+
+
+class _Token(NamedTuple):
+    kind: str
+    size: int  # values of a map or array, bytes of anything else
+    value: Any = None  # of a number, bool or nil; the type of an extension
+
+
+class MessagePackReader:
+    """Parses a file into dicts, lists, values and arrays."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file = file
+        self._reader = ByteReader(file)
+        self._values = self._text = 0
+
+    def read(self) -> Any:
+        """Return the value of the file, which must fill it."""
+        value = self._value(0)
+        if self._reader.position != self._file.size:
+            raise self._reader.fault(f"{self._file.size - self._reader.position} bytes follow the value of the file")
+        return value
+
+    def _token(self, what: str) -> _Token:
+        """Return the next type byte with its number or length."""
+        reader, begin = self._reader, self._reader.position
+        code = reader.take(1, what)[0]
+        if code <= 0x7F or code >= 0xE0:
+            return _Token(_VALUE, 0, code if code <= 0x7F else code - 256)
+        if code <= 0x8F:
+            return _Token(_MAP, code & 15)
+        if code <= 0x9F:
+            return _Token(_LIST, code & 15)
+        if code <= 0xBF:
+            return _Token(_TEXT, code & 31)
+        if code in _SIZED:
+            kind, width = _SIZED[code]
+            size = int.from_bytes(reader.take(width, f"the length of {what}"), "big")
+        elif code in _NUMBERS:
+            number = _NUMBERS[code]
+            return _Token(_VALUE, 0, number.unpack(reader.take(number.size, what))[0])
+        elif code in _CONSTANTS:
+            return _Token(_VALUE, 0, _CONSTANTS[code])
+        elif 0xD4 <= code <= 0xD8:
+            kind, size = _EXTENSION, 1 << (code - 0xD4)
+        else:
+            raise reader.fault(f"{what} begins with the byte 0x{code:02x}, which MessagePack does not use", begin)
+        if kind is not _EXTENSION:
+            return _Token(kind, size)
+        return _Token(kind, size, int.from_bytes(reader.take(1, f"the type of {what}"), "big", signed=True))
+
+    def _value(self, depth: int) -> Any:
+        """Parse the next value and everything in it."""
+        begin = self._reader.position
+        token = self._token("a value")
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise self._limit(f"the file has more than {MAX_VALUES:,} values")
+        if token.kind is _VALUE:
+            return token.value
+        if token.kind in (_TEXT, _BYTES):
+            return self._text_of(token, "a value")
+        if token.kind is _EXTENSION:
+            return self._extension(token, begin)
+        if depth == MAX_DEPTH:
+            raise self._limit(f"maps are nested more than {MAX_DEPTH} levels deep")
+        values = token.size * (2 if token.kind is _MAP else 1)
+        left = self._file.size - self._reader.position
+        if values > left:
+            text = f"{token.kind} of {token.size:,} entries, but only {left} bytes follow"
+            raise self._reader.fault(text, begin)
+        if token.kind is _LIST:
+            return [self._value(depth + 1) for _ in range(token.size)]
+        entries: dict[str, Any] = {}
+        for _ in range(token.size):
+            at = self._reader.position
+            key = self._key()
+            if key in entries:
+                raise self._reader.fault(f"the key {show(key)} occurs twice in a map", at)
+            entries[key] = self._value(depth + 1)
+        return self._chunked(entries, begin) if CHUNKED in entries else entries
+
+    def _key(self) -> str:
+        begin = self._reader.position
+        token = self._token("a key")
+        if token.kind is _VALUE and type(token.value) is int:
+            return str(token.value)
+        if token.kind is not _TEXT:
+            raise self._reader.fault("a key must be text or an integer", begin)
+        if token.size > MAX_KEY:
+            raise self._limit(f"a key has {token.size:,} bytes, the limit is {MAX_KEY:,}")
+        return str(self._text_of(token, "a key"))
+
+    def _text_of(self, token: _Token, what: str) -> str | bytes:
+        self._text += token.size
+        if self._text > MAX_TEXT:
+            raise self._limit(f"keys, text and bytes outside arrays have more than {MAX_TEXT:,} bytes")
+        begin = self._reader.position
+        data = self._reader.take(token.size, what)
+        if token.kind is _BYTES:
+            return data
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise self._reader.fault(f"{what} is not UTF-8: {error.reason}", begin + error.start) from None
+
+    def _limit(self, text: str) -> LimitError:
+        return error_about(LimitError, text, path=self._file.path, offset=self._reader.position)
+
+    # ---- arrays ----
+
+    def _extension(self, token: _Token, begin: int) -> Any:
+        end = self._reader.position + token.size
+        if end > self._file.size:
+            left = self._file.size - self._reader.position
+            raise self._reader.fault(f"an extension of {token.size} bytes, but the file ends after {left}")
+        if token.value in (_ARRAY, _SCALAR):
+            value: Any = self._array(end)
+        elif token.value == _COMPLEX:
+            value = self._complex()
+        else:
+            text = f"byte {begin}: extension type {token.value} is none of Flax's; they are 1 to 3"
+            raise error_about(UnsupportedError, text, path=self._file.path, offset=begin)
+        if self._reader.position != end:
+            raise self._reader.fault(f"an extension should end at byte {end}, but its content ends here")
+        return value
+
+    def _complex(self) -> complex:
+        begin = self._reader.position
+        token = self._token("a complex number")
+        if token.kind is _LIST and token.size == 2:
+            parts = [self._token("a part of a complex number") for _ in range(2)]
+            if all(part.kind is _VALUE and type(part.value) in (int, float) for part in parts):
+                return complex(parts[0].value, parts[1].value)
+        raise self._reader.fault("a complex number must be two numbers", begin)
+
+    def _array(self, end: int) -> StoredArray:
+        """Parse shape and dtype of an array and skip its elements."""
+        begin = self._reader.position
+        token = self._token("an array")
+        shape = self._token("a shape")
+        if token.kind is not _LIST or token.size != 3 or shape.kind is not _LIST:
+            raise self._reader.fault("an array must be its shape, its dtype and its elements", begin)
+        if shape.size > MAX_RANK:
+            raise self._reader.fault(f"an array of {shape.size} axes, but NumPy has at most {MAX_RANK}", begin)
+        dims = [self._token("a shape") for _ in range(shape.size)]
+        at = self._reader.position
+        token = self._token("a dtype")
+        if token.kind not in (_TEXT, _BYTES) or token.size > 100:
+            raise self._reader.fault("the dtype of an array must be a name", at)
+        name = self._reader.take(token.size, "a dtype").decode("ascii", "backslashreplace")
+        at_elements = self._reader.position
+        elements = self._token("the elements of an array")
+        if elements.kind is not _BYTES and elements.kind is not _TEXT:
+            raise self._reader.fault("the elements of an array must be bytes", at_elements)
+        row = dtypes.BY_NAME.get(name)
+        if row is None or row.packed:
+            hint = ": ml_dtypes stores its elements in a byte each" if row is not None else ""
+            text = f"byte {at}: an array is {show(name)}, not a dtype of weights{hint}"
+            raise error_about(UnsupportedError, text, path=self._file.path, offset=at)
+        lengths = self._shape([dim.value if dim.kind is _VALUE else None for dim in dims], row, begin)
+        data = self._reader.position
+        expected = prod(lengths) * row.nbytes(1)
+        if elements.size != expected or data + expected > end:
+            text = f"{row.code} {list(lengths)} needs {expected} bytes, but its elements have {elements.size}"
+            raise self._reader.fault(text, at_elements)
+        self._reader.position = data + expected
+        return StoredArray(row, lengths, data, data + expected)
+
+    def _shape(self, dims: list[Any], row: dtypes.Dtype, begin: int) -> tuple[int, ...]:
+        if any(type(dim) is not int or not 0 <= dim < 1 << 63 for dim in dims):
+            raise self._reader.fault(f"a shape must be numbers of at least 0, got {show(dims)}", begin)
+        if len(dims) > MAX_RANK or not array_fits(tuple(dims), row.nbytes(1)):
+            raise self._reader.fault(f"no array can have the shape {show(dims)}", begin)
+        return tuple(dims)
+
+    def _chunked(self, entries: Mapping[str, Any], begin: int) -> ChunkedArray:
+        """Return the array of a map with the key `CHUNKED`."""
+        parts = [entries.get(key) for key in ("shape", "chunks")]
+        shape, chunks = (_in_order(part) for part in parts)
+        if entries.keys() != {CHUNKED, "shape", "chunks"} or shape is None or chunks is None:
+            raise self._reader.fault("a chunked array must have a shape and chunks, numbered from 0", begin)
+        if not chunks or not all(isinstance(chunk, StoredArray) and len(chunk.shape) == 1 for chunk in chunks):
+            raise self._reader.fault("the chunks of an array must be arrays of one axis", begin)
+        row = chunks[0].row
+        if any(chunk.row is not row for chunk in chunks):
+            raise self._reader.fault("the chunks of an array have several dtypes", begin)
+        lengths = self._shape(shape, row, begin)
+        count = sum(chunk.shape[0] for chunk in chunks)
+        if count != prod(lengths):
+            text = f"an array of shape {list(lengths)} has {prod(lengths)} elements, but its chunks have {count}"
+            raise self._reader.fault(text, begin)
+        return ChunkedArray(row, lengths, chunks)
+
+
+def _in_order(numbered: Any) -> list[Any] | None:
+    """Return the values of a map with the keys "0", "1" and so on; None if it is none."""
+    if not isinstance(numbered, dict) or any(str(k) not in numbered for k in range(len(numbered))):
+        return None
+    return [numbered[str(k)] for k in range(len(numbered))]
+
+
+# ---- names ----
+
+
+def _flatten(
+    tree: Any, root: str | None, path: str
+) -> tuple[dict[str, StoredArray | ChunkedArray], Mapping[str, Any] | None]:
+    """Return the arrays by dotted name, and the rest of the tree, both below ``root``."""
+    if root is not None:
+        tree = _select(tree, root, path)
+    tensors: dict[str, StoredArray | ChunkedArray] = {}
+    text = 0
+
+    def visit(value: Any, name: str | None) -> Any:
+        """Collect the arrays below a value and return the rest; `_nothing` if nothing else is there."""
+        nonlocal text
+        if isinstance(value, (StoredArray, ChunkedArray)):
+            assert name is not None
+            text += len(name)
+            if name in tensors:
+                raise FormatError(f"two tensors are named {show(name)}", path)
+            if text > MAX_NAME_TEXT:
+                limit = f"the names of tensors have more than {MAX_NAME_TEXT:,} characters"
+                raise error_about(LimitError, limit, path=path)
+            tensors[name] = value
+            return _nothing
+        if not isinstance(value, (dict, list)):
+            return value
+        items = value.items() if isinstance(value, dict) else ((str(k), item) for k, item in enumerate(value))
+        before = len(tensors)
+        rest = {key: visit(item, key if name is None else f"{name}.{key}") for key, item in items}
+        kept = {key: item for key, item in rest.items() if item is not _nothing}
+        if len(tensors) == before:
+            return value
+        return kept or _nothing
+
+    if isinstance(tree, (StoredArray, ChunkedArray)):
+        return {NAME: tree}, {}
+    rest = visit(tree, None)
+    metadata = {} if rest is _nothing else rest if isinstance(rest, dict) else {"value": rest}
+    return tensors, metadata
+
+
+_nothing = object()
+
+
+def _select(tree: Any, root: str, path: str) -> Any:
+    """Return the container or array with a dotted name.
+
+    Raises:
+        TensorNotFoundError: it does not exist; the message lists the containers.
+    """
+    waiting = [(tree, root)]
+    while waiting:
+        value, rest = waiting.pop()
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in items:
+            step = str(key)
+            if step == rest and isinstance(item, (dict, list, StoredArray, ChunkedArray)):
+                return item
+            if rest.startswith(f"{step}."):
+                waiting.append((item, rest[len(step) + 1 :]))
+    outermost = [show(key)[1:-1] for key, item in tree.items() if isinstance(item, dict)] if type(tree) is dict else []
+    text = f"no container {show(root)}; containers: {', '.join(outermost[:20]) or 'none'}"
+    raise error_about(TensorNotFoundError, text, path=path)

@@ -1,0 +1,1 @@
+"""ONNX models: the initializers of their graphs."""
