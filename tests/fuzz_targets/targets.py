@@ -55,7 +55,7 @@ from safeload.stores.files import LOCAL
 for row in registry.ROWS:
     row.load()
 for container in registry.CONTAINERS:
-    importlib.import_module(f"safeload.formats.{container.module}")
+    importlib.import_module(f"safeload.formats{container.module}")
 os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
 for family in FAMILIES:
     importlib.import_module(f"safeload.packed.{family.describe.partition('.')[0]}")
