@@ -122,8 +122,8 @@ class ModelSizes(NamedTuple):
 class _Place(NamedTuple):
     """A tensor's place among the tensors of its kind."""
 
-    index: int
-    count: int
+    number: int
+    total: int
     sizes: ModelSizes
     imatrix: bool  # True if there is an importance matrix
 
@@ -136,16 +136,16 @@ def _always(place: _Place) -> bool:
 
 
 def _first(count: int) -> _Condition:
-    return lambda place: place.index < count
+    return lambda place: place.number < count
 
 
 def _first_part(parts: int) -> _Condition:
-    return lambda place: place.index < place.count // parts
+    return lambda place: place.number < place.total // parts
 
 
 def _more_bits(place: _Place) -> bool:
-    index, eighth = place.index, place.count // 8
-    return index < eighth or index >= 7 * place.count // 8 or (index - eighth) % 3 == 2
+    number, eighth = place.number, place.total // 8
+    return number < eighth or number >= 7 * place.total // 8 or (number - eighth) % 3 == 2
 
 
 def _shares_heads(place: _Place) -> bool:
@@ -170,6 +170,7 @@ def _neither(condition: _Condition) -> _Condition:
 
 # For each kind: conditions in order with their types; the base if none holds.
 _Cells = Mapping[str, tuple[tuple[_Condition, str], ...]]
+_NO_CELLS: _Cells = {}
 
 
 class FileType(NamedTuple):
@@ -177,8 +178,8 @@ class FileType(NamedTuple):
 
     number: int  # ``general.file_type``
     base: str  # type of most tensors
-    cells: _Cells = {}
-    falcon: _Cells = {}  # instead of `cells` for the kinds in it, in models of architecture falcon
+    cells: _Cells = _NO_CELLS
+    falcon: _Cells = _NO_CELLS  # instead of `cells` for the kinds in it, in models of architecture falcon
     requires_imatrix: bool = False  # True if tensors of the base's type, except the ends, need an importance matrix
 
 
