@@ -143,7 +143,12 @@ int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, v
 
 /* ---- quantization kernels (kernels/quant.c) ---- */
 
-/* Index of the first of `count` blocks with an f16 scale that is NaN or infinite, or `count`. The quantizers write such
+/* Quantizes rows of `columns` f32 (little-endian) to blocks of `to` with importance for each column, like ggml with an
+ * importance matrix. Values must be finite. SL_E_ARGUMENT if `to` has no such kernel, or rows are not whole blocks. */
+int32_t sl_quantize_weighted(int32_t tier, int32_t to, const void *source, const float *importance, void *blocks,
+                             uint64_t rows, uint64_t columns);
+
+/* Index of the first of `count` blocks with an f16 scale that is NaN or infinite (SL_MXFP4: a NaN exponent), or `count`. The quantizers write such
  * a scale if and only if the source has NaN or infinity, or the block's scale does not fit into f16. */
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
 
@@ -375,9 +380,10 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
  * or the result of other jobs, and is raised to the bits of the largest |x| (infinity and NaN exceed any number);
  * factors are not used FINITE     any real dtype: writes nothing; SL_E_RANGE for NaN or infinity STATS      any real
  * dtype: an sl_stats per segment, in order HISTOGRAM  like STATS, after SL_HISTOGRAM_BINS u64 counters to add to
- *   RESTORE    packed codes (sl_packed) to their values in f32, rounded once to `to`
+ *   WEIGHTED   any real dtype to blocks of `to` with importance: a channel per column, of rows that are whole blocks;
+ * SL_E_RANGE as CONVERT RESTORE    packed codes (sl_packed) to their values in f32, rounded once to `to`
  * The source of a packed job is the f32 values of its codes: `from` is SL_F32, and `size` is 4 bytes per value. INT8,
- * ABSMAX, FINITE, STATS and HISTOGRAM require codes in the order of the values. */
+ * ABSMAX, FINITE, STATS, HISTOGRAM and WEIGHTED require codes in the order of the values. */
 #define SL_OP_COPY 0
 #define SL_OP_CONVERT 1
 #define SL_OP_GRID 2
@@ -389,7 +395,8 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 #define SL_OP_STATS 8
 #define SL_OP_HISTOGRAM 9
 #define SL_OP_RESTORE 10
-#define SL_OP_COUNT 11
+#define SL_OP_WEIGHTED 11
+#define SL_OP_COUNT 12
 
 const char *sl_op_name(int32_t op); /* "copy"; NULL if out of range */
 

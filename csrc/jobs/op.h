@@ -27,5 +27,6 @@ extern const sl_op sl_op_finite;
 extern const sl_op sl_op_stats;
 extern const sl_op sl_op_histogram;
 extern const sl_op sl_op_restore;
+extern const sl_op sl_op_weighted;
 
 #endif

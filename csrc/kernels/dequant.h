@@ -30,6 +30,7 @@
 #ifndef SL_DEQUANT_H
 #define SL_DEQUANT_H
 
+#include "kernels/blocks.h"
 #include "kernels/quant.h"
 #include "kernels/scalar.h"
 
@@ -97,26 +98,9 @@ TARGET SL_INLINE void restore_table(const uint8_t nibbles[16], const int8_t tabl
     put_from(out + RUN, table, take(bytes, 4, 15), d);
 }
 
-typedef struct sl_iq4_nl {
-    uint8_t d[2], codes[16];
-} sl_iq4_nl;
-_Static_assert(sizeof(sl_iq4_nl) == 18, "blocks have no padding in files");
-
-static const int8_t IQ4_TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
 TARGET SL_INLINE void restore_iq4_nl(const sl_iq4_nl *block, uint8_t *out) {
     restore_table(block->codes, IQ4_TABLE, half_at(block->d), out);
 }
-
-/* Twice the values of E2M1 (OCP Microscaling Formats v1.0), which makes them integers; scales are halved. Code 8 is 0,
- * not -0. */
-static const int8_t E2M1_TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-/* The scale is 2^(exponent - 128), half of E8M0's. */
-typedef struct sl_mxfp4 {
-    uint8_t exponent, codes[16];
-} sl_mxfp4;
-_Static_assert(sizeof(sl_mxfp4) == 17, "blocks have no padding in files");
 
 TARGET SL_INLINE void restore_mxfp4(const sl_mxfp4 *block, uint8_t *out) {
     uint32_t exponent = block->exponent; /* 0 and 1 are subnormal scales */
@@ -150,13 +134,6 @@ TARGET SL_INLINE void restore_nvfp4(const sl_nvfp4 *block, uint8_t *out) {
 
 /* ---- super-blocks of 256: an f16 scale of scales, and small integers as scales of runs of 16 or 32 ---- */
 
-/* 16 runs of 16: in the run's entry of `scales`, the low nibble scales the codes and the high nibble the minimum. x =
- * (d * scale) * code - dmin * minimum. Codes have 2 bits: a byte holds the codes of elements 32 apart. */
-typedef struct sl_q2_k {
-    uint8_t scales[16], codes[64], d[2], dmin[2];
-} sl_q2_k;
-_Static_assert(sizeof(sl_q2_k) == 84, "blocks have no padding in files");
-
 /* Dequantizes two runs. */
 TARGET SL_INLINE void q2_k_runs(uint8_t *out, const uint8_t bytes[32], int shift, const float scales[2],
                                 const float minima[2]) {
@@ -178,13 +155,6 @@ TARGET SL_INLINE void restore_q2_k(const sl_q2_k *block, uint8_t *out) {
         q2_k_runs(out + 6 * RUN, bytes, 6, scales + run + 6, minima + run + 6);
     }
 }
-
-/* 16 runs of 16. x = (d * (scale - 32)) * (code - 4 unless its bit of `high` is set). Scales have 6 bits: the low 4 of
- * runs k and k + 8 share byte k, the high 2 of runs k, k + 4, k + 8 and k + 12 share byte 8 + k. */
-typedef struct sl_q3_k {
-    uint8_t high[32], codes[64], scales[12], d[2];
-} sl_q3_k;
-_Static_assert(sizeof(sl_q3_k) == 110, "blocks have no padding in files");
 
 /* Moves bits 0 and 1 of the bytes of two words to bits 4 and 5 of eight bytes. */
 SL_INLINE uint64_t top_bits(uint32_t first, uint32_t second) {
@@ -291,13 +261,6 @@ TARGET SL_INLINE void restore_q6_k(const sl_q6_k *block, uint8_t *out) {
         q6_k_runs(out + 6 * RUN, low + 32, 4, high, 6, scales + run + 6);
     }
 }
-
-/* 8 runs of 32; the low nibbles hold the first 16 elements. x = (d * (scale - 32)) * table[code]. Scales have 6 bits:
- * the low 4 of runs 2k and 2k + 1 share byte k of `low`, and the high 2 of run k are bits 2k and 2k + 1 of `high`. */
-typedef struct sl_iq4_xs {
-    uint8_t d[2], high[2], low[4], codes[128];
-} sl_iq4_xs;
-_Static_assert(sizeof(sl_iq4_xs) == 136, "blocks have no padding in files");
 
 /* Spreads the nibbles of a word, or its pairs of bits, over bytes. */
 SL_INLINE uint64_t nibbles_apart(uint32_t word) {

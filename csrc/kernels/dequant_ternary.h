@@ -2,13 +2,6 @@
 #ifndef SL_DEQUANT_TERNARY_H
 #define SL_DEQUANT_TERNARY_H
 
-/* Ternary: x = d * (code - 1), codes of 2 bits. For each half of 128 elements, a byte holds the codes of elements 32
- * apart. */
-typedef struct sl_tq2_0 {
-    uint8_t codes[64], d[2];
-} sl_tq2_0;
-_Static_assert(sizeof(sl_tq2_0) == 66, "blocks have no padding in files");
-
 /* Dequantizes two runs. */
 TARGET SL_INLINE void ternary_runs(uint8_t *out, codes first, codes second, int shift, float d) {
     put_nibbles(out, take(first, shift, 3), 1, d);
@@ -40,14 +33,6 @@ TARGET SL_INLINE void restore_i2_s(const sl_i2_s *block, uint8_t *out) {
     ternary_runs(out + 4 * RUN, first, second, 2, 1);
     ternary_runs(out + 6 * RUN, first, second, 0, 1);
 }
-
-/* Ternary, with five digits of base 3 in a byte v: v / 256 is about 0.d1d2d3d4d5 in base 3, so that 3 * v >> 8 is the
- * first digit and the low 8 bits of 3 * v are the rest. Elements of a byte are 32 apart in the first 32 bytes, then 16,
- * and 4 in the last 4 bytes, which have four elements each. */
-typedef struct sl_tq1_0 {
-    uint8_t codes[48], last[4], d[2];
-} sl_tq1_0;
-_Static_assert(sizeof(sl_tq1_0) == 54, "blocks have no padding in files");
 
 /* Multiplies each byte of a word by three. */
 SL_INLINE uint32_t word_thrice(uint32_t word) {

@@ -7,6 +7,11 @@ uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
     const sl_dtype_info *info = sl_dtype_get(dtype);
     size_t block_bytes = (size_t)info->block_bytes;
     uint64_t first = count;
+    if (dtype == SL_MXFP4) {
+        for (uint64_t i = 0; i < count; i++)
+            if (((const uint8_t *)blocks)[i * block_bytes] == SL_E8M0_NAN) return i;
+        return count;
+    }
     for (int32_t k = 0; k < info->scale_count; k++) {
         const uint8_t *d = (const uint8_t *)blocks + info->scale_at + 2 * k;
         uint64_t i = 0;
@@ -46,5 +51,17 @@ int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64
         quant.to_int8_each(source, destination, (size_t)count, factors);
     else
         quant.to_int8(source, destination, (size_t)count, *factors);
+    return SL_OK;
+}
+
+int32_t sl_quantize_weighted(int32_t tier, int32_t to, const void *source, const float *importance, void *blocks,
+                             uint64_t rows, uint64_t columns) {
+    sl_weighted_fn quantize = sl_tier_available(tier) ? sl_tier_weighted(tier, to) : NULL;
+    if (quantize == NULL) return SL_E_ARGUMENT;
+    const sl_dtype_info *info = sl_dtype_get(to);
+    if (columns % (uint64_t)info->block != 0) return SL_E_ARGUMENT;
+    for (uint64_t row = 0; row < rows; row++)
+        quantize((const uint8_t *)source + 4 * row * columns, importance,
+                 (uint8_t *)blocks + sl_dtype_bytes(info, row * columns), (size_t)columns);
     return SL_OK;
 }

@@ -1,9 +1,12 @@
 /* Quantization. Scalar C is the reference; every other tier produces the same bits.
  *
  * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0; to SL_Q4_1,
- * SL_Q5_0 and SL_Q5_1 (ggml's rounding) in scalar C only; to SL_Q4_K, SL_Q5_K and SL_Q6_K (quant_k.h). Dequantization
- * is in dequant.h. Each block of SL_QK elements has its own scale d, an f16. d is NaN or infinite if and only if an
- * element is, or the scale does not fit into f16: sl_blocks_finite finds such blocks, and their codes are meaningless.
+ * SL_Q5_0, SL_Q5_1, SL_TQ1_0 and SL_TQ2_0 (ggml's rounding) in scalar C only; to SL_Q2_K, ... SL_Q6_K (quant_k.h); to
+ * SL_IQ4_NL, SL_IQ4_XS and SL_MXFP4 (quant_blocks.h). Dequantization is in dequant.h. Each block of SL_QK elements has
+ * its own scale d, an f16. d is NaN or infinite if and only if an element is, or the scale does not fit into f16; for
+ * SL_MXFP4 the exponent is SL_E8M0_NAN. sl_blocks_finite finds such blocks, and their codes are meaningless.
+ *
+ * Quantization with importance (an "importance matrix" of llama.cpp's) takes rows instead of blocks.
  *
  * int8 has a scale for a tensor or a channel and therefore takes two passes: the largest |x|, then the codes.
  */
@@ -14,6 +17,9 @@
 
 /* Elements in a block, QK4_0 and QK8_0 of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h */
 #define SL_QK ((size_t)32)
+
+/* Elements in a super-block (QK_K). */
+#define SL_SUPER ((size_t)256)
 
 /* Value j is (low nibble of codes[j] - 8) * d; value j + 16 uses the high nibble. */
 typedef struct sl_q4_0 {
@@ -73,6 +79,9 @@ _Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1)
 /* The scale of a block with NaN or infinity: the bits of a NaN in f16. */
 #define SL_NOT_FINITE 0x7e00
 
+/* The only NaN among E8M0 scales. */
+#define SL_E8M0_NAN 0xff
+
 /* The largest scale without an inverse in f32: 2^128 is infinity, while the inverse of the next larger scale, 2^-128 +
  * 2^-149, is finite. */
 #define SL_SCALE_WITHOUT_INVERSE 0x1p-128f
@@ -93,6 +102,19 @@ typedef struct sl_quant {
     void (*to_int8)(const void *source, int8_t *destination, size_t count, float factor);
     void (*to_int8_each)(const void *source, int8_t *destination, size_t count, const float *factors);
 } sl_quant;
+
+/* Quantizes a row of `count` f32 in file byte order, which must be finite, to whole blocks. Each element has an
+ * importance in this machine's byte order, finite and at least 0: errors of important elements count more. */
+typedef void (*sl_weighted_fn)(const void *row, const float *importance, void *blocks, size_t count);
+
+typedef struct sl_weighted_kernel {
+    int16_t to; /* SL_Q4_0, ...; to < 0 ends a table */
+    sl_weighted_fn quantize;
+} sl_weighted_kernel;
+
+extern const sl_weighted_kernel sl_weighted_scalar[];
+extern const sl_weighted_kernel sl_weighted_avx2[];
+extern const sl_weighted_kernel sl_weighted_neon[];
 
 extern const sl_quant sl_quant_scalar;
 extern const sl_quant sl_quant_avx2; /* each exists only if isa.h defines it; NULL if the tier below is as fast */

@@ -1,4 +1,4 @@
-/* Quantization to K-quants with AVX2. */
+/* Quantization to K-quants, types with tables, and types with importance with AVX2. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 
@@ -6,6 +6,7 @@
 
 #define TARGET SL_AVX2
 #define KERNEL(type) sl_f32_to_##type##_avx2
+#define WEIGHTED(type) sl_weighted_##type##_avx2
 
 #define lanes __m256
 #define truths __m256
@@ -29,8 +30,11 @@ TARGET static inline __m256 nearest(__m256 values) {
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x00400000)));
 }
 
+#include "kernels/quant_blocks.h"
 #include "kernels/quant_k.h"
 
-const sl_kernel sl_quant_k_kernels_avx2[] = {QUANT_K_KERNELS{-1, -1, NULL}};
+const sl_kernel sl_quant_k_kernels_avx2[] = {QUANT_K_KERNELS QUANT_BLOCK_KERNELS{-1, -1, NULL}};
+
+const sl_weighted_kernel sl_weighted_avx2[] = {WEIGHTED_K_KERNELS WEIGHTED_BLOCK_KERNELS{-1, NULL}};
 
 #endif

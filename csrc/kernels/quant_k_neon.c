@@ -1,4 +1,4 @@
-/* Quantization to K-quants with NEON. */
+/* Quantization to K-quants, types with tables, and types with importance with NEON. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 
@@ -8,6 +8,7 @@
 
 #define TARGET
 #define KERNEL(type) sl_f32_to_##type##_neon
+#define WEIGHTED(type) sl_weighted_##type##_neon
 
 typedef struct lanes {
     float32x4_t low, high;
@@ -67,8 +68,11 @@ SL_INLINE float32x4_t nearest_of(float32x4_t values) {
 
 OF_ONE(nearest, nearest_of)
 
+#include "kernels/quant_blocks.h"
 #include "kernels/quant_k.h"
 
-const sl_kernel sl_quant_k_kernels_neon[] = {QUANT_K_KERNELS{-1, -1, NULL}};
+const sl_kernel sl_quant_k_kernels_neon[] = {QUANT_K_KERNELS QUANT_BLOCK_KERNELS{-1, -1, NULL}};
+
+const sl_weighted_kernel sl_weighted_neon[] = {WEIGHTED_K_KERNELS WEIGHTED_BLOCK_KERNELS{-1, NULL}};
 
 #endif

@@ -1,9 +1,10 @@
-/* Quantization to K-quants in scalar C: the reference for all tiers. */
+/* Quantization to K-quants, types with tables, and types with importance in scalar C: the reference for all tiers. */
 #include "base/base.h"
 #include "kernels/scalar.h"
 
 #define TARGET
 #define KERNEL(type) sl_f32_to_##type##_scalar
+#define WEIGHTED(type) sl_weighted_##type##_scalar
 
 typedef struct lanes {
     float of[8];
@@ -63,6 +64,9 @@ EACH(lanes, choose, p.of[k] ? a.of[k] : b.of[k], truths p, lanes a, lanes b)
 
 EACH(lanes, nearest, (float)nearest_int(a.of[k]), lanes a)
 
+#include "kernels/quant_blocks.h"
 #include "kernels/quant_k.h"
 
-const sl_kernel sl_quant_k_kernels_scalar[] = {QUANT_K_KERNELS{-1, -1, NULL}};
+const sl_kernel sl_quant_k_kernels_scalar[] = {QUANT_K_KERNELS QUANT_BLOCK_KERNELS{-1, -1, NULL}};
+
+const sl_weighted_kernel sl_weighted_scalar[] = {WEIGHTED_K_KERNELS WEIGHTED_BLOCK_KERNELS{-1, NULL}};

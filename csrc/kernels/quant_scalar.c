@@ -1,6 +1,7 @@
 /* Quantization element by element: the reference for all tiers. */
 #include "kernels/quant.h"
 
+#include "kernels/blocks.h"
 #include "kernels/scalar.h"
 
 /* ---- the largest |x| ---- */
@@ -146,16 +147,6 @@ static void sl_f32_to_q8_0_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q8_0_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* Stores codes of five bits, with the fifth bits separate. */
-static void store_five_bits(const uint8_t codes[SL_QK], uint8_t high[4], uint8_t nibbles[16]) {
-    uint32_t fifth = 0;
-    for (size_t j = 0; j < 16; j++) {
-        nibbles[j] = (uint8_t)((codes[j] & 15) | codes[j + 16] << 4);
-        fifth |= (uint32_t)(codes[j] >> 4) << j | (uint32_t)(codes[j + 16] >> 4) << (j + 16);
-    }
-    store32(high, 0, fifth);
-}
-
 /* ggml's quantize_row_q5_0_ref; see q4_0_ggml_block. */
 static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
@@ -243,6 +234,65 @@ static void sl_f32_to_q5_1_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q5_1_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
+/* ---- ternary ---- */
+
+/* Sets d to the largest |x| and returns its inverse: 0 if there is none, which makes all codes 1 (the value 0). ggml
+ * converts the infinite products of subnormals to 1 too. Returns false if an element is NaN or infinite. */
+static bool ternary_scale(const uint8_t *x, uint8_t d[2], float *inverse) {
+    uint32_t absmax = sl_absmax_f32_scalar(x, SL_SUPER);
+    if (absmax >= SL_F32_INFINITY) {
+        store16(d, 0, SL_NOT_FINITE);
+        return false;
+    }
+    float largest = float_of(absmax);
+    *inverse = largest > SL_SCALE_WITHOUT_INVERSE ? 1.0f / largest : 0.0f;
+    store_half(d, largest);
+    return true;
+}
+
+/* Returns the code of an element: 0, 1 or 2. */
+static uint32_t ternary_code(const uint8_t *x, size_t i, float inverse) {
+    return (uint32_t)(round_away(float_of(load32(x, i)) * inverse) + 1);
+}
+
+/* ggml's quantize_row_tq2_0_ref. */
+static void tq2_0_block(const uint8_t *x, sl_tq2_0 *block) {
+    float inverse;
+    memset(block, 0, sizeof *block);
+    if (!ternary_scale(x, block->d, &inverse)) return;
+    for (size_t i = 0; i < 64; i++)
+        for (size_t k = 0; k < 4; k++)
+            block->codes[i] |= (uint8_t)(ternary_code(x, i / 32 * 128 + i % 32 + 32 * k, inverse) << 2 * k);
+}
+
+/* Returns the byte of `count` codes that are `apart` elements apart, the first in the highest digit of five: v / 256
+ * rounded up, see blocks.h. */
+static uint8_t ternary_byte(const uint8_t *x, size_t first, size_t apart, size_t count, float inverse) {
+    uint32_t number = 0;
+    for (size_t k = 0; k < 5; k++) number = 3 * number + (k < count ? ternary_code(x, first + apart * k, inverse) : 0);
+    return (uint8_t)((number * 256 + 242) / 243);
+}
+
+/* ggml's quantize_row_tq1_0_ref. */
+static void tq1_0_block(const uint8_t *x, sl_tq1_0 *block) {
+    float inverse;
+    memset(block, 0, sizeof *block);
+    if (!ternary_scale(x, block->d, &inverse)) return;
+    for (size_t i = 0; i < 32; i++) block->codes[i] = ternary_byte(x, i, 32, 5, inverse);
+    for (size_t i = 0; i < 16; i++) block->codes[32 + i] = ternary_byte(x, 160 + i, 16, 5, inverse);
+    for (size_t i = 0; i < 4; i++) block->last[i] = ternary_byte(x, 240 + i, 4, 4, inverse);
+}
+
+static void sl_f32_to_tq1_0_scalar(const void *source, void *destination, size_t count) {
+    sl_tq1_0 *blocks = destination;
+    for (size_t b = 0; b < count / SL_SUPER; b++) tq1_0_block((const uint8_t *)source + 4 * SL_SUPER * b, &blocks[b]);
+}
+
+static void sl_f32_to_tq2_0_scalar(const void *source, void *destination, size_t count) {
+    sl_tq2_0 *blocks = destination;
+    for (size_t b = 0; b < count / SL_SUPER; b++) tq2_0_block((const uint8_t *)source + 4 * SL_SUPER * b, &blocks[b]);
+}
+
 const sl_kernel sl_quant_kernels_scalar[] = {
     {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_scalar},
     {SL_F32, SL_Q4_0, sl_f32_to_q4_0_scalar},
@@ -250,5 +300,7 @@ const sl_kernel sl_quant_kernels_scalar[] = {
     {SL_F32, SL_Q4_1, sl_f32_to_q4_1_scalar},
     {SL_F32, SL_Q5_0, sl_f32_to_q5_0_scalar},
     {SL_F32, SL_Q5_1, sl_f32_to_q5_1_scalar},
+    {SL_F32, SL_TQ1_0, sl_f32_to_tq1_0_scalar},
+    {SL_F32, SL_TQ2_0, sl_f32_to_tq2_0_scalar},
     {-1, -1, NULL},
 };

@@ -23,6 +23,7 @@ static const struct {
     int32_t below;               /* the tier to fall back to */
     const sl_kernel *convert[5]; /* tables, NULL-terminated */
     const sl_quant *quant;       /* may hold NULLs, like `restore` */
+    const sl_weighted_kernel *weighted;
     const sl_restore *restore;
     const sl_lanes_kernel *stats;
     sl_difference_fn difference;
@@ -33,6 +34,7 @@ static const struct {
                         {sl_kernels_scalar, sl_quant_kernels_scalar, sl_quant_k_kernels_scalar,
                          sl_dequant_kernels_scalar},
                         &sl_quant_scalar,
+                        sl_weighted_scalar,
                         &sl_restore_scalar,
                         sl_lanes_scalar,
                         sl_difference_scalar},
@@ -42,6 +44,7 @@ static const struct {
                       SL_TIER_SCALAR,
                       {sl_kernels_avx2, sl_dequant_kernels_avx2, sl_quant_kernels_avx2, sl_quant_k_kernels_avx2},
                       &sl_quant_avx2,
+                      sl_weighted_avx2,
                       &sl_restore_avx2,
                       sl_lanes_avx2,
                       sl_difference_avx2},
@@ -50,6 +53,7 @@ static const struct {
                         SL_TIER_AVX2,
                         {sl_kernels_avx512, sl_dequant_kernels_avx512, sl_quant_kernels_avx512},
                         &sl_quant_avx512,
+                        NULL,
                         &sl_restore_avx512,
                         sl_lanes_avx512,
                         sl_difference_avx512},
@@ -63,6 +67,7 @@ static const struct {
                       SL_TIER_SCALAR,
                       {sl_kernels_neon, sl_dequant_kernels_neon, sl_quant_kernels_neon, sl_quant_k_kernels_neon},
                       &sl_quant_neon,
+                      sl_weighted_neon,
                       &sl_restore_neon,
                       sl_lanes_neon,
                       sl_difference_neon},
@@ -104,6 +109,15 @@ sl_quant sl_tier_quant(int32_t tier) {
 #undef TAKE
     }
     return found;
+}
+
+sl_weighted_fn sl_tier_weighted(int32_t tier, int32_t to) {
+    FOR_EACH(t, tier) {
+        if (TIERS[t].weighted == NULL) continue;
+        for (const sl_weighted_kernel *kernel = TIERS[t].weighted; kernel->to >= 0; kernel++)
+            if (kernel->to == to) return kernel->quantize;
+    }
+    return NULL;
 }
 
 sl_restore sl_tier_restore(int32_t tier) {

@@ -15,6 +15,9 @@ sl_convert_fn sl_tier_convert(int32_t tier, int32_t from, int32_t to);
 /* The kernels of int8; none is NULL. */
 sl_quant sl_tier_quant(int32_t tier);
 
+/* The kernel that quantizes to blocks with importance, or NULL. */
+sl_weighted_fn sl_tier_weighted(int32_t tier, int32_t to);
+
 /* The kernels of dequantization; none is NULL. */
 sl_restore sl_tier_restore(int32_t tier);
 

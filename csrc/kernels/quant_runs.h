@@ -1,0 +1,341 @@
+/* Searches for the scales of runs of elements, for the tiers: eight runs at a time, each in a lane. The steps are those
+ * of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c), each rounded to f32 and none fused, so that
+ * the bytes equal ggml compiled without contraction.
+ *
+ * Included only by the files of the tiers, hence no prefix. The including file must define:
+ *
+ *   TARGET                  marks functions of its instruction set
+ *   KERNEL(type)            the name of a kernel
+ *   WEIGHTED(type)          the name of a kernel with importance
+ *   lanes                   8 f32
+ *   truths                  8 truth values
+ *   all_of(value)           the value in each lane
+ *   lanes_at(values), put(out, lanes)   load and store of an array of 8
+ *   plus(a, b), minus(a, b), times(a, b), over(a, b)
+ *   root(lanes)             square roots
+ *   size_of(lanes)          |x|
+ *   nearest(lanes)          rounded to an integer like ggml, half to even, for |x| < 2^22
+ *   below(a, b), same(a, b) a < b, a == b
+ *   both(p, q)              p and q
+ *   choose(p, a, b)         a if p, otherwise b */
+#ifndef SL_QUANT_RUNS_H
+#define SL_QUANT_RUNS_H
+
+#include "kernels/blocks.h"
+#include "kernels/quant.h"
+#include "kernels/scalar.h"
+
+#define SUPER 256
+#define LANES 8
+#define LONGEST 32 /* elements of a run */
+
+/* Below this magnitude ggml treats all elements of a run as zeros (GROUP_MAX_EPS). */
+#define ALL_ZEROS 1e-15f
+
+TARGET SL_INLINE lanes within(lanes values, float least, float most) {
+    values = choose(below(values, all_of(least)), all_of(least), values);
+    return choose(below(all_of(most), values), all_of(most), values);
+}
+
+/* Returns true if the super-block has no NaN or infinity. */
+SL_INLINE bool all_finite(const uint8_t *x) { return sl_quant_scalar.absmax_f32(x, SUPER) < SL_F32_INFINITY; }
+
+/* Transposes eight runs: runs[i] holds element i of each. */
+TARGET SL_INLINE void transposed(const uint8_t *x, size_t length, lanes *runs) {
+    for (size_t i = 0; i < length; i++) {
+        float values[LANES];
+        for (size_t k = 0; k < LANES; k++) values[k] = float_of(load32(x, length * k + i));
+        runs[i] = lanes_at(values);
+    }
+}
+
+/* Stores the codes of eight runs, each run's one after another. */
+TARGET SL_INLINE void put_codes(const lanes *runs, size_t length, uint8_t *codes) {
+    for (size_t i = 0; i < length; i++) {
+        float values[LANES];
+        put(values, runs[i]);
+        for (size_t k = 0; k < LANES; k++) codes[length * k + i] = (uint8_t)(int32_t)values[k];
+    }
+}
+
+/* ---- weights from importance ---- */
+
+/* Returns the sum of squares, in order. */
+SL_INLINE float squares_of(const uint8_t *x, size_t count) {
+    float sum = 0.0f;
+    for (size_t i = 0; i < count; i++) {
+        float value = float_of(load32(x, i)), square = value * value;
+        sum = sum + square;
+    }
+    return sum;
+}
+
+/* Sets the weights of eight runs: importance * sqrt(mean + x^2). `importance` has this machine's byte order. */
+TARGET SL_INLINE void weigh(const lanes *x, const float *importance, size_t length, float mean, lanes *weights) {
+    for (size_t i = 0; i < length; i++) {
+        float values[LANES];
+        for (size_t k = 0; k < LANES; k++) values[k] = importance[length * k + i];
+        weights[i] = times(lanes_at(values), root(plus(all_of(mean), times(x[i], x[i]))));
+    }
+}
+
+TARGET SL_INLINE lanes sum_of(const lanes *values, size_t length) {
+    lanes sum = all_of(0.0f);
+    for (size_t i = 0; i < length; i++) sum = plus(sum, values[i]);
+    return sum;
+}
+
+/* ---- a scale and a minimum: x = scale * code + minimum (make_qkx2_quants, make_qkx3_quants) ---- */
+
+/* The search for the scale of a run: codes go from 0 to `most`, and each of `steps` + 1 attempts spreads the range over
+ * most + first + step * k codes. The error is a sum of squares, or of magnitudes. */
+typedef struct search {
+    size_t length;
+    float most, first, step;
+    int steps;
+    bool magnitudes;
+} search;
+
+/* The scales and minima of eight runs. */
+typedef struct affine_runs {
+    lanes codes[LONGEST], scale, minimum;
+} affine_runs;
+
+/* Returns the weighted error of codes. */
+TARGET SL_INLINE lanes error_of(const lanes *x, const lanes *weights, const search *how, const lanes *codes,
+                                lanes scale, lanes minimum) {
+    lanes error = all_of(0.0f);
+    for (size_t i = 0; i < how->length; i++) {
+        lanes difference = minus(plus(times(scale, codes[i]), minimum), x[i]);
+        difference = how->magnitudes ? size_of(difference) : times(difference, difference);
+        error = plus(error, times(weights[i], difference));
+    }
+    return error;
+}
+
+TARGET SL_INLINE void codes_of_runs(const lanes *x, lanes inverse, lanes minimum, const search *how, lanes *codes) {
+    for (size_t i = 0; i < how->length; i++)
+        codes[i] = within(nearest(times(inverse, minus(x[i], minimum))), 0.0f, how->most);
+}
+
+TARGET static void find_affine(const lanes *x, const lanes *weights, const search *how, affine_runs *found) {
+    const lanes zero = all_of(0.0f);
+    const size_t length = how->length;
+    lanes tried[LONGEST];
+    lanes least = x[0], largest = x[0], sum_w = weights[0], sum_x = times(weights[0], x[0]);
+    for (size_t i = 1; i < length; i++) {
+        least = choose(below(x[i], least), x[i], least);
+        largest = choose(below(largest, x[i]), x[i], largest);
+        sum_w = plus(sum_w, weights[i]);
+        sum_x = plus(sum_x, times(weights[i], x[i]));
+    }
+    least = choose(below(zero, least), zero, least);
+    truths flat = same(largest, least);
+    lanes minimum = least, inverse = over(all_of(how->most), minus(largest, least));
+    lanes scale = over(all_of(1.0f), inverse);
+    codes_of_runs(x, inverse, minimum, how, found->codes);
+    lanes best = error_of(x, weights, how, found->codes, scale, minimum);
+    for (int k = 0; k <= how->steps; k++) {
+        float step = how->step * (float)k, span = how->first + step;
+        span = span + how->most;
+        inverse = over(all_of(span), minus(largest, minimum));
+        codes_of_runs(x, inverse, minimum, how, tried);
+        lanes sum_l = zero, sum_l2 = zero, sum_xl = zero;
+        for (size_t i = 0; i < length; i++) {
+            lanes weighted = times(weights[i], tried[i]);
+            sum_l = plus(sum_l, weighted);
+            sum_l2 = plus(sum_l2, times(weighted, tried[i]));
+            sum_xl = plus(sum_xl, times(weighted, x[i]));
+        }
+        lanes determinant = minus(times(sum_w, sum_l2), times(sum_l, sum_l));
+        lanes new_scale = over(minus(times(sum_w, sum_xl), times(sum_x, sum_l)), determinant);
+        lanes new_minimum = over(minus(times(sum_l2, sum_x), times(sum_l, sum_xl)), determinant);
+        truths above = below(zero, new_minimum);
+        new_scale = choose(above, over(sum_xl, sum_l2), new_scale);
+        new_minimum = choose(above, zero, new_minimum);
+        lanes error = error_of(x, weights, how, tried, new_scale, new_minimum);
+        truths better = both(below(zero, determinant), below(error, best));
+        for (size_t i = 0; i < length; i++) found->codes[i] = choose(better, tried[i], found->codes[i]);
+        best = choose(better, error, best);
+        scale = choose(better, new_scale, scale);
+        minimum = choose(better, new_minimum, minimum);
+    }
+    for (size_t i = 0; i < length; i++) found->codes[i] = choose(flat, zero, found->codes[i]);
+    found->scale = choose(flat, zero, scale);
+    found->minimum = choose(flat, least, minimum);
+}
+
+/* ---- a scale: x = scale * (code - most) (make_qx_quants) ---- */
+
+/* Sums x * code and code^2 over codes, weighted. */
+TARGET SL_INLINE void sums_of(const lanes *x, const lanes *weights, size_t length, const lanes *codes, lanes *sum_xl,
+                              lanes *sum_l2) {
+    *sum_xl = *sum_l2 = all_of(0.0f);
+    for (size_t i = 0; i < length; i++) {
+        *sum_xl = plus(*sum_xl, times(times(weights[i], x[i]), codes[i]));
+        *sum_l2 = plus(*sum_l2, times(times(weights[i], codes[i]), codes[i]));
+    }
+}
+
+/* Returns the element with the largest magnitude of each run, and true for runs that count as zeros. */
+TARGET SL_INLINE lanes largest_of(const lanes *x, size_t length, truths *nothing) {
+    lanes size = all_of(0.0f), largest = all_of(0.0f);
+    for (size_t i = 0; i < length; i++) {
+        truths more = below(size, size_of(x[i]));
+        size = choose(more, size_of(x[i]), size);
+        largest = choose(more, x[i], largest);
+    }
+    *nothing = below(size, all_of(ALL_ZEROS));
+    return largest;
+}
+
+TARGET SL_INLINE void signed_codes(const lanes *x, size_t length, lanes inverse, float most, lanes *codes) {
+    for (size_t i = 0; i < length; i++) codes[i] = within(nearest(times(inverse, x[i])), -most, most - 1.0f);
+}
+
+/* Returns the scale of each of eight runs and sets the codes, from 0 to 2 * most - 1; codes are 0 if the scale is 0
+ * because the run counts as zeros. */
+TARGET static lanes find_linear(const lanes *x, const lanes *weights, size_t length, float most, lanes *codes) {
+    const lanes zero = all_of(0.0f);
+    lanes tried[LONGEST], sum_xl, sum_l2;
+    truths nothing;
+    lanes largest = largest_of(x, length, &nothing);
+    signed_codes(x, length, over(all_of(-most), largest), most, codes);
+    sums_of(x, weights, length, codes, &sum_xl, &sum_l2);
+    lanes scale = choose(same(sum_l2, zero), zero, over(sum_xl, sum_l2)), best = times(scale, sum_xl);
+    for (int k = -9; k <= 9; k++) {
+        if (k == 0) continue;
+        float step = 0.1f * (float)k, span = most + step;
+        signed_codes(x, length, over(all_of(-span), largest), most, tried);
+        sums_of(x, weights, length, tried, &sum_xl, &sum_l2);
+        truths better = both(below(zero, sum_l2), below(times(best, sum_l2), times(sum_xl, sum_xl)));
+        for (size_t i = 0; i < length; i++) codes[i] = choose(better, tried[i], codes[i]);
+        scale = choose(better, over(sum_xl, sum_l2), scale);
+        best = choose(better, times(scale, sum_xl), best);
+    }
+    for (size_t i = 0; i < length; i++) codes[i] = choose(nothing, zero, plus(codes[i], all_of(most)));
+    return choose(nothing, zero, scale);
+}
+
+/* Like find_linear, but moves one code at a time while this improves the scale (make_q3_quants). */
+TARGET static lanes find_by_moving(const lanes *x, size_t length, float most, lanes *codes) {
+    const lanes zero = all_of(0.0f);
+    lanes weights[LONGEST], sum_xl, sum_l2;
+    truths nothing;
+    lanes largest = largest_of(x, length, &nothing);
+    signed_codes(x, length, over(all_of(-most), largest), most, codes);
+    for (size_t i = 0; i < length; i++) weights[i] = times(x[i], x[i]);
+    sums_of(x, weights, length, codes, &sum_xl, &sum_l2);
+    for (int k = 0; k < 5; k++)
+        for (size_t i = 0; i < length; i++) {
+            lanes weighted = times(weights[i], x[i]);
+            lanes xl = minus(sum_xl, times(weighted, codes[i]));
+            lanes l2 = minus(sum_l2, times(times(weights[i], codes[i]), codes[i]));
+            lanes code = within(nearest(over(times(x[i], l2), xl)), -most, most - 1.0f);
+            truths moves = both(below(zero, xl), below(zero, size_of(minus(code, codes[i]))));
+            xl = plus(xl, times(weighted, code));
+            l2 = plus(l2, times(times(weights[i], code), code));
+            truths better = below(times(times(sum_xl, sum_xl), l2), times(times(xl, xl), sum_l2));
+            moves = both(moves, both(below(zero, l2), better));
+            codes[i] = choose(moves, code, codes[i]);
+            sum_xl = choose(moves, xl, sum_xl);
+            sum_l2 = choose(moves, l2, sum_l2);
+        }
+    for (size_t i = 0; i < length; i++) codes[i] = choose(nothing, zero, plus(codes[i], all_of(most)));
+    return choose(nothing, zero, choose(below(zero, sum_l2), over(sum_xl, sum_l2), zero));
+}
+
+/* ---- a scale of non-negative scales (make_qp_quants) ---- */
+
+SL_INLINE float error_of_scales(const float *x, const float *weights, size_t count, float scale, const int32_t *codes) {
+    float error = 0.0f;
+    for (size_t i = 0; i < count; i++) {
+        float product = scale * (float)codes[i], difference = x[i] - product;
+        float weighted = weights[i] * difference;
+        weighted = weighted * difference;
+        error = error + weighted;
+    }
+    return error;
+}
+
+/* Returns the inverse of the scale that the search begins with. */
+static float first_inverse(const float *x, const float *weights, size_t count, int32_t most, float largest) {
+    int32_t tried[16];
+    float inverse = (float)most / largest;
+    /* ggml stores the first codes in bytes, without a limit. */
+    for (size_t i = 0; i < count; i++) tried[i] = (uint8_t)nearest_int(inverse * x[i]);
+    float best = error_of_scales(x, weights, count, 1.0f / inverse, tried);
+    for (int k = -4; k <= 4; k++) {
+        if (k == 0) continue;
+        float step = 0.1f * (float)k, span = step + (float)most, own = span / largest;
+        for (size_t i = 0; i < count; i++) {
+            int32_t code = nearest_int(own * x[i]);
+            tried[i] = code < most ? code : most;
+        }
+        float error = error_of_scales(x, weights, count, 1.0f / own, tried);
+        if (error < best) {
+            best = error;
+            inverse = own;
+        }
+    }
+    return inverse;
+}
+
+/* Sums with the weight of a code added or taken away. */
+typedef struct code_sums {
+    float xl, l2;
+} code_sums;
+
+SL_INLINE code_sums sums_with(code_sums sums, float x, float weight, float code, float sign) {
+    float xl = weight * x, l2 = weight * code;
+    xl = xl * code;
+    l2 = l2 * code;
+    code_sums out = {sums.xl + sign * xl, sums.l2 + sign * l2};
+    return out;
+}
+
+/* Moves codes while this improves the scale. */
+static code_sums move_codes(const float *x, const float *weights, size_t count, int32_t most, code_sums sums,
+                            uint8_t *codes) {
+    for (int k = 0; k < 5; k++) {
+        bool moved = false;
+        for (size_t i = 0; i < count; i++) {
+            code_sums rest = sums_with(sums, x[i], weights[i], (float)codes[i], -1.0f);
+            if (!(rest.xl > 0.0f && rest.l2 > 0.0f)) continue;
+            float product = x[i] * rest.l2;
+            int32_t code = nearest_int(product / rest.xl);
+            code = code < most ? code : most;
+            if (code == codes[i]) continue;
+            rest = sums_with(rest, x[i], weights[i], (float)code, 1.0f);
+            float own = rest.xl * rest.xl, old = sums.xl * sums.xl;
+            own = own * sums.l2;
+            old = old * rest.l2;
+            if (!(own > old)) continue;
+            codes[i] = (uint8_t)code;
+            sums = rest;
+            moved = true;
+        }
+        if (!moved) break;
+    }
+    return sums;
+}
+
+/* Returns the scale of at most 16 scales, and sets their codes, from 0 to `most`. */
+static float scale_of_scales(const float *x, const float *weights, size_t count, int32_t most, uint8_t *codes) {
+    float largest = 0.0f;
+    for (size_t i = 0; i < count; i++) largest = largest > x[i] ? largest : x[i];
+    memset(codes, 0, count);
+    if (largest < ALL_ZEROS) return 0.0f;
+    float inverse = first_inverse(x, weights, count, most, largest);
+    code_sums sums = {0.0f, 0.0f};
+    for (size_t i = 0; i < count; i++) {
+        int32_t code = nearest_int(inverse * x[i]);
+        code = code < most ? code : most;
+        codes[i] = (uint8_t)code;
+        sums = sums_with(sums, x[i], weights[i], (float)code, 1.0f);
+    }
+    sums = move_codes(x, weights, count, most, sums, codes);
+    return sums.l2 > 0.0f ? sums.xl / sums.l2 : 0.0f;
+}
+
+#endif
