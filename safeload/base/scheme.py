@@ -20,6 +20,7 @@ class Scheme(NamedTuple):
     dtype: Dtype  # of the stored data; blocks include their scales, the scales of int8 are stored separately
     roundings: Mapping[str, int]  # values of ``rounding=`` with their numbers in the C core, the default first
     fallback: str | None = None  # a scheme with smaller blocks, for rows that are not whole blocks
+    weighted: bool = False  # True if importance changes the result
 
     @property
     def block(self) -> int:
@@ -53,8 +54,8 @@ class Scheme(NamedTuple):
         return self.roundings[rounding or next(iter(self.roundings))]
 
 
-def _blocks(name: str, fallback: str | None = None, **roundings: int) -> Scheme:
-    return Scheme(name, BLOCK_TYPES[name], roundings, fallback)
+def _blocks(name: str, fallback: str | None = None, *, weighted: bool = True, **roundings: int) -> Scheme:
+    return Scheme(name, BLOCK_TYPES[name], roundings, fallback, weighted)
 
 
 INT8 = "int8"
@@ -63,14 +64,23 @@ SCHEMES = {
     for row in (
         Scheme(INT8, BY_CODE["I8"], {}),
         _blocks("q4_0", absmax=lib.SL_Q4_0_ABSMAX, ggml=lib.SL_Q4_0),
-        _blocks("q8_0", absmax=lib.SL_Q8_0, ggml=lib.SL_Q8_0),  # equal: ggml's own scale is absmax / 127
+        _blocks(
+            "q8_0", weighted=False, absmax=lib.SL_Q8_0, ggml=lib.SL_Q8_0
+        ),  # equal: ggml's own scale is absmax / 127
         _blocks("q4_1", ggml=lib.SL_Q4_1),
         _blocks("q5_0", ggml=lib.SL_Q5_0),
         _blocks("q5_1", ggml=lib.SL_Q5_1),
         # The fallbacks are llama.cpp's: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp
+        _blocks("q2_k", fallback="q4_0", ggml=lib.SL_Q2_K),
+        _blocks("q3_k", fallback="q4_0", ggml=lib.SL_Q3_K),
         _blocks("q4_k", fallback="q5_0", ggml=lib.SL_Q4_K),
         _blocks("q5_k", fallback="q5_1", ggml=lib.SL_Q5_K),
         _blocks("q6_k", fallback="q8_0", ggml=lib.SL_Q6_K),
+        _blocks("iq4_nl", ggml=lib.SL_IQ4_NL),
+        _blocks("iq4_xs", fallback="iq4_nl", ggml=lib.SL_IQ4_XS),
+        _blocks("mxfp4", weighted=False, ggml=lib.SL_MXFP4),
+        _blocks("tq1_0", fallback="q4_0", weighted=False, ggml=lib.SL_TQ1_0),
+        _blocks("tq2_0", fallback="q4_0", weighted=False, ggml=lib.SL_TQ2_0),
     )
 }
 # The dtypes of all schemes' stored data, including read-only schemes.
@@ -107,8 +117,8 @@ def parse(scheme: object) -> str:
     of_mixture = name[:-2] if name.endswith(("_s", "_m", "_l")) else name
     if of_mixture in SCHEMES:
         raise ValueError(
-            f"scheme {show(scheme)} is a llama.cpp mixture: use {of_mixture!r} for all matrices, or a dict "
-            "with a scheme for each name pattern"
+            f"scheme {show(scheme)} is a llama.cpp mixture, which needs a GGUF destination and a model with llama.cpp's "
+            f"metadata: use {of_mixture!r} for all matrices, or a dict with a scheme for each name pattern"
         )
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-KEY = "general.file_type"
+from .mixtures import FILE_TYPE, FILE_TYPES
+
+KEY = FILE_TYPE
 
 # Numbers of dtypes and block types in enum llama_ftype of
-# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h. K-quants have a number for each mixture; these are
-# the numbers of a single type (S).
-_NUMBERS = {
-    "float32": 0, "float16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16,
-    "q6_k": 18, "bfloat16": 32,
-}  # fmt: skip
+# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h. K-quants have a number for each mixture; the lowest
+# is that of a single type (S).
+_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 32}
+for _row in FILE_TYPES.values():
+    _NUMBERS[_row.base] = min(_row.number, _NUMBERS.get(_row.base, _row.number))
 
 
 def updated(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any, Any]:

@@ -40,7 +40,7 @@ _KINDS = {
     "ffn_down": _DOWN,
 }
 _OUTPUT_NAME = "output.weight"
-_EMBEDDING_NAMES = ("token_embd.weight", "per_layer_token_embd.weight")
+EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 
 # Matrices that stay as they are: whole names, and parts of names.
 _KEPT_NAMES = ("position_embd.weight", "token_types.weight")
@@ -332,7 +332,7 @@ def choose(
 def _kind_of(name: str, tied: bool) -> str:
     if name == _OUTPUT_NAME:
         return _OUTPUT
-    if name in _EMBEDDING_NAMES:
+    if name in EMBEDDINGS:
         return _OUTPUT if tied else _EMBEDDING
     return next((kind for part, kind in _KINDS.items() if part in name), _REST)
 
@@ -357,7 +357,7 @@ class _Chooser:
             return TensorType(None)
         chosen = self._chosen(name, shape)
         fallback = SCHEMES[chosen].of_rows(shape[-1]) or FLOAT16
-        ends = name == _OUTPUT_NAME or name in _EMBEDDING_NAMES
+        ends = name == _OUTPUT_NAME or name in EMBEDDINGS
         requires = self._row.requires_imatrix and fallback == self._row.base and not ends
         return TensorType(fallback, None if fallback == chosen else chosen, requires)
 

@@ -25,8 +25,12 @@ from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import RangeError, SafeloadError, cut_traceback
+from .importance import check_importance, weighted_jobs
 
-SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
+SchemeName: TypeAlias = Literal[
+    "int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+    "tq1_0", "tq2_0",
+]  # fmt: skip
 Rounding: TypeAlias = Literal["absmax", "ggml"]
 
 
@@ -36,6 +40,7 @@ def quantize(
     *,
     axis: int | None = None,
     rounding: Rounding | None = None,
+    importance: Any = None,
     out: QuantizedTensor | None = None,
     threads: int | None = None,
 ) -> QuantizedTensor:
@@ -48,8 +53,13 @@ def quantize(
     - "q5_0": like "q4_0" with 5-bit codes, value (q - 16) * d. "q4_1" and "q5_1" add a float16 minimum m, value
       q * d + m. All match llama.cpp's reference.
     - "q4_k", "q5_k": super-blocks of 256, in which 8 runs of 32 have a 6-bit scale and a 6-bit minimum, in units of two
-      float16, value q * scale - minimum. "q6_k": 16 runs of 16 with an 8-bit scale, value (q - 32) * scale. Each scale
-      is the best of about twenty candidates, as in llama.cpp's reference without an importance matrix.
+      float16, value q * scale - minimum. "q6_k": 16 runs of 16 with an 8-bit scale, value (q - 32) * scale. "q2_k" and
+      "q3_k" are like these with 2 and 3 bits. Each scale is the best of about twenty candidates, as in llama.cpp's
+      reference.
+    - "iq4_nl": blocks of 32 with 4-bit indices into a table of 16 numbers. "iq4_xs": super-blocks of 8 such runs with
+      6-bit scales. "mxfp4": blocks of 32 with 4-bit floats and a power of two as scale.
+    - "tq1_0", "tq2_0": super-blocks of 256 of the codes -1, 0 and 1, for weights that are ternary already, such as
+      those of BitNet; d = absmax.
     - "bitnet": the codes -1, 0 and 1 that training computes from the master weights of BitNet b1.58, value code * m
       with m = mean(abs(x)). A byte holds the codes of four rows, as transformers packs them.
 
@@ -58,11 +68,14 @@ def quantize(
 
     Args:
         x: array of real numbers, or anything that NumPy can convert to an array. For block types the last axis must be
-            a multiple of 32, for "q4_k", "q5_k" and "q6_k" of 256.
+            a multiple of 32, for "q2_k" to "q6_k", "iq4_xs", "tq1_0" and "tq2_0" of 256.
         scheme: see above.
         axis: for int8: the axis to give a scale per element; None for a single scale.
         rounding: for "q4_0": "absmax" (the default) or "ggml". "q8_0" accepts both, with equal results; other block
             types accept "ggml".
+        importance: how much each column matters, such as the mean square of its inputs: finite numbers >= 0 of shape
+            [columns], or for a stack of matrices [matrices, columns]. The bytes then match those of llama.cpp with an
+            importance matrix. "q8_0", "mxfp4", "tq1_0" and "tq2_0" have no choice and ignore it, as in llama.cpp.
         out: quantized tensor to fill, with the scheme, shape and axis of the result; None for a new one. It is left
             unchanged if a value is refused.
         threads: None: chosen automatically.
@@ -73,8 +86,8 @@ def quantize(
     Raises:
         RangeError: a value is NaN or infinite, or the scale of a block does not fit float16; the message has the first
             index.
-        ValueError: unknown scheme or rounding, axis out of bounds, rows that are not whole blocks, or an ``out`` that
-            does not match.
+        ValueError: unknown scheme or rounding, axis out of bounds, rows that are not whole blocks, or an ``out`` or
+            ``importance`` that does not match.
         TypeError: x does not hold real numbers.
 
     Example:
@@ -84,10 +97,12 @@ def quantize(
     """
     try:
         if isinstance(scheme, str) and scheme.lower() == _BITNET:
-            if axis is not None or rounding is not None or out is not None:
-                raise ValueError("bitnet does not accept axis=, rounding= or out=")
+            if axis is not None or rounding is not None or out is not None or importance is not None:
+                raise ValueError("bitnet does not accept axis=, rounding=, importance= or out=")
             return _quantize_bitnet(x, threads)
         name = parse(scheme)
+        if importance is not None:
+            rounding = _weighted_rounding(name, rounding)
         target = SCHEMES[name].target(rounding)
         if name == INT8 and rounding is not None:
             raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
@@ -99,7 +114,8 @@ def quantize(
         if out is not None:
             _check_out(out, source, name, axis)
         result = new_tensor(source, name, axis)
-        run_requests([Request(source, result, target)], threads=threads, progress=None)
+        weights = None if importance is None else check_importance(importance, source.shape)
+        run_requests([Request(source, result, target, weights)], threads=threads, progress=None)
         if out is None:
             return result
         out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
@@ -109,6 +125,19 @@ def quantize(
     except SafeloadError as error:
         cut_traceback(error)
         raise
+
+
+def _weighted_rounding(scheme: str, rounding: Rounding | None) -> Rounding:
+    """Return the rounding for a scheme with importance.
+
+    Raises:
+        ValueError: int8, or another rounding than ggml's.
+    """
+    if scheme == INT8:
+        raise ValueError("importance= applies to ggml's block types, got int8")
+    if rounding not in (None, "ggml"):
+        raise ValueError(f'importance= implies rounding="ggml", got {show(rounding)}')
+    return "ggml"
 
 
 def _check_out(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
@@ -128,8 +157,12 @@ def quantize_source(
     rounding: Rounding | None,
     data: Array,
     threads: int | None,
+    importance: Array | None = None,
 ) -> QuantizedTensor:
     """Quantize a tensor into ``data``.
+
+    Args:
+        importance: see `check_importance`.
 
     Raises:
         RangeError: a value is out of range for the scheme; the message has tensor and index.
@@ -138,7 +171,8 @@ def quantize_source(
         source = source.dequantize(threads=threads)
     reals = source if isinstance(source, Source) else of_reals("", source, threads)
     result = new_tensor(reals, scheme, axis, data)
-    run_requests([Request(reals, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)
+    request = Request(reals, result, SCHEMES[scheme].target(rounding), importance)
+    run_requests([request], threads=threads, progress=None)
     return result
 
 
@@ -151,11 +185,18 @@ class Request(NamedTuple):
     source: Source
     result: QuantizedTensor | Array
     target: int  # dtype number of the codes, or of the array
+    importance: Array | None = None  # of the columns, see `check_importance`
 
     @property
     def is_int8(self) -> bool:
         """True if the result has a scale apart from its codes."""
         return isinstance(self.result, QuantizedTensor) and self.result.scale is not None
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if importance changes the result, which has elements."""
+        scheme = self.result.scheme if isinstance(self.result, QuantizedTensor) else INT8
+        return self.importance is not None and SCHEMES[scheme].weighted and self.source.size > 0
 
     @property
     def by_parts(self) -> bool:
@@ -195,6 +236,11 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
             assert isinstance(result, QuantizedTensor)
             channels = channels_of(source.shape, result.axis, factors[id(request)])
             batch.add(source.work(lib.SL_OP_INT8, memory, channels=channels))
+        elif request.is_weighted:
+            assert isinstance(result, QuantizedTensor)
+            assert request.importance is not None
+            for job in weighted_jobs(source, result.scheme, memory, request.importance, threads):
+                batch.add(job)
         else:
             for job in source.jobs(memory, request.target):
                 batch.add(job)

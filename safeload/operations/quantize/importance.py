@@ -1,0 +1,126 @@
+"""Quantize with importance: read importance matrices, and describe the jobs that use them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...base.arrays import Array
+from ...base.native import lib
+from ...base.paths import PathLike
+from ...base.scheme import SCHEMES
+from ...base.text import show, subject
+from ...engine.codes.source import Source, of_numbers
+from ...engine.run import jobs
+from ...engine.run.job import Channels, Job, Origin
+from ...engine.run.memory import address_of, private_array
+from ...errors import FormatError
+from ...formats.gguf import imatrix
+from ...formats.gguf.imatrix import ImportanceMatrix
+from ...formats.gguf.mixtures import EMBEDDINGS
+from ...loading.entry import open as open_checkpoint
+from ...stores.url import is_url
+
+_MAGIC = b"GGUF"
+# A file of the older format is read at once: 70B models have 30 MB.
+_LARGEST_FILE = 4 << 30
+
+
+def read_importance(path: PathLike) -> ImportanceMatrix:
+    """Read an importance matrix of llama.cpp's, in GGUF or in the older format.
+
+    Raises:
+        FormatError: the file is neither, or damaged.
+        OSError: the file cannot be read.
+    """
+    shown = os.fspath(path)
+    if not is_url(shown):
+        with open(shown, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                size = os.fstat(file.fileno()).st_size
+                if size > _LARGEST_FILE:
+                    raise FormatError(f"{size:,} bytes are too large for an importance matrix", shown)
+                file.seek(0)
+                return imatrix.of_dat(shown, file.read())
+    with open_checkpoint(shown) as checkpoint:
+        names = [name for name in checkpoint if name.endswith((imatrix.SUMS, imatrix.COUNTS))]
+        return imatrix.of_gguf(shown, checkpoint.load(names=names), checkpoint.metadata)
+
+
+def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") -> Array:
+    """Return importance as float32 [matrices or 1, columns] for a tensor of this shape.
+
+    Raises:
+        ValueError: the shape differs, or a number is negative or not finite.
+    """
+    with np.errstate(over="ignore"):
+        vectors = np.ascontiguousarray(np.asarray(importance), np.float32)
+    columns = shape[-1] if shape else 1
+    matrices = math.prod(shape[:-2])
+    if vectors.shape not in ((columns,), (matrices, columns), (*shape[:-2], columns)):
+        raise ValueError(
+            f"{subject(name)}importance has shape {list(vectors.shape)}, expected [{columns}]"
+            + (f" or {[*shape[:-2], columns]}" if len(shape) > 2 else "")
+        )
+    if not (np.isfinite(vectors) & (vectors >= 0)).all():
+        raise ValueError(f"{subject(name)}importance must be finite and >= 0")
+    return vectors.reshape(-1, columns)
+
+
+def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, threads: int | None) -> Iterator[Job]:
+    """Yield the jobs that quantize a tensor with importance, one for each matrix with an importance of its own.
+
+    Args:
+        memory: address of the result.
+        importance: see `check_importance`.
+    """
+    target = SCHEMES[scheme].dtype
+    columns = source.shape[-1]
+    if source.packed is not None and (len(importance) > 1 or not source.in_order):
+        source = _restored(source, threads)
+    first = source.work(lib.SL_OP_WEIGHTED, memory)._replace(target=target.number)
+    if source.packed is not None:
+        yield first._replace(channels=Channels(columns, 1, importance[0]))
+        return
+    elements = math.prod(source.shape) // len(importance)
+    for index, vector in enumerate(importance):
+        yield first._replace(
+            offset=source.offset + source.row.nbytes(index * elements),
+            size=source.row.nbytes(elements),
+            memory=memory + target.nbytes(index * elements),
+            channels=Channels(columns, 1, vector),
+            origin=Origin(source.name, source.shape, source.owner, index * elements),
+        )
+
+
+def _restored(source: Source, threads: int | None) -> Source:
+    """Restore packed codes in another order than their values, or with an importance for each matrix."""
+    values = private_array(source.shape, np.dtype(np.float32))
+    if values.size:
+        jobs.Batch(source.jobs(address_of(values), lib.SL_F32)).run(threads=threads)
+    return of_numbers(source.name, jobs.native_order(values), source.row, threads)
+
+
+def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> Array | None:
+    """Return the importance of a tensor's columns, or None if the matrix has no entry for it.
+
+    Raises:
+        FormatError: the entry has another size, except for embeddings, which llama-quantize ignores.
+    """
+    vector = matrix.vectors.get(name)
+    if vector is None:
+        return None
+    columns, matrices = shape[-1], math.prod(shape[:-2])
+    if vector.size == columns * matrices:
+        return vector.reshape(matrices, columns)
+    if name in EMBEDDINGS:
+        return None
+    raise FormatError(
+        f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
+        + (f" in {matrices:,} matrices" if matrices > 1 else ""),
+        matrix.path,
+    )
