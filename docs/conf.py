@@ -55,6 +55,8 @@ _ALIASES = (
     "Paths",
     "Progress",
     "Backend",
+    "ConvertScheme",
+    "FileTypeName",
     "Scheme",
     "Keep",
     "Patterns",

@@ -117,8 +117,8 @@ def parse(scheme: object) -> str:
     of_mixture = name[:-2] if name.endswith(("_s", "_m", "_l")) else name
     if of_mixture in SCHEMES:
         raise ValueError(
-            f"scheme {show(scheme)} is a llama.cpp mixture, which needs a GGUF destination and a model with llama.cpp's "
-            f"metadata: use {of_mixture!r} for all matrices, or a dict with a scheme for each name pattern"
+            f"scheme {show(scheme)} is a llama.cpp mixture: use {of_mixture!r} for all matrices, or a dict "
+            "with a scheme for each name pattern"
         )
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:

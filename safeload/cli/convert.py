@@ -11,6 +11,7 @@ from typing import Any
 from ..base.scheme import SCHEMES
 from ..base.text import show
 from ..engine.read.load import targets
+from ..formats.gguf.mixtures import MIXTURES
 from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
@@ -39,6 +40,7 @@ _EPILOG = """examples:
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ mixed/ --quantize q4_k --quantize '*down*=q6_k'
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
+  safeload convert model-f16.gguf model-q4.gguf --quantize q4_k_m --imatrix imatrix.gguf
   safeload convert model.safetensors text.safetensors --drop 'vision.*'
   safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
@@ -78,9 +80,14 @@ def register(commands: Any) -> None:
         metavar="[PATTERN=]SCHEME",
         action="append",
         help="quantize matrices, or those whose names match a shell pattern; may be repeated, the first match wins: "
-        f"{', '.join(SCHEMES)}, or none",
+        f"{', '.join(SCHEMES)}, or none. From GGUF to GGUF also llama.cpp's mixtures: {', '.join(MIXTURES)}",
     )
-    suggest(scheme, lambda: SCHEMES)
+    suggest(scheme, lambda: (*SCHEMES, *MIXTURES))
+    parser.add_argument(
+        "--imatrix",
+        metavar="FILE",
+        help="importance matrix of llama.cpp for --quantize, in GGUF or the older format; for a single file",
+    )
     layout = parser.add_argument(
         "--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file"
     )
@@ -121,6 +128,11 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         "--no-extras",
         action="store_true",
         help="do not copy tokenizer, chat template and generation_config.json",
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="write .gguf tensor by tensor; --quantize names block types then, not llama.cpp's file types",
     )
     parser.add_argument(
         "--format",
@@ -167,6 +179,7 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             options.destination,
             dtype=options.dtype,
             quantize=_schemes(options.quantize),
+            imatrix=options.imatrix,
             layout=_layout(options.layout),
             names=options.name,
             only=options.only,
@@ -176,6 +189,7 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             metadata=_metadata(options.metadata),
             adapters=None if options.adapter is None else list(map(_adapter, options.adapter)),
             extras=not options.no_extras,
+            raw=options.raw,
             storage_options=storage_options(options),
             max_shard_size=options.max_shard_size,
             format=options.format,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
@@ -20,7 +21,8 @@ from ..folders import unfinished
 from ..folders.destinations import Destination, file_in_store, replacement_of
 from ..folders.folder import check_free
 from ..folders.replacement import OldShards
-from ..quantize.checkpoint import Keep, Scheme
+from ..quantize.checkpoint import Keep
+from ..quantize.file_types import ConvertScheme
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
@@ -36,7 +38,8 @@ def convert(
     dst: Destination,
     *,
     dtype: Any = None,
-    quantize: Scheme | None = None,
+    quantize: ConvertScheme | None = None,
+    imatrix: PathLike | None = None,
     layout: Layout | None = None,
     names: Iterable[str] | None = None,
     only: Patterns = None,
@@ -48,6 +51,7 @@ def convert(
     max_shard_size: int | str | None = None,
     format: WrittenName | None = None,
     extras: bool = True,
+    raw: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -82,6 +86,13 @@ def convert(
             the tensors that `load_quantized` quantizes, including tied heads unless ``names`` is given; ``dtype``
             applies to the rest. Q4_0 rounds by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`. Only
             safeload reads the quantized tensors of a folder; its ``config.json`` says so.
+
+            If a GGUF model becomes a GGUF file, a bare name is a file type of llama.cpp's: each tensor gets the type
+            that llama-quantize chooses. These can also be mixtures: "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s",
+            "q4_k_m" (also called "q4_k"), "q5_k_s", "q5_k_m" and "mxfp4_moe". In a dict a name is a block type, and
+            "*" can have a mixture.
+        imatrix: path of an importance matrix of llama.cpp's for ``quantize``, in GGUF or in the older format. Tensors
+            without an entry are quantized without importance. Needs a single file as destination.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
         names: exact names of the tensors to convert; None for all.
         only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of
@@ -104,6 +115,7 @@ def convert(
         extras: True to copy the tokenizer, the chat template and ``generation_config.json`` from a source folder to the
             destination folder, so that other libraries can load the result. Not available from https, because it cannot
             list folders.
+        raw: True to write ".gguf" files tensor by tensor: names in ``quantize`` are block types then.
         storage_options: for URLs, in ``src`` and ``dst``: options of the filesystem behind the URL, see `open`. Workers
             of an executor only get options without secrets, and should take keys from their environment.
         overwrite: False to raise FileExistsError if the destination exists. In a folder, the old shards and
@@ -127,7 +139,8 @@ def convert(
     Raises:
         FileExistsError: ``dst`` exists and ``overwrite`` is not set; or a ``model.safetensors`` of unknown origin
             would hide the new index.
-        UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a tensor
+        UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a file type
+            requires an importance matrix for a tensor. Or a tensor
             holds codes that cannot be dequantized, such as EXL2, or was opened as stored, unless the result is
             safetensors with all tensors as stored.
         SafeloadError: two sources have a tensor with the same name.
@@ -149,6 +162,7 @@ def convert(
         options: ConvertOptions = {
             "dtype": dtype,
             "quantize": quantize,
+            "imatrix": imatrix,
             "layout": layout,
             "names": names,
             "only": only,
@@ -160,6 +174,7 @@ def convert(
             "max_shard_size": max_shard_size,
             "format": format,
             "extras": extras,
+            "raw": raw,
             "storage_options": storage_options,
         }
         started = time.perf_counter()

@@ -14,11 +14,13 @@ from ...base import dtypes
 from ...base.scheme import SCHEMES
 from ...base.text import show
 from ...errors import FormatError
+from ...formats.gguf.mixtures import sort_key
 from ...formats.registry import SAFETENSORS
 from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary, described
+from ..quantize.file_types import FileTypeRules
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -58,7 +60,8 @@ class Decider:
         options = request.options
         names, only, drop = options.get("names"), options.get("only"), options.get("drop")
         model = ModelRules.of(catalog)
-        tied = {} if rules is None or names is not None else model.tied_heads()
+        of_llama_cpp = isinstance(rules, FileTypeRules)  # which ties the head itself
+        tied = {} if rules is None or names is not None or of_llama_cpp else model.tied_heads()
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
         self.descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
         self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
@@ -68,6 +71,8 @@ class Decider:
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         if rules is not None:
             rules.schema = model.schema
+        if isinstance(rules, FileTypeRules):
+            rules.prepare(self.descriptions)
         if self._target is not None or rules is not None or self._format != SAFETENSORS:
             cause = f"the format {self._format}" if self._target is None else "dtype="
             cause = cause if rules is None else "quantize="
@@ -111,7 +116,10 @@ class Decider:
         Activation scales are copied only if all tensors stay packed.
         """
         self._catalog.refuse_unknown(self.descriptions)
-        decisions = {name: self._decide(name, tensor) for name, tensor in self.descriptions.items()}
+        names: Iterable[str] = self.descriptions
+        if isinstance(self._rules, FileTypeRules):
+            names = sorted(names, key=sort_key)
+        decisions = {name: self._decide(name, self.descriptions[name]) for name in names}
         if self._rules is None and self._target is None and self._format in (SAFETENSORS, "gguf"):
             decisions.update((name, Decision((name,))) for name in self._ignored)
         for head, embedding in self._heads.items():
@@ -154,6 +162,8 @@ class Decider:
         kept = None if planned is None else planned.reason or None
         if planned is not None and planned.scheme is not None:
             return Decision((name,), scheme=planned.scheme)
+        if planned is not None and planned.dtype is not None:
+            return Decision((name,), planned.dtype, kept=kept)
         if tensor.packed:
             if self._target is None and self._rules is None:
                 return Decision((name,))

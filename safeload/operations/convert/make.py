@@ -27,6 +27,7 @@ from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ...errors import UnsupportedError
 from ...formats.gguf import file_type
+from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
 from ...models.layout import Layout
@@ -34,6 +35,8 @@ from ...packed.quantization import is_kept_by
 from ...stores.files import Location
 from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
+from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
+from ..quantize.importance import read_importance, vector_for
 from ..quantize.quantize import Rounding, quantize_source
 from ..quantize.stack import fill, plan
 from ..sources.catalog import Catalog
@@ -119,20 +122,33 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads
         SafeloadError, ValueError, OSError: see `convert`.
     """
     options = request.options
-    quantize = options.get("quantize")
-    rules = None if quantize is None else Rules(quantize, options.get("keep"))
     if options.get("adapters") is not None:
         from .merged import merged  # only here: most conversions merge nothing
 
         with_config = request.folder is not None
         catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"), with_config=with_config)
     with paused(len(catalog)):
-        return _prepared(catalog, request, rules, threads)
+        return _prepared(catalog, request, threads)
 
 
-def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, threads: int | None) -> Outputs:
+def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix | None) -> Rules | None:
+    options = request.options
+    quantize = options.get("quantize")
+    if quantize is None:
+        return None
+    model = request.format == "gguf" and not options.get("raw")
+    rules = rules_for(catalog, quantize, options.get("keep"), matrix, model=model)
+    if isinstance(rules, FileTypeRules) and options.get("layout") is not None:
+        raise ValueError(f"layout= has no llama.cpp names, which file type {rules.file_type} needs: pass raw=True")
+    return rules
+
+
+def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Outputs:
     options, format = request.options, request.format
     keep, layout = options.get("keep"), options.get("layout")
+    path = options.get("imatrix")
+    matrix = None if path is None else read_importance(path)
+    rules = _rules(catalog, request, matrix)
     decider = Decider(catalog, request, rules)
     if keep is not None and not callable(keep):
         check_matches("keep", keep, decider.names)
@@ -143,7 +159,8 @@ def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, th
     if options.get("adapters") is not None and not converts and layout is None:
         for source in {source for decision in decisions.values() for source in decision.sources}:
             catalog.check_kept(source)
-    outputs = Maker(catalog, decisions, format, threads=threads, descriptions=decider.descriptions).outputs()
+    maker = Maker(catalog, decisions, format, threads=threads, descriptions=decider.descriptions, matrix=matrix)
+    outputs = maker.outputs()
     rename = options.get("rename")
     names = {name: name for name in outputs} if rename is None else renamed(outputs, rename)
     for name, output in outputs.items() if rename is not None else ():
@@ -161,8 +178,11 @@ def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, th
         )
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = metadata_for(catalog, request)
-    if format == "gguf" and converts and file_type.KEY not in (options.get("metadata") or {}):
+    own = options.get("metadata") or {}
+    if format == "gguf" and converts and not isinstance(rules, FileTypeRules) and file_type.KEY not in own:
         metadata = file_type.updated(metadata, outputs.values())
+    if format == "gguf" and rules is not None:
+        metadata = metadata_with(metadata, rules, matrix, own)
     return Outputs(catalog, decider, decisions, outputs, metadata, extras_for(catalog, request), format)
 
 
@@ -214,6 +234,11 @@ class Maker:
         decisions: by the tensor names to use in messages.
         format: of the result.
         descriptions: tensor descriptions that are available already.
+        matrix: importance of the columns, by names in the source.
+
+    Raises:
+        ValueError: the matrix has an entry for none of the tensors to quantize.
+        FormatError: an entry does not fit its tensor.
     """
 
     def __init__(
@@ -224,7 +249,9 @@ class Maker:
         *,
         threads: int | None,
         descriptions: Mapping[str, TensorDescription] | None = None,
+        matrix: ImportanceMatrix | None = None,
     ) -> None:
+        self._importance: dict[str, Array] = {}
         self._catalog = catalog
         self._decisions = decisions
         self._descriptions = {} if descriptions is None else descriptions
@@ -233,6 +260,20 @@ class Maker:
         self._threads = threads
         self._scratch = _Scratch()
         self._entries: dict[str | None, dict[str, Entry]] = {}
+        if matrix is not None:
+            self._importance = self._of_matrix(matrix)
+
+    def _of_matrix(self, matrix: ImportanceMatrix) -> dict[str, Array]:
+        """Return the importance for each tensor to quantize that has one."""
+        quantized = [name for name, decision in self._decisions.items() if decision.scheme is not None]
+        vectors = {name: vector_for(matrix, name, self._about(name).shape) for name in quantized}
+        found = {name: vector for name, vector in vectors.items() if vector is not None}
+        if quantized and not found:
+            raise ValueError(
+                f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(quantized), 'tensor')} to quantize, "
+                f"such as {show(quantized[0])}"
+            )
+        return found
 
     def outputs(self) -> dict[str, Output]:
         """Return all tensors, in the order of the decisions.
@@ -250,7 +291,8 @@ class Maker:
             return _stored(self._catalog.ignored[source], self._threads)
         tensor = self._about(source)
         if decision.scheme is not None:
-            return self._quantized(decision.scheme, tensor.shape, partial(self._values, source, name))
+            values = partial(self._values, source, name)
+            return self._quantized(decision.scheme, tensor.shape, values, self._importance.get(name))
         if decision.dtype is None and tensor.packed:
             return self._packed(source, tensor)
         if decision.dtype is None and tensor.scheme is not None:
@@ -307,7 +349,9 @@ class Maker:
             return self._quantized(decision.scheme, stack.shape, make)
         return Lazy(dtypes.array_dtype(stack.row.number), stack.shape, make)
 
-    def _quantized(self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any]) -> LazyQuantized:
+    def _quantized(
+        self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any], importance: Array | None = None
+    ) -> LazyQuantized:
         """Return a tensor to quantize when it is written."""
         axis = usual_axis(scheme, shape)
         (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
@@ -317,7 +361,15 @@ class Maker:
             stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
             data = private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
             rounding = self._rounding if scheme == "q4_0" else None
-            return quantize_source(value, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads)
+            return quantize_source(
+                value,
+                scheme,
+                axis=axis,
+                rounding=rounding,
+                data=data,
+                threads=self._threads,
+                importance=importance,
+            )
 
         return LazyQuantized(
             scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis

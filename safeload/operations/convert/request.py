@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from ...base import dtypes
 from ...base.arrays import check_mapping
+from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
 from ...base.text import parse_size, show
 from ...engine.read.load import parse_target
@@ -29,7 +30,8 @@ from ..folders import unfinished
 from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, of, where
 from ..folders.folder import Folder
 from ..folders.shards import extras_of
-from ..quantize.checkpoint import Keep, Scheme
+from ..quantize.checkpoint import Keep
+from ..quantize.file_types import ConvertScheme
 from ..sources.catalog import Catalog, Given, has_names
 
 
@@ -37,7 +39,8 @@ class ConvertOptions(TypedDict, total=False):
     """Options of `safeload.plan_convert`: the arguments of `safeload.convert` that determine the result."""
 
     dtype: Any
-    quantize: Scheme | None
+    quantize: ConvertScheme | None
+    imatrix: PathLike | None
     layout: Layout | None
     names: Iterable[str] | None
     only: Patterns
@@ -49,6 +52,7 @@ class ConvertOptions(TypedDict, total=False):
     max_shard_size: int | str | None
     format: WrittenName | None
     extras: bool
+    raw: bool
     storage_options: Mapping[str, Any] | None
 
 
@@ -85,9 +89,13 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     target = parse_target(options.get("dtype"))
     if options.get("keep") is not None and options.get("quantize") is None:
         raise ValueError("keep= selects tensors that quantize= leaves unquantized: pass quantize= too")
+    if options.get("imatrix") is not None and options.get("quantize") is None:
+        raise ValueError("imatrix= has the importance of columns for quantize=: pass quantize= too")
     place, max_shard_size = where(dst, options.get("storage_options")), options.get("max_shard_size")
     in_folder = max_shard_size is not None or is_folder(place, options.get("format"))
     format = _format_of(place, options, in_folder=in_folder)
+    if in_folder and options.get("imatrix") is not None:
+        raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     folder = of(place) if in_folder else None
     if folder is None and place.files.remote:
         check_writable(place)

@@ -126,6 +126,7 @@ class Planned(NamedTuple):
     reason: str = ""  # why it is left unquantized
     already: bool = False  # True if it has the requested scheme already
     requested: str | None = None  # the requested scheme, if the rows of the tensor need its fallback
+    dtype: str | None = None  # code of the dtype to convert to instead
 
 
 class ModelRules(NamedTuple):
@@ -187,12 +188,9 @@ class Rules:
     def plan(self, name: str, about: TensorDescription) -> Planned:
         """Decide about a tensor; the first reason to keep it wins."""
         shape, scheme = about.shape, about.scheme
-        if not about.floating and scheme is None:
-            return Planned(None, f"is {about.dtype}, not floating")
-        if len(shape) not in (2, 3):
-            return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
-        if 0 in shape:
-            return Planned(None, "is empty")
+        unquantizable = self.unquantizable(about)
+        if unquantizable is not None:
+            return Planned(None, unquantizable)
         matches = ((pattern, to) for pattern, to in self._schemes.items() if fnmatchcase(name, pattern))
         pattern, requested = next(matches, (None, None))
         if pattern is None:
@@ -202,11 +200,9 @@ class Rules:
         result = SCHEMES[requested].of_rows(shape[-1])
         if scheme is not None and scheme in (requested, result):
             return Planned(None, f"is already {scheme}", already=True)
-        kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
+        kept = self.kept(name)
         if kept is not None:
-            return Planned(None, f"keep={show(kept)}")
-        if self._keep is not None and self._keep(name):
-            return Planned(None, "excluded by keep=")
+            return Planned(None, kept)
         usual = self.usual(name)
         if usual is not None and pattern == "*":  # an explicit pattern overrides the defaults
             return Planned(None, usual)
@@ -215,6 +211,21 @@ class Rules:
         if scheme is not None and not about.packed:
             check_restorable(name, scheme)
         return Planned(result, requested=None if result == requested else requested)
+
+    def unquantizable(self, about: TensorDescription) -> str | None:
+        """Return why a tensor is not a matrix of floating-point numbers, or None if it is."""
+        if not about.floating and about.scheme is None:
+            return f"is {about.dtype}, not floating"
+        if len(about.shape) not in (2, 3):
+            return f"is {len(about.shape)}-D, not 2-D or 3-D"
+        return "is empty" if 0 in about.shape else None
+
+    def kept(self, name: str) -> str | None:
+        """Return why ``keep`` leaves a tensor unquantized, or None if it does not."""
+        kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
+        if kept is not None:
+            return f"keep={show(kept)}"
+        return "excluded by keep=" if self._keep is not None and self._keep(name) else None
 
     def usual(self, name: str) -> str | None:
         """Return why a matrix of this name is kept by default, or None if it is quantized."""

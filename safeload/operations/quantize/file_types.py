@@ -1,0 +1,147 @@
+"""llama.cpp's file types as rules that select a scheme for each tensor of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+from ...base.text import show
+from ...errors import UnsupportedError
+from ...formats.gguf import mixtures
+from ...formats.gguf.imatrix import ImportanceMatrix
+from ...formats.gguf.mixtures import FILE_TYPES, FLOAT16, ModelSizes, TensorType
+from ..sources.catalog import Catalog
+from ..sources.description import TensorDescription
+from .checkpoint import Keep, Planned, Rules, check_restorable
+from .quantize import SchemeName
+
+FileTypeName: TypeAlias = Literal[
+    "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "mxfp4_moe"
+]  # fmt: skip
+ConvertScheme: TypeAlias = SchemeName | FileTypeName | Mapping[str, SchemeName | FileTypeName | None]
+
+_ALL = "*"  # the pattern for all other tensors
+
+
+def file_type_of(scheme: ConvertScheme, sizes: ModelSizes | None) -> str | None:
+    """Return the file type that ``quantize=`` asks for, or None if it asks for block types.
+
+    A bare name is a file type. In a dict the names of block types are block types; the pattern "*" can also have a
+    mixture such as "q4_k_m".
+
+    Args:
+        sizes: of the model to write, or None if the result is not a model of llama.cpp's.
+
+    Raises:
+        ValueError: the scheme is a mixture, which needs such a model.
+    """
+    name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
+    lower = name.lower() if isinstance(name, str) else ""
+    mixture = lower in mixtures.MIXTURES
+    if not mixture and (isinstance(scheme, Mapping) or lower not in (*FILE_TYPES, *mixtures.ALIASES)):
+        return None
+    if sizes is not None:
+        return mixtures.parse(lower)
+    if mixture:
+        raise ValueError(
+            f"{show(name)} is a file type of llama.cpp: it needs a GGUF destination without raw=, and a source whose "
+            "metadata describes a model (general.architecture and its block_count)"
+        )
+    return None
+
+
+class FileTypeRules(Rules):
+    """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern.
+
+    Args:
+        scheme: the file type, or a dict of patterns with the file type for "*".
+        file_type: its name, see `file_type_of`.
+    """
+
+    def __init__(
+        self, scheme: ConvertScheme, keep: Keep, file_type: str, sizes: ModelSizes, matrix: ImportanceMatrix | None
+    ) -> None:
+        patterns: dict[str, Any] = dict(scheme) if isinstance(scheme, Mapping) else {}
+        patterns.pop(_ALL, None)
+        super().__init__(patterns, keep)
+        self.file_type = file_type
+        self._sizes = sizes
+        self._matrix = matrix
+        self._types: Mapping[str, TensorType] = {}
+
+    def prepare(self, tensors: Mapping[str, TensorDescription]) -> None:
+        """Choose the types of all tensors of the result.
+
+        Raises:
+            UnsupportedError: llama.cpp has no rule for a tensor, or requires importance that is missing.
+        """
+        shapes = {name: about.shape for name, about in tensors.items()}
+        self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
+        for name, chosen in self._types.items():
+            if chosen.requires_imatrix and self.plan(name, tensors[name]).scheme == chosen.type:
+                self._check_importance(name, chosen)
+
+    def _check_importance(self, name: str, chosen: TensorType) -> None:
+        if self._matrix is not None and name in self._matrix.vectors:
+            return
+        missing = "pass imatrix=" if self._matrix is None else f"{show(self._matrix.path)} has no entry for it"
+        raise UnsupportedError(
+            f"tensor {show(name)} becomes {chosen.type}, which file type {self.file_type} requires an importance "
+            f"matrix for: {missing}",
+            tensor=name,
+        )
+
+    def plan(self, name: str, about: TensorDescription) -> Planned:
+        if any(fnmatchcase(name, pattern) for pattern in self.patterns):
+            return super().plan(name, about)
+        kept = self.unquantizable(about)
+        if kept is not None:
+            return Planned(None, kept)
+        chosen = self._types[name]
+        if chosen.type is None:
+            return Planned(None, f"stays as it is in file type {self.file_type}")
+        if about.scheme == chosen.type:
+            return Planned(None, f"is already {about.scheme}", already=True)
+        kept = self.kept(name)
+        if kept is not None:
+            return Planned(None, kept)
+        if about.scheme is not None and not about.packed:
+            check_restorable(name, about.scheme)
+        if chosen.type == FLOAT16:
+            return Planned(None, f"rows of {about.shape[-1]} elements are not whole blocks: float16", dtype="F16")
+        return Planned(chosen.type, requested=chosen.requested)
+
+
+def rules_for(
+    catalog: Catalog, scheme: ConvertScheme, keep: Keep, matrix: ImportanceMatrix | None, *, model: bool
+) -> Rules:
+    """Return the rules for ``quantize=``.
+
+    Args:
+        model: True if the result is a file for llama.cpp, so that bare names are file types.
+
+    Raises:
+        ValueError: an unknown scheme.
+    """
+    sizes = ModelSizes.of(catalog.metadata) if model else None
+    file_type = file_type_of(scheme, sizes)
+    if file_type is None or sizes is None:
+        return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types
+    return FileTypeRules(scheme, keep, file_type, sizes, matrix)
+
+
+def metadata_with(
+    metadata: Mapping[Any, Any], rules: Rules | None, matrix: ImportanceMatrix | None, own: Mapping[str, Any]
+) -> Mapping[Any, Any]:
+    """Return metadata with the keys that llama-quantize writes.
+
+    Args:
+        own: keys that the caller sets, which stay.
+    """
+    keys = {} if matrix is None else matrix.metadata()
+    if isinstance(rules, FileTypeRules):
+        metadata = mixtures.with_file_type(metadata, rules.file_type, keys.items())
+    else:
+        metadata = {**metadata, **keys}
+    return {**metadata, **{key: value for key, value in own.items() if value is not None}}
