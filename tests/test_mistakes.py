@@ -412,11 +412,13 @@ def test_schemes_are_taken_in_any_case(scheme, here, capsys):
     assert safeload.load("line.safetensors")["w"] == made["w"]
 
 
-WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k"
+WRITTEN = (
+    "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, tq1_0, tq2_0"
+)
 SCHEMES = {
     "Q4_K_M": ["scheme 'Q4_K_M' is a llama.cpp mixture: use 'q4_k' for all matrices, or "],
-    "Q3_K_M": [f"scheme 'Q3_K_M': Q3_K can only be read; writable schemes are {WRITTEN}"],
-    "q2_k": [f"Q2_K can only be read; writable schemes are {WRITTEN}"],
+    "IQ3_M": ["unknown scheme 'IQ3_M'"],
+    "iq2_xs": [f"IQ2_XS can only be read; writable schemes are {WRITTEN}"],
     "int4": [f"unknown scheme 'int4', expected one of {WRITTEN}", "not: int8'?"],
     "q40": ["unknown scheme 'q40': did you mean 'q4_0'?"],
     "bf16": ["unknown scheme 'bf16': it is a dtype; pass it as "],

@@ -7,16 +7,16 @@
 #include "kernels/scalar.h"
 
 /* Stores 32 codes of four bits: codes j and j + 16 share a byte. */
-SL_INLINE void store_nibbles(const uint8_t codes[SL_QK], uint8_t nibbles[16]) {
-    for (size_t j = 0; j < 16; j++) nibbles[j] = (uint8_t)(codes[j] | codes[j + 16] << 4);
+SL_INLINE void store_nibbles(const uint8_t numbers[SL_QK], uint8_t nibbles[16]) {
+    for (size_t j = 0; j < 16; j++) nibbles[j] = (uint8_t)(numbers[j] | numbers[j + 16] << 4);
 }
 
 /* Stores codes of five bits, with the fifth bits separate. */
-SL_INLINE void store_five_bits(const uint8_t codes[SL_QK], uint8_t high[4], uint8_t nibbles[16]) {
+SL_INLINE void store_five_bits(const uint8_t numbers[SL_QK], uint8_t high[4], uint8_t nibbles[16]) {
     uint32_t fifth = 0;
     for (size_t j = 0; j < 16; j++) {
-        nibbles[j] = (uint8_t)((codes[j] & 15) | codes[j + 16] << 4);
-        fifth |= (uint32_t)(codes[j] >> 4) << j | (uint32_t)(codes[j + 16] >> 4) << (j + 16);
+        nibbles[j] = (uint8_t)((numbers[j] & 15) | numbers[j + 16] << 4);
+        fifth |= (uint32_t)(numbers[j] >> 4) << j | (uint32_t)(numbers[j + 16] >> 4) << (j + 16);
     }
     store32(high, 0, fifth);
 }

@@ -24,7 +24,9 @@ static const char *label(int32_t dtype) { return dtype == SL_Q4_0_ABSMAX ? "Q4_0
 static bool is_block(int32_t dtype) { return sl_dtype_get(dtype)->bits == 0; }
 
 /* Whether a quantizer tries many scales for each block. */
-static bool is_searched(int32_t dtype) { return dtype == SL_Q4_K || dtype == SL_Q5_K || dtype == SL_Q6_K; }
+static bool is_searched(int32_t dtype) {
+    return (dtype >= SL_Q2_K && dtype <= SL_Q6_K) || dtype == SL_IQ4_NL || dtype == SL_IQ4_XS;
+}
 
 static size_t bytes_of(int32_t dtype, size_t count) { return (size_t)sl_dtype_bytes(sl_dtype_get(dtype), count); }
 
@@ -110,6 +112,53 @@ static void check_conversions(void) {
             if (is_searched(to) && from != SL_F32) continue; /* the same, and slow where there are no vectors */
             check_conversion(from, to);
         }
+}
+
+/* ---- blocks with importance ---- */
+
+/* Rows of finite values, some of them not whole groups of eight blocks, and zeros among values and importance. */
+static void check_weighted(int32_t to) {
+    enum { ROWS = 6, MOST = 1536 };
+    static const size_t COLUMNS[] = {32, 96, 256, 512, 800, MOST};
+    static float values[MOST * ROWS], importance[MOST];
+    static uint8_t source[MOST * ROWS * 4], wanted[MOST * ROWS * 2], got[MOST * ROWS * 2];
+    uint64_t state = DIGEST_START, seed = 38;
+    for (size_t i = 0; i < MOST; i++) importance[i] = i % 11 == 0 ? 0.0f : (float)(random_u64(&seed) >> 40) * 0x1p-12f;
+    for (size_t i = 0; i < MOST * ROWS; i++) {
+        float value = (float)((int64_t)(random_u64(&seed) >> 40) - (1 << 23)) * 0x1p-23f;
+        values[i] = i % 7 == 0 || i / 32 % 9 == 0 ? 0.0f : value * value * value;
+        if (i / 32 % 13 == 0) values[i] *= 0x1p-50f;
+    }
+    for (size_t i = 0; i < MOST * ROWS; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        for (size_t k = 0; k < 4; k++) source[4 * i + k] = (uint8_t)(bits >> 8 * k);
+    }
+    for (size_t k = 0; k < sizeof COLUMNS / sizeof COLUMNS[0]; k++) {
+        if (COLUMNS[k] % (size_t)sl_dtype_get(to)->block != 0) {
+            EXPECT(sl_quantize_weighted(SL_TIER_SCALAR, to, source, importance, wanted, 1, COLUMNS[k]) ==
+                   SL_E_ARGUMENT);
+            continue;
+        }
+        size_t size = bytes_of(to, COLUMNS[k] * ROWS);
+        EXPECT(sl_quantize_weighted(SL_TIER_SCALAR, to, source, importance, wanted, ROWS, COLUMNS[k]) == SL_OK);
+        for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+            if (!sl_tier_available(tier)) continue;
+            memset(got, UNTOUCHED, sizeof got);
+            EXPECT(sl_quantize_weighted(tier, to, source, importance, got, ROWS, COLUMNS[k]) == SL_OK);
+            if (memcmp(got, wanted, size) != 0 || !untouched(got + size, sizeof got - size))
+                FAIL("%s: %zu columns to %s with importance", sl_tier_name(tier), COLUMNS[k], label(to));
+        }
+        state = digest(state, wanted, size);
+    }
+    report("weighted", "F32", label(to), state);
+}
+
+static void check_all_weighted(void) {
+    static const int32_t TYPES[] = {SL_Q4_0, SL_Q4_1, SL_Q5_0, SL_Q5_1,   SL_Q2_K,  SL_Q3_K,
+                                    SL_Q4_K, SL_Q5_K, SL_Q6_K, SL_IQ4_NL, SL_IQ4_XS};
+    for (size_t k = 0; k < sizeof TYPES / sizeof TYPES[0]; k++) check_weighted(TYPES[k]);
+    EXPECT(sl_quantize_weighted(SL_TIER_SCALAR, SL_Q8_0, NULL, NULL, NULL, 0, 32) == SL_E_ARGUMENT);
 }
 
 /* ---- int8 ---- */
@@ -517,6 +566,7 @@ int main(void) {
         if (sl_tier_available(tier)) fprintf(stderr, "tier %s\n", sl_tier_name(tier));
     check_conversions();
     check_quantization();
+    check_all_weighted();
     check_all_statistics();
     check_differences();
     check_all_restored();

@@ -6,7 +6,7 @@
 
 #include "checkpoints.h"
 
-enum { ROWS = 96, COLUMNS = 65, ELEMENTS = ROWS * COLUMNS, ROOM = 1 << 18 };
+enum { ROWS = 128, COLUMNS = 65, ELEMENTS = ROWS * COLUMNS, ROOM = 1 << 18, BLOCK = 32 };
 enum { NO, YES, MAYBE };
 
 /* A job of each that must run: dtypes, and what it takes. */
@@ -27,6 +27,7 @@ static const struct {
     {SL_OP_STATS, "stats", NO, NO, MAYBE, SL_F32, SL_F32},
     {SL_OP_HISTOGRAM, "histogram", NO, NO, MAYBE, SL_F32, SL_F32},
     {SL_OP_RESTORE, "restore", NO, NO, YES, SL_F32, SL_BF16},
+    {SL_OP_WEIGHTED, "quantize with importance", NO, YES, MAYBE, SL_F32, SL_Q4_0},
 };
 _Static_assert(sizeof ROWS_OF_OPS / sizeof *ROWS_OF_OPS == SL_OP_COUNT, "one row for each operation");
 
@@ -111,6 +112,7 @@ static void try(size_t row, int32_t from, int32_t to, const sl_grid *grid, const
     /* Codes stand for f32, which have no channels of int8. */
     int32_t own = packed != NULL ? SL_F32 : ROWS_OF_OPS[row].from;
     bool of_int8 = packed != NULL && channels != NULL && ROWS_OF_OPS[row].channels == MAYBE;
+    if (job.op == SL_OP_WEIGHTED && taken && channels->count != BLOCK) own = -1; /* rows are not whole blocks */
     if (taken && from == own && to == ROWS_OF_OPS[row].to && !of_int8) CHECK(status == SL_OK);
     runs++;
     if (status == SL_OK) {
@@ -118,7 +120,7 @@ static void try(size_t row, int32_t from, int32_t to, const sl_grid *grid, const
         return;
     }
     if (status == SL_E_RANGE) { /* of a value, which the bytes of another dtype may hold */
-        CHECK(taken && (job.op == SL_OP_CONVERT || job.op == SL_OP_FINITE));
+        CHECK(taken && (job.op == SL_OP_CONVERT || job.op == SL_OP_FINITE || job.op == SL_OP_WEIGHTED));
         return;
     }
     refusals++;
@@ -130,7 +132,8 @@ static void try(size_t row, int32_t from, int32_t to, const sl_grid *grid, const
 static void try_all(void) {
     static const int32_t DTYPES[] = {SL_F32, SL_BF16,    SL_I8,   SL_F64,  SL_I64, SL_C64,
                                      SL_F4,  SL_F6_E2M3, SL_Q4_0, SL_Q4_K, SL_Q8_K};
-    static const sl_channels CHANNELS[] = {{COLUMNS, 1, factors}, {ROWS, COLUMNS, factors}, {1, 1, factors}};
+    static const sl_channels CHANNELS[] = {
+        {COLUMNS, 1, factors}, {ROWS, COLUMNS, factors}, {1, 1, factors}, {BLOCK, 1, factors}};
     enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES };
     for (size_t row = 0; row < SL_OP_COUNT; row++)
         for (size_t k = 0; k < PLACES * DTYPE_COUNT * DTYPE_COUNT; k++) {
@@ -173,7 +176,7 @@ static void refuse_malformed(void) {
         CHECK(strcmp(sl_op_name(ROWS_OF_OPS[row].op), ROWS_OF_OPS[row].name) == 0);
     CHECK(sl_op_name(-1) == NULL && sl_op_name(SL_OP_COUNT) == NULL);
     refuse(job_of(-1, SL_F32, SL_F32, false), "unknown operation -1");
-    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "unknown operation 11");
+    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "unknown operation 12");
     job = job_of(SL_OP_COPY, SL_F32, SL_F32, false);
     CHECK(sl_jobs_run(&job, 1, SL_TIER_COUNT, 1, 0, &cursor, &error) == SL_E_ARGUMENT &&
           names(error.message, "unknown tier"));
@@ -201,6 +204,18 @@ static void refuse_malformed(void) {
         if (op != SL_OP_ABSMAX) refuse_channels(op, SL_I8, COLUMNS, 1, NULL, "lack factors");
         refuse_channels(op, SL_F4, COLUMNS, 1, factors, "not a whole number of blocks of 2");
     }
+    const sl_channels blocks = {BLOCK, 1, factors}, split = {BLOCK, 2, factors}, bare = {BLOCK, 1, NULL};
+    job = job_of(SL_OP_WEIGHTED, SL_F32, SL_Q4_0, false);
+    job.channels = &split;
+    refuse(job, "not whole blocks with importance");
+    job.channels = &bare;
+    refuse(job, "not whole blocks with importance");
+    job.channels = &blocks;
+    job.size -= 4;
+    refuse(job, "not whole rows of 128");
+    job = job_of(SL_OP_WEIGHTED, SL_F32, SL_Q8_0, false);
+    job.channels = &blocks;
+    refuse(job, "no quantization with importance");
     refuse_channels(SL_OP_STATS, SL_I8, COLUMNS, 1, factors, "takes no channels");
 }
 
@@ -211,13 +226,14 @@ static void run_together(void) {
     enum { STEP = (ROOM - 2 * ELEMENTS) / SL_OP_COUNT / 64 * 64 };
     const sl_grid grid = grid_of(SL_F32, SL_BF16);
     const sl_channels channels = {COLUMNS, 1, factors}; /* an odd number: scratch of an odd size */
+    const sl_channels blocks = {BLOCK, 1, factors};
     sl_job jobs[SL_OP_COUNT];
     sl_error error;
     for (size_t row = 0; row < SL_OP_COUNT; row++) {
         sl_job *job = &jobs[row];
         *job = job_of(ROWS_OF_OPS[row].op, ROWS_OF_OPS[row].from, ROWS_OF_OPS[row].to, (int)(row % PLACES));
         if (ROWS_OF_OPS[row].grid == YES) job->grid = &grid;
-        if (ROWS_OF_OPS[row].channels == YES) job->channels = &channels;
+        if (ROWS_OF_OPS[row].channels == YES) job->channels = job->op == SL_OP_WEIGHTED ? &blocks : &channels;
         if (ROWS_OF_OPS[row].packed == YES) job->packed = &PACKED;
         job->memory = memory + STEP * row;
         if (job->grid == NULL && job->packed == NULL) job->size /= 4; /* places do not overlap */

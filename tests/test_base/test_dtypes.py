@@ -79,8 +79,8 @@ def test_the_first_block_with_a_bad_scale_is_found(row):
             blocks[...] = 0
             blocks[5:7, row.scale_at + 2 * k : row.scale_at + 2 * k + 2] = np.array([bad], "<f2").view(np.uint8)
             assert lib.sl_blocks_finite(row.number, pointer, 9) == 5
-    blocks[...] = 0xFF
-    assert lib.sl_blocks_finite(row.number, pointer, 9) == (0 if row.scale_count else 9)
+    blocks[...] = 0xFF  # also a NaN among the exponents of MXFP4
+    assert lib.sl_blocks_finite(row.number, pointer, 9) == (0 if row.scale_count or row.code == "MXFP4" else 9)
 
 
 # ---- what people type ----

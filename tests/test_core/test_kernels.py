@@ -238,7 +238,7 @@ def test_what_cannot_be_converted_is_refused():
     numbers = {code: row.number for code, row in dtypes.BY_CODE.items()}
     assert not lib.sl_convertible(numbers["F32"], numbers["I8"])
     assert not lib.sl_convertible(numbers["C64"], numbers["F32"])
-    assert not lib.sl_convertible(numbers["F32"], 99)
+    assert not lib.sl_convertible(numbers["F32"], lib.SL_Q8_K)
     assert not lib.sl_convertible(-1, numbers["F32"])
     assert lib.sl_convert(99, numbers["BF16"], numbers["F32"], ffi.NULL, ffi.NULL, 0) == lib.SL_E_ARGUMENT
 

@@ -171,7 +171,7 @@ def test_a_scale_beyond_float16_is_refused_with_the_index(scheme, value):
 @pytest.mark.parametrize(
     ("call", "kind", "fragment"),
     [
-        (lambda x: quantize(x, "q3_k"), ValueError, "writable schemes are int8, q4_0, q8_0"),
+        (lambda x: quantize(x, "iq3_s"), ValueError, "writable schemes are int8, q4_0, q8_0"),
         (
             lambda x: quantize(x, "q5_0", rounding="absmax"),
             ValueError,
@@ -368,8 +368,8 @@ def test_mixed_precision(folder):
     assert schemes["lm_head.weight"] == "q4_0"
     only = load_quantized(path, {"*mlp*": "q8_0"}).summary
     assert only.kept["model.layers.0.self_attn.q_proj.weight"] == "no pattern of scheme= matches"
-    with pytest.raises(ValueError, match="q3_k"):
-        load_quantized(path, {"*": "q3_k"})
+    with pytest.raises(ValueError, match="iq3_s"):
+        load_quantized(path, {"*": "iq3_s"})
 
 
 def test_tensors_of_three_axes_and_odd_rows():

@@ -122,7 +122,7 @@ def of_dat(path: str, content: bytes) -> ImportanceMatrix:
     Raises:
         FormatError: the file is cut, or a number is out of range.
     """
-    reader = _Reader(path, content)
+    reader = _DatReader(path, content)
     count = reader.number("the number of entries")
     if not 1 <= count <= reader.left // _SHORTEST_ENTRY:
         raise FormatError(f"neither GGUF nor an importance matrix: {count:,} entries in {len(content):,} bytes", path)
@@ -135,7 +135,7 @@ def of_dat(path: str, content: bytes) -> ImportanceMatrix:
     return checked(path, vectors, datasets, chunks)
 
 
-class _Reader:
+class _DatReader:
     def __init__(self, path: str, content: bytes) -> None:
         self._path, self._content, self._at = path, content, 0
 

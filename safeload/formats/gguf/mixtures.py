@@ -119,7 +119,7 @@ class ModelSizes(NamedTuple):
         return cls(architecture, layers, heads, kv_heads, number("expert_count"), extra)
 
 
-class _Place(NamedTuple):
+class _Rank(NamedTuple):
     """A tensor's place among the tensors of its kind."""
 
     number: int
@@ -128,10 +128,10 @@ class _Place(NamedTuple):
     imatrix: bool  # True if there is an importance matrix
 
 
-_Condition = Callable[[_Place], bool]
+_Condition = Callable[[_Rank], bool]
 
 
-def _always(place: _Place) -> bool:
+def _always(place: _Rank) -> bool:
     return True
 
 
@@ -143,20 +143,20 @@ def _first_part(parts: int) -> _Condition:
     return lambda place: place.number < place.total // parts
 
 
-def _more_bits(place: _Place) -> bool:
+def _more_bits(place: _Rank) -> bool:
     number, eighth = place.number, place.total // 8
     return number < eighth or number >= 7 * place.total // 8 or (number - eighth) % 3 == 2
 
 
-def _shares_heads(place: _Place) -> bool:
+def _shares_heads(place: _Rank) -> bool:
     return place.sizes.shared_heads >= 4
 
 
-def _has_imatrix(place: _Place) -> bool:
+def _has_imatrix(place: _Rank) -> bool:
     return place.imatrix
 
 
-def _eight_experts(place: _Place) -> bool:
+def _eight_experts(place: _Rank) -> bool:
     return place.sizes.experts == 8
 
 
@@ -377,7 +377,7 @@ class _Chooser:
             return row.base if experts else "q8_0"
         if kind == _EMBEDDING:
             return _EMBEDDING_TYPES.get(self._name, row.base)
-        place = _Place(*self._index(name, kind), sizes, self._imatrix)
+        place = _Rank(*self._index(name, kind), sizes, self._imatrix)
         cells = row.falcon if sizes.architecture == _FALCON and kind in row.falcon else row.cells
         chosen = next((to for condition, to in cells.get(kind, ()) if condition(place)), row.base)
         if kind == _VALUE and sizes.is_70b and chosen in ("q3_k", "q4_k"):

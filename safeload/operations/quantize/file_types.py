@@ -33,22 +33,11 @@ def file_type_of(scheme: ConvertScheme, sizes: ModelSizes | None) -> str | None:
     Args:
         sizes: of the model to write, or None if the result is not a model of llama.cpp's.
 
-    Raises:
-        ValueError: the scheme is a mixture, which needs such a model.
     """
     name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
     lower = name.lower() if isinstance(name, str) else ""
-    mixture = lower in mixtures.MIXTURES
-    if not mixture and (isinstance(scheme, Mapping) or lower not in (*FILE_TYPES, *mixtures.ALIASES)):
-        return None
-    if sizes is not None:
-        return mixtures.parse(lower)
-    if mixture:
-        raise ValueError(
-            f"{show(name)} is a file type of llama.cpp: it needs a GGUF destination without raw=, and a source whose "
-            "metadata describes a model (general.architecture and its block_count)"
-        )
-    return None
+    names = mixtures.MIXTURES if isinstance(scheme, Mapping) else (*FILE_TYPES, *mixtures.ALIASES)
+    return None if sizes is None or lower not in names else mixtures.parse(lower)
 
 
 class FileTypeRules(Rules):
@@ -60,7 +49,13 @@ class FileTypeRules(Rules):
     """
 
     def __init__(
-        self, scheme: ConvertScheme, keep: Keep, file_type: str, sizes: ModelSizes, matrix: ImportanceMatrix | None
+        self,
+        scheme: ConvertScheme,
+        keep: Keep,
+        file_type: str,
+        *,
+        sizes: ModelSizes,
+        matrix: ImportanceMatrix | None,
     ) -> None:
         patterns: dict[str, Any] = dict(scheme) if isinstance(scheme, Mapping) else {}
         patterns.pop(_ALL, None)
@@ -128,7 +123,7 @@ def rules_for(
     file_type = file_type_of(scheme, sizes)
     if file_type is None or sizes is None:
         return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types
-    return FileTypeRules(scheme, keep, file_type, sizes, matrix)
+    return FileTypeRules(scheme, keep, file_type, sizes=sizes, matrix=matrix)
 
 
 def metadata_with(
