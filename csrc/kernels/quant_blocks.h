@@ -61,24 +61,24 @@ TARGET SL_INLINE void quantize_range(const eight_blocks *blocks, float mean, con
 }
 
 SL_INLINE void store_q4_0(sl_q4_0 *block, const eight_results *found, size_t k) {
-    store_half(block->d, found->scales[k]);
+    store_scale(block->d, found->scales[k]);
     store_nibbles(found->codes + SL_QK * k, block->codes);
 }
 
 SL_INLINE void store_q4_1(sl_q4_1 *block, const eight_results *found, size_t k) {
-    store_half(block->d, found->scales[k]);
-    store_half(block->m, found->minima[k]);
+    store_scale(block->d, found->scales[k]);
+    store_scale(block->m, found->minima[k]);
     store_nibbles(found->codes + SL_QK * k, block->codes);
 }
 
 SL_INLINE void store_q5_0(sl_q5_0 *block, const eight_results *found, size_t k) {
-    store_half(block->d, found->scales[k]);
+    store_scale(block->d, found->scales[k]);
     store_five_bits(found->codes + SL_QK * k, block->high, block->codes);
 }
 
 SL_INLINE void store_q5_1(sl_q5_1 *block, const eight_results *found, size_t k) {
-    store_half(block->d, found->scales[k]);
-    store_half(block->m, found->minima[k]);
+    store_scale(block->d, found->scales[k]);
+    store_scale(block->m, found->minima[k]);
     store_five_bits(found->codes + SL_QK * k, block->high, block->codes);
 }
 
@@ -182,7 +182,7 @@ TARGET static void quantize_iq4_nl(const void *row, const float *importance, sl_
         put(scales, find_table_scale(x, eight.importance, means));
         final_table_codes(x, scales, codes);
         for (size_t k = 0; k < eight.count; k++) {
-            store_half(blocks[k].d, scales[k]);
+            store_scale(blocks[k].d, scales[k]);
             store_nibbles(codes + SL_QK * k, blocks[k].codes);
             if (!block_finite(eight.x + 4 * SL_QK * k)) store16(blocks[k].d, 0, SL_NOT_FINITE);
         }
@@ -209,7 +209,7 @@ TARGET static void quantize_iq4_xs(const uint8_t *x, const float *importance, sl
         most = size > most ? size : most;
     }
     float d = -largest / 32.0f, inverse = d != 0.0f ? 1.0f / d : 0.0f;
-    store_half(block->d, d);
+    store_scale(block->d, d);
     uint32_t high = 0;
     for (size_t k = 0; k < LANES; k++) {
         int32_t six = nearest_int(inverse * scales[k]);

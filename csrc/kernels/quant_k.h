@@ -42,8 +42,8 @@ SL_INLINE void pack_scales(uint8_t packed[12], size_t k, uint8_t scale, uint8_t 
 }
 
 SL_INLINE void unpack_scales(const uint8_t packed[12], size_t k, uint8_t *scale, uint8_t *minimum) {
-    *scale = k < 4 ? packed[k] & 63 : (uint8_t)((packed[k + 4] & 15) | packed[k - 4] >> 6 << 4);
-    *minimum = k < 4 ? packed[k + 4] & 63 : (uint8_t)(packed[k + 4] >> 4 | packed[k] >> 6 << 4);
+    *scale = (uint8_t)(k < 4 ? packed[k] & 63 : (packed[k + 4] & 15) | packed[k - 4] >> 6 << 4);
+    *minimum = (uint8_t)(k < 4 ? packed[k + 4] & 63 : packed[k + 4] >> 4 | packed[k] >> 6 << 4);
 }
 
 /* Sets the codes of eight scales, in 63rds of the largest, and returns their scale. */
@@ -89,11 +89,11 @@ TARGET static bool quantize_affine(const uint8_t *x, const float *importance, co
     put_codes(found.codes, 32, codes);
     for (size_t k = 0; k < LANES; k++) minima[k] = -minima[k];
     if (importance != NULL) {
-        store_half(d, scale_of_scales(scales, sums, LANES, 63, scale_codes));
-        store_half(dmin, scale_of_scales(minima, sums, LANES, 63, minimum_codes));
+        store_scale(d, scale_of_scales(scales, sums, LANES, 63, scale_codes));
+        store_scale(dmin, scale_of_scales(minima, sums, LANES, 63, minimum_codes));
     } else {
-        store_half(d, scale_by_largest(scales, 63.0f, scale_codes, LANES));
-        store_half(dmin, scale_by_largest(minima, 63.0f, minimum_codes, LANES));
+        store_scale(d, scale_by_largest(scales, 63.0f, scale_codes, LANES));
+        store_scale(dmin, scale_by_largest(minima, 63.0f, minimum_codes, LANES));
     }
     for (size_t k = 0; k < LANES; k++) {
         uint8_t scale = scale_codes[k], minimum = minimum_codes[k];
@@ -163,11 +163,11 @@ TARGET static void quantize_q2_k(const uint8_t *x, const float *importance, sl_q
     }
     for (size_t k = 0; k < 16; k++) minima[k] = -minima[k];
     if (importance != NULL) {
-        store_half(block->d, scale_of_scales(scales, sums, 16, 15, scale_codes));
-        store_half(block->dmin, scale_of_scales(minima, sums, 16, 15, minimum_codes));
+        store_scale(block->d, scale_of_scales(scales, sums, 16, 15, scale_codes));
+        store_scale(block->dmin, scale_of_scales(minima, sums, 16, 15, minimum_codes));
     } else {
-        store_half(block->d, scale_by_largest(scales, 15.0f, scale_codes, 16));
-        store_half(block->dmin, scale_by_largest(minima, 15.0f, minimum_codes, 16));
+        store_scale(block->d, scale_by_largest(scales, 15.0f, scale_codes, 16));
+        store_scale(block->dmin, scale_by_largest(minima, 15.0f, minimum_codes, 16));
     }
     for (size_t k = 0; k < 16; k++) {
         block->scales[k] = (uint8_t)(scale_codes[k] | minimum_codes[k] << 4);
@@ -250,7 +250,7 @@ TARGET static void quantize_q3_k(const uint8_t *x, const float *importance, sl_q
             put(scales + 8 * half, find_by_moving(runs[half], 16, 4.0f, found));
         put_codes(found, 16, codes + 128 * half);
     }
-    store_half(block->d, scale_of_q3_k(scales, importance == NULL ? NULL : sums, six));
+    store_scale(block->d, scale_of_q3_k(scales, importance == NULL ? NULL : sums, six));
     for (size_t k = 0; k < 16; k++) {
         block->scales[k % 8] |= (uint8_t)((six[k] & 15) << (k < 8 ? 0 : 4));
         block->scales[8 + k % 4] |= (uint8_t)(six[k] >> 4 << 2 * (k / 4));
@@ -282,7 +282,7 @@ TARGET static void quantize_q6_k(const uint8_t *x, const float *importance, sl_q
     float largest = largest_scale(scales);
     if ((largest < 0.0f ? -largest : largest) < ALL_ZEROS) return;
     float inverse = -128.0f / largest;
-    store_half(block->d, 1.0f / inverse);
+    store_scale(block->d, 1.0f / inverse);
     for (size_t k = 0; k < 16; k++) {
         int32_t scale = nearest_int(inverse * scales[k]);
         block->scales[k] = (int8_t)(scale < 127 ? scale : 127);

@@ -58,6 +58,14 @@ TARGET SL_INLINE void put_codes(const lanes *runs, size_t length, uint8_t *codes
     }
 }
 
+/* Stores a scale as f16. NaNs, of sums that overflowed, become the same NaN on every processor. */
+SL_INLINE void store_scale(uint8_t *out, float value) {
+    if (value == value)
+        store_half(out, value);
+    else
+        store16(out, 0, SL_NOT_FINITE);
+}
+
 /* ---- weights from importance ---- */
 
 /* Returns the sum of squares, in order. */

@@ -1,0 +1,141 @@
+"""Importance matrices: both formats, what llama-quantize makes of their numbers, and damaged files."""
+
+import struct
+
+import numpy as np
+import pytest
+from builders.llama_quantize import model, save_imatrix
+
+from safeload import FormatError, SafeloadError, gguf
+from safeload.formats.gguf import imatrix
+from safeload.operations.quantize.importance import read_importance, vector_for
+
+
+def entry(name, calls, values):
+    return struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, len(values)) + np.float32(values).tobytes()
+
+
+def of_entries(*entries):
+    return struct.pack("<i", len(entries)) + b"".join(entries)
+
+
+METADATA = {"imatrix.datasets": ["a"], "imatrix.chunk_count": np.uint32(2), "imatrix.chunk_size": np.uint32(512)}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_both_formats_are_read(folder, older):
+    tensors, _ = model(layers=1, experts=2)
+    save_imatrix("m", tensors, older=older)
+    matrix = read_importance("m")
+    assert matrix.vectors["blk.0.ffn_up_exps.weight"].shape == (512,)
+    assert matrix.datasets[0] == "wiki.txt"
+    assert matrix.chunks == (3 if older else 9)
+    assert list(matrix.metadata()) == [
+        f"quantize.imatrix.{key}" for key in ("file", "dataset", "entries_count", "chunks_count")
+    ]
+
+
+def test_sums_are_divided_by_counts(folder):
+    sums = np.float32([[2, 4], [6, 9], [1, 1]])
+    gguf.save_file({"w.in_sum2": sums, "w.counts": np.float32([[2], [2.5], [0]])}, "m.gguf", METADATA)
+    np.testing.assert_array_equal(read_importance("m.gguf").vectors["w"], np.float32([1, 2, 2, 3, 1, 1]))
+    content = of_entries(entry(b"a", 4, [2, 4]), entry(b"b", 0, [2, 4]), entry(b"c", -1, [5]))
+    vectors = imatrix.of_dat("m", content).vectors
+    assert {name: vector.tolist() for name, vector in vectors.items()} == {"a": [0.5, 1], "b": [2, 4], "c": [5]}
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b"\1", struct.pack("<i", 7), struct.pack("<ii", 7, 4) + b"ab", struct.pack("<ii", 7, -1)]
+)
+def test_the_end_of_the_older_format_is_optional(tail):
+    matrix = imatrix.of_dat("m", of_entries(entry(b"a", 1, [2])) + tail)
+    assert matrix.datasets == ()
+    assert matrix.chunks == (7 if len(tail) >= 4 else 0)
+
+
+def test_long_texts_are_cut_like_those_of_llama_quantize():
+    matrix = imatrix.of_dat("é" * 100, of_entries(entry(b"a", 1, [2])))
+    assert matrix.metadata()["quantize.imatrix.file"] == "é" * 63
+    assert list(matrix.metadata()) == ["quantize.imatrix.file", "quantize.imatrix.entries_count"]
+
+
+GOOD = of_entries(entry(b"a", 1, [2, 3]), entry(b"bc", 1, [4])) + struct.pack("<ii", 3, 1) + b"d"
+
+
+@pytest.mark.parametrize("size", range(len(of_entries(entry(b"a", 1, [2, 3]), entry(b"bc", 1, [4])))))
+def test_a_cut_file_is_refused(size):
+    with pytest.raises(FormatError):
+        imatrix.of_dat("m", GOOD[:size])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (struct.pack("<i", 0) + bytes(40), "0 entries in 44 bytes"),
+        (struct.pack("<i", -1) + bytes(40), "-1 entries"),
+        (struct.pack("<i", 2**31 - 1) + bytes(40), "2,147,483,647 entries"),
+        (struct.pack("<ii", 1, -5) + bytes(40), "needs -5 bytes"),
+        (struct.pack("<ii", 1, 2**31 - 1) + bytes(40), "needs 2,147,483,647 bytes"),
+        (struct.pack("<iicii", 1, 1, b"a", 1, 2**31 - 1) + bytes(40), "needs 8,589,934,588 bytes"),
+        (struct.pack("<iicii", 1, 1, b"a", 1, 0) + bytes(40), "entry 0 has 0 values"),
+        (struct.pack("<iicii", 1, 1, b"\xff", 1, 1) + bytes(40), "the name of entry 0 is not UTF-8"),
+        (of_entries(entry(b"a", 1, [2]), entry(b"a", 1, [2])), "two entries for 'a'"),
+        (of_entries(entry(b"a", 1, [np.nan])), "importance of 'a' is nan at 0"),
+        (of_entries(entry(b"a", 1, [1, -2])), "importance of 'a' is -2.0 at 1"),
+        (b"GGUM" + bytes(40), "neither GGUF nor an importance matrix"),
+        (b"", "needs 4 bytes, but 0 are left"),
+    ],
+)
+def test_damaged_files_are_refused(folder, content, message):
+    (folder / "m.dat").write_bytes(content)
+    with pytest.raises(FormatError, match=message):
+        read_importance("m.dat")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "message"),
+    [
+        ({}, METADATA, "has no entries"),
+        ({"w": [[1.0]]}, METADATA, "has no entries"),
+        ({"w.in_sum2": [[1.0]]}, METADATA, "'w' has only one of .in_sum2 and .counts"),
+        ({"w.counts": [[1.0]]}, METADATA, "'w' has only one of"),
+        ({"w.in_sum2": [[1.0, 2, 3]], "w.counts": [[1.0], [1]]}, METADATA, "'w' has 3 sums and 2 counts"),
+        ({"w.in_sum2": [[1.0]], "w.counts": [[np.inf]]}, METADATA, "a count of 'w' is not finite"),
+        ({"w.in_sum2": [[np.inf]], "w.counts": [[1.0]]}, METADATA, "importance of 'w' is inf at 0"),
+        ({"w.in_sum2": [[1.0]], "w.counts": [[1.0]]}, {}, "the metadata has no imatrix.datasets"),
+        ({"w.in_sum2": [[1.0]], "w.counts": [[1.0]]}, METADATA | {"imatrix.chunk_count": "2"}, "must be an integer"),
+    ],
+)
+def test_files_that_are_no_matrix_are_refused(folder, tensors, metadata, message):
+    arrays = {name: np.float32(value) for name, value in tensors.items()}
+    gguf.save_file(arrays, "m.gguf", metadata)
+    with pytest.raises(SafeloadError, match=message):
+        read_importance("m.gguf")
+
+
+def test_sums_must_be_float32(folder):
+    gguf.save_file({"w.in_sum2": np.float16([[1]]), "w.counts": np.float32([[1]])}, "m.gguf", METADATA)
+    with pytest.raises(FormatError, match="sums and counts of 'w' must be float32"):
+        read_importance("m.gguf")
+
+
+def test_a_vector_must_fit_its_tensor():
+    content = of_entries(*(entry(name, 1, np.ones(6)) for name in (b"w", b"token_embd.weight")))
+    matrix = imatrix.of_dat("m", content)
+    assert vector_for(matrix, "other", (2, 6)) is None
+    assert vector_for(matrix, "w", (3, 6)).shape == (1, 6)
+    assert vector_for(matrix, "w", (2, 3, 3)).shape == (2, 3)
+    assert vector_for(matrix, "token_embd.weight", (2, 8)) is None
+    with pytest.raises(FormatError, match="importance of 'w' has 6 numbers, but the tensor has 8 columns"):
+        vector_for(matrix, "w", (2, 8))
+
+
+def test_missing_files(folder):
+    with pytest.raises(FileNotFoundError):
+        read_importance("none.gguf")
