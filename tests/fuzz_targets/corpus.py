@@ -11,6 +11,7 @@ import io
 import json
 import struct
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -224,6 +225,19 @@ def _index():
         *({"weight_map": {"a": file}} for file in ("../one.safetensors", "no", "config.json", "", None, 3)),
     ]
     return [json.dumps(index).encode() for index in indexes]
+
+
+def _imatrix():
+    from builders.llama_quantize import model, save_imatrix
+
+    seeds = []
+    with tempfile.TemporaryDirectory() as folder:
+        for sizes in ({"layers": 1, "width": 2, "inner": 3}, {"layers": 1, "width": 2, "inner": 2, "experts": 2}):
+            for older in (False, True):
+                path = Path(folder, "imatrix")
+                save_imatrix(path, model(**sizes)[0], older=older)
+                seeds.append(path.read_bytes())
+    return [*seeds, *(seed[: len(seed) // 2] for seed in seeds)]
 
 
 def _gguf_split():
@@ -517,6 +531,7 @@ SEEDS = {
     "npz": _npz,
     "npy": _npy,
     "gguf_values": _gguf,
+    "imatrix": _imatrix,
     "quantized": _quantized,
     "grouping": _grouping,
     "adapters": _adapters,

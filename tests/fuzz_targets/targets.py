@@ -49,6 +49,7 @@ from safeload.formats import folder, npy, npz, registry
 from safeload.models import choosing, reading
 from safeload.models.expressions import LIMIT, Config, ConfigError, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
+from safeload.operations.quantize.importance import read_importance
 from safeload.packed.families import FAMILIES
 from safeload.stores.files import LOCAL
 
@@ -243,6 +244,25 @@ def npy_file(data):
 def gguf_values(data):
     """The reader is in C and has a target of its own; the values of the metadata are unpacked in Python."""
     open_file(data, ".gguf", format="gguf")
+
+
+def imatrix_file(data):
+    """An importance matrix: numbers that quantizers may use, or a refusal."""
+    path = FOLDER / "fuzz.imatrix"
+    path.write_bytes(data)
+    try:
+        with watched():
+            matrix = read_importance(path)
+    except SafeloadError as error:
+        check_refusal(error, len(data))
+        return
+    require(
+        sum(vector.nbytes for vector in matrix.vectors.values()) <= 2 * len(data) + 16, "no more numbers than bytes"
+    )
+    for name, vector in matrix.vectors.items():
+        require(isinstance(name, str) and vector.dtype == np.float32 and vector.ndim == 1, "float32 by name")
+        require(bool((np.isfinite(vector) & (vector >= 0)).all()), "finite and not negative")
+    require(all(len(str(value)) <= 127 for value in matrix.metadata().values()), "short texts")
 
 
 def quantized(data):
@@ -703,6 +723,7 @@ TARGETS = {
     "npz": npz_file,
     "npy": npy_file,
     "gguf_values": gguf_values,
+    "imatrix": imatrix_file,
     "quantized": quantized,
     "grouping": grouping,
     "adapters": adapters,
