@@ -8,6 +8,7 @@
 #   - Windows: CI runs a part of the suite under Wine (tests/windows/README.md), this the whole;
 #   - clients: the test suites of libraries that load with safetensors (tests/clients/run.sh), which take an hour;
 #   - AArch64 (tests/aarch64/README.md) and other versions of Python and of packages (tests/pythons/README.md);
+#   - quantization: CI reads committed digests, this compares with llama.cpp (tests/data/llama_quantize/compare.sh);
 #   - training checkpoints: CI reads committed fixtures, this compares with the frameworks (tests/data/*/compare.sh);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what these folders' scripts need. FOLDER keeps what was found and downloaded, and a
@@ -23,5 +24,7 @@ SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
 SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
 "$here/clients/run.sh" "$kept/clients"
-for family in dcp deepspeed fsdp keras megatron orbax paddle flax onnx; do "$here/data/$family/compare.sh" "$kept/$family"; done
+for family in dcp deepspeed fsdp keras megatron orbax paddle flax onnx llama_quantize; do
+    "$here/data/$family/compare.sh" "$kept/$family"
+done
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

@@ -1,6 +1,6 @@
 """Writes what ggml and llama-quantize make of the inputs in tests/builders: types.json, files.json and blocks.json.
 
-usage: LLAMA_QUANTIZE=.../llama-quantize PYTHONPATH=tests python make.py .../libggml-base.so
+usage: LLAMA_QUANTIZE=.../llama-quantize PYTHONPATH=tests python make.py .../libggml-base.so [FOLDER]
 """
 
 import json
@@ -48,21 +48,21 @@ FILES = [
 LETTERS = "abcdefghijklmnopqrst"
 
 
-def main(library):
+def main(library, folder=HERE):
     names = ["", "f16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl"]
     names += ["iq4_xs", "tq1_0", "tq2_0", "mxfp4"]
     letters = dict(zip(names, LETTERS, strict=False))
     types, files = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as work:
         for sizes in MODELS:
             tensors, metadata = model(**sizes)
-            gguf.save_file(tensors, f"{folder}/in.gguf", metadata)
-            save_imatrix(f"{folder}/imatrix.gguf", tensors)
+            gguf.save_file(tensors, f"{work}/in.gguf", metadata)
+            save_imatrix(f"{work}/imatrix.gguf", tensors)
             row = {"model": sizes}
             for imatrix, key in ((None, "types"), ("imatrix.gguf", "with_imatrix")):
                 row[key] = {}
                 for file_type in FILE_TYPES:
-                    found = types_of(run("in.gguf", file_type, folder, imatrix=imatrix))
+                    found = types_of(run("in.gguf", file_type, work, imatrix=imatrix))
                     assert found.keys() == tensors.keys(), (found.keys() ^ tensors.keys(), sizes)
                     text = "".join(letters[(kind or "").lower()] for kind in found.values())
                     if row["types"].get(file_type) != text:
@@ -70,16 +70,16 @@ def main(library):
             types.append({**row, "order": digest("\n".join(found).encode())})
         for sizes in FILES:
             tensors, metadata = model(**sizes)
-            gguf.save_file(tensors, f"{folder}/in.gguf", metadata)
+            gguf.save_file(tensors, f"{work}/in.gguf", metadata)
             for imatrix in (None, "imatrix.gguf", "imatrix.dat"):
                 if imatrix is not None:
-                    save_imatrix(f"{folder}/{imatrix}", tensors, older=imatrix.endswith("dat"))
+                    save_imatrix(f"{work}/{imatrix}", tensors, older=imatrix.endswith("dat"))
                 row = {"model": sizes, "imatrix": imatrix, "digests": {}}
                 for file_type in FILE_TYPES:
                     if imatrix is None and file_type == "q2_k_s":
                         continue
-                    run("in.gguf", file_type, folder, "out.gguf", imatrix)
-                    row["digests"][file_type] = digest(Path(folder, "out.gguf").read_bytes())
+                    run("in.gguf", file_type, work, "out.gguf", imatrix)
+                    row["digests"][file_type] = digest(Path(work, "out.gguf").read_bytes())
                 files.append(row)
     blocks = {scheme: {} for scheme in ggml_inputs.TYPES}
     ggml = ggml_inputs.load(library)
@@ -88,8 +88,8 @@ def main(library):
         blocks[scheme].setdefault(kind, {})[weights] = digest(made.tobytes())
     content = {"types": {"letters": letters, "models": types}, "files": files, "blocks": blocks}
     for name, value in content.items():
-        (HERE / f"{name}.json").write_text(json.dumps(value, separators=(",", ":")) + "\n", "utf-8")
+        Path(folder, f"{name}.json").write_text(json.dumps(value, separators=(",", ":")) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
