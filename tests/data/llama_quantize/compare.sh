@@ -18,7 +18,7 @@ cd "$kept"
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
     cmake --build build -j 2 --target llama-quantize
 }
-GGML_LIBRARY=$(find "$kept/build/bin" -name 'libggml-base.*' | head -n 1)
+GGML_LIBRARY=$(find "$kept/build/bin/" -name 'libggml-base.*' | head -n 1)
 LLAMA_QUANTIZE=$kept/build/bin/llama-quantize
 export GGML_LIBRARY LLAMA_QUANTIZE
 PYTHONPATH=$tests python "$here/make.py" "$GGML_LIBRARY" "$kept"
