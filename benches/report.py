@@ -34,9 +34,9 @@ CHART = ROOT / "docs" / "pictures"
 BENCHES = (
     "bench_open", "bench_small", "bench_load", "bench_cold", "bench_streamer", "bench_convert", "bench_quantize",
     "bench_quantize_kernels", "bench_statistics", "bench_validate", "bench_diff", "bench_save", "bench_saving",
-    "bench_gguf", "bench_dequantize", "bench_restore", "bench_adapters", "bench_torch", "bench_frameworks", "bench_jax",
-    "bench_stream", "bench_devices", "bench_stack", "bench_pieces", "bench_training", "bench_distributed",
-    "bench_remote", "bench_import", "bench_scaling",
+    "bench_gguf", "bench_llama_quantize", "bench_dequantize", "bench_restore", "bench_adapters", "bench_torch",
+    "bench_frameworks", "bench_jax", "bench_stream", "bench_devices", "bench_stack", "bench_pieces",
+    "bench_training", "bench_distributed", "bench_remote", "bench_import", "bench_scaling",
 )  # fmt: skip
 
 # Pictures: title, x axis, unit of the samples.
@@ -144,7 +144,7 @@ WINS = (
         "2.5 GB of bf16 to Q4_0", "safetensors, gguf-py"),
     Row("bench_quantize_kernels", "q4_k from f32, 2 Mi elements in memory, one thread", "ggml's C reference",
         "quantize to Q4_K, one thread", "ggml's C"),
-    Row("bench_gguf", "open and list, 250,000 tokens", "gguf-py GGUFReader",
+    Row("bench_gguf", "bench_llama_quantize", "open and list, 250,000 tokens", "gguf-py GGUFReader",
         "open a GGUF file with 250,000 tokens", "gguf-py"),
     Row("bench_validate", "validate the 2.5 GB bf16 folder", "numpy loop", "check 2.5 GB", "NumPy loop"),
     Row("bench_diff", "diff: two files of 1 GB bf16, all values differ", "safetensors.numpy, np.abs(x - y).max()",
