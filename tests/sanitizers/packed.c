@@ -421,7 +421,7 @@ static uint64_t size_of(const sl_packed *packed) { return packed->matrices * pac
 static void restore_to_all(void) {
     static const int32_t TO[] = {SL_F32,  SL_F64,  SL_F16,  SL_BF16, SL_F8_E4M3, SL_F8_E5M2,
                                  SL_Q4_0, SL_Q4_1, SL_Q5_0, SL_Q5_1, SL_Q8_0,    SL_Q4_0_ABSMAX};
-    static const int32_t NEVER[] = {-1, SL_DTYPE_LIMIT, INT32_MAX, SL_I8, SL_C64, SL_F4, SL_BOOL, SL_Q2_K, SL_IQ1_S};
+    static const int32_t NEVER[] = {-1, SL_DTYPE_LIMIT, INT32_MAX, SL_I8, SL_C64, SL_F4, SL_BOOL, SL_Q8_K, SL_IQ1_S};
     sl_error error;
     for (size_t k = 0; k < GOOD_COUNT; k++) {
         sl_packed packed = good(k);
