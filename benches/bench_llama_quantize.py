@@ -91,7 +91,9 @@ def model() -> Path:
     path = files.CACHE / f"llama-{LAYERS}-layers-v{files.VERSION}.gguf"
     if not path.exists():
         files.CACHE.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, __file__, str(path)], check=True)  # its memory is not that of a side
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, __file__, str(path)]  # in a process of its own, which gives its memory back
+        subprocess.run(command, check=True, env=environment)
     return path
 
 

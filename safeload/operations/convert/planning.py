@@ -282,6 +282,7 @@ def _options(request: ConvertRequest) -> dict[str, Any]:
     plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
     plain["adapters"] = _adapters_of(plain.get("adapters"))
     plain.pop("format", None)  # a folder has safetensors shards
+    plain.pop("raw", None)  # applies to GGUF
     plain.pop("storage_options", None)  # can be secret; the sources have the public options
     plain["dtype"] = None if request.target is None else request.target.name
     plain["rename"] = _texts_of(plain.get("rename"))
