@@ -6,6 +6,7 @@
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's block formats
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
 - `save`, `Writer`, `edit`, `make_patch`, `apply_patch`: save tensors as they come, change files, publish differences
+- `verify`, `scan`: compare files with a signature or a manifest, judge the code that pickles name
 - `info`, `check`, `stats`, `diff`, `report`: list, check, measure and compare checkpoints, as the commands do
 - `safeload.remote`: paths in stores that your program has already opened
 - `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-in replacements for ``safetensors``
@@ -37,7 +38,7 @@ _MODULE_OF = {
         "engine.run.cast": "astype",
         "engine.show_config": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
-        "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError",
+        "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
         "loading.entry": "load open",
         "models.layout": "Layout StackedTensor",
         "operations.convert.convert": "convert",
@@ -70,6 +71,8 @@ _MODULE_OF = {
         "operations.validate.findings": "CheckReport Finding ValidationReport",
         "operations.validate.run": "check validate",
         "operations.validate.settings": "Limits",
+        "operations.verify": "verify",
+        "stores.signature": "Signature",
     }.items()
     for name in names.split()
 }
@@ -81,10 +84,11 @@ __all__ = [
     *("open", "load", "save", "convert", "check", "info", "report", "diff", "stats"),
     *("edit", "make_patch", "apply_patch"),
     *("quantize", "quantization_error", "load_quantized", "astype", "nest", "flatten"),
-    *("safe_open", "scan", "local_models", "install_as_safetensors", "show_config"),
-    *("Checkpoint", "QuantizedTensor", "TensorInfo", "Writer", "Info", "CheckReport", "ConvertReport", "DiffReport"),
+    *("safe_open", "scan", "verify", "local_models", "install_as_safetensors", "show_config"),
+    *("Checkpoint", "QuantizedTensor", "TensorInfo", "Writer", "Signature"),
+    *("Info", "CheckReport", "ConvertReport", "DiffReport"),
     *("SafeloadError", "SafetensorError", "FormatError", "UnsupportedError", "TensorNotFoundError"),
-    *("ForbiddenError", "RemoteError"),
+    *("ForbiddenError", "RemoteError", "VerificationError"),
     "__version__",
 ]
 

@@ -37,6 +37,7 @@ from .errors import SafeloadError as SafeloadError
 from .errors import SafetensorError as SafetensorError
 from .errors import TensorNotFoundError as TensorNotFoundError
 from .errors import UnsupportedError as UnsupportedError
+from .errors import VerificationError as VerificationError
 from .loading.entry import load as load
 from .loading.entry import open as open
 from .models.layout import Layout as Layout
@@ -87,6 +88,8 @@ from .operations.validate.findings import ValidationReport as ValidationReport
 from .operations.validate.run import check as check
 from .operations.validate.run import validate as validate
 from .operations.validate.settings import Limits as Limits
+from .operations.verify import verify as verify
+from .stores.signature import Signature as Signature
 
 __all__ = [
     "CheckReport",
@@ -100,9 +103,11 @@ __all__ = [
     "RemoteError",
     "SafeloadError",
     "SafetensorError",
+    "Signature",
     "TensorInfo",
     "TensorNotFoundError",
     "UnsupportedError",
+    "VerificationError",
     "Writer",
     "__version__",
     "apply_patch",
@@ -128,4 +133,5 @@ __all__ = [
     "scan",
     "show_config",
     "stats",
+    "verify",
 ]

@@ -26,6 +26,7 @@ __all__ = [
     "TensorNotFoundError",
     "UnsupportedDtypeError",
     "UnsupportedError",
+    "VerificationError",
 ]
 
 
@@ -116,6 +117,17 @@ class ForbiddenError(SafeloadError):
         >>> safeload.open("lightning.ckpt")
         Traceback (most recent call last):
         safeload.errors.ForbiddenError: lightning.ckpt: the pickle references ... my.module.Config. ...
+    """
+
+
+class VerificationError(SafeloadError):
+    """A file is not the file of its manifest, signature or cache, or nothing there covers it.
+
+    Example:
+        >>> import safeload
+        >>> safeload.load("model.safetensors", verify=True)
+        Traceback (most recent call last):
+        safeload.errors.VerificationError: model.safetensors: nothing to verify against: ...
     """
 
 

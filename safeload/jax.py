@@ -26,6 +26,7 @@ from .formats.safetensors import file as safetensors
 from .formats.tensor_slice import slice_of
 
 if TYPE_CHECKING:
+    from .formats.verifying import Verify
     from .frameworks.jax_arrays import Array as Array
     from .frameworks.jax_loading import Sharding
 
@@ -155,6 +156,7 @@ def load_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    verify: Verify = None,
 ) -> dict[str, Array]:
     """Load a checkpoint of any format as JAX arrays, dequantized if it is quantized.
 
@@ -187,6 +189,8 @@ def load_checkpoint(
         storage_options: options of the filesystem behind a URL, see `safeload.open`.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
+        verify: what to verify files against, see `safeload.load`: True, the path of a manifest, or a
+            `safeload.Signature`.
 
     Returns:
         Arrays by name, in the order of the checkpoint or of ``names``, with all values in place. F4 and F6 tensors are
@@ -200,6 +204,7 @@ def load_checkpoint(
         UnsupportedError: the format, a tensor or a conversion is not supported; neither ``dtype`` nor a config gives
             the dtype of a packed tensor; ``dtype`` is float64 and ``jax_enable_x64`` is not set.
         TensorNotFoundError: a name does not exist, or a pattern matches none.
+        VerificationError: see `safeload.load`.
         ValueError: a sharding does not fit a tensor, a mapping lacks a tensor, or both ``names`` and ``only`` are
             given.
         OSError: a system error, such as FileNotFoundError.
@@ -227,6 +232,7 @@ def load_checkpoint(
             root=root,
             unknown_globals=unknown_globals,
             stored=stored,
+            verify=verify,
         ) as selected:
             return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
     except SafeloadError as error:

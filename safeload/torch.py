@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
+    from .formats.verifying import Verify
     from .frameworks.torch_arrays import Device, Module, Tensor
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]
@@ -170,6 +171,7 @@ def load_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    verify: Verify = None,
 ) -> dict[str, Tensor]:
     """Load the tensors of a checkpoint of any format, dequantized if they are quantized.
 
@@ -193,6 +195,8 @@ def load_checkpoint(
         storage_options: options of the filesystem behind a URL, see `safeload.open`.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
+        verify: what to verify files against, see `safeload.load`: True, the path of a manifest, or a
+            `safeload.Signature`.
 
     Returns:
         Tensors by name, in the order of the checkpoint or of ``names``. On the CPU, tensors that keep their dtype are
@@ -204,6 +208,7 @@ def load_checkpoint(
         UnsupportedError: the format, a tensor, the device or a conversion is not supported, or neither ``dtype`` nor a
             config gives the dtype of quantized tensors.
         TensorNotFoundError: a name does not exist, or a pattern matches none.
+        VerificationError: see `safeload.load`.
         ValueError: both ``names`` and ``only`` are given.
         OSError: a system error, such as FileNotFoundError.
         ImportError: torch is not installed.
@@ -230,6 +235,7 @@ def load_checkpoint(
             root=root,
             unknown_globals=unknown_globals,
             stored=stored,
+            verify=verify,
         )
     except SafeloadError as error:
         cut_traceback(error)
@@ -422,6 +428,7 @@ def load_model(
     *,
     backend: Backend = "mmap",
     dtype: Any = None,
+    verify: Verify = None,
 ) -> tuple[set[str], list[str]]:
     """Load a file, or a folder of weight files, into a model.
 
@@ -437,6 +444,7 @@ def load_model(
         backend: see `load_file`.
         dtype: dtype to convert floating tensors to while they are read, see `load_file`. Quantized weights need it if
             the folder's ``config.json`` has no dtype.
+        verify: see `load_checkpoint`.
 
     Returns:
         Names of the model that the file or folder lacks, and names of the file or folder that the model lacks.
@@ -457,8 +465,8 @@ def load_model(
 
         path = native_path(filename)[0]
         folder = path.endswith(".index.json") or os.path.isdir(path)
-        if folder:
-            tensors = _load_selected(path, device, dtype=dtype, backend=backend)
+        if folder or verify:
+            tensors = _load_selected(path, device, dtype=dtype, backend=backend, verify=verify)
         else:
             tensors = load_file(filename, device, backend=backend, dtype=dtype)
         removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)

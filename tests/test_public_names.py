@@ -12,10 +12,10 @@ pytestmark = pytest.mark.no_core
 
 FRONT_ROW = """
 open load save convert check info report diff stats quantize quantization_error load_quantized astype nest flatten
-safe_open scan local_models install_as_safetensors show_config edit make_patch apply_patch
-Checkpoint QuantizedTensor TensorInfo Writer Info CheckReport ConvertReport DiffReport
+safe_open scan verify local_models install_as_safetensors show_config edit make_patch apply_patch
+Checkpoint QuantizedTensor TensorInfo Writer Signature Info CheckReport ConvertReport DiffReport
 SafeloadError SafetensorError FormatError UnsupportedError TensorNotFoundError ForbiddenError RemoteError
-__version__
+VerificationError __version__
 """
 
 # Public names that left the front row, or that another name replaced.

@@ -19,7 +19,7 @@ from .._version import __version__
 from ..base.table import similar
 from ..base.text import printable
 from ..errors import NoMatchError, SafeloadError
-from . import bench, check, completion, convert, diff, edit, get, info, ls, patch, report, scan, stats
+from . import bench, check, completion, convert, diff, edit, get, info, ls, patch, report, scan, sign, stats, verify
 from .common import add_verbose, complain, log_to_stderr, plain
 
 _EPILOG = """examples:
@@ -78,7 +78,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"safeload {__version__}")
     add_verbose(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="safeload")
-    for command in (info, get, check, stats, convert, edit, diff, patch, report, scan, ls, bench):
+    for command in (info, get, check, stats, convert, edit, diff, patch, report, scan, verify, sign, ls, bench):
         command.register(commands)
     completion.register(commands, parser)
     return parser, commands.choices

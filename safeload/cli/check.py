@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.text import printable
 from ..errors import FormatError
+from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,
@@ -139,7 +140,7 @@ def _output(options: argparse.Namespace) -> Output | None:
     if options.write_manifest is None:
         return None
     from ..operations.folders.output import Output
-    from ..operations.validate.manifest import is_manifest
+    from ..stores.digests import is_manifest
 
     if options.write_manifest == STDOUT:
         raise ValueError("--write-manifest needs a file, because the findings go to stdout")
@@ -202,6 +203,11 @@ def _manifest(
         report.add(manifest.compare(expected, current))
     if output is None:
         return
+    if not is_url(options.path):
+        from ..engine.run.threads import thread_count
+        from ..formats.verifying import digests_of
+
+        current["files"] = digests_of(options.path, thread_count(1 << 40, options.threads))
     output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))

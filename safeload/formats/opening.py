@@ -23,6 +23,7 @@ from .registry import FormatName, OpenRequest
 
 if TYPE_CHECKING:
     from . import folder
+    from .verifying import Verify
 
 # How to treat a pickle with classes or functions outside the allowlist.
 UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
@@ -47,6 +48,7 @@ class OpenOptions(LoadOptions, total=False):
     stored: bool
     adapters: Any
     storage_options: Mapping[str, Any] | None
+    verify: Verify
 
 
 class Recipe(NamedTuple):
@@ -96,6 +98,7 @@ def open_paths(
     stored: bool = False,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    verify: Verify = None,
 ) -> OpenedPath:
     """Open the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None:
@@ -104,9 +107,15 @@ def open_paths(
         raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(unknown_globals)}')
     if isinstance(path, (list, tuple)):
         texts, files = places_of(path, storage_options)
+        if verify is not None and verify is not False:
+            files = _verified(texts, files, verify, storage_options)
         _check_heads(files)
         return _open_list(texts, Recipe((), True, format, root, unknown_globals, stored, files))
     (text,), files = places_of((path,), storage_options)  # type: ignore[arg-type]
+    if verify is not None and verify is not False:
+        if is_name(text):
+            return _open_ollama(text, Recipe((), False, format, root, unknown_globals, stored, files), verify)
+        files = _verified([text], files, verify, storage_options)
     recipe = Recipe((files.absolute(text),), False, format, root, unknown_globals, stored, files)
     if files is not LOCAL:
         if is_name(text):
@@ -133,7 +142,13 @@ def open_paths(
     )
 
 
-def _open_ollama(url: str, recipe: Recipe) -> OpenedPath:
+def _verified(texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None) -> Files:
+    from .verifying import verified_files  # few programs verify
+
+    return verified_files(texts, files, verify, storage_options)
+
+
+def _open_ollama(url: str, recipe: Recipe, verify: Verify = None) -> OpenedPath:
     """Open the layers of a model of ollama by their paths.
 
     Raises:
@@ -146,13 +161,13 @@ def _open_ollama(url: str, recipe: Recipe) -> OpenedPath:
     paths = list(dict.fromkeys(layer.path for layer in model.weights))
     arguments = recipe.format, recipe.root, recipe.unknown_globals, recipe.stored
     if model.format == registry.GGUF:
-        opened = open_paths(paths[0], *arguments)
+        opened = open_paths(paths[0], *arguments, verify=verify)
     else:
         with closing(registry.open_file(paths[0], recipe.options._replace(files=LOCAL)).file) as first:
             if list(first.table.names) == ["data"] and model.weights[0].name != "data":
                 text = 'the layers of this model name every tensor "data", as ollama did at first'
                 raise error_about(UnsupportedError, f"{text}; pull or create the model again", path=url)
-        opened = open_paths(paths, *arguments)
+        opened = open_paths(paths, *arguments, verify=verify)
         if not recipe.stored:
             _check_plain(opened, url)
     return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
-from ..errors import FormatError, UnsupportedError
+from ..errors import FormatError, SafeloadError, UnsupportedError
 from ..stores.files import LOCAL
 from ..stores.store import WINDOW
 from . import foreign
@@ -272,8 +272,10 @@ def open_file(path: str, request: OpenRequest) -> Opened:
         candidate = Candidate(file)
         opened = _open_candidate(candidate, request)
         file.settle()
-    except BaseException:
-        (candidate or file).close()
+    except BaseException as error:
+        with closing(candidate or file):
+            if file.verified and isinstance(error, SafeloadError):
+                file.store.verify()  # type: ignore[attr-defined]  # a file that differs is the better reason
         raise
     return opened
 

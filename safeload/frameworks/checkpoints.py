@@ -15,7 +15,7 @@ from ..engine.read.load import Backend, parse_target
 from ..engine.run.progress import Progress
 from ..errors import UnsupportedError
 from ..formats.opening import Paths
-from ..loading.entry import open
+from ..loading.entry import check_unadapted, open
 from ..loading.merge import Merge, load_merged, merging
 from ..models.config_dtype import dtype_in
 
@@ -46,6 +46,7 @@ def selecting(
     dtype: Any = None,
     adapters: Any = None,
     storage_options: Mapping[str, Any] | None = None,
+    verify: Any = None,
     **options: Any,
 ) -> Iterator[Selected]:
     """Open a checkpoint and its adapters, and select tensors.
@@ -53,6 +54,7 @@ def selecting(
     Without ``dtype`` plain tensors keep their dtype, and packed tensors get the dtype in the config.
 
     Args:
+        verify: see `safeload.load`; not with adapters.
         options: further options of `safeload.open`.
 
     Raises:
@@ -63,8 +65,10 @@ def selecting(
             if neither ``dtype`` nor the config gives its dtype.
         SafeloadError, OSError: see `safeload.open`.
     """
+    if adapters is not None:
+        check_unadapted(verify)
     with (
-        open(path, storage_options=storage_options, **options) as opened,
+        open(path, storage_options=storage_options, verify=verify, **options) as opened,
         merging(opened, adapters, storage_options) as (checkpoint, merge),
     ):
         target = parse_target(dtype)

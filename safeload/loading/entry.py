@@ -17,6 +17,7 @@ from ..formats.registry import FormatName
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..formats.verifying import Verify
     from .adapter import Adapters
 
 __all__ = ["load", "open"]
@@ -30,6 +31,7 @@ def open(
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    verify: Verify = None,
 ) -> Checkpoint:
     """Open a weight file, a folder of weight files, an ``index.json`` or a list of files. No tensor is read.
 
@@ -56,6 +58,9 @@ def open(
         storage_options: options of the filesystem behind a URL, as fsspec takes them (keys, ``endpoint_url``,
             ``token``, ...); for https also ``headers``, ``timeout`` and ``retries``. If given, even empty, schemes
             beyond https, http, hf, s3, gs, az, file and memory can be used, and chains such as ``filecache::s3://...``.
+        verify: what to verify files against, see `load`. Each file is read whole and hashed before its first tensor is
+            handed out; JSON files at once. Until then, names, shapes and metadata come from a header that is not
+            verified yet.
 
     Returns:
         The open checkpoint. ``with safeload.open(path) as checkpoint:`` closes it.
@@ -66,6 +71,7 @@ def open(
         UnsupportedError: safeload cannot read the format or a tensor, or a folder has no weights.
         LimitError: a named limit is exceeded.
         TensorNotFoundError: ``root`` does not exist; the message lists the existing roots.
+        VerificationError: there is nothing to verify against, or a file is not covered or differs.
         RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError or PermissionError.
         ImportError: a URL needs a package that is not installed.
@@ -78,10 +84,17 @@ def open(
         ('F32', (128,))
     """
     try:
-        return Checkpoint(open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options))
+        opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
+        return Checkpoint(opened)
     except SafeloadError as error:
         cut_traceback(error)
         raise
+
+
+def check_unadapted(verify: Verify) -> None:
+    """Refuse ``verify=`` with adapters, which no manifest of the model covers."""
+    if verify is not None and verify is not False:
+        raise ValueError("verify= does not cover adapters: merge them in a separate call, or verify them by themselves")
 
 
 @overload
@@ -117,6 +130,7 @@ def load(
     out: Mapping[str, Array] | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    verify: Verify = None,
 ) -> dict[str, Any]:
     """Load the tensors of a checkpoint of any format as NumPy arrays.
 
@@ -149,6 +163,10 @@ def load(
         out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
+        verify: hash every file in the pass that reads it, and return tensors only if all files are as expected: the
+            path of a manifest (``safeload check --write-manifest``) or a `Signature`. True uses what stands beside the
+            files: a manifest, or the digests of the Hub's cache or of ollama. The files that hold the tensors are read
+            whole into private memory, whatever ``backend`` and ``only`` say. Adapters are not covered.
 
     Returns:
         Arrays by name. They are writable, and C-contiguous except for strided torch tensors.
@@ -159,7 +177,9 @@ def load(
         UnsupportedError: safeload does not support the format, a tensor or a conversion.
         TensorNotFoundError: a name or ``root`` does not exist, a pattern matches no name, or the checkpoint lacks a
             module of an adapter.
-        ValueError: an array in ``out`` does not fit, both ``names`` and ``only`` are given, or a file object is closed.
+        VerificationError: a file differs or is not covered; there is nothing to verify against, or no key.
+        ValueError: an array in ``out`` does not fit, both ``names`` and ``only`` are given, a file object is closed, or
+            ``verify`` and ``adapters`` are given.
         TypeError: ``path`` is no path and no binary file.
         RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError.
@@ -171,6 +191,8 @@ def load(
         dtype('float32')
     """
     try:
+        if adapters is not None:
+            check_unadapted(verify)
         with open(
             path,
             format=format,
@@ -178,6 +200,7 @@ def load(
             unknown_globals=unknown_globals,
             stored=stored,
             storage_options=storage_options,
+            verify=verify,
         ) as checkpoint:
             if adapters is None:
                 return checkpoint.load(

@@ -18,7 +18,7 @@ from ..base import dtypes, packing
 from ..base.text import clip, printable, show
 from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafeloadError, UnsupportedError
+from ..errors import SafeloadError, UnsupportedError, VerificationError
 from ..stores.json_file import read_json
 from .companions import unread
 from .families import FAMILIES, FP8, GPTQMODEL_STATE, SPARSE, SPARSE_PARTS, STATES, Stored
@@ -333,6 +333,8 @@ def _shards_beside(file: WeightFile) -> Collection[str]:
             weight_map = read_json(files.join(folder, index), "index.json", files).get("weight_map")
             if isinstance(weight_map, Mapping) and base in weight_map.values():
                 names.update(name for name, shard in weight_map.items() if shard != base)
+    except VerificationError:
+        raise
     except (SafeloadError, OSError):  # ignored: nobody requested this file
         pass
     return names

@@ -16,7 +16,7 @@ from ..base.cached import cached_property
 from ..base.packing import Grid
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafeloadError, UnsupportedError
+from ..errors import SafeloadError, UnsupportedError, VerificationError
 from ..stores.files import Files
 from ..stores.json_file import parse_json, read_if_there
 from .methods import (
@@ -481,6 +481,8 @@ def _quantization_in(folder: str, files: Files) -> Quantization | None:
     for name in BESIDE:
         try:
             config = read_if_there(files.join(folder, name), name, files)
+        except VerificationError:  # it could change values
+            raise
         except (SafeloadError, OSError):  # ignored: nobody requested this file
             continue
         if config is None:

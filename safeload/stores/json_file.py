@@ -43,6 +43,9 @@ def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, 
 def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
     """Like `read_json`, but return None if the file does not exist."""
     if not files.remote and not os.path.lexists(path):
+        check_missing = getattr(files, "check_missing", None)  # of verified files only
+        if check_missing is not None:
+            check_missing(path)
         return None
     try:
         return read_json(path, what, files)

@@ -381,9 +381,13 @@ def direct_of(store: ByteStore) -> Descriptor | None:
 
 
 def mapping_of(store: ByteStore) -> Any:
-    """Map a store, privately and copy-on-write, as a writable buffer; None if the store or the system cannot."""
+    """Return the bytes of a store as a writable buffer, mapped copy-on-write or private; None if there is none.
+
+    A buffer of verified bytes is the store's own until ``store.forget()``.
+    """
+    make = getattr(store, "map", None)
     try:
-        return store.map() if isinstance(store, LocalStore) else None
+        return None if make is None else make()
     except OSError:
         return None
 

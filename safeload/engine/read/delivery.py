@@ -62,8 +62,10 @@ def deliver(
         array = _single(tensors, view, mappings, threads)
         if array is not None:
             return {tensors.names[0]: array}, True
+    mappings = {} if mappings is None else mappings
+    known = set(mappings)
     tensors, packed = tensors.without_packed()
-    plans = [decide(file_tensors, target, view) for file_tensors in tensors.by_file()]
+    plans = [_decide(file_tensors, target, view) for file_tensors in tensors.by_file()]
     if out is not None:
         _check_out(plans, packed, target, out)
     delivered, to_read, allowed = _map(plans, target, mappings)
@@ -72,12 +74,11 @@ def deliver(
         reads = Reads(out, memory, direct=direct)
         for plan in to_read:
             reads.add(plan)
-        mapped = {} if mappings is None else mappings
         for name, tensor in packed.items():
             if target is not None:
                 reads.restore(name, tensor, target)
             else:
-                delivered[name] = _parts_of(name, tensor, reads, mapped if view else None)
+                delivered[name] = _parts_of(name, tensor, reads, mappings if view else None)
         reading = not view or any(way not in (VIEW, EMPTY) for plan in to_read for way in set(plan.ways))
         if reading or packed:
             reads.run(threads, progress)
@@ -87,11 +88,31 @@ def deliver(
     for plan in plans:
         if plan.file.table.quantized:
             _wrap(plan, delivered)
+    _give_away(file for file in mappings if file not in known)
     total = 0 if reading or not progress else sum(array.nbytes for array in delivered.values())
     if total:
         with reporter(progress, total) as report:
             report(total)
     return delivered, allowed
+
+
+def _decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
+    """Like `decide`, but without views that would keep a verified file in memory for a small part of it."""
+    plan = decide(tensors, target, view)
+    if view and plan.file.verified and 2 * _viewed(plan) < plan.file.size:
+        return decide(tensors, target, False)
+    return plan
+
+
+def _viewed(plan: ReadPlan) -> int:
+    return sum(plan.ends[k] - plan.begins[k] for k in plan.of_way(VIEW))
+
+
+def _give_away(files: Iterable[WeightFile]) -> None:
+    """Leave the memory of verified files to the views of it, which their owner may change."""
+    for file in files:
+        if file.verified:
+            file.store.forget()  # type: ignore[attr-defined]
 
 
 def _map(
@@ -120,7 +141,8 @@ def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile
     arrays = {}
     for role, part in packed.parts.items():
         dtype = dtypes.array_dtype(part.row.number)
-        mapped = mappings is not None and part.begin < part.end and viewable(dtype, part.begin)
+        known = mappings is not None and (not part.file.verified or part.file in mappings)
+        mapped = known and part.begin < part.end and viewable(dtype, part.begin)
         buffer = _mapping(part.file, mappings) if mapped else None
         if buffer is None:
             arrays[role] = reads.stored(part)
@@ -148,6 +170,8 @@ def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None
     if spec.begin == spec.end:
         return None
     size = spec.end - spec.begin
+    if file.verified:
+        return None
     if not view:
         # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
         return jobs.read_small(file, spec) if size < HUGE_FROM and thread_count(size, threads) else None

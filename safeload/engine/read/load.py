@@ -20,7 +20,7 @@ from ...stores.local import LocalStore, mapping_of
 from ..run.jobs import read_small
 from ..run.memory import ALIGNMENT, HUGE_FROM
 from ..run.progress import Progress
-from ..run.threads import check_threads
+from ..run.threads import check_threads, thread_count
 from ..run.weight_file import WeightFile
 from .delivery import Value, deliver
 from .in_memory import views_of
@@ -137,6 +137,8 @@ def load_tensors(
     target = parse_target(dtype)
     started = time.perf_counter()
     names = tensors.names
+    if tensors.remote:
+        _verify(tensors, threads)
     if out is not None:
         check_out_names(out, names, "load")
         backend = "pread" if backend == "mmap" else backend
@@ -153,11 +155,21 @@ def load_tensors(
     if not all(map(eq, arrays, names)):  # views come first, then the tensors that were read, file by file
         arrays = {name: arrays[name] for name in names}
     nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
-    if tensors.remote:
+    if tensors.remote and not all(file.verified for file in tensors.files):
         backend = "remote"
-    elif not allowed:
+    elif tensors.remote or not allowed:
         backend = "pread"
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
+
+
+def _verify(tensors: Tensors, threads: int | None) -> None:
+    """Hash the files to verify on several threads, before the first tensor is made."""
+    used = tensors.files if tensors.file is None else [tensors.files[k] for k in sorted(set(tensors.file))]
+    files = [file for file in used if file.verified]
+    if files:
+        from ...stores.verified import verify_all  # only here: few programs verify
+
+        verify_all([file.store for file in files], thread_count(sum(file.size for file in files), threads))  # type: ignore[misc]
 
 
 def load_all(file: WeightFile, backend: str) -> dict[str, Array]:

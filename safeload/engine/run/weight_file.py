@@ -32,6 +32,7 @@ class WeightFile:
         place: the path in ``files``; a local file has the path of its store.
     """
 
+    verified = False  # True if its store hands out verified bytes from memory; see `stores.verified`
     _origin: tuple[str, tuple[Any, ...]] | None = None
     _unpacked = False
 
@@ -234,6 +235,8 @@ def open_without_table(path: PathLike, *, shown: str | None = None, files: Files
     if files is not LOCAL:
         place = os.fspath(path)
         store = files.open(place)
-        return WeightFile(getattr(store, "path", place), store, ListedTable([]), files, place)
+        file = WeightFile(getattr(store, "path", place), store, ListedTable([]), files, files.absolute(place))
+        file.verified = hasattr(store, "verify")
+        return file
     local = open_local(path, shown=shown)
     return WeightFile(local.path, local, ListedTable([]))

@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
+from ...checkpoint import Checkpoint
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, cut_traceback
@@ -31,6 +32,9 @@ from .make import prepare
 from .planning import planned
 from .request import ConvertOptions, open_sources, request_of
 from .write import Conversion, ConvertReport, copies_of, write
+
+if TYPE_CHECKING:
+    from ...formats.verifying import Verify
 
 
 def convert(
@@ -58,6 +62,7 @@ def convert(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    verify: Verify = None,
 ) -> ConvertReport:
     """Convert checkpoints to another format, dtype or layout, in bounded memory.
 
@@ -132,6 +137,8 @@ def convert(
             stay in place after an error, as with ``resume``.
         threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
+        verify: what to verify the source against, see `load`: only verified tensors and files are written. ``src`` must
+            be a single path. Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
 
     Returns:
         A report of files, tensors, bytes and seconds, and with ``quantize`` of the quantized tensors.
@@ -145,6 +152,7 @@ def convert(
             safetensors with all tensors as stored.
         SafeloadError: two sources have a tensor with the same name.
         TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
+        VerificationError: see `load`.
         ValueError: invalid arguments, such as a ``rename`` that gives two tensors the same name, ``executor`` without
             a folder as destination or with tensors in memory, or ``resume`` with different options.
         FormatError, OSError: a source cannot be read, or ``dst`` cannot be written. No partial file is left; if shards
@@ -159,6 +167,8 @@ def convert(
     """
     try:
         check_threads(threads)
+        if verify is not None and verify is not False:
+            _check_verifiable(src, executor=executor, resume=resume, adapters=adapters)
         options: ConvertOptions = {
             "dtype": dtype,
             "quantize": quantize,
@@ -179,7 +189,7 @@ def convert(
         }
         started = time.perf_counter()
         if executor is None and not resume:
-            report = _at_once(src, dst, options, overwrite=overwrite, threads=threads, progress=progress)
+            report = _at_once(src, dst, options, overwrite=overwrite, threads=threads, progress=progress, verify=verify)
         else:
             executors.check_executor(executor)
             plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
@@ -191,6 +201,20 @@ def convert(
         raise
 
 
+def _check_verifiable(
+    src: Given | Sequence[Given], *, executor: Executor | None, resume: bool, adapters: Adapters
+) -> None:
+    """Refuse arguments with which ``verify=`` would not cover everything that is read."""
+    for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
+        if value is not None:
+            raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
+    if isinstance(src, (list, tuple, Mapping, Checkpoint, Catalog)):
+        kind = type(src).__name__
+        raise ValueError(
+            f"verify= needs the path of a single source, got {kind}; pass verify= to safeload.open instead"
+        )
+
+
 def _at_once(
     src: Given | Sequence[Given],
     dst: Destination,
@@ -199,6 +223,7 @@ def _at_once(
     overwrite: bool,
     threads: int | None,
     progress: Progress,
+    verify: Verify,
 ) -> ConvertReport:
     """Convert in this process, without records of complete shards."""
     request = request_of(dst, options)
@@ -211,7 +236,7 @@ def _at_once(
             old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
         else:
             replacement_of(folder).check_free(overwrite)
-        catalog = stack.enter_context(open_sources(src, options.get("storage_options")))
+        catalog = stack.enter_context(open_sources(src, options.get("storage_options"), verify))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if old is not None:

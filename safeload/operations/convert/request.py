@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ...base import dtypes
 from ...base.arrays import check_mapping
@@ -33,6 +33,9 @@ from ..folders.shards import extras_of
 from ..quantize.checkpoint import Keep
 from ..quantize.file_types import ConvertScheme
 from ..sources.catalog import Catalog, Given, has_names
+
+if TYPE_CHECKING:
+    from ...formats.verifying import Verify
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -159,15 +162,21 @@ def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> 
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
 
 
-def open_sources(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:
-    """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files."""
+def open_sources(
+    src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None, verify: Verify = None
+) -> Catalog:
+    """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files.
+
+    Args:
+        verify: for a single path, see `safeload.load`.
+    """
     if isinstance(src, Catalog):
         return Catalog.of(src)
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
     unfinished.check_unopened(sources)
-    catalog = Catalog.of(sources, storage_options)
+    catalog = Catalog.of(sources, storage_options, verify)
     try:
         unfinished.check_opened(catalog)
     except BaseException:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from ...packed.families import Stored
 from ...packed.quantization import Quantization, quantization_of
 from ...stores.places import Located, is_located
 from .description import TensorDescription, about_value, stored_as
+
+if TYPE_CHECKING:
+    from ...formats.verifying import Verify
 
 
 class TensorPlace(NamedTuple):
@@ -91,13 +94,19 @@ class Catalog:
         self._owned = ExitStack()
 
     @classmethod
-    def of(cls, source: Given | Sequence[Given], storage_options: Mapping[str, Any] | None = None) -> Catalog:
+    def of(
+        cls,
+        source: Given | Sequence[Given],
+        storage_options: Mapping[str, Any] | None = None,
+        verify: Verify = None,
+    ) -> Catalog:
         """Return the catalog of an operation's input.
 
         Args:
             source: a path or URL, which the catalog opens and closes; an open `Checkpoint`; a dict of arrays and
                 quantized tensors; a catalog, which stays open; or a list of these.
             storage_options: for URLs, see `safeload.open`.
+            verify: for paths, see `safeload.open`.
 
         Raises:
             SafeloadError: two origins have a tensor of the same name; or see `safeload.open`.
@@ -115,7 +124,7 @@ class Catalog:
                 if isinstance(item, (Mapping, Catalog)):
                     origins += item._origins if isinstance(item, Catalog) else [item]
                 else:
-                    origins.append(stack.enter_context(open(item, storage_options=storage_options)))
+                    origins.append(stack.enter_context(open(item, storage_options=storage_options, verify=verify)))
             catalog = cls(origins)
             catalog._owned = stack.pop_all()
         return catalog

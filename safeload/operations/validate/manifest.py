@@ -1,6 +1,7 @@
 """Manifests: SHA-256 digests of all tensors, to find tensors changed by a download or an edit.
 
-A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}}``.
+A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}, "files":
+{name: {"size", "sha256"}}}``. ``load(verify=)`` uses the files (`stores.digests`), `compare` the tensors.
 
 - ``sha256`` covers the elements in C order, little-endian, followed by the scales of int8 or by the remaining parts of
   a packed tensor. It does not depend on the file format.
@@ -29,6 +30,7 @@ from ...engine.run.jobs import native_order
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import FormatError
+from ...stores.digests import MANIFEST_KEY, MANIFEST_VERSION
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
@@ -36,7 +38,6 @@ from ..sources.piece_files import PieceSource
 from ..sources.plan import TensorPiece, open_piece
 from .findings import Finding, error, note
 
-KEY, VERSION = "safeload_manifest", 1
 RESTORING = "restoring"
 
 # Fields of `Packing` outside ``restoring``: stored under other keys, or without effect on values.
@@ -77,7 +78,7 @@ def make(
         else:
             by_name = executors.by_tensor(run, _piece, catalog, sizes, executor, threads=threads, progress=progress)
             entries = {name: by_name[name] for name in sizes}
-        return {KEY: VERSION, "tensors": entries}
+        return {MANIFEST_KEY: MANIFEST_VERSION, "tensors": entries}
 
 
 def run(
@@ -158,11 +159,6 @@ def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
             yield native_order(np.ascontiguousarray(array)).reshape(-1).view(np.uint8).data
 
 
-def is_manifest(head: bytes) -> bool:
-    """Return True if a file with these first bytes is a manifest."""
-    return re.match(rb'\s*\{\s*"%s"\s*:' % KEY.encode(), head) is not None
-
-
 def read(path: PathLike) -> dict[str, Any]:
     """Read a manifest.
 
@@ -175,8 +171,8 @@ def read(path: PathLike) -> dict[str, Any]:
     text = native_path(path)[0]
     manifest: dict[str, Any] = read_json(text, "the manifest")
     tensors = manifest.get("tensors")
-    if manifest.get(KEY) != VERSION or not isinstance(tensors, dict):
-        raise FormatError(f'a manifest must be {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
+    if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION or not isinstance(tensors, dict):
+        raise FormatError(f'a manifest must be {{"{MANIFEST_KEY}": {MANIFEST_VERSION}, "tensors": {{...}}}}', text)
     for name, entry in tensors.items():
         good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
         if not good or not _is_digest(entry.get("sha256")):

@@ -1,0 +1,81 @@
+"""``safeload verify``: compare files with a manifest, a model signature or the digests of a cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from .common import STATUS, add_command, add_json, add_threads, bar, columns, painter, storage_options
+
+_EPILOG = f"""examples:
+  safeload verify Llama-3.2-1B/ --against llama.sha256.json
+  safeload verify Llama-3.2-1B/ --key release.pub
+  safeload verify model/ --against model.sig --certificate root.pem
+  safeload verify hf://owner/name
+  safeload verify ollama://llama3.2
+
+Without --against, what stands beside the files is used: model.sig, a manifest, or the digests of a cache. A manifest
+and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.
+
+{STATUS}"""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        commands,
+        "verify",
+        help="compare files with a signature or a manifest",
+        description="Hash every file of a model, and compare it with a model signature, with a manifest (check "
+        "--write-manifest), or with the digests that the caches of the Hub and of ollama keep. Files that are "
+        "missing, changed or not listed are named.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name")
+    parser.add_argument(
+        "--against", metavar="FILE", help="manifest or signature; default: what stands beside the files"
+    )
+    trusted = parser.add_mutually_exclusive_group()
+    trusted.add_argument("--key", metavar="FILE", help="public key of the signer, in PEM")
+    trusted.add_argument(
+        "--certificate", metavar="FILE", action="append", help="certificate that you trust, in PEM; may be repeated"
+    )
+    parser.add_argument(
+        "--storage-option", metavar="KEY=VALUE", action="append", help="for URLs: an option of the filesystem"
+    )
+    add_threads(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report about ``options.path`` and return the exit status."""
+    from ..operations.verify import verify  # imported here: it would slow down the other commands
+
+    with bar("verify") as progress:
+        report = verify(
+            options.path,
+            against_of(options),
+            storage_options=storage_options(options),
+            threads=options.threads,
+            progress=progress,
+        )
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=1))
+    else:
+        paint = painter()
+        for line in report.lines(columns()):
+            print(paint(line, "good" if report.ok else "error") if line == report.verdict else line)
+    return 0 if report.ok else 1
+
+
+def against_of(options: argparse.Namespace) -> Any:
+    """Return what to verify against, as `safeload.verify` takes it."""
+    if options.key is None and not options.certificate:
+        return options.against
+    from ..formats.verifying import signature_beside
+    from ..stores.signature import Signature
+
+    path = options.against or signature_beside(options.path)
+    return Signature(path, key=options.key, certificate=options.certificate)

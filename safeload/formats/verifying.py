@@ -1,0 +1,275 @@
+"""Choose what to verify files against: a manifest, a signature, or the digests of a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, TypeAlias
+
+from ..base.messages import error_about
+from ..base.paths import PathLike
+from ..base.text import show
+from ..errors import FormatError, VerificationError
+from ..packed.quantization import BESIDE
+from ..stores.digests import (
+    GIT_PATHS,
+    MANIFEST_KEY,
+    MANIFEST_VERSION,
+    SIGNATURE_NAME,
+    CachedFiles,
+    Expected,
+    ListedFiles,
+    digest_in_cache,
+    files_of_manifest,
+    is_manifest,
+)
+from ..stores.files import LOCAL, Files
+from ..stores.json_file import MAX_JSON, parse_json
+from ..stores.places import places_of
+from ..stores.signature import Signature, signed_files
+from ..stores.store import read_at
+from ..stores.thread_group import each
+from ..stores.verified import VerifiedFiles, read_from
+
+# The argument ``verify=``: True for what stands beside the files, or the path of a manifest or signature.
+Verify: TypeAlias = bool | PathLike | Signature | None
+
+_HUB, _OLLAMA = "the Hub's cache", "ollama's store"
+_MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
+# First bytes that tell a manifest of ours from other JSON.
+_START = 64
+# Largest number of JSON files beside weights to look at.
+_MOST_BESIDE = 1000
+# Bytes hashed at a time, and levels of folders.
+_CHUNK, _LEVELS = 512 << 10, 32
+# Suffixes of remote paths that are files, so that no request asks.
+_FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt")
+
+
+def verified_files(
+    texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None
+) -> Files:
+    """Return files that are verified when they are read.
+
+    Args:
+        texts: the paths to open.
+        verify: see `safeload.load`.
+
+    Raises:
+        VerificationError: there is nothing to verify against, or no key.
+        FormatError, OSError: the manifest or signature cannot be read.
+    """
+    if verify is None or verify is False:
+        return files
+    return VerifiedFiles(files, expected_of(texts, files, verify, storage_options))
+
+
+def expected_of(
+    texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None
+) -> Expected:
+    """Return the expected digests of paths; see `verified_files`."""
+    if getattr(files, "heads", None) is not None:
+        raise VerificationError("a file object has no name that a manifest or signature could list: pass its path")
+    if not texts:
+        raise ValueError("the list of paths is empty; pass at least one")
+    path = texts[0]
+    if verify is True:
+        return _beside(path, files)
+    if isinstance(verify, Signature):
+        source, content, folder = _read(verify.path, storage_options)
+        return _signed(content, verify, source, path, files, folder)
+    if not isinstance(verify, (str, os.PathLike)):
+        raise TypeError(f"verify must be True, a path or a safeload.Signature, got {show(verify)}")
+    source, content, folder = _read(verify, storage_options)
+    if is_manifest(content[:_START]):
+        return _listed(content, source, path, files, folder)
+    return _signed(content, Signature(verify), source, path, files, folder)
+
+
+def _read(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple[str, bytes, str]:
+    """Return a manifest's or signature's path for messages, its content, and the absolute path of its folder."""
+    (text,), files = places_of((path,), storage_options)
+    return _content(text, files)
+
+
+def _content(text: str, files: Files) -> tuple[str, bytes, str]:
+    shown = files.shown(text)
+    with closing(files.open(text)) as store:
+        if store.size > MAX_JSON:
+            raise VerificationError(
+                f"{shown}: the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}",
+                path=shown,
+            )
+        return shown, read_at(store, 0, store.size), files.split(files.absolute(text))[0]
+
+
+def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
+    """Return the folder that names are relative to: the model's, or the signature's if it lists the model below it."""
+    own = _folder_of(path, files)
+    if own.startswith(folder.rstrip("/\\") + "/") or (os.sep != "/" and own.startswith(folder + os.sep)):
+        inner = own[len(folder.rstrip("/\\")) + 1 :].replace(os.sep, "/")
+        if any(name.startswith(f"{inner}/") for name in names):
+            return folder.rstrip("/\\")
+    return own
+
+
+def _folder_of(path: str, files: Files) -> str:
+    """Return the absolute path of a model's folder."""
+    place = files.absolute(path)
+    is_file = place.endswith(_FILE_SUFFIXES) and files.remote
+    folder = place if not is_file and files.is_folder(path) else files.split(place.rstrip("/"))[0]
+    return folder.rstrip("/\\") or folder
+
+
+def _listed(content: bytes, source: str, path: str, files: Files, folder: str) -> ListedFiles:
+    try:
+        manifest = parse_json(content, "the manifest", source)
+    except FormatError as error:
+        raise error_about(VerificationError, f"not a manifest: {error}", path=source) from None
+    if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION:
+        raise error_about(VerificationError, f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", path=source)
+    listed = files_of_manifest(manifest, source)
+    if listed is None:
+        text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
+        raise error_about(VerificationError, f"{text}, or compare tensors with safeload check --manifest", path=source)
+    return ListedFiles(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed)
+
+
+def _signed(content: bytes, signature: Signature, source: str, path: str, files: Files, folder: str) -> ListedFiles:
+    signed = signed_files(content, signature, source)
+    root = _root(path, files, folder, signed.files)
+    alone = "" if files.is_folder(path) else files.absolute(path)
+    return ListedFiles(source, signature.proof, root, signed.files, signed.ignored, alone, signed.sharded)
+
+
+def _beside(path: str, files: Files) -> Expected:
+    """Return what stands beside the files: a signature, a manifest, or the digests of a cache."""
+    if path.startswith("hf://") or (not files.remote and _is_snapshot(path)):
+        return CachedFiles(_HUB)
+    shown = files.shown(path)
+    if files.remote:
+        text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
+        raise error_about(VerificationError, f"{text}", path=shown)
+    if digest_in_cache(path) is not None:
+        return CachedFiles(_OLLAMA)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    signature = signature_beside(path)
+    if os.path.lexists(signature):
+        source, content, parent = _content(signature, LOCAL)
+        return _signed(content, Signature(signature), source, path, files, parent)
+    manifests = manifests_in(folder)
+    if len(manifests) > 1:
+        names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
+        raise error_about(
+            VerificationError, f"{len(manifests)} manifests beside it: {names}; pass one of them", path=shown
+        )
+    if not manifests:
+        text = f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it"
+        raise error_about(VerificationError, f"{text}", path=shown)
+    source, content, parent = _content(manifests[0], LOCAL)
+    return _listed(content, source, path, files, parent)
+
+
+def signature_beside(path: str) -> str:
+    """Return where the signature of a model stands: ``model.sig`` in its folder, or beside a file of the same name."""
+    if "://" in path:
+        return f"{path.rstrip('/')}/{SIGNATURE_NAME}"
+    if os.path.isdir(path):
+        return os.path.join(path, SIGNATURE_NAME)
+    alone = f"{path}.sig"
+    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), SIGNATURE_NAME)
+
+
+def manifests_in(folder: str) -> list[str]:
+    """Return the manifests of ours in a local folder."""
+    try:
+        names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
+    except OSError:
+        return []
+    return [path for name in names[:_MOST_BESIDE] if starts_as_manifest(path := os.path.join(folder, name))]
+
+
+def starts_as_manifest(path: str) -> bool:
+    """Return whether a local file is a manifest of ours, by its first bytes."""
+    if not os.path.isfile(path):  # a pipe could block
+        return False
+    try:
+        with open(path, "rb") as file:
+            return is_manifest(file.read(_START))
+    except OSError:
+        return False
+
+
+def _is_snapshot(path: str) -> bool:
+    """Return whether a local path leads into a snapshot of the Hub's cache, or is one of its files."""
+    parts = os.path.abspath(path).split(os.sep)
+    for k in range(len(parts) - 1):
+        if parts[k] == "snapshots" and os.path.isdir(os.sep.join([*parts[:k], "blobs"])):
+            return True
+    return False
+
+
+def walk(root: str, files: Files) -> Iterator[tuple[str, str]]:
+    """Yield the relative name and the path of each file below a folder, hidden ones too if they are local."""
+    visited: set[tuple[int, int]] = set()
+    waiting = [("", root, 0)]
+    while waiting:
+        before, folder, level = waiting.pop()
+        if not files.remote:
+            status = os.stat(folder)
+            if status.st_ino and (status.st_dev, status.st_ino) in visited:  # a link to a folder above
+                continue
+            visited.add((status.st_dev, status.st_ino))
+        for name, is_folder in _listing(folder, files):
+            place = files.join(folder, name)
+            if not is_folder:
+                yield f"{before}{name}", place
+            elif level >= _LEVELS:
+                raise error_about(VerificationError, f"more than {_LEVELS} levels of folders", path=files.shown(place))
+            else:
+                waiting.append((f"{before}{name}/", place, level + 1))
+
+
+def _listing(folder: str, files: Files) -> list[tuple[str, bool]]:
+    if files.remote:
+        return files.listing(folder)
+    return sorted((name, os.path.isdir(os.path.join(folder, name))) for name in os.listdir(folder))
+
+
+def digests_of(path: str, threads: int) -> dict[str, dict[str, Any]]:
+    """Return size and SHA-256 of the files of a local model by name, for a manifest.
+
+    Args:
+        path: a folder, for all of its files; or a file, for this file and the configurations beside it.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    if os.path.isdir(path):
+        places = [(name, place) for name, place in walk(path, LOCAL) if not _is_apart(name, place)]
+    else:
+        folder, base = os.path.split(path)
+        names = [base, *(name for name in BESIDE if os.path.isfile(os.path.join(folder, name)))]
+        places = [(name, os.path.join(folder, name)) for name in dict.fromkeys(names)]
+    entries = each(lambda item: _entry(item[1]), places, max(1, threads))
+    return {name: entry for (name, _), entry in sorted(zip(places, entries, strict=True))}
+
+
+def _is_apart(name: str, path: str) -> bool:
+    """Return whether a file is no part of a model: a signature, a manifest, or a file of Git."""
+    first = name.partition("/")[0]
+    return name == SIGNATURE_NAME or first in GIT_PATHS or (name.endswith(".json") and starts_as_manifest(path))
+
+
+def _entry(path: str) -> dict[str, Any]:
+    digest, nbytes = hashlib.sha256(), 0
+    with closing(LOCAL.open(path)) as store:
+        buffer = memoryview(bytearray(max(1, min(_CHUNK, store.size))))
+        while nbytes < store.size:
+            piece = buffer[: store.size - nbytes]
+            read_from(store, nbytes, piece, path)
+            digest.update(piece)
+            nbytes += len(piece)
+    return {"size": nbytes, "sha256": digest.hexdigest()}

@@ -1,0 +1,85 @@
+"""`sign`: write a model signature with the model-signing library."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+
+from ..errors import SafeloadError, one_line
+from ..stores.digests import SIGNATURE_NAME, is_signature
+from ..stores.signature import library
+from .folders.output import Output
+
+
+def sign(
+    path: str,
+    *,
+    key: str,
+    certificate: str | None = None,
+    chain: Sequence[str] = (),
+    password: str | None = None,
+    output: str | None = None,
+    shard_size: int | None = None,
+    symlinks: bool = False,
+    ignore: Sequence[str] = (),
+    overwrite: bool = False,
+) -> str:
+    """Sign the files of a folder, or a file, and return the path of the signature.
+
+    Args:
+        path: the model.
+        key: file with a private elliptic-curve key, in PEM.
+        certificate: file with the signer's certificate, which the signature then holds.
+        chain: files with the certificates between ``certificate`` and the one that others trust.
+        password: of the key.
+        output: the signature; None for ``model.sig`` in the folder, or beside the file with ".sig" appended.
+        shard_size: bytes of the ranges of files to sign one by one; None to sign whole files.
+        symlinks: True to sign the files that symbolic links lead to; otherwise links are refused.
+        ignore: paths of files and folders, relative to the model, to leave out.
+        overwrite: True to replace a file that is no signature.
+
+    Raises:
+        SafeloadError: the library refuses the key or a file.
+        ModuleNotFoundError: model-signing is not installed.
+        FileExistsError: the output exists and is no signature.
+        OSError: a file cannot be read or written.
+    """
+    if certificate is not None and password is not None:
+        raise ValueError("model-signing takes no password for the key of a certificate: decrypt the key first")
+    if chain and certificate is None:
+        raise ValueError("a chain of certificates needs the signer's certificate")
+    for file in (key, *([] if certificate is None else [certificate]), *chain):
+        with open(file, "rb"):  # the library's own errors do not name the file
+            pass
+    target = output or (os.path.join(path, SIGNATURE_NAME) if os.path.isdir(path) else f"{path}.sig")
+    written = Output("--output", target, "signature", is_signature, overwrite=overwrite, sources=(key, certificate))
+    written.check()
+    os.stat(path)
+    library()
+    hashing = import_module("model_signing.hashing").Config()
+    if shard_size is not None:
+        hashing.use_shard_serialization(shard_size=shard_size)
+    hashing.set_allow_symlinks(symlinks)
+    inside = os.path.relpath(os.path.abspath(target), os.path.abspath(path))
+    hashing.set_ignored_paths(paths=[*ignore, *([] if inside.startswith("..") or inside == "." else [inside])])
+    config = import_module("model_signing.signing").Config().set_hashing_config(hashing)
+    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
+        temporary = Path(folder, SIGNATURE_NAME)
+        try:
+            with redirect_stdout(None):
+                if certificate is None:
+                    config.use_elliptic_key_signer(private_key=key, password=password)
+                else:
+                    config.use_certificate_signer(
+                        private_key=key, signing_certificate=certificate, certificate_chain=chain
+                    )
+                config.sign(os.path.abspath(path), temporary)
+        except (ValueError, TypeError) as error:
+            raise SafeloadError(f"{path} cannot be signed: {one_line(error)}", path=path) from None
+        text = temporary.read_text(encoding="utf-8")
+    written.write(text)
+    return target

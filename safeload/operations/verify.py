@@ -1,0 +1,284 @@
+"""`verify`: compare whole files with a manifest, a model signature or the digests of a cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Literal, NamedTuple
+
+from ..base.layout import table, terminal_columns
+from ..base.paths import PathLike, os_error
+from ..base.results import Row, as_html
+from ..base.text import plural, printable, size
+from ..engine.codes.pieces import Meter
+from ..engine.run.progress import Progress
+from ..engine.run.threads import check_threads, thread_count
+from ..errors import SafeloadError, VerificationError, cut_traceback, one_line
+from ..formats.verifying import Verify, expected_of, starts_as_manifest, walk
+from ..stores import ollama
+from ..stores.digests import CachedFiles, Expected, ListedFiles
+from ..stores.files import LOCAL, Files
+from ..stores.places import Located, places_of
+from ..stores.thread_group import each
+from ..stores.verified import verify_content
+
+Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
+
+# Rows of a table on a terminal.
+_ROWS = 100
+_HEAD = ("file", "status", "size", "why")
+_OLLAMA = "ollama's store"
+
+
+class FileCheck(NamedTuple):
+    """A file in a `VerifyReport`.
+
+    Attributes:
+        file: path, relative to the model's folder.
+        status: "ok", "changed", "missing", "not covered" or "unreadable".
+        nbytes: size of the file; 0 if it is missing.
+        reason: why it is not "ok".
+
+    Example:
+        >>> import safeload
+        >>> from safeload.operations.verify import FileCheck
+        >>> FileCheck("config.json", "ok", 512, "").status
+        'ok'
+    """
+
+    file: str
+    status: Status
+    nbytes: int
+    reason: str
+
+
+class VerifyReport:
+    """The result of `safeload.verify`. ``str()`` is a summary; the report is false if a file is not as expected.
+
+    Attributes:
+        path: the model.
+        source: the manifest, signature or cache.
+        proof: what a match proves: who signed the files, or "integrity only".
+        files: `FileCheck` for each file, by name.
+    """
+
+    def __init__(self, path: str, source: str, proof: str, files: Sequence[FileCheck]) -> None:
+        self.path, self.source, self.proof = path, source, proof
+        self.files = list(files)
+
+    @property
+    def ok(self) -> bool:
+        """True if every file is as expected, and there are no others."""
+        return bool(self.files) and not self.faults
+
+    @property
+    def faults(self) -> list[FileCheck]:
+        """The files that are not as expected."""
+        return [file for file in self.files if file.status != "ok"]
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def rows(self) -> list[Row]:
+        """Return a dict of plain values per file, for ``pandas.DataFrame`` and the like."""
+        return [file._asdict() for file in self.files]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dict for ``json.dump``."""
+        head = {"ok": self.ok, "path": self.path, "source": self.source, "proof": self.proof}
+        return {**head, "files": self.rows()}
+
+    @property
+    def verdict(self) -> str:
+        """The result in a line."""
+        faults, count = len(self.faults), plural(len(self.files), "file")
+        if not self.files:
+            return f"no files to verify against {printable(self.source)}"
+        if faults:
+            return f"{faults:,} of {count} not as in {printable(self.source)}"
+        total = size(sum(file.nbytes for file in self.files))
+        return f"{count}, {total}, as in {printable(self.source)}: {printable(self.proof)}"
+
+    def lines(self, columns: int | None = 80) -> list[str]:
+        """Return the files that are not as expected, and the verdict.
+
+        Args:
+            columns: width in characters; None cuts nothing.
+        """
+        faults = self.faults
+        if not faults:
+            return [self.verdict]
+        rows = [
+            (printable(f.file), f.status, size(f.nbytes) if f.nbytes else "", printable(f.reason))
+            for f in faults[:_ROWS]
+        ]
+        more = [f"... and {len(faults) - _ROWS:,} more"] if len(faults) > _ROWS else []
+        return [*table(_HEAD, rows, right=frozenset((2,)), columns=columns), *more, "", self.verdict]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(terminal_columns()))
+
+    def __repr__(self) -> str:
+        return f"<VerifyReport: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        faults = [file._asdict() for file in self.faults]
+        return as_html(self.verdict, faults or self.rows())
+
+
+def verify(
+    path: PathLike | Located,
+    against: Verify = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> VerifyReport:
+    """Compare the files of a model with a manifest, a model signature or the digests of a cache.
+
+    Every file of a folder must be listed, and every listed file must be there. Left out are the manifest or signature
+    itself, and what the signature ignores. Symbolic links count as the files that they lead to. To load what was
+    verified, pass ``verify=`` to `load`: a file can change after this call.
+
+    Args:
+        path: a folder, a file, a URL or an ``ollama://`` name. Of a file or an ``index.json`` only this file is
+            compared.
+        against: the path of a manifest written by ``safeload check --write-manifest``, or a `Signature`. None uses what
+            stands beside the files: a manifest, or the digests of the Hub's cache or of ollama.
+        storage_options: options of the filesystem behind a URL, see `open`.
+        threads: number of threads, each of which hashes a file; None chooses it.
+        progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
+
+    Returns:
+        The report. It says what a match proves: a manifest or a cache proves integrity only.
+
+    Raises:
+        VerificationError: there is nothing to verify against; the signature has no key or is not the key's; a manifest
+            or signature is malformed.
+        ModuleNotFoundError: a signature needs model-signing, which is not installed.
+        OSError: the path, the manifest, the signature or a key cannot be read.
+
+    Example:
+        >>> import safeload
+        >>> safeload.verify("tiny-llama", "tiny-llama.sha256.json").ok  # doctest: +SKIP
+        True
+    """
+    try:
+        check_threads(threads)
+        (text,), files = places_of((path,), storage_options)
+        if ollama.is_name(text):
+            layers = sorted({layer.path for layer in ollama.find(text).layers})
+            return _report(
+                text, CachedFiles(_OLLAMA), [(os.path.basename(p), p) for p in layers], LOCAL, threads, progress
+            )
+        if not files.remote and not os.path.lexists(text):
+            raise os_error(2, text)
+        expected = expected_of([text], files, True if against is None else against, storage_options)
+        return _report(text, expected, list(_places(text, expected, files)), files, threads, progress)
+    except SafeloadError as error:
+        cut_traceback(error)
+        raise
+
+
+def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, str]]:
+    """Yield the name and path of each file to compare: those of a folder and those that are listed."""
+    if not files.is_folder(path):
+        yield files.split(path)[1], path
+        return
+    names: set[str] = set()
+    below = ""
+    if isinstance(expected, ListedFiles):
+        below = expected.name_of(files.join(path, "x"), files) or ""
+        below = below[: -len("x")]
+    for name, place in walk(path, files):
+        if isinstance(expected, ListedFiles) and _left_out(below + name, place, expected, files):
+            continue
+        names.add(below + name)
+        yield name, place
+    if isinstance(expected, ListedFiles):
+        for name in sorted(set(expected.files) - names):
+            if name.startswith(below):
+                yield name[len(below) :], _joined(path, name[len(below) :], files)
+
+
+def _left_out(name: str, path: str, expected: ListedFiles, files: Files) -> bool:
+    """Return whether a file does not belong to the model: ignored, the signature itself, or a manifest of ours."""
+    if name in expected.files:
+        return False
+    if expected.leaves_out(name) or files.shown(path) == expected.source:
+        return True
+    if files.remote:
+        return False
+    if os.path.exists(expected.source) and os.path.samefile(path, expected.source):
+        return True
+    if expected.skips_empty and os.path.getsize(path) == 0:
+        return True
+    return name.endswith(".json") and starts_as_manifest(path)
+
+
+def _joined(folder: str, name: str, files: Files) -> str:
+    for part in name.split("/"):
+        folder = files.join(folder, part)
+    return folder
+
+
+def _report(
+    path: str,
+    expected: Expected,
+    places: Sequence[tuple[str, str]],
+    files: Files,
+    threads: int | None,
+    progress: Progress,
+) -> VerifyReport:
+    """Compare files on several threads."""
+    sizes = {place: _size(place, files) for _, place in places}
+    total = sum(sizes.values())
+    meter = Meter(progress, total)
+
+    def check(item: tuple[str, str]) -> FileCheck:
+        name, place = item
+        status, nbytes, reason = _checked(place, expected, files, meter)
+        return FileCheck(name, status, nbytes, reason)
+
+    ordered = sorted(places, key=lambda item: -sizes[item[1]])
+    checks = each(check, ordered, max(1, thread_count(total, threads)))
+    return VerifyReport(files.shown(path), expected.source, expected.proof, sorted(checks))
+
+
+def _size(place: str, files: Files) -> int:
+    if files.remote:
+        return 0
+    try:
+        return os.stat(place).st_size
+    except OSError:
+        return 0
+
+
+def _checked(place: str, expected: Expected, files: Files, meter: Meter) -> tuple[Status, int, str]:
+    """Compare a file; return its status, its size and the reason."""
+    shown = files.shown(place)
+    if isinstance(expected, ListedFiles) and not expected.covers(place, files):
+        return "not covered", _size(place, files), f"{expected.source} does not list it"
+    try:
+        store = files.open(place)
+    except FileNotFoundError:
+        return "missing", 0, f"{expected.source} lists it"
+    except (OSError, SafeloadError) as error:
+        return "unreadable", 0, one_line(error)
+    with closing(store):
+        try:
+            content = expected.of(place, files, getattr(store, "place", None))
+        except VerificationError as error:
+            return "not covered", store.size, _without(shown, error)
+        try:
+            verify_content(store, content, path=shown, source=expected.source, tick=meter.add)
+        except VerificationError as error:
+            return "changed", store.size, _without(shown, error)
+        except (OSError, SafeloadError) as error:
+            return "unreadable", store.size, one_line(error)
+    return "ok", store.size, ""
+
+
+def _without(path: str, error: VerificationError) -> str:
+    return str(error).removeprefix(f"{path}: ")

@@ -1,0 +1,398 @@
+r"""Expected digests of files, from manifests of ours, model signatures, and the caches of the Hub and of ollama.
+
+1. A manifest of ours is a JSON object: ``{"safeload_manifest": 1, "tensors": {...}, "files": {name: {"size",
+   "sha256"}}}``. Names are relative to the folder of the model, with slashes.
+2. A model signature signs an in-toto statement: a JSON object with ``_type``, ``predicateType``, ``subject`` and
+   ``predicate``.
+3. Predicate ``https://model_signing/signature/v1.0``: ``predicate.serialization`` has ``method``, ``hash_type``,
+   ``allow_symlinks``, ``ignore_paths`` and, for the method "shards", ``shard_size``. ``predicate.resources`` is a list
+   of ``{"name", "algorithm", "digest"}``. For "files" the name is a path; for "shards" it is ``path:begin:end``, and
+   the algorithm is ``sha256-sharded-<shard_size>``. ``subject`` has one entry, whose sha256 covers the digests in
+   order.
+4. Predicate ``https://model_signing/Digests/v0.1``: each entry of ``subject`` is a file with its sha256.
+5. A model that is a single file has the name ".".
+6. The Hub's cache names a file by its ETag: a SHA-256, or for small files the SHA-1 of a Git blob, which covers
+   ``blob <size>\0`` and the content. ollama's blobs are called ``sha256-<digest>``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from ..base.messages import error_about
+from ..base.text import show
+from ..errors import VerificationError
+from .files import Files
+
+MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
+SIGNATURE_NAME = "model.sig"
+# Algorithms by name, with the number of hexadecimal digits.
+_ALGORITHMS = {"sha256": 64, "blake2b": 128, "blake3": 64}
+_GIT_BLOB = "git-sha1"
+_HEX = re.compile(r"[0-9a-f]+", re.ASCII)
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_V1, _V01 = "https://model_signing/signature/v1.0", "https://model_signing/Digests/v0.1"
+# The name of a model that is a single file.
+_ALONE = "."
+# Largest size that a manifest can state.
+_LARGEST = 1 << 62
+# Levels of folders between a file and the root of its model.
+_LEVELS = 64
+# Paths that model signatures always leave out.
+GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
+_SNAPSHOT_BLOB = re.compile(r"(?:[0-9a-f]{40}|[0-9a-f]{64})", re.ASCII)
+_OLLAMA_BLOB = re.compile(r"sha256-([0-9a-f]{64})", re.ASCII)
+
+
+class ExpectedRange(NamedTuple):
+    """The expected digest of bytes of a file."""
+
+    begin: int
+    end: int | None  # one past the last byte; None for the end of the file
+    algorithm: str
+    digest: str  # hexadecimal
+
+
+class ExpectedFile(NamedTuple):
+    """The expected content of a file."""
+
+    ranges: tuple[ExpectedRange, ...]  # ascending, without gaps
+    size: int | None = None  # in bytes, if known
+
+
+class Expected(Protocol):
+    """Where the expected digests come from; must pickle."""
+
+    @property
+    def lists(self) -> bool:
+        """Whether there is a list of files."""
+
+    @property
+    def source(self) -> str:
+        """The manifest, signature or cache, for messages."""
+
+    @property
+    def proof(self) -> str:
+        """What a match proves."""
+
+    def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
+        """Return the expected content of a file.
+
+        Args:
+            place: the local path of the open file, if it has one.
+
+        Raises:
+            VerificationError: nothing covers the file.
+        """
+
+    def covers(self, path: str, files: Files) -> bool:
+        """Return whether a file is expected, whether it exists or not."""
+
+
+class ListedFiles(NamedTuple):
+    """The files of a manifest or signature."""
+
+    source: str
+    proof: str
+    root: str  # absolute path of the model's folder
+    files: Mapping[str, ExpectedFile]  # by relative path, with slashes
+    ignored: tuple[str, ...] = ()  # relative paths of files and folders that are left out
+    alone: str = ""  # absolute path of a model that is a single file
+    skips_empty: bool = False  # empty files have no digest
+
+    @property
+    def lists(self) -> bool:
+        return True
+
+    def name_of(self, path: str, files: Files) -> str | None:
+        """Return the path relative to the root; None if it leads elsewhere."""
+        path = files.absolute(path)
+        if path == self.alone and _ALONE in self.files:
+            return _ALONE
+        names: list[str] = []
+        while path.rstrip("/\\") != self.root:
+            folder, name = files.split(path)
+            if len(names) >= _LEVELS or folder == path:
+                return None
+            names.append(name)
+            path = folder
+        return "/".join(reversed(names))
+
+    def covers(self, path: str, files: Files) -> bool:
+        return self.name_of(path, files) in self.files
+
+    def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
+        name = self.name_of(path, files)
+        expected = None if name is None else self.files.get(name)
+        if expected is None:
+            shown = files.shown(path)
+            raise error_about(VerificationError, f"{self.source} does not cover this file", path=shown)
+        return expected
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether a relative path is ignored, itself or by its folder."""
+        return any(name == path or name.startswith(f"{path}/") for path in self.ignored)
+
+
+class CachedFiles(NamedTuple):
+    """Files in a cache whose names are their digests."""
+
+    source: str
+    proof: str = "integrity only: the cache says what was downloaded, not who made it"
+
+    @property
+    def lists(self) -> bool:
+        return False
+
+    def covers(self, path: str, files: Files) -> bool:
+        return False
+
+    def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
+        blob = None if place is None else digest_in_cache(place)
+        if blob is None:
+            shown = files.shown(path)
+            raise error_about(VerificationError, f"{self.source} has no digest of this file", path=shown)
+        return ExpectedFile((blob,))
+
+
+def digest_in_cache(path: str) -> ExpectedRange | None:
+    """Return the digest that a cache gives a local file by its name; None if the file is in no cache."""
+    place = os.path.realpath(path)
+    folder, name = os.path.split(place)
+    if os.path.basename(folder) != "blobs":
+        return None
+    layer = _OLLAMA_BLOB.fullmatch(name)
+    if layer is not None:
+        return ExpectedRange(0, None, "sha256", layer[1])
+    if _SNAPSHOT_BLOB.fullmatch(name):
+        return ExpectedRange(0, None, "sha256" if len(name) == _ALGORITHMS["sha256"] else _GIT_BLOB, name)
+    return None
+
+
+class Hasher:
+    """Hashes a range; `check` compares the digest.
+
+    Args:
+        size: of the file, which Git hashes too.
+    """
+
+    def __init__(self, expected: ExpectedRange, size: int) -> None:
+        self._expected = expected
+        self._hash: Any
+        if expected.algorithm == "sha256":
+            self._hash = hashlib.sha256()
+        elif expected.algorithm == "blake2b":
+            self._hash = hashlib.blake2b()
+        elif expected.algorithm == _GIT_BLOB:
+            self._hash = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        else:
+            self._hash = _blake3()
+        self.update = self._hash.update  # releases the GIL
+
+    def check(self, path: str, source: str) -> None:
+        """Compare the digest.
+
+        Raises:
+            VerificationError: it differs.
+        """
+        digest, expected = self._hash.hexdigest(), self._expected
+        if digest != expected.digest:
+            where = "" if expected.end is None else f" in bytes [{expected.begin:,}, {expected.end:,})"
+            digests = f"expected {expected.algorithm} {expected.digest[:16]}..., got {digest[:16]}..."
+            raise error_about(VerificationError, f"the file differs from {source}{where}: {digests}", path=path)
+
+
+def _blake3() -> Any:
+    try:
+        from blake3 import blake3
+    except ImportError:
+        raise ModuleNotFoundError(
+            "BLAKE3 digests need blake3, which is not installed: pip install blake3", name="blake3"
+        ) from None
+    return blake3()
+
+
+# ---- manifests of ours ----
+
+
+def is_manifest(head: bytes) -> bool:
+    """Return True if a file with these first bytes is a manifest of ours."""
+    return re.match(rb'\s*\{\s*"%s"\s*:' % MANIFEST_KEY.encode(), head) is not None
+
+
+def is_signature(head: bytes) -> bool:
+    """Return True if a file with these first bytes can be a bundle of a model signature: a JSON object."""
+    return head.lstrip()[:1] == b"{" and not is_manifest(head)
+
+
+def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, ExpectedFile] | None:
+    """Return the files of a manifest of ours by name; None if it lists tensors only.
+
+    Args:
+        path: of the manifest, for messages.
+
+    Raises:
+        VerificationError: an entry is malformed.
+    """
+    listed = manifest.get("files")
+    if listed is None:
+        return None
+    if not isinstance(listed, Mapping):
+        raise error_about(VerificationError, f"files must be an object, got {type(listed).__name__}", path=path)
+    files: dict[str, ExpectedFile] = {}
+    for name, entry in listed.items():
+        check_name(name, path)
+        size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
+        if type(size) is not int or not 0 <= size < _LARGEST:
+            raise error_about(
+                VerificationError, f"{show(name)}: size must be a number of bytes, got {show(size)}", path=path
+            )
+        files[name] = ExpectedFile((ExpectedRange(0, None, "sha256", _digest(digest, "sha256", name, path)),), size)
+    return files
+
+
+def check_name(name: Any, path: str) -> str:
+    """Check the relative path of a file.
+
+    Raises:
+        VerificationError: it is no path, or leads out of the folder.
+    """
+    good = isinstance(name, str) and name != "" and "\0" not in name and not re.match(r"[A-Za-z]:", name)
+    if not good or any(part in ("", ".", "..") for part in name.split("/")):
+        raise error_about(
+            VerificationError, f"expected the path of a file inside the model, got {show(name)}", path=path
+        )
+    return str(name)
+
+
+def _digest(value: Any, algorithm: str, name: Any, path: str) -> str:
+    digits = _ALGORITHMS[algorithm]
+    text = value.lower() if isinstance(value, str) else ""
+    if len(text) != digits or not _HEX.fullmatch(text):
+        raise VerificationError(
+            f"{path}: the {algorithm} of {show(name)} must have {digits} hexadecimal digits, got {show(value)}",
+            path=path,
+        )
+    return text
+
+
+# ---- model signatures ----
+
+
+class SignedFiles(NamedTuple):
+    """The content of a signed statement."""
+
+    files: dict[str, ExpectedFile]
+    ignored: tuple[str, ...]
+    links: bool  # symbolic links are allowed
+    sharded: bool
+    entries: frozenset[tuple[str, str]]  # name and digest of each resource
+
+
+def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
+    """Return the files of an in-toto statement.
+
+    Args:
+        path: of the signature, for messages.
+
+    Raises:
+        VerificationError: it is malformed, inconsistent, or of an unknown kind.
+    """
+    if statement.get("_type") != _STATEMENT:
+        raise error_about(
+            VerificationError, f"expected an in-toto statement, got {show(statement.get('_type'))}", path=path
+        )
+    kind = statement.get("predicateType")
+    if kind == _V01:
+        return _v01(statement, path)
+    if kind != _V1:
+        raise error_about(VerificationError, f"the predicate {show(kind)} is not a known model signature", path=path)
+    predicate = statement.get("predicate")
+    settings = predicate.get("serialization") if isinstance(predicate, Mapping) else None
+    resources = predicate.get("resources") if isinstance(predicate, Mapping) else None
+    if not isinstance(settings, Mapping) or not isinstance(resources, list):
+        raise error_about(VerificationError, "the predicate must have serialization and resources", path=path)
+    method = settings.get("method")
+    if method not in ("files", "shards"):
+        raise error_about(VerificationError, f"the serialization {show(method)} is not known", path=path)
+    ranges = _ranges(resources, method == "shards", path)
+    _check_root(statement, resources, path)
+    ignored = settings.get("ignore_paths", [])
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        raise error_about(VerificationError, "ignore_paths must be a list of paths", path=path)
+    entries = frozenset((str(resource["name"]), str(resource["digest"]).lower()) for resource in resources)
+    names = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
+    links = settings.get("allow_symlinks") is True
+    files = {name: ExpectedFile(_tiled(name, parts, path)) for name, parts in ranges.items()}
+    return SignedFiles(files, (*names, *GIT_PATHS), links, method == "shards", entries)
+
+
+def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, list[ExpectedRange]]:
+    """Return the ranges of each file, and refuse duplicates."""
+    ranges: dict[str, list[ExpectedRange]] = {}
+    for resource in resources:
+        fields = resource if isinstance(resource, Mapping) else {}
+        name, begin, end = fields.get("name"), 0, None
+        algorithm = fields.get("algorithm")
+        if sharded:
+            name, begin, end = _shard(name, path)
+            algorithm = re.sub(r"-sharded-\d{1,18}\Z", "", algorithm) if isinstance(algorithm, str) else algorithm
+        if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+            raise error_about(
+                VerificationError, f"the digest {show(algorithm)} of {show(name)} is not known", path=path
+            )
+        name = _ALONE if name == _ALONE else check_name(name, path)
+        if not sharded and name in ranges:
+            raise error_about(VerificationError, f"{show(name)} is listed twice", path=path)
+        digest = _digest(fields.get("digest"), algorithm, name, path)
+        ranges.setdefault(name, []).append(ExpectedRange(begin, end, algorithm, digest))
+    return ranges
+
+
+def _shard(name: Any, path: str) -> tuple[str, int, int]:
+    match = re.fullmatch(r"(.+):([0-9]{1,18}):([0-9]{1,18})", name, re.DOTALL) if isinstance(name, str) else None
+    if match is None or int(match[2]) >= int(match[3]):
+        raise error_about(VerificationError, f"expected a path and a range of bytes, got {show(name)}", path=path)
+    return match[1], int(match[2]), int(match[3])
+
+
+def _tiled(name: str, ranges: list[ExpectedRange], path: str) -> tuple[ExpectedRange, ...]:
+    """Return ranges in order; a gap would be bytes without a signature."""
+    ranges = sorted(ranges, key=lambda part: part.begin)
+    at = 0
+    for part in ranges:
+        if part.begin != at:
+            raise error_about(
+                VerificationError, f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path=path
+            )
+        at = part.end or 0
+    return tuple(ranges)
+
+
+def _check_root(statement: Mapping[str, Any], resources: Iterable[Mapping[str, Any]], path: str) -> None:
+    """Check the digest of all digests in the subject."""
+    subjects = statement.get("subject")
+    digests = subjects[0].get("digest") if isinstance(subjects, list) and len(subjects) == 1 else None
+    root = hashlib.sha256(b"".join(bytes.fromhex(str(resource["digest"])) for resource in resources)).hexdigest()
+    if not isinstance(digests, Mapping) or digests.get("sha256") != root:
+        raise error_about(VerificationError, "the subject does not match the digests of the files", path=path)
+
+
+def _v01(statement: Mapping[str, Any], path: str) -> SignedFiles:
+    subjects = statement.get("subject")
+    if not isinstance(subjects, list):
+        raise error_about(VerificationError, "subject must be a list of files", path=path)
+    resources = []
+    for subject in subjects:
+        fields = subject if isinstance(subject, Mapping) else {}
+        digests = fields.get("digest")
+        digest = digests.get("sha256") if isinstance(digests, Mapping) else None
+        resources.append({"name": fields.get("name"), "algorithm": "sha256", "digest": digest})
+    ranges = _ranges(resources, False, path)
+    entries = frozenset((str(resource["name"]), str(resource["digest"]).lower()) for resource in resources)
+    files = {name: ExpectedFile(tuple(parts)) for name, parts in ranges.items()}
+    return SignedFiles(files, GIT_PATHS, False, False, entries)

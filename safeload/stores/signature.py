@@ -1,0 +1,179 @@
+"""OpenSSF model signatures: bundles of Sigstore around a signed statement. The model-signing library verifies them.
+
+1. A bundle is a JSON object with ``mediaType``, ``verificationMaterial`` and ``dsseEnvelope``.
+2. ``dsseEnvelope`` has ``payload`` (Base64), ``payloadType`` ``application/vnd.in-toto+json`` and ``signatures``:
+   exactly one.
+3. The payload is a statement; see `digests`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.messages import error_about
+from ..base.paths import PathLike
+from ..base.text import show
+from ..errors import FormatError, VerificationError, one_line
+from .digests import SignedFiles, files_of_statement
+from .json_file import parse_json
+
+_PAYLOAD = "application/vnd.in-toto+json"
+_PACKAGE = "model_signing"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A model signature, and the key or the certificates that it must come from.
+
+    ``safeload sign`` and the model-signing library write such signatures. Without a key or certificates a signature
+    proves nothing and is refused.
+
+    Attributes:
+        path: the signature, such as "model/model.sig"; a path or a URL.
+        key: file with the public key of the signer, in PEM.
+        certificate: file, or list of files, with the certificates that you trust, in PEM. The signature holds the
+            signer's own certificate.
+
+    Example:
+        >>> import safeload
+        >>> signature = safeload.Signature("tiny-llama/model.sig", key="release.pub")
+        >>> safeload.load("tiny-llama", verify=signature)  # doctest: +SKIP
+    """
+
+    path: PathLike
+    key: PathLike | None = None
+    certificate: PathLike | Sequence[PathLike] | None = None
+
+    def __post_init__(self) -> None:
+        if self.key is not None and self.certificate is not None:
+            raise ValueError("a signature is verified with a key or with certificates, not with both")
+
+    @property
+    def certificates(self) -> list[PathLike]:
+        """The files with trusted certificates."""
+        if self.certificate is None:
+            return []
+        return [self.certificate] if isinstance(self.certificate, (str, os.PathLike)) else list(self.certificate)
+
+    @property
+    def proof(self) -> str:
+        """What a match proves."""
+        if self.key is not None:
+            return f"signed with the key of {os.fspath(self.key)}"
+        return f"signed by a certificate that {', '.join(os.fspath(path) for path in self.certificates)} vouches for"
+
+
+def library() -> Any:
+    """Return the model-signing library.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    try:
+        import model_signing
+    except ImportError as error:
+        if error.name != _PACKAGE:
+            raise
+        raise ModuleNotFoundError(
+            "model signatures need model-signing, which is not installed: pip install model-signing", name=_PACKAGE
+        ) from None
+    return model_signing
+
+
+def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFiles:
+    """Verify a signature, and return the files that it covers.
+
+    Args:
+        content: of the signature's file.
+        shown: its path, for messages.
+
+    Raises:
+        VerificationError: there is no key, the signature is not the key's, or the content is malformed.
+        ModuleNotFoundError: model-signing is not installed.
+        OSError: a key or certificate cannot be read.
+    """
+    if signature.key is None and not signature.certificates:
+        text = "a signature without a key or certificate proves nothing: pass safeload.Signature(path, key=...)"
+        raise error_about(VerificationError, f"{text}", path=shown)
+    for path in [*signature.certificates] if signature.key is None else [signature.key]:
+        with open(path, "rb"):  # the library's own errors do not name the file
+            pass
+    try:
+        statement = _statement(content, shown)
+    except FormatError as error:
+        raise error_about(VerificationError, f"not a model signature: {error}", path=shown) from None
+    signed = files_of_statement(statement, shown)
+    if _verified_entries(content, signature, shown) != signed.entries:
+        raise error_about(VerificationError, "model-signing reads other files in this signature", path=shown)
+    return signed
+
+
+def _statement(content: bytes, shown: str) -> dict[str, Any]:
+    """Return the statement in a bundle, not verified yet."""
+    bundle = parse_json(content, "the signature", shown)
+    envelope = bundle.get("dsseEnvelope")
+    if not isinstance(envelope, Mapping):
+        raise error_about(VerificationError, "not a model signature: dsseEnvelope must be an object", path=shown)
+    signatures, payload = envelope.get("signatures"), envelope.get("payload")
+    if not isinstance(signatures, list) or len(signatures) != 1:
+        count = len(signatures) if isinstance(signatures, list) else 0
+        raise error_about(VerificationError, f"expected exactly one signature, got {count}", path=shown)
+    if envelope.get("payloadType") != _PAYLOAD or not isinstance(payload, str):
+        raise error_about(VerificationError, f"the payload is {show(envelope.get('payloadType'))}", path=shown)
+    try:
+        text = base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError):
+        raise error_about(VerificationError, "the payload is not Base64", path=shown) from None
+    return parse_json(text, "the statement", shown)
+
+
+class _Capture:
+    """Takes the place of the hashes of a model, to receive the verified ones: safeload hashes files itself."""
+
+    def __init__(self) -> None:
+        self.entries: frozenset[tuple[str, str]] | None = None
+
+    def hash(self, *_: Any, **__: Any) -> _Capture:
+        return self
+
+    def add_ignored_paths(self, **_: Any) -> None:
+        """Ignore nothing: nothing is hashed."""
+
+    def __eq__(self, expected: object) -> bool:
+        descriptors: Iterable[Any] = expected.resource_descriptors()  # type: ignore[attr-defined]
+        self.entries = frozenset((item.identifier, item.digest.digest_hex) for item in descriptors)
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _verified_entries(content: bytes, signature: Signature, shown: str) -> frozenset[tuple[str, str]] | None:
+    """Return name and digest of each resource after the library has verified the signature."""
+    from importlib import import_module
+
+    library()
+    config = import_module(f"{_PACKAGE}.verifying").Config()
+    capture = _Capture()
+    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
+        path = os.path.join(folder, "model.sig")  # the bytes that were read, whatever happens to the file meanwhile
+        with open(path, "xb") as file:
+            file.write(content)
+        try:
+            with redirect_stdout(sys.stderr):  # it prints warnings
+                if signature.key is not None:
+                    config.use_elliptic_key_verifier(public_key=signature.key)
+                else:
+                    config.use_certificate_verifier(certificate_chain=signature.certificates)
+                config.set_hashing_config(capture).verify(folder, path)
+        except Exception as error:
+            reason = one_line(error) or type(error).__name__
+            raise error_about(VerificationError, f"the signature is not valid: {reason}", path=shown) from None
+    return capture.entries
