@@ -45,6 +45,7 @@ _CODE = tuple(
         (r"\bscheme=", "--quantize "),
         (r"or a dict with a scheme for each name pattern", "or --quantize PATTERN=SCHEME for each kind of matrix"),
         (r"pass check=False", "pass --no-check"),
+        (r"pass safeload\.Signature\(path, key=\.\.\.\)", "pass --key or --certificate"),
     )
 )
 

@@ -75,7 +75,7 @@ def sign(
                     config.use_elliptic_key_signer(private_key=key, password=password)
                 else:
                     config.use_certificate_signer(
-                        private_key=key, signing_certificate=certificate, certificate_chain=chain
+                        private_key=key, signing_certificate=certificate, certificate_chain=chain or [certificate]
                     )
                 config.sign(os.path.abspath(path), temporary)
         except (ValueError, TypeError) as error:

@@ -21,6 +21,9 @@ NOTE: Severity = "note"
 # Codes of findings about a single tensor begin with these.
 _TENSOR_CODES = ("value.", "tensor.", "quantization.scale", "quantization.zero", "schema.shape")
 
+# Warnings that a strict check accepts: matrices of a single value occur in good models.
+HARMLESS_WARNINGS = ("value.constant", "value.zero")
+
 # Fewer findings with equal messages about different tensors are not grouped.
 _GROUP_FROM = 4
 
