@@ -65,13 +65,13 @@ _MODULE_OF = {
         "operations.saving.patch": "PatchReport make_patch",
         "operations.saving.save": "save",
         "operations.saving.writer": "Writer",
-        "operations.scan": "scan",
+        "operations.trust.scan": "scan",
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
         "operations.validate.findings": "CheckReport Finding ValidationReport",
         "operations.validate.run": "check validate",
         "operations.validate.settings": "Limits",
-        "operations.verify": "verify",
+        "operations.trust.verify": "verify",
         "stores.signature": "Signature",
     }.items()
     for name in names.split()

@@ -78,17 +78,17 @@ from .operations.saving.patch import PatchReport as PatchReport
 from .operations.saving.patch import make_patch as make_patch
 from .operations.saving.save import save as save
 from .operations.saving.writer import Writer as Writer
-from .operations.scan import scan as scan
 from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
 from .operations.sources.plan import Plan as Plan
+from .operations.trust.scan import scan as scan
+from .operations.trust.verify import verify as verify
 from .operations.validate.findings import CheckReport as CheckReport
 from .operations.validate.findings import Finding as Finding
 from .operations.validate.findings import ValidationReport as ValidationReport
 from .operations.validate.run import check as check
 from .operations.validate.run import validate as validate
 from .operations.validate.settings import Limits as Limits
-from .operations.verify import verify as verify
 from .stores.signature import Signature as Signature
 
 __all__ = [

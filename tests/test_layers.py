@@ -53,7 +53,18 @@ PYTHON_LAYERS = (
 # Rooms inside a package from the ground up, with the same rule; a module outside of them stands above all.
 ROOMS = {
     "engine": ("run", "codes", "read", "ahead"),
-    "operations": ("sources", "folders", "quantize", "convert", "measure", "validate", "saving", "inspect", "report"),
+    "operations": (
+        "sources",
+        "folders",
+        "quantize",
+        "convert",
+        "measure",
+        "validate",
+        "trust",
+        "saving",
+        "inspect",
+        "report",
+    ),
 }
 MOST_IN_A_ROOM = 12
 PYTHON_RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}

@@ -143,7 +143,7 @@ def _policy(options: argparse.Namespace) -> Callable[[CheckReport], object] | No
     """Return the function that checks the rules of --policy, or None."""
     if options.policy is None:
         return None
-    from ..operations.policy import check_policy, read_policy
+    from ..operations.trust.policy import check_policy, read_policy
 
     policy, complete = read_policy(options.policy), not (options.structure or options.only or options.drop)
     return lambda report: check_policy(options.path, policy, report, opening(options), complete=complete)

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ..operations.scan import ScanReport, scan  # imported here: it would slow down the other commands
+    from ..operations.trust.scan import ScanReport, scan  # imported here: it would slow down the other commands
     from .common import storage_options
 
     total = ScanReport()

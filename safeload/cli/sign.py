@@ -57,7 +57,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the signature of ``options.path`` and return the exit status."""
-    from ..operations.sign import sign  # imported here: it would slow down the other commands
+    from ..operations.trust.sign import sign  # imported here: it would slow down the other commands
 
     if options.shard_size is not None and options.shard_size < 1:
         raise ValueError(f"--shard-size must be at least 1, got {options.shard_size}")

@@ -51,7 +51,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report about ``options.path`` and return the exit status."""
-    from ..operations.verify import verify  # imported here: it would slow down the other commands
+    from ..operations.trust.verify import verify  # imported here: it would slow down the other commands
 
     with bar("verify") as progress:
         report = verify(

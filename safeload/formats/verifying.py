@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..base.messages import error_about
 from ..base.paths import PathLike
@@ -78,23 +78,29 @@ def expected_of(
     if verify is True:
         return _beside(path, files)
     if isinstance(verify, Signature):
-        source, content, folder = _read(verify.path, storage_options)
-        return _signed(content, verify, source, path, files, folder)
+        return _signed(_read(verify.path, storage_options), verify, path, files)
     if not isinstance(verify, (str, os.PathLike)):
         raise TypeError(f"verify must be True, a path or a safeload.Signature, got {show(verify)}")
-    source, content, folder = _read(verify, storage_options)
-    if is_manifest(content[:_START]):
-        return _listed(content, source, path, files, folder)
-    return _signed(content, Signature(verify), source, path, files, folder)
+    document = _read(verify, storage_options)
+    if is_manifest(document.content[:_START]):
+        return _listed(document, path, files)
+    return _signed(document, Signature(verify), path, files)
 
 
-def _read(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple[str, bytes, str]:
-    """Return a manifest's or signature's path for messages, its content, and the absolute path of its folder."""
+class _Document(NamedTuple):
+    """A manifest or signature."""
+
+    source: str  # its path, for messages
+    content: bytes
+    folder: str  # absolute path
+
+
+def _read(path: PathLike, storage_options: Mapping[str, Any] | None) -> _Document:
     (text,), files = places_of((path,), storage_options)
     return _content(text, files)
 
 
-def _content(text: str, files: Files) -> tuple[str, bytes, str]:
+def _content(text: str, files: Files) -> _Document:
     shown = files.shown(text)
     with closing(files.open(text)) as store:
         if store.size > MAX_JSON:
@@ -102,7 +108,7 @@ def _content(text: str, files: Files) -> tuple[str, bytes, str]:
                 f"{shown}: the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}",
                 path=shown,
             )
-        return shown, read_at(store, 0, store.size), files.split(files.absolute(text))[0]
+        return _Document(shown, read_at(store, 0, store.size), files.split(files.absolute(text))[0])
 
 
 def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
@@ -123,7 +129,8 @@ def _folder_of(path: str, files: Files) -> str:
     return folder.rstrip("/\\") or folder
 
 
-def _listed(content: bytes, source: str, path: str, files: Files, folder: str) -> ListedFiles:
+def _listed(document: _Document, path: str, files: Files) -> ListedFiles:
+    source, content, folder = document
     try:
         manifest = parse_json(content, "the manifest", source)
     except FormatError as error:
@@ -137,7 +144,8 @@ def _listed(content: bytes, source: str, path: str, files: Files, folder: str) -
     return ListedFiles(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed)
 
 
-def _signed(content: bytes, signature: Signature, source: str, path: str, files: Files, folder: str) -> ListedFiles:
+def _signed(document: _Document, signature: Signature, path: str, files: Files) -> ListedFiles:
+    source, content, folder = document
     signed = signed_files(content, signature, source)
     root = _root(path, files, folder, signed.files)
     alone = "" if files.is_folder(path) else files.absolute(path)
@@ -157,8 +165,7 @@ def _beside(path: str, files: Files) -> Expected:
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     signature = signature_beside(path)
     if os.path.lexists(signature):
-        source, content, parent = _content(signature, LOCAL)
-        return _signed(content, Signature(signature), source, path, files, parent)
+        return _signed(_content(signature, LOCAL), Signature(signature), path, files)
     manifests = manifests_in(folder)
     if len(manifests) > 1:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
@@ -168,8 +175,7 @@ def _beside(path: str, files: Files) -> Expected:
     if not manifests:
         text = f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it"
         raise error_about(VerificationError, f"{text}", path=shown)
-    source, content, parent = _content(manifests[0], LOCAL)
-    return _listed(content, source, path, files, parent)
+    return _listed(_content(manifests[0], LOCAL), path, files)
 
 
 def signature_beside(path: str) -> str:

@@ -257,10 +257,10 @@ class KeptMemory:
         with self._lock.own:
             self._stores[id(store)] = store
             self._stores.move_to_end(id(store))
-            held = sum(other.nbytes for other in self._stores.values())
-            while held > _KEPT and len(self._stores) > _FEWEST:
+            total = sum(other.nbytes for other in self._stores.values())
+            while total > _KEPT and len(self._stores) > _FEWEST:
                 _, oldest = self._stores.popitem(last=False)
-                held -= oldest.nbytes
+                total -= oldest.nbytes
                 dropped.append(oldest)
         for oldest in dropped:
             oldest.forget()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
-from ...checkpoint import Checkpoint
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, cut_traceback
@@ -137,8 +136,8 @@ def convert(
             stay in place after an error, as with ``resume``.
         threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
-        verify: what to verify the source against, see `load`: only verified tensors and files are written. ``src`` must
-            be a single path. Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
+        verify: what to verify the paths of ``src`` against, see `load`: only verified tensors and files are written.
+            Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
 
     Returns:
         A report of files, tensors, bytes and seconds, and with ``quantize`` of the quantized tensors.
@@ -168,7 +167,7 @@ def convert(
     try:
         check_threads(threads)
         if verify is not None and verify is not False:
-            _check_verifiable(src, executor=executor, resume=resume, adapters=adapters)
+            _check_verifiable(executor, resume, adapters)
         options: ConvertOptions = {
             "dtype": dtype,
             "quantize": quantize,
@@ -201,18 +200,11 @@ def convert(
         raise
 
 
-def _check_verifiable(
-    src: Given | Sequence[Given], *, executor: Executor | None, resume: bool, adapters: Adapters
-) -> None:
+def _check_verifiable(executor: Executor | None, resume: bool, adapters: Adapters) -> None:
     """Refuse arguments with which ``verify=`` would not cover everything that is read."""
     for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
         if value is not None:
             raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
-    if isinstance(src, (list, tuple, Mapping, Checkpoint, Catalog)):
-        kind = type(src).__name__
-        raise ValueError(
-            f"verify= needs the path of a single source, got {kind}; pass verify= to safeload.open instead"
-        )
 
 
 def _at_once(

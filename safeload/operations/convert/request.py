@@ -171,7 +171,7 @@ def open_sources(
         verify: for a single path, see `safeload.load`.
     """
     if isinstance(src, Catalog):
-        return Catalog.of(src)
+        return Catalog.of(src, verify=verify)
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")

@@ -113,7 +113,7 @@ class Catalog:
             ValueError: the list is empty.
             OSError: see `safeload.open`.
         """
-        if isinstance(source, Catalog):
+        if isinstance(source, Catalog) and not verify:
             return cls(source._origins, source.mapped)
         sources: Sequence[Given] = source if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item]
         if not sources:
@@ -122,6 +122,8 @@ class Catalog:
         with ExitStack() as stack:
             for item in sources:
                 if isinstance(item, (Mapping, Catalog)):
+                    if verify is not None and verify is not False:
+                        raise ValueError("verify= needs paths: pass it to safeload.open to verify a checkpoint")
                     origins += item._origins if isinstance(item, Catalog) else [item]
                 else:
                     origins.append(stack.enter_context(open(item, storage_options=storage_options, verify=verify)))

@@ -1,7 +1,7 @@
 """Sign a small model with model-signing 1.1.1, for tests of signatures: ``python make.py`` in this folder.
 
-Needs ``pip install model-signing pyopenssl``. Keys and certificates are for these tests only. Running it again makes new
-keys, so all files change together.
+Needs ``pip install model-signing pyopenssl``. Keys and certificates are for these tests only. Running it again makes
+new keys, so all files change together.
 """
 
 import base64
@@ -83,7 +83,10 @@ def signed(name, config, *, folder, ignored=(), shard_size=None, symlinks=False)
 def old_signature(key, folder):
     """The statement of model-signing 0.2, with its encoding of what is signed."""
     subjects = [
-        {"name": path.relative_to(folder).as_posix(), "digest": {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}}
+        {
+            "name": path.relative_to(folder).as_posix(),
+            "digest": {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()},
+        }
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.name.startswith(".")
     ]
@@ -120,7 +123,9 @@ def main():
 
     def by_certificate():
         return signing.Config().use_certificate_signer(
-            private_key=HERE / "test-signer.pem", signing_certificate=HERE / "test-signer.crt", certificate_chain=[HERE / "test-root.crt"]
+            private_key=HERE / "test-signer.pem",
+            signing_certificate=HERE / "test-signer.crt",
+            certificate_chain=[HERE / "test-root.crt"],
         )
 
     signed("files", by_key(), folder=folder)

@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
-from ..base.layout import table, terminal_columns
-from ..base.paths import PathLike, os_error
-from ..base.results import Row, as_html
-from ..base.text import plural, printable, size
-from ..engine.codes.pieces import Meter
-from ..engine.run.progress import Progress
-from ..engine.run.threads import check_threads, thread_count
-from ..errors import SafeloadError, VerificationError, cut_traceback, one_line
-from ..formats.verifying import Verify, expected_of, starts_as_manifest, walk
-from ..stores import ollama
-from ..stores.digests import CachedFiles, Expected, ListedFiles
-from ..stores.files import LOCAL, Files
-from ..stores.places import Located, places_of
-from ..stores.thread_group import each
-from ..stores.verified import verify_content
+from ...base.layout import table, terminal_columns
+from ...base.paths import PathLike, os_error
+from ...base.results import Row, as_html
+from ...base.text import plural, printable, size
+from ...engine.codes.pieces import Meter
+from ...engine.run.progress import Progress
+from ...engine.run.threads import check_threads, thread_count
+from ...errors import SafeloadError, VerificationError, cut_traceback, one_line
+from ...formats.verifying import Verify, expected_of, starts_as_manifest, walk
+from ...stores import ollama
+from ...stores.digests import CachedFiles, Expected, ListedFiles
+from ...stores.files import LOCAL, Files
+from ...stores.places import Located, places_of
+from ...stores.thread_group import each
+from ...stores.verified import verify_content
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
@@ -42,7 +42,7 @@ class FileCheck(NamedTuple):
 
     Example:
         >>> import safeload
-        >>> from safeload.operations.verify import FileCheck
+        >>> from safeload.operations.trust.verify import FileCheck
         >>> FileCheck("config.json", "ok", 512, "").status
         'ok'
     """
@@ -170,12 +170,17 @@ def verify(
         if ollama.is_name(text):
             layers = sorted({layer.path for layer in ollama.find(text).layers})
             return _report(
-                text, CachedFiles(_OLLAMA), [(os.path.basename(p), p) for p in layers], LOCAL, threads, progress
+                text,
+                CachedFiles(_OLLAMA),
+                [(os.path.basename(p), p) for p in layers],
+                LOCAL,
+                threads=threads,
+                progress=progress,
             )
         if not files.remote and not os.path.lexists(text):
             raise os_error(2, text)
         expected = expected_of([text], files, True if against is None else against, storage_options)
-        return _report(text, expected, list(_places(text, expected, files)), files, threads, progress)
+        return _report(text, expected, list(_places(text, expected, files)), files, threads=threads, progress=progress)
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -228,6 +233,7 @@ def _report(
     expected: Expected,
     places: Sequence[tuple[str, str]],
     files: Files,
+    *,
     threads: int | None,
     progress: Progress,
 ) -> VerifyReport:

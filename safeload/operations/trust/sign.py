@@ -9,10 +9,10 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
-from ..errors import SafeloadError, one_line
-from ..stores.digests import SIGNATURE_NAME, is_signature
-from ..stores.signature import library
-from .folders.output import Output
+from ...errors import SafeloadError, one_line
+from ...stores.digests import SIGNATURE_NAME, is_signature
+from ...stores.signature import library
+from ..folders.output import Output
 
 
 def sign(

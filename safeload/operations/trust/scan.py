@@ -7,19 +7,19 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..base.layout import table, terminal_columns
-from ..base.paths import os_error
-from ..base.results import Row, as_html
-from ..base.text import plural, printable, show
-from ..engine.run.weight_file import WeightFile, open_without_table
-from ..errors import SafeloadError, one_line
-from ..formats.contents import PickleFinder, PickleSite
-from ..formats.opening import Paths
-from ..formats.torch.globals import ALLOWED
-from ..formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
-from ..stores.files import LOCAL, Files
-from ..stores.places import places_of
-from ..stores.remote import RemoteStore
+from ...base.layout import table, terminal_columns
+from ...base.paths import os_error
+from ...base.results import Row, as_html
+from ...base.text import plural, printable, show
+from ...engine.run.weight_file import WeightFile, open_without_table
+from ...errors import SafeloadError, one_line
+from ...formats.contents import PickleFinder, PickleSite
+from ...formats.opening import Paths
+from ...formats.torch.globals import ALLOWED
+from ...formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
+from ...stores.files import LOCAL, Files
+from ...stores.places import places_of
+from ...stores.remote import RemoteStore
 
 # Rows of a file, files below a table in a notebook, and levels of folders.
 MAX_FINDINGS, _ROWS, _LEVELS = 10_000, 8, 32

@@ -23,17 +23,17 @@ from contextlib import closing
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ..base.text import plural, show
-from ..checkpoint import Checkpoint
-from ..errors import FormatError, SafeloadError, one_line
-from ..formats.verifying import signature_beside
-from ..stores.files import Files
-from ..stores.json_file import MAX_JSON, parse_json
-from ..stores.places import places_of
-from ..stores.signature import Signature
-from ..stores.store import read_at
+from ...base.text import plural, show
+from ...checkpoint import Checkpoint
+from ...errors import FormatError, SafeloadError, one_line
+from ...formats.verifying import signature_beside
+from ...stores.files import Files
+from ...stores.json_file import MAX_JSON, parse_json
+from ...stores.places import places_of
+from ...stores.signature import Signature
+from ...stores.store import read_at
+from ..validate.findings import HARMLESS_WARNINGS, CheckReport, Finding, error
 from .scan import scan
-from .validate.findings import HARMLESS_WARNINGS, CheckReport, Finding, error
 from .verify import verify
 
 # Keys of metadata and of a config that state a license; lists of the model card can follow on several lines.
@@ -185,7 +185,7 @@ def _schema(report: CheckReport, allowed: bool | list[str]) -> Iterator[Finding]
 
 def _opened(path: str, policy: Policy, opening: Mapping[str, Any]) -> list[Finding]:
     """Return the findings about dtypes and licenses, for which the checkpoint is opened."""
-    from ..loading.entry import open as open_checkpoint
+    from ...loading.entry import open as open_checkpoint
 
     findings: list[Finding] = []
     try:
