@@ -291,6 +291,8 @@ class PickleFinder:
             yield from self._entry(ContentRange(content, data, size), place, level, entry)
         end = _end_of_zip(content)
         yield from self._between(content, place, level, at, content.size if end is None else end)
+        if end is None:
+            yield PickleSite(place, 0, None, fault="the zip archive has no directory: it is cut or damaged")
 
     def _between(self, content: Readable, place: str, level: int, begin: int, end: int) -> Iterator[PickleSite]:
         """Enter local headers that no directory lists, and search what else is there."""

@@ -369,6 +369,7 @@ def test_nothing_is_imported_or_run(tmp_path):
         ("x.gz", gzip.compress(FINE)[:-20], ""),
         ("x.gz", b"\x1f\x8b\x08" + bytes(30), "cannot be unpacked"),
         ("x.zip", marked_as_encrypted(b"hello"), "it is encrypted"),
+        ("x.zip", zipped({"a.txt": b"hello" * 50})[:200], "no directory"),
         ("x.npy", npy(b"\x80\x04\xff"), "malformed"),
         ("x.tar", tarred({"a": b"x"})[:124] + b"zzzzzzzzzzzz" + tarred({"a": b"x"})[136:], "malformed header"),
     ],

@@ -72,7 +72,8 @@ def sign(
         try:
             with redirect_stdout(None):
                 if certificate is None:
-                    config.use_elliptic_key_signer(private_key=key, password=password)
+                    secret = None if password is None else password.encode()  # bytes, whatever its types say
+                    config.use_elliptic_key_signer(private_key=key, password=secret)
                 else:
                     config.use_certificate_signer(
                         private_key=key, signing_certificate=certificate, certificate_chain=chain or [certificate]
