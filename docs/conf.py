@@ -75,6 +75,7 @@ _ALIASES += (
     "SaveDestination",
     "Saved",
     "PatchSide",
+    "Verify",
 )
 autodoc_type_aliases = {name: name for name in _ALIASES}
 # Signatures wrap where the page ends: a parameter a line makes a screen of each.

@@ -21,7 +21,7 @@ import safeload
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 # Languages of blocks that are not run; "sh" is for what needs a network or a large model.
-NOT_RUN = {"sh", "json", "text", "toml", "python"}  # test_plugins.py runs the Python of own-formats.md
+NOT_RUN = {"sh", "json", "text", "toml", "yaml", "python"}  # test_plugins.py runs the Python of own-formats.md
 
 # Pages about packages that tests do not otherwise need.
 NEEDS = {
@@ -127,8 +127,10 @@ def test_what_readers_search_for_is_in_a_heading(term):
 
 
 def test_the_guide_lists_every_code_of_a_finding():
-    sources = list((ROOT / "safeload" / "operations" / "validate").glob("*.py"))
-    kinds = "gguf|file|index|model|schema|array|layers|value|quantization|manifest|tensor|dtype|head"
+    sources = [
+        path for room in ("validate", "trust") for path in (ROOT / "safeload" / "operations" / room).glob("*.py")
+    ]
+    kinds = "policy|gguf|file|index|model|schema|array|layers|value|quantization|manifest|tensor|dtype|head"
     used = {code for path in sources for code in re.findall(rf'"((?:{kinds})\.[a-z_]+)"', path.read_text("utf-8"))}
     page = (ROOT / "docs" / "guide" / "validating.md").read_text("utf-8")
     rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))

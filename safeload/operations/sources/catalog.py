@@ -123,7 +123,7 @@ class Catalog:
             for item in sources:
                 if isinstance(item, (Mapping, Catalog)):
                     if verify is not None and verify is not False:
-                        raise ValueError("verify= needs paths: pass it to safeload.open to verify a checkpoint")
+                        raise ValueError("verify= needs paths: a checkpoint is verified when it is opened")
                     origins += item._origins if isinstance(item, Catalog) else [item]
                 else:
                     origins.append(stack.enter_context(open(item, storage_options=storage_options, verify=verify)))

@@ -61,6 +61,17 @@ class VerifyReport:
         source: the manifest, signature or cache.
         proof: what a match proves: who signed the files, or "integrity only".
         files: `FileCheck` for each file, by name.
+
+    Example:
+        >>> import hashlib, json
+        >>> from pathlib import Path
+        >>> import safeload
+        >>> content = Path("tiny-llama/config.json").read_bytes()
+        >>> files = {"config.json": {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+        >>> _ = Path("list.json").write_text(json.dumps({"safeload_manifest": 1, "files": files}))
+        >>> report = safeload.verify("tiny-llama/config.json", "list.json")
+        >>> report.ok, [file.status for file in report.files]
+        (True, ['ok'])
     """
 
     def __init__(self, path: str, source: str, proof: str, files: Sequence[FileCheck]) -> None:
