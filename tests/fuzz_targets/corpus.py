@@ -5,6 +5,7 @@ usage: corpus.py unpack FOLDER     every corpus into FOLDER/<target>/
        corpus.py pack FOLDER       FOLDER/<target>/ into the archives
 """
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -516,6 +517,15 @@ def _onnx():
     return [sample(), *(path.read_bytes() for path in files), *(fault[0] for fault in faults)]
 
 
+def _signed_list():
+    bundles = [path.read_bytes() for path in sorted((TESTS / "data" / "signatures").glob("*.sig"))]
+    yield from bundles
+    for bundle in bundles:
+        yield base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"])
+    digest = "0" * 64
+    yield json.dumps({"safeload_manifest": 1, "files": {"a/b": {"size": 3, "sha256": digest}}}).encode()
+
+
 SEEDS = {
     "tar": _tar,
     "llamafile": _llamafile,
@@ -552,6 +562,7 @@ SEEDS = {
     "config": _config,
     "expression": _expression,
     "url": _url,
+    "signed_list": _signed_list,
 }
 
 

@@ -51,7 +51,10 @@ from safeload.models.expressions import LIMIT, Config, ConfigError, ExpressionEr
 from safeload.numpy import save_file
 from safeload.operations.quantize.importance import read_importance
 from safeload.packed.families import FAMILIES
+from safeload.stores.digests import files_of_manifest, files_of_statement, is_manifest
 from safeload.stores.files import LOCAL
+from safeload.stores.json_file import parse_json
+from safeload.stores.signature import _statement as signature_statement
 
 for row in registry.ROWS:
     row.load()
@@ -715,6 +718,28 @@ def url(data):
         require(target.scheme in ("http", "https"), "redirected elsewhere")
 
 
+def signed_list(data):
+    """A manifest of ours, a bundle of a model signature or its statement: names inside the model, or a refusal."""
+    try:
+        with watched():
+            document = parse_json(data, "the list", "list")
+            if is_manifest(data[:64]):
+                files = files_of_manifest(document, "list") or {}
+            else:
+                statement = signature_statement(data, "list") if "dsseEnvelope" in document else document
+                files = files_of_statement(statement, "list").files
+    except SafeloadError as error:
+        check_refusal(error)
+        return
+    for name, file in files.items():
+        require(name == "." or not {"", ".", ".."} & {*name.split("/")}, f"the name {name!r}")
+        at = 0
+        for part in file.ranges:
+            require(part.begin == at and (part.end is None or part.end > at), "ranges without gaps")
+            require(bytes.fromhex(part.digest), "a digest")
+            at = part.end
+
+
 TARGETS = {
     "any": any_file,
     "torch": torch,
@@ -747,6 +772,7 @@ TARGETS = {
     "config": config,
     "expression": expression,
     "url": url,
+    "signed_list": signed_list,
 }
 if h5py is not None:
     TARGETS["keras"] = keras
