@@ -1,5 +1,6 @@
 """hf:// URLs and the cache of huggingface_hub: its files are opened, and nothing is requested that it has."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ import huggingface_hub
 from builders.hub import Hub, Repository
 
 import safeload
-from safeload import FormatError, UnsupportedError
+from safeload import FormatError, UnsupportedError, VerificationError
 from safeload.numpy import save
 from safeload.stores import hub_cache
 from safeload.stores.local import LocalStore
@@ -304,3 +305,38 @@ def test_the_cache_is_where_huggingface_hub_has_it(variables, folder, server, tm
         monkeypatch.setenv(name, value.format(tmp_path))
     assert_right(load(server, f"hf://owner/name@{commit}"))
     assert not server.kinds
+
+
+# ---- verified ----
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the cache has no symbolic links on Windows")
+@pytest.mark.parametrize("place", ["url", "folder"])
+def test_cached_files_are_verified_by_their_etags(place, server, repository, cache):
+    """Of weights the ETag is a SHA-256, as of files in Git LFS; of small files it is the SHA-1 of Git's blob."""
+    commit = download(server, cache)
+    snapshot = next((cache / "models--owner--name" / "snapshots").iterdir())
+    for name, content in FILES.items():  # the imitated Hub has ETags of its own
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        etag = hashlib.sha256(content).hexdigest() if name.endswith(".safetensors") else git
+        blob = cache / "models--owner--name" / "blobs" / etag
+        blob.write_bytes(content)
+        (snapshot / name).unlink()
+        (snapshot / name).symlink_to(blob)
+    path = f"hf://owner/name@{commit}" if place == "url" else snapshot
+    options = {"storage_options": options_of(server)} if place == "url" else {}
+    arrays = safeload.load(path, verify=True, **options)
+    assert_right(({"model_type": "none"}, arrays))
+    assert safeload.verify(path, **options).ok
+    for name in ("b.safetensors", "config.json"):
+        blob = (snapshot / name).resolve()
+        content = blob.read_bytes()
+        blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(VerificationError, match=rf"{name}: the file differs from the Hub's cache"):
+            safeload.load(path, verify=True, **options)
+        assert name in [file.file for file in safeload.verify(path, **options).faults]
+        blob.write_bytes(content)
+    if place == "url":
+        (snapshot / "b.safetensors").unlink()
+        with pytest.raises(VerificationError, match=r"b\.safetensors: the Hub's cache has no digest of this file"):
+            safeload.load(path, verify=True, **options)
