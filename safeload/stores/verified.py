@@ -30,7 +30,8 @@ _Result = TypeVar("_Result")
 _CHUNK, _REMOTE_CHUNK = 512 << 10, 8 << 20
 # A file with other first bytes than a header of this size is read whole when it is opened.
 _HEAD = 128 << 20
-# Memory of verified files kept for further reads, besides the last two files.
+# Memory of verified files kept for further reads, besides the last two files. It grows, up to half of the machine's, if
+# files are dropped before half of their bytes were used: files of processes hold parts of every tensor.
 _KEPT, _FEWEST = 4 << 30, 2
 
 
@@ -51,6 +52,8 @@ class VerifiedStore(RemoteStore):
         self._store, self._expected, self._source, self._kept = store, expected, source, kept
         self._memory: Any = None  # the bytes from the beginning of the file; None after `forget`
         self._head = 0  # bytes read while the file was opened, which the table may depend on
+        self._used = 0  # bytes taken from the memory
+        self._dropped_early = False
         self._opening = True
         self._verified = False
         self._error: VerificationError | None = None
@@ -62,6 +65,7 @@ class VerifiedStore(RemoteStore):
         memory = self._opened(end) if self._opening and end < min(self.size, _HEAD) else self.verify()
         begin = spans[0].offset
         fill(spans, begin, memoryview(memory)[begin:end])
+        self._used += sum(len(span.memory) for span in spans)
 
     def settle(self) -> None:
         super().settle()
@@ -99,7 +103,8 @@ class VerifiedStore(RemoteStore):
                     self._error = VerificationError(*error.args, path=self.path)
                     raise
                 self._verified = True
-        self._kept.add(self)
+        self._kept.add(self, again=self._dropped_early)
+        self._dropped_early = False
         return memory
 
     def _room(self) -> Any:
@@ -147,6 +152,7 @@ class VerifiedStore(RemoteStore):
         with self._reading.own:
             if self._verified:
                 self._memory, self._head, self._verified = None, 0, False
+                self._dropped_early, self._used = 2 * self._used < self.size, 0
                 super()._drop()
         self._kept.remove(self)
 
@@ -249,16 +255,23 @@ class KeptMemory:
 
     def __init__(self) -> None:
         self._stores: OrderedDict[int, VerifiedStore] = OrderedDict()
+        self._limit = _KEPT
         self._lock = ProcessLock()
 
-    def add(self, store: VerifiedStore) -> None:
-        """Move a store to the end, and drop the memory of others if there is too much."""
+    def add(self, store: VerifiedStore, *, again: bool) -> None:
+        """Move a store to the end, and drop the memory of others if there is too much.
+
+        Args:
+            again: the store was dropped too early.
+        """
         dropped = []
         with self._lock.own:
+            if again:
+                self._limit = max(self._limit, min(2 * self._limit, _half_of_memory()))
             self._stores[id(store)] = store
             self._stores.move_to_end(id(store))
             total = sum(other.nbytes for other in self._stores.values())
-            while total > _KEPT and len(self._stores) > _FEWEST:
+            while total > self._limit and len(self._stores) > _FEWEST:
                 _, oldest = self._stores.popitem(last=False)
                 total -= oldest.nbytes
                 dropped.append(oldest)
@@ -269,6 +282,13 @@ class KeptMemory:
         """Remove a store."""
         with self._lock.own:
             self._stores.pop(id(store), None)
+
+
+def _half_of_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):  # Windows
+        return _KEPT
 
 
 class VerifiedFiles:

@@ -163,6 +163,19 @@ def test_memory_that_was_dropped_is_read_and_hashed_again(model, listed, kept, m
                 dict(checkpoint.stream())
 
 
+def test_files_that_are_used_in_turn_are_not_hashed_each_time(model, listed, monkeypatch):
+    count = []
+    compare = verified.compare_digests
+    monkeypatch.setattr(verified, "compare_digests", lambda *a, **k: (count.append(1), compare(*a, **k))[1])
+    monkeypatch.setattr(verified, "_KEPT", 64)
+    monkeypatch.setattr(verified, "_FEWEST", 1)
+    with safeload.open(model, verify=listed) as checkpoint:
+        for at in range(100):
+            for name in WEIGHTS:
+                assert checkpoint.get_slice(name)[at] == WEIGHTS[name][at]
+    assert len(count) < 40
+
+
 def test_a_part_of_a_large_file_does_not_keep_it_in_memory(tmp_path):
     path = tmp_path / "m.safetensors"
     save_file({"small": np.ones(4, np.float32), "large": np.zeros(1 << 16, np.float32)}, path)
