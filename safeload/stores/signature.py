@@ -80,10 +80,11 @@ def library() -> Any:
     try:
         import model_signing
     except ImportError as error:
-        if error.name != _PACKAGE:
+        if error.name not in (_PACKAGE, "OpenSSL"):  # which version 1.1.1 imports without requiring it
             raise
         raise ModuleNotFoundError(
-            "model signatures need model-signing, which is not installed: pip install model-signing", name=_PACKAGE
+            "model signatures need model-signing, which is not installed: pip install model-signing pyopenssl",
+            name=_PACKAGE,
         ) from None
     return model_signing
 

@@ -228,6 +228,24 @@ def test_only_hashes_whole_files(model, listed):
         safeload.load(model, verify=listed, only=first)
 
 
+def test_a_stream_yields_what_it_has_verified(tmp_path):
+    """The files before the bad one, in full, then the error. Files of this size are not hashed when they are opened."""
+    weights = {f"w{k}": np.full(1 << 16, k, np.float32) for k in range(4)}
+    safeload.convert(weights, tmp_path / "model", max_shard_size="600KB")
+    listed = manifest(tmp_path / "model", tmp_path / "list.json")
+    first, last = sorted((tmp_path / "model").glob("*.safetensors"))
+    flip(last)
+    with safeload.open(tmp_path / "model", verify=listed) as checkpoint:
+        stream = checkpoint.stream(ahead=1)
+        with safeload.open(first) as good:
+            for name in good:
+                yielded, array = next(stream)
+                assert yielded == name
+                np.testing.assert_array_equal(array, weights[name])
+        with pytest.raises(VerificationError, match=last.name):
+            next(stream)
+
+
 @pytest.mark.parametrize("size", ["cut", "longer", "empty"])
 def test_a_file_of_another_size_is_named(model, listed, size):
     path = next(model.glob("*.safetensors"))

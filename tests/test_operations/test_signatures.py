@@ -167,6 +167,7 @@ def test_the_signed_bytes_are_the_bytes_that_were_read(model, tmp_path, monkeypa
 
 def test_a_missing_library_says_what_to_install(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "model_signing", None)
+    monkeypatch.delitem(sys.modules, "model_signing.verifying")
     with pytest.raises(ModuleNotFoundError, match="pip install model-signing"):
         safeload.load(model, verify=by("files"))
 
