@@ -31,6 +31,7 @@ from .common import (
     suggest,
 )
 from .flags import in_options
+from .verify import add_trusted, against_of
 
 _ALL = "*"  # the pattern of a scheme for all matrices
 
@@ -112,6 +113,10 @@ def register(commands: Any) -> None:
         action="append",
         help=r"rename tensors like Python's re.sub: \1 is the first group; may be repeated",
     )
+    parser.add_argument(
+        "--verify", metavar="FILE", help="verify the sources against a manifest or signature while reading"
+    )
+    add_trusted(parser)
     _add_destination(parser)
     parser.set_defaults(run=run)
 
@@ -174,6 +179,9 @@ def run(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> ConvertReport:
     with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
+        verify = _verify(options)
+        if verify is not None and not plain:
+            raise ValueError("--verify cannot be combined with --root, --unknown-globals and --stored")
         return convert(
             options.source if plain else [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
@@ -198,7 +206,21 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             executor=executor,
             threads=options.threads,
             progress=progress,
+            verify=verify,
         )
+
+
+def _verify(options: argparse.Namespace) -> Any:
+    """Return what to verify the sources against, or None.
+
+    Raises:
+        ValueError: a key without a signature.
+    """
+    if options.verify is None:
+        if options.key is not None or options.certificate:
+            raise ValueError("--key and --certificate need --verify SIGNATURE")
+        return None
+    return against_of(options.verify, options)
 
 
 def _schemes(texts: list[str] | None) -> Any:

@@ -36,17 +36,22 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--against", metavar="FILE", help="manifest or signature; default: what stands beside the files"
     )
-    trusted = parser.add_mutually_exclusive_group()
-    trusted.add_argument("--key", metavar="FILE", help="public key of the signer, in PEM")
-    trusted.add_argument(
-        "--certificate", metavar="FILE", action="append", help="certificate that you trust, in PEM; may be repeated"
-    )
+    add_trusted(parser)
     parser.add_argument(
         "--storage-option", metavar="KEY=VALUE", action="append", help="for URLs: an option of the filesystem"
     )
     add_threads(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def add_trusted(parser: Any) -> None:
+    """Add the options for whom to trust: a key or certificates."""
+    trusted = parser.add_mutually_exclusive_group()
+    trusted.add_argument("--key", metavar="FILE", help="public key of the signer of the signature, in PEM")
+    trusted.add_argument(
+        "--certificate", metavar="FILE", action="append", help="certificate to trust, in PEM; may be repeated"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     with bar("verify") as progress:
         report = verify(
             options.path,
-            against_of(options),
+            _against(options),
             storage_options=storage_options(options),
             threads=options.threads,
             progress=progress,
@@ -70,12 +75,19 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def against_of(options: argparse.Namespace) -> Any:
-    """Return what to verify against, as `safeload.verify` takes it."""
-    if options.key is None and not options.certificate:
-        return options.against
-    from ..formats.verifying import signature_beside
+def _against(options: argparse.Namespace) -> Any:
+    """Return what to verify against; with a key and without a file, the signature beside the model."""
+    if options.against is None and (options.key is not None or options.certificate):
+        from ..formats.verifying import signature_beside
+
+        return against_of(signature_beside(options.path), options)
+    return against_of(options.against, options)
+
+
+def against_of(path: str | None, options: argparse.Namespace) -> Any:
+    """Return a manifest or signature with the options of `add_trusted`, as `safeload.verify` takes it."""
+    if path is None or (options.key is None and not options.certificate):
+        return path
     from ..stores.signature import Signature
 
-    path = options.against or signature_beside(options.path)
     return Signature(path, key=options.key, certificate=options.certificate)

@@ -265,6 +265,21 @@ def test_an_encrypted_key_takes_its_password_from_the_environment(model, tmp_pat
 # ---- the command ----
 
 
+def test_convert_verifies_its_sources(model, tmp_path, capsys):
+    arguments = ["convert", str(model), str(tmp_path / "out.safetensors"), "--verify", str(SIGNED / "files.sig")]
+    assert main(arguments) == 1
+    assert "pass --key or --certificate" in capsys.readouterr().err
+    assert main([*arguments[:3], "--key", str(KEY)]) == 2
+    assert main([*arguments, "--key", str(KEY), "--stored"]) == 2
+    assert main([*arguments, "--key", str(KEY), "--adapter", "x"]) == 2
+    flip(model / "model-00002-of-00002.safetensors")
+    assert main([*arguments, "--key", str(KEY)]) == 1
+    assert not (tmp_path / "out.safetensors").exists()
+    flip(model / "model-00002-of-00002.safetensors")
+    assert main([*arguments, "--key", str(KEY)]) == 0
+    assert len(safeload.load(tmp_path / "out.safetensors")) == 4
+
+
 def test_json_and_exit_status(model, tmp_path, capsys):
     arguments = ["verify", str(model), "--against", str(SIGNED / "files.sig")]
     assert main([*arguments, "--key", str(KEY), "--json"]) == 0
