@@ -254,6 +254,10 @@ class Opened(NamedTuple):
         return self.file.table.metadata() or {}
 
 
+# Formats whose readers take only the table from a file.
+_TABLE_ONLY = (SAFETENSORS, GGUF)
+
+
 def open_file(path: str, request: OpenRequest) -> Opened:
     """Open a file without reading its tensors.
 
@@ -269,6 +273,8 @@ def open_file(path: str, request: OpenRequest) -> Opened:
     file = open_without_table(path, files=request.files)
     candidate = None
     try:
+        if file.verified:
+            file.store.begin()  # type: ignore[attr-defined]
         candidate = Candidate(file)
         opened = _open_candidate(candidate, request)
         file.settle()
@@ -284,12 +290,17 @@ def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open a file by the container or the row that it is."""
     own = request.formats is None or not RESERVED.isdisjoint(request.formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None
+    file = candidate.file
     if container is not None:
+        if file.verified:
+            file.store.verify()  # type: ignore[attr-defined]  # before anything is unpacked
         opened: Opened = module_of(container.module).enter(candidate, request)
         return opened
     row = find_row(candidate, request)
+    if file.verified and row.name not in _TABLE_ONLY:
+        file.store.verify()  # type: ignore[attr-defined]
     if not row.ranges:
-        check_whole(candidate.file, f"{row.kind} must be read as a whole")
+        check_whole(file, f"{row.kind} must be read as a whole")
     return Opened(row.name, *row.read(candidate, request))
 
 

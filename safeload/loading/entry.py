@@ -59,8 +59,7 @@ def open(
             ``token``, ...); for https also ``headers``, ``timeout`` and ``retries``. If given, even empty, schemes
             beyond https, http, hf, s3, gs, az, file and memory can be used, and chains such as ``filecache::s3://...``.
         verify: what to verify files against, see `load`. Each file is read whole and hashed before its first tensor is
-            handed out; JSON files at once. Until then, names, shapes and metadata come from a header that is not
-            verified yet.
+            handed out. Until then, names, shapes and metadata of large safetensors and GGUF files are not verified.
 
     Returns:
         The open checkpoint. ``with safeload.open(path) as checkpoint:`` closes it.

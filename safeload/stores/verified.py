@@ -54,34 +54,34 @@ class VerifiedStore(RemoteStore):
         self._head = 0  # bytes read while the file was opened, which the table may depend on
         self._used = 0  # bytes taken from the memory
         self._dropped_early = False
-        self._opening = True
+        self._opening = False
+        self._lent = False
         self._verified = False
         self._error: VerificationError | None = None
         self._reading = ProcessLock()
         check_size(expected, self.size, path=path, source=source)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
-        end = spans[-1].end
-        memory = self._opened(end) if self._opening and end < min(self.size, _HEAD) else self.verify()
-        begin = spans[0].offset
-        fill(spans, begin, memoryview(memory)[begin:end])
-        self._used += sum(len(span.memory) for span in spans)
+        begin, end = spans[0].offset, spans[-1].end
+        head = self._opening and end < min(self.size, _HEAD)
+        # `forget` waits: afterwards the memory belongs to a caller, who may change it.
+        with self._reading.own:
+            memory = self._opened(end) if head else self._ready(alone=True)
+            fill(spans, begin, memoryview(memory)[begin:end])
+            self._used += sum(len(span.memory) for span in spans)
+        if not head:
+            self._keep()
+
+    def begin(self) -> None:
+        """Read only the header until `settle`. The caller must use it for the table, and for nothing else."""
+        self._opening = True
 
     def settle(self) -> None:
         super().settle()
         self._opening = False
 
-    def _opened(self, end: int) -> Any:
-        """Return memory with the first bytes of the file, which are hashed later."""
-        with self._reading.own:
-            memory = self._room()
-            if self._head < end and not self._verified:
-                read_from(self._store, self._head, memoryview(memory)[self._head : end], self.path)
-                self._head = end
-            return memory
-
-    def verify(self, *, alone: bool = True) -> Any:
-        """Read and hash the file unless that is done, and return its bytes.
+    def verify(self, *, alone: bool = True) -> None:
+        """Read and hash the file unless that is done.
 
         Args:
             alone: True to read ahead of the hash on other threads, because no other file is hashed meanwhile.
@@ -92,20 +92,39 @@ class VerifiedStore(RemoteStore):
             OSError: it cannot be read.
         """
         with self._reading.own:
-            if self._error is not None:
-                raise VerificationError(*self._error.args, path=self.path)
-            memory = self._room()
-            if not self._verified:
-                self.check_open()
-                try:
-                    self._hash(memory, alone)
-                except VerificationError as error:  # the table depends on the memory, so no second try may succeed
-                    self._error = VerificationError(*error.args, path=self.path)
-                    raise
-                self._verified = True
-        self._kept.add(self, again=self._dropped_early)
-        self._dropped_early = False
+            self._ready(alone=alone)
+        self._keep()
+
+    def _keep(self) -> None:
+        again, self._dropped_early = self._dropped_early, False
+        self._kept.add(self, again=again)
+
+    def _opened(self, end: int) -> Any:
+        """Return memory with the first bytes of the file, which are hashed later."""
+        self._check()
+        memory = self._room()
+        if self._head < end and not self._verified:
+            read_from(self._store, self._head, memoryview(memory)[self._head : end], self.path)
+            self._head = end
         return memory
+
+    def _ready(self, *, alone: bool) -> Any:
+        """Return memory with the verified file."""
+        self._check()
+        memory = self._room()
+        if not self._verified:
+            try:
+                self._hash(memory, alone)
+            except VerificationError as error:  # the table depends on the memory, so no second try may succeed
+                self._error, self._memory = VerificationError(*error.args, path=self.path), None
+                raise
+            self._verified = True
+        return memory
+
+    def _check(self) -> None:
+        self.check_open()
+        if self._error is not None:
+            raise VerificationError(*self._error.args, path=self.path)
 
     def _room(self) -> Any:
         if self._memory is None:
@@ -144,12 +163,22 @@ class VerifiedStore(RemoteStore):
         return 0 if self._memory is None else self.size
 
     def map(self) -> Any:
-        """Return the verified bytes as a writable buffer. Call `forget` before the caller may write to it."""
-        return self.verify()
+        """Lend the verified bytes as a writable buffer, once: call `forget` before the borrower may write to it.
+
+        Another call meanwhile gets None: arrays of two callers must not share memory.
+        """
+        with self._reading.own:
+            if self._lent:
+                return None
+            memory = self._ready(alone=True)
+            self._lent = True
+        self._keep()
+        return memory
 
     def forget(self) -> None:
         """Give the memory away, or free it: the next read reads and hashes the file again."""
         with self._reading.own:
+            self._lent = False
             if self._verified:
                 self._memory, self._head, self._verified = None, 0, False
                 self._dropped_early, self._used = 2 * self._used < self.size, 0

@@ -131,10 +131,16 @@ def test_folders_of_training_checkpoints_are_verified(place, tmp_path):
     plain = safeload.load(folder)
     arrays = safeload.load(folder, verify=listed)
     assert all(np.array_equal(arrays[name], plain[name]) for name in plain)
-    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    flip(largest, at=largest.stat().st_size // 2)
-    with pytest.raises(VerificationError, match=largest.name):
-        safeload.load(folder, verify=listed)
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.match("optim_world_size_*"))  # not read
+    sizes = {path: path.stat().st_size for path in files}
+    for path in sorted(sizes, key=sizes.get)[-3:]:
+        for at in (0, sizes[path] // 4, sizes[path] // 2, -1):
+            flip(path, at)
+            with pytest.raises(VerificationError, match=path.name):
+                safeload.load(folder, verify=listed)
+            with pytest.raises(VerificationError):
+                list(safeload.open(folder, verify=listed).values())
+            flip(path, at)
 
 
 def test_quantized_checkpoints_are_verified(tmp_path):
@@ -174,6 +180,27 @@ def test_files_that_are_used_in_turn_are_not_hashed_each_time(model, listed, mon
             for name in WEIGHTS:
                 assert checkpoint.get_slice(name)[at] == WEIGHTS[name][at]
     assert len(count) < 40
+
+
+def test_two_threads_get_memory_of_their_own(model, listed, monkeypatch):
+    """While one has the memory that its views share, the other gets copies."""
+    inner = []
+    forget = verified.VerifiedStore.forget
+
+    def and_load(store):
+        if not inner:  # views exist, and the memory is still lent
+            inner.append(None)
+            inner.append(checkpoint.load())
+        forget(store)
+
+    monkeypatch.setattr(verified.VerifiedStore, "forget", and_load)
+    with safeload.open(model, verify=listed) as checkpoint:
+        outer = checkpoint.load()
+        outer["w0"][:] = -1
+        assert same(inner[1])
+        inner[1]["w1"][:] = -1
+        assert outer["w1"][0] == WEIGHTS["w1"][0]
+        assert same(checkpoint.load())
 
 
 def test_a_part_of_a_large_file_does_not_keep_it_in_memory(tmp_path):
@@ -304,10 +331,9 @@ def test_a_file_that_changes_after_it_was_hashed_changes_no_tensor(model, listed
     verify = verified.VerifiedStore.verify
 
     def and_change(store, **options):
-        memory = verify(store, **options)
+        verify(store, **options)
         for path in model.glob("*.safetensors"):
             path.write_bytes(bytes(path.stat().st_size))  # in place: a mapping would show it
-        return memory
 
     copy = {path: path.read_bytes() for path in model.glob("*.safetensors")}
     with safeload.open(model, verify=listed) as checkpoint:

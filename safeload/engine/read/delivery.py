@@ -63,7 +63,7 @@ def deliver(
         if array is not None:
             return {tensors.names[0]: array}, True
     mappings = {} if mappings is None else mappings
-    known = set(mappings)
+    known = set(mappings) if any(file.verified for file in tensors.files) else None
     tensors, packed = tensors.without_packed()
     plans = [_decide(file_tensors, target, view) for file_tensors in tensors.by_file()]
     if out is not None:
@@ -88,7 +88,8 @@ def deliver(
     for plan in plans:
         if plan.file.table.quantized:
             _wrap(plan, delivered)
-    _give_away(file for file in mappings if file not in known)
+    if known is not None:
+        _give_away(file for file in mappings if file not in known)
     total = 0 if reading or not progress else sum(array.nbytes for array in delivered.values())
     if total:
         with reporter(progress, total) as report:
