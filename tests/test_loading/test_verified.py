@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import sys
+import tarfile
 
 import numpy as np
 import pytest
@@ -110,17 +111,31 @@ def test_every_format_is_verified(name, tmp_path):
         path = path.parent / ".metadata"
     format_files.make(row, weights, path)
     source = path.parent if name == "dcp" else path
-    plain, listed = safeload.load(source), manifest(source, tmp_path / "list.json")
+    plain, listed = safeload.load(source), manifest(path.parent, tmp_path / "list.json")
     arrays = safeload.load(source, verify=listed)
     assert list(arrays) == list(plain)
     for key, array in arrays.items():
         np.testing.assert_array_equal(array, plain[key])
-    for file in list(path.parent.iterdir()):
+    for file in [file for file in path.parent.rglob("*") if file.is_file()]:
         content = file.read_bytes()
         flip(file)
         with pytest.raises(VerificationError, match=rf"{file.name}: the file differs"):
             safeload.load(source, verify=listed)
         file.write_bytes(content)
+
+
+def test_files_in_an_archive_are_verified(tmp_path):
+    path = tmp_path / "model.nemo"
+    (tmp_path / "model.safetensors").write_bytes(save(WEIGHTS))
+    with tarfile.open(path, "w") as archive:
+        archive.add(tmp_path / "model.safetensors", "model.safetensors")
+    listed = manifest(path, tmp_path / "list.json")
+    assert same(safeload.load(path, verify=listed))
+    for at in (0, 600, -1, path.stat().st_size // 2):
+        flip(path, at)
+        with pytest.raises(VerificationError, match=r"model\.nemo: the file differs"):
+            safeload.open(path, verify=listed)
+        flip(path, at)
 
 
 @pytest.mark.parametrize("place", ["dcp/plain_2", "deepspeed/zero2_1", "fsdp/line_2"])
