@@ -138,13 +138,13 @@ class TensorPlacer:
         """Return the content with all tensors."""
         for file, listings in self._listings.items():
             file.table = ListedTable(listings, model.metadata if file is self._file else None)
-        others = list(self._external.values())
+        files = list(self._external.values())
         if self._boxed:
-            stores = [self._file.store, *(file.store for file in others)]
-            others.append(boxed_file(self._file, self._file.path, self._boxed, stores))
-        for file in others:
+            stores = [self._file.store, *(file.store for file in files)]
+            files.append(boxed_file(self._file, self._file.path, self._boxed, stores))
+        for file in files:
             file.stand_for(self._file, unpacked=False)
-        return Content(self._file, others, names if others else (), notes)
+        return Content(self._file, files, names if files else (), notes)
 
     def add(self, name: str, tensor: TensorProto) -> None:
         """Check a tensor against its elements and list it."""

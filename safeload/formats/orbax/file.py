@@ -302,17 +302,17 @@ class _OrbaxReader:
     def _metadata(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Return leaves other than arrays, nested, and what the program has added."""
         leaves = self._tree.leaves
-        others = [name for name in names if leaves[name].kind not in tree.ARRAYS or leaves[name].skipped]
-        texts = {name for name in others if leaves[name].kind == tree.STRING and not leaves[name].skipped}
+        non_arrays = [name for name in names if leaves[name].kind not in tree.ARRAYS or leaves[name].skipped]
+        texts = {name for name in non_arrays if leaves[name].kind == tree.STRING and not leaves[name].skipped}
         strings = read_json(self._opened.join(naming.STRINGS), naming.STRINGS, self._files) if texts else {}
         for name in sorted(texts):
             if type(strings.get(name)) is not str:
                 text = f"{naming.STRINGS} must have the text {show(name)}, got {show(strings.get(name))[:100]}"
                 raise FormatError(text, self._path)
-        unknown = [name for name in others if name not in texts and leaves[name].kind not in tree.EMPTY]
+        unknown = [name for name in non_arrays if name not in texts and leaves[name].kind not in tree.EMPTY]
         self._note(unknown, "left out, because only the program that wrote it knows its type")
         paths = {}
-        for name in others:
+        for name in non_arrays:
             if name in texts or leaves[name].kind in tree.EMPTY:
                 steps = leaves[name].steps[0 if self._root is None else depth_of(leaves[name].steps, self._root) :]
                 paths[name] = (str(steps[0]), *steps[1:]) if steps else ("",)

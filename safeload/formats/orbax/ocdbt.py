@@ -270,10 +270,10 @@ def read_tree(
         count = fields.number()
         if not count:
             raise fields.error("a node has no keys")
-        few = len(values) + len(waiting) + count <= MAX_KEYS
-        prefixes, rests = (fields.numbers(count - 1), fields.numbers(count)) if few else ([], [])
+        fits = len(values) + len(waiting) + count <= MAX_KEYS
+        prefixes, rests = (fields.numbers(count - 1), fields.numbers(count)) if fits else ([], [])
         keys += sum(prefixes) + sum(rests) + count * len(node.prefix)
-        if nodes > MAX_TREE or not few or keys > MAX_KEY_BYTES:
+        if nodes > MAX_TREE or not fits or keys > MAX_KEY_BYTES:
             text = f"{path}: the tree has more than {MAX_KEYS:,} keys, {MAX_KEY_BYTES:,} bytes in keys"
             raise LimitError(f"{text} or {MAX_TREE:,} bytes in nodes", path=path)
         if height:

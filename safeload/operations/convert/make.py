@@ -267,13 +267,13 @@ class Maker:
         """Return the importance for each tensor to quantize that has one."""
         quantized = [name for name, decision in self._decisions.items() if decision.scheme is not None]
         vectors = {name: vector_for(matrix, name, self._about(name).shape) for name in quantized}
-        found = {name: vector for name, vector in vectors.items() if vector is not None}
-        if quantized and not found:
+        importance = {name: vector for name, vector in vectors.items() if vector is not None}
+        if quantized and not importance:
             raise ValueError(
                 f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(quantized), 'tensor')} to quantize, "
                 f"such as {show(quantized[0])}"
             )
-        return found
+        return importance
 
     def outputs(self) -> dict[str, Output]:
         """Return all tensors, in the order of the decisions.
