@@ -64,6 +64,7 @@ TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_mo
 PADDLE_INDEX = "model_state.pdparams.index.json"
 # The index of sharded Keras weights; its shards are beside it.
 KERAS_INDEX_SUFFIX = ".weights.json"
+_ARCHIVES = (".nemo", ".llamafile")
 _KERAS_SUFFIXES = (".keras", ".h5", ".hdf5")
 # The index of a sharded Flax model, whose names have slashes instead of dots.
 _FLAX_INDEX = ".msgpack.index.json"
@@ -442,10 +443,8 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         return training
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
-    if chosen is None and KERAS in formats:
-        chosen = _choose_keras(names, shown)
-    if chosen is None and PICKLE in formats:
-        chosen = _choose_paddle(names, shown)
+    if chosen is None:
+        chosen = _choose_rarer(names, shown, formats)
     inner = orbax.below(path, visible, files) if chosen is None and ORBAX in formats else None
     if inner is not None:
         return open_folder(inner, request)
@@ -617,6 +616,15 @@ def _choose_gguf(names: Sequence[str], path: str) -> list[str] | None:
         raise error_about(UnsupportedError, text, path=path)
     _refuse_incomplete(sets, path)
     return firsts or None
+
+
+def _choose_rarer(names: Sequence[str], path: str, formats: Sequence[str]) -> list[str] | None:
+    """Choose Keras' or Paddle's files, or the only archive."""
+    chosen = _choose_keras(names, path) if KERAS in formats else None
+    if chosen is None and PICKLE in formats:
+        chosen = _choose_paddle(names, path)
+    archives = [name for name in names if name.endswith(_ARCHIVES)]
+    return archives if chosen is None and len(archives) == 1 else chosen
 
 
 def _choose_keras(names: Sequence[str], path: str) -> list[str] | None:

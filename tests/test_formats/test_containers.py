@@ -22,6 +22,7 @@ import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from safeload.formats import tar as tar_format
 from safeload.formats.registry import BY_NAME
+from safeload.numpy import load_file
 
 DCP = ROOT / "tests" / "data" / "dcp"
 WEIGHTS = {
@@ -179,6 +180,15 @@ def test_the_required_format_is_that_of_the_members(tmp_path):
     check_tensors(safeload.load(inner, format="safetensors"), WEIGHTS)
     with pytest.raises(FormatError, match=r"not gguf"):
         safeload.open(path, format="gguf")
+
+
+def test_a_folder_with_one_archive_opens_it(tmp_path):
+    tar_of(tmp_path / "m.nemo", {"w.ckpt": torch_bytes(WEIGHTS)})
+    (tmp_path / "README.md").write_text("text")
+    check_tensors(safeload.load(tmp_path), WEIGHTS)
+    tar_of(tmp_path / "n.nemo", {"w.ckpt": torch_bytes(WEIGHTS)})
+    with pytest.raises(UnsupportedError, match=r"no weights here; found README\.md, m\.nemo, n\.nemo"):
+        safeload.open(tmp_path)
 
 
 def test_an_archive_is_read_from_a_store_a_file_object_and_a_list(tmp_path):
@@ -516,13 +526,14 @@ def test_the_parts_of_a_split_model_belong_together(tmp_path):
 
 def test_a_program_without_a_model_is_no_weight_file(tmp_path):
     path = tmp_path / "program"
-    for content in (b"\x7fELF" + b"x" * 5000, b"MZ" + b"\1" * 600):
+    for content, says in ((b"\x7fELF" + b"x" * 5000, "a program"), (b"MZ" + b"\1" * 600, "no known weight format")):
         path.write_bytes(content)
-        with pytest.raises(SafeloadError, match=r"no known weight format"):
+        with pytest.raises(SafeloadError, match=says):
             safeload.open(path)
     llamafile(path, {"readme.txt": b"x" * 100})
-    with pytest.raises(SafeloadError, match=r"no known weight format"):
-        safeload.open(path)
+    for way in (safeload.open, load_file):
+        with pytest.raises(SafeloadError, match=r"this is a program.*safeload\.open reads the model in a llamafile"):
+            way(path)
 
 
 def test_a_malformed_program_is_refused_and_never_crashes(tmp_path):
