@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
+from typing import Any
 
 from ..base.messages import error_about
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, SafeloadError, UnsupportedError
+from ..stores.local import descriptor_of
 from . import paddle
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
-from .torch.globals import Storage
+from .torch.globals import ALLOWED, Storage
 from .torch.legacy_file import pickle_at
 from .torch.tensors import PickleTables, content_of, make_tables
-from .unpickle.machine import Foreign, Inert, describe
+from .unpickle import run
+from .unpickle.machine import Fault, Foreign, Inert, describe
 from .unpickle.run import Unpickled, check_foreign
 
 # Functions that make an object of their first argument, in pickles of protocols 0 and 1.
@@ -62,11 +67,34 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
     return tables
 
 
+def _run(file: WeightFile, *, inert: bool) -> Unpickled:
+    """Run the pickle of a file. A pickle that is too large for memory is mapped, and its arrays stay where they are."""
+    data = _mapped(file) if file.size > run.MAX_PICKLE else None
+    if data is None:
+        return pickle_at(file, 0, None, inert=inert)
+    return run.unpickle(data, ALLOWED, _refuse_id, path=file.path, inert=inert)
+
+
+def _mapped(file: WeightFile) -> Any:
+    """Map a local file; None if the system or the store cannot."""
+    descriptor = descriptor_of(file.store)
+    if descriptor is None or os.name == "nt":
+        return None
+    try:
+        return mmap.mmap(int(descriptor), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+
+
+def _refuse_id(value: Any) -> Any:
+    raise Fault("unexpected persistent id in a pickle without storages")
+
+
 def _unpickle(file: WeightFile, request: OpenRequest) -> Unpickled:
     """Run the pickle of a file, with errors that name its kind if it has unknown globals."""
     path = file.path
     try:
-        return pickle_at(file, 0, None, inert=False)
+        return _run(file, inert=False)
     except ForbiddenError as error:
         if "joblib.numpy_pickle" in str(error):
             model = _ESTIMATOR.search(file.read_at(0, HEAD_SIZE))
@@ -75,7 +103,7 @@ def _unpickle(file: WeightFile, request: OpenRequest) -> Unpickled:
             advice = "load it with joblib and save the arrays with numpy.savez or as safetensors"
             raise error_about(UnsupportedError, text + advice, path=path) from None
         try:
-            pickled = pickle_at(file, 0, None, inert=True)
+            pickled = _run(file, inert=True)
         except SafeloadError:
             if request.inert:
                 raise

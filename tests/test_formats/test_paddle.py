@@ -149,6 +149,36 @@ def test_a_part_of_another_byte_order_is_swapped(tmp_path):
     assert safeload.load(path)["w"].tobytes() == ARRAY.tobytes()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="large pickles are mapped on POSIX")
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_larger_than_memory_allows_is_mapped(protocol, tmp_path, monkeypatch):
+    """With a limit of 64 KiB in place of 1 GiB."""
+    large = rng.standard_normal((300, 400)).astype(np.float32)
+    state = {
+        **parts_of(large, (60_000, 60_000)),
+        "small": ARRAY,
+        "swapped": large.astype(">f4"),
+        "blob": b"x" * 100_000,
+    }
+    path = write(tmp_path / "w.pdparams", state, protocol)
+    want = {"w": large, "b": np.arange(3, dtype=np.float32), "small": ARRAY, "swapped": large}
+    check_tensors(safeload.load(path), want)
+    monkeypatch.setattr("safeload.formats.unpickle.run.MAX_PICKLE", 1 << 16)
+    with safeload.open(path) as opened:
+        check_tensors(opened.load(), want)
+        repr(opened.metadata)
+        check_tensors(pickle.loads(pickle.dumps(opened)).load(), want)
+    content = path.read_bytes()
+    for size in range(0, len(content), 150_001):
+        path.write_bytes(content[:size])
+        with pytest.raises(SafeloadError):
+            safeload.load(path)
+    path.write_bytes(pickle.dumps({"w": large, "x": Attack(tmp_path / "done")}, protocol))
+    with pytest.raises(ForbiddenError):
+        safeload.open(path)
+    assert not (tmp_path / "done").exists()
+
+
 class Attack:
     def __init__(self, mark):
         self.mark = mark

@@ -64,6 +64,29 @@ class Built:
         raise NotImplementedError
 
 
+class LargeBytes:
+    """Bytes that stay in a mapped pickle.
+
+    Attributes:
+        at: of the first byte in the pickle.
+    """
+
+    __slots__ = ("_data", "_size", "at")
+
+    def __init__(self, data: Any, at: int, size: int) -> None:
+        self._data, self.at, self._size = data, at, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"<{self._size:,} bytes>"
+
+    def __bytes__(self) -> bytes:
+        content: bytes = self._data[self.at : self.at + self._size]
+        return content
+
+
 class Foreign:
     """The name of a global outside the table."""
 

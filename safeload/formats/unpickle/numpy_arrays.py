@@ -22,7 +22,7 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import UnsupportedError
-from .machine import Built, Fault, Global, Inert, describe
+from .machine import Built, Fault, Global, Inert, LargeBytes, describe
 from .run import Unpickled
 
 ARRAY, TYPE, BYTES = "array", "type", "bytes"
@@ -90,7 +90,7 @@ class NumpyArray(Built):
         self.shape: tuple[int, ...] = ()
         self.dtype: NumpyDtype | None = None
         self.order: tuple[int, ...] | None = None
-        self.raw: bytes | bytearray = b""
+        self.raw: bytes | bytearray | LargeBytes = b""
 
     def build(self, state: Any) -> None:
         """Set a state of (version, shape, dtype, True for Fortran order, bytes); the oldest states have no version."""
@@ -121,7 +121,7 @@ class NumpyArray(Built):
         if dtype.row is None:
             self.shape = shape
             return
-        if type(raw) not in (bytes, bytearray):
+        if type(raw) not in (bytes, bytearray, LargeBytes):
             raise Fault(f"an array's elements must be bytes, got {describe(raw)}")
         if order == "K":
             self.order = tuple(axes.index(axis) for axis in range(len(axes)))
@@ -299,19 +299,21 @@ class ArrayPlaces:
         self._listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
         return None
 
-    def _in_file(self, raw: bytes | bytearray) -> int | None:
+    def _in_file(self, raw: bytes | bytearray | LargeBytes) -> int | None:
         """Return the offset of the bytes in the file; None if the file does not hold them unencoded."""
         base = self._pickled.base
         if base is None:
             return None
         if not raw:
             return base
+        if type(raw) is LargeBytes:
+            return base + raw.at
         at = self._pickled.places.get(id(raw))
         if at is None or self._pickled.data[at : at + len(raw)] != raw:  # the id may have been reused
             return None
         return base + at
 
-    def _put(self, raw: bytes | bytearray, width: int) -> int:
+    def _put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
         key = (id(raw), width)
         begin = self._begins.get(key)
         if begin is None:

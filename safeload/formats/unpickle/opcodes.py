@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import LimitError, UnsupportedError
 from .keys import add, put
-from .machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, PickleEnd, describe
+from .machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, LargeBytes, Machine, PickleEnd, describe
 
 _U16, U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
 _I32, _F64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
@@ -198,6 +198,18 @@ def _bytes(m: Machine, value: bytes | bytearray) -> None:
     m.stack.append(value)
 
 
+# Bytes of a mapped pickle that are not copied.
+_LARGE = 1 << 16
+
+
+def _take_bytes(m: Machine, size: int) -> None:
+    if size < _LARGE or type(m.data) is bytes:
+        _bytes(m, m.take(size))
+    else:
+        m.stack.append(LargeBytes(m.data, m.at, size))
+        m.at += size
+
+
 @_op(b"C")
 def _short_binbytes(m: Machine) -> None:
     _bytes(m, m.take(m.take(1)[0]))
@@ -205,12 +217,12 @@ def _short_binbytes(m: Machine) -> None:
 
 @_op(b"B")
 def _binbytes(m: Machine) -> None:
-    _bytes(m, m.take(_size(m, U32, 4)))
+    _take_bytes(m, _size(m, U32, 4))
 
 
 @_op(b"\x8e")
 def _binbytes8(m: Machine) -> None:
-    _bytes(m, m.take(_size(m, _U64, 8)))
+    _take_bytes(m, _size(m, _U64, 8))
 
 
 @_op(b"\x96")

@@ -57,13 +57,13 @@ class Unpickled(NamedTuple):
     size: int  # in bytes
     harmless: list[str]  # names of its globals in the table
     foreign: list[str]  # names of its globals outside the table
-    data: bytes = b""  # the bytes that hold it
+    data: Any = b""  # the bytes that hold it
     places: Mapping[int, int] = MappingProxyType({})  # see `Machine`
     base: int | None = None  # offset of `data` in the file; None if the file stores it compressed
 
 
 def unpickle(
-    data: bytes,
+    data: Any,
     table: Mapping[str, Global],
     persistent: Callable[[Any], Any],
     *,
@@ -75,7 +75,7 @@ def unpickle(
     """Run a pickle.
 
     Args:
-        data: bytes that begin with the pickle.
+        data: bytes that begin with the pickle, or a mapping, whose large bytes are not copied.
         table: the harmless globals by name.
         persistent: returns the value for a persistent id, or raises `Fault`.
         path: of the file, for messages.
