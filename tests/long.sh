@@ -10,6 +10,7 @@
 #   - AArch64 (tests/aarch64/README.md) and other versions of Python and of packages (tests/pythons/README.md);
 #   - quantization: CI reads committed digests, this compares with llama.cpp (tests/data/llama_quantize/compare.sh);
 #   - training checkpoints: CI reads committed fixtures, this compares with the frameworks (tests/data/*/compare.sh);
+#   - models for llama.cpp: CI compares with committed digests, this runs llama.cpp (tests/data/llama_cpp/compare.sh);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what these folders' scripts need. FOLDER keeps what was found and downloaded, and a
 # later run goes on from there.
@@ -27,4 +28,5 @@ SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
 for family in dcp deepspeed fsdp keras megatron orbax paddle flax onnx llama_quantize; do
     "$here/data/$family/compare.sh" "$kept/$family"
 done
+"$here/data/llama_cpp/compare.sh" "$kept/llama_cpp"
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

@@ -57,6 +57,7 @@ ROOMS = {
         "sources",
         "folders",
         "quantize",
+        "architectures",
         "convert",
         "measure",
         "validate",

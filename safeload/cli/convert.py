@@ -38,6 +38,7 @@ _ALL = "*"  # the pattern of a scheme for all matrices
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
   safeload convert training.ckpt model.safetensors --root state_dict
+  safeload convert Llama-3.2-1B/ llama.gguf --quantize q8_0
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ mixed/ --quantize q4_k --quantize '*down*=q6_k'
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
@@ -50,7 +51,11 @@ _EPILOG = """examples:
   safeload convert Llama-3.2-1B/ s3://bucket/llama/ --dtype float16
 
 Options apply in this order: --only and --drop select tensors by their names in the source, --adapter changes them,
---dtype and --quantize convert them, --rename renames them. Model architectures are not converted.
+--dtype and --quantize convert them, --rename renames them.
+
+A model of transformers becomes a .gguf file that llama.cpp runs, with its tokenizer, and a .gguf file becomes a folder
+that transformers loads. --quantize for a .gguf file takes patterns of llama.cpp's names, such as '*ffn_down*', or of
+names in the source.
 
 With --resume or --dask a folder is written shard by shard, and .safeload-resume/ in it has a record of each complete
 shard until the conversion is finished. If that is interrupted, run the same command with --resume to continue.
@@ -150,6 +155,11 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size",
         metavar="SIZE",
         help='write a folder of shards of at most this size, such as "500MB" (5GB)',
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="keep names and rows, instead of writing what llama.cpp (.gguf) or transformers (a folder) loads",
     )
     add_overwrite(parser, "replace an existing destination")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion to a folder")

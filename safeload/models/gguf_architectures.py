@@ -193,7 +193,7 @@ ARCHITECTURES = {
             **_NORMS,
             **_ATTENTION,
             **_experts(_EXPERT_FF),
-            "blk.{}.ffn_gate_inp_shexp.weight": _sized((_WIDTH,)),
+            "blk.{}.ffn_gate_inp_shexp.weight": {"shape": None},  # the width, with or without an axis of size 1
             "blk.{}.ffn_gate_shexp.weight": _sized((_SHARED_FF, _WIDTH)),
             "blk.{}.ffn_up_shexp.weight": _sized((_SHARED_FF, _WIDTH)),
             "blk.{}.ffn_down_shexp.weight": _sized((_WIDTH, _SHARED_FF)),
@@ -217,6 +217,7 @@ ARCHITECTURES = {
         ("expert_count", "expert_used_count"),
         {_EXPERT_FF: _SIZES},
     ),
+    "gemma": GgufArchitecture({**_ENDS, **_NORMS, **_ATTENTION, **_MLP}),
     "gemma2": GgufArchitecture({**_ENDS, **_GEMMA_NORMS, **_ATTENTION, **_MLP}, types=_SLIDING),
     "gemma3": GgufArchitecture(
         {
@@ -261,6 +262,13 @@ ARCHITECTURES = {
         {_EXPERT_FF: _SIZES, "attention.sliding_window": U32, "rope.freq_base_swa": F32},
     ),
 }
+
+
+def is_kept_f32(name: str) -> bool:
+    """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
+    return name.endswith(("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")) or not name.endswith(
+        ".weight"
+    )
 
 
 @cache

@@ -263,6 +263,44 @@ def _config():
     return [json.dumps(small(kind)[0]).encode() for kind in SMALL]
 
 
+def _sentencepiece():
+    from safeload.operations.architectures.sentencepiece import VocabularyPiece, serialized
+
+    pieces = [
+        VocabularyPiece(text, -float(k), k % 6 + 1) for k, text in enumerate(("<unk>", "a", "b", "ab", "\u2581", "é"))
+    ]
+    return [serialized(pieces[:count], count % 2 == 0, {"bos": 1}) for count in range(1, 7)]
+
+
+def _tokenizer():
+    yield b"{}"
+    for name in ("llama3", "qwen2"):
+        content = json.loads((TESTS / "data" / "llama_cpp" / name / "tokenizer.json").read_text(encoding="utf-8"))
+        model = content["model"]
+        model["vocab"] = {chr(97 + k): k for k in range(20)} | {"ab": 20, "abc": 21}
+        model["merges"] = [["a", "b"], ["ab", "c"]]
+        for k, token in enumerate(content["added_tokens"]):
+            token["id"] = 30 + k
+        content["post_processor"] = {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
+        yield json.dumps(content).encode()
+        content["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+        content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+        content["pre_tokenizer"] = None
+        model["byte_fallback"] = True
+        yield json.dumps(content).encode()
+
+
+def _model_config():
+    from builders import llama_models
+
+    return [json.dumps(model["config"]).encode() for model in llama_models.listed().values()]
+
+
 def _schemas():
     import safeload  # those of the installed one: the sources may not be here
 
@@ -561,6 +599,9 @@ SEEDS = {
     "schema": _schemas,
     "config": _config,
     "expression": _expression,
+    "sentencepiece": _sentencepiece,
+    "tokenizer": _tokenizer,
+    "model_config": _model_config,
     "url": _url,
     "signed_list": _signed_list,
 }

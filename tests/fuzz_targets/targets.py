@@ -32,6 +32,8 @@ try:
     import h5py
 except ImportError:
     h5py = None
+with contextlib.suppress(ImportError):
+    import tokenizers  # noqa: F401
 from builders import dcp_build, gguf_build, orbax_build
 from builders.paths import ROOT
 
@@ -46,13 +48,14 @@ import safeload.stores.edit_journal
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.base import url as urls
 from safeload.formats import folder, npy, npz, registry
-from safeload.models import choosing, reading
+from safeload.models import choosing, gguf_sources, reading
 from safeload.models.expressions import LIMIT, Config, ConfigError, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
+from safeload.operations.architectures import sentencepiece, settings, special_tokens, tokenizer
 from safeload.operations.quantize.importance import read_importance
 from safeload.packed.families import FAMILIES
 from safeload.stores.digests import files_of_manifest, files_of_statement, is_manifest
-from safeload.stores.files import LOCAL
+from safeload.stores.files import LOCAL, Location
 from safeload.stores.json_file import parse_json
 from safeload.stores.signature import _statement as signature_statement
 
@@ -627,6 +630,51 @@ def config(data):
     choosing.choose(values, "safetensors", ["lm_head.weight"])
 
 
+def sentencepiece_model(data):
+    """A tokenizer.model, and its pieces written again."""
+    with watched():
+        try:
+            model = sentencepiece.parse(data, "tokenizer.model")
+        except SafeloadError as error:
+            check_refusal(error, len(data))
+            return
+        again = sentencepiece.parse(sentencepiece.serialized(model.pieces, model.add_prefix, {}), "again")
+    require(repr(again.pieces) == repr(model.pieces), "written again it has the same pieces")
+    require(again.add_prefix == model.add_prefix and again.kind == sentencepiece.BPE, "and the same settings")
+
+
+def tokenizer_json(data):
+    """A tokenizer.json for llama.cpp."""
+    (FOLDER / "tokenizer.json").write_bytes(data)
+    try:
+        files = tokenizer.TokenizerFiles(Location(LOCAL, str(FOLDER)))
+        with watched(), contextlib.suppress(ImportError):
+            vocabulary = tokenizer.vocabulary_of(files, 64)
+            keys = dict(special_tokens.SpecialTokens(files, settings.ModelConfig({}, "m"), vocabulary).keys())
+            require(len(vocabulary.texts) == len(vocabulary.types) == 64, "a token for each row")
+            require(all(0 <= keys[key] < 64 for key in keys if key.endswith("_token_id")), "ids of tokens")
+    except SafeloadError as error:
+        check_refusal(error)
+    finally:
+        (FOLDER / "tokenizer.json").unlink()
+
+
+def model_config(data):
+    """A config.json for llama.cpp."""
+    path = FOLDER / "config.json"
+    path.write_bytes(data)
+    for source in gguf_sources.SOURCES.values():
+        try:
+            with watched():
+                result = settings.settings_of(
+                    settings.ModelConfig(folder.read_config(FOLDER, LOCAL) or {}, "m"), source
+                )
+        except SafeloadError as error:
+            check_refusal(error)
+            continue
+        require(all(np.isfinite(array).all() for array in result.tensors.values()), "factors are finite")
+
+
 def _expand(made, values):
     names = ["lm_head.weight", "model.layers.0.input_layernorm.weight", "h.1.ln_1.bias"]
     # 500,000 tensors are allowed, and take seconds.
@@ -771,6 +819,9 @@ TARGETS = {
     "schema": schema_file,
     "config": config,
     "expression": expression,
+    "sentencepiece": sentencepiece_model,
+    "tokenizer": tokenizer_json,
+    "model_config": model_config,
     "url": url,
     "signed_list": signed_list,
 }

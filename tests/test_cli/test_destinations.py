@@ -89,7 +89,7 @@ def test_what_cannot_be_a_destination(run, arguments, message):
 
 
 def test_another_format_needs_no_suffix(run):
-    assert run("out", "--format", "gguf")[0] == 0
+    assert run("out", "--format", "gguf", "--raw")[0] == 0
     assert os.path.isfile("out")
 
 

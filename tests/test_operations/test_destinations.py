@@ -292,15 +292,15 @@ def test_a_slash_makes_a_folder_of_any_name(model):
 @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "model.NPZ"])
 def test_a_suffix_makes_a_file(name, model):
     dtype = "float32"  # which every format holds
-    report = safeload.convert(model, f"memory://file/{name}", dtype=dtype)
+    report = safeload.convert(model, f"memory://file/{name}", raw=True, dtype=dtype)
     assert report.files == [f"memory://file/{name}"]
     with safeload.open(report.files[0]) as checkpoint:
         assert (len(checkpoint), checkpoint.format) == (30, report.format)
     with pytest.raises(FileExistsError):
-        safeload.convert(model, f"memory://file/{name}", dtype=dtype)
+        safeload.convert(model, f"memory://file/{name}", raw=True, dtype=dtype)
     with pytest.raises(ValueError, match="written at once"):
-        safeload.convert(model, f"memory://file/{name}", dtype=dtype, resume=True)
-    safeload.convert(model, f"memory://file/{name}", dtype=dtype, only="*norm*", overwrite=True)
+        safeload.convert(model, f"memory://file/{name}", raw=True, dtype=dtype, resume=True)
+    safeload.convert(model, f"memory://file/{name}", raw=True, dtype=dtype, only="*norm*", overwrite=True)
     assert len(safeload.load(report.files[0])) == 7
     assert MemoryFileSystem().ls("/file", detail=False) == [f"/file/{name}"]
     MemoryFileSystem().rm("/file", recursive=True)
@@ -322,7 +322,9 @@ def test_offline(model, monkeypatch):
 def test_file_urls_are_this_machine(model, tmp_path, want):
     safeload.convert(model, f"{tmp_path.as_uri()}/a b", **HALF)
     assert of_folder(tmp_path / "a b") == want
-    assert safeload.convert(model, f"{tmp_path.as_uri()}/x.gguf", dtype="f16").destination == str(tmp_path / "x.gguf")
+    assert safeload.convert(model, f"{tmp_path.as_uri()}/x.gguf", dtype="f16", raw=True).destination == str(
+        tmp_path / "x.gguf"
+    )
     with pytest.raises(FileExistsError):
         safeload.convert(model, f"{tmp_path.as_uri()}/a b", **HALF)
     report = safeload.convert(model, f"{tmp_path.as_uri()}/folder/")

@@ -240,7 +240,7 @@ def test_rows_of_a_packed_tensor_in_a_file_open_alone(fixture, tmp_path):
 def test_formats_without_packed_tensors_refuse_them(fixture, suffix, tmp_path):
     for given in (fixture.path, safeload.load(fixture.path)):
         with pytest.raises(UnsupportedError, match=r"pass dtype=") as caught:
-            safeload.convert(given, tmp_path / f"x.{suffix}")
+            safeload.convert(given, tmp_path / f"x.{suffix}", raw=True)
         assert not os.listdir(tmp_path)
         assert "codes" not in str(caught.value)
 
@@ -260,7 +260,7 @@ def test_a_file_with_dtype_has_the_weights(fixture, suffix, tmp_path):
     want = {name: array for name, array in fixture.expected().items() if array.size}
     for dtype in ("float32", "float16"):
         path = tmp_path / f"{dtype}.{suffix}"
-        safeload.convert(fixture.path, path, dtype=dtype, names=list(want))
+        safeload.convert(fixture.path, path, dtype=dtype, names=list(want), raw=True)
         got = safeload.load(path)
         assert got.keys() == want.keys()
         for name, array in got.items():
@@ -356,7 +356,7 @@ def test_quantize(fixture, suffix, tmp_path):
     if name is None or not want[name].size:
         pytest.skip("no rows of whole blocks of 32")
     path = tmp_path / f"x.{suffix}"
-    safeload.convert(fixture.path, path, quantize="q8_0", names=[name])
+    safeload.convert(fixture.path, path, quantize="q8_0", names=[name], raw=True)
     expected = safeload.load_quantized({name: want[name]}, "q8_0")[name]
     got = safeload.load(path)[name]
     if isinstance(expected, QuantizedTensor):
@@ -371,7 +371,7 @@ def test_quantize_equals_quantized_weights(tmp_path):
         want = fixture.expected()
         paths = tmp_path / f"{kind}-a.gguf", tmp_path / f"{kind}-b.gguf"
         for given, path in zip((want, fixture.path), paths, strict=True):
-            safeload.convert(given, path, dtype="float32", quantize="q8_0", names=list(want))
+            safeload.convert(given, path, dtype="float32", quantize="q8_0", names=list(want), raw=True)
         a, b = map(safeload.load, paths)
         assert a.keys() == b.keys()
         quantized = [name for name, value in a.items() if isinstance(value, QuantizedTensor)]

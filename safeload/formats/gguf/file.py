@@ -63,7 +63,8 @@ def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> N
         missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
     if tensors and missing:
         log.warning(
-            "%s: no engine will load this file: %s. llama.cpp's convert_hf_to_gguf.py makes a model that engines load",
+            "%s: no engine will load this file: %s. A folder with config.json and tokenizer, converted without "
+            "raw=True, becomes a model that llama.cpp loads",
             printable(path),
             "; ".join(missing),
         )

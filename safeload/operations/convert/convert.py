@@ -69,11 +69,14 @@ def convert(
     writer. Quantized and stacked tensors, and all tensors in other formats, are made in turn and take the memory of the
     largest.
 
-    Names stay as they are unless you pass ``rename``: safeload does not convert between model architectures, as
-    llama.cpp's ``convert_hf_to_gguf.py`` does. First ``names``, or ``only`` and ``drop``, select tensors; then
-    ``adapters`` are merged; then ``dtype``, ``quantize`` and ``keep`` convert the tensors. All of these use the names
-    in the source; ``rename`` comes last. If the format does not support a tensor, it is refused by name before
-    anything is written.
+    Names stay as they are unless you pass ``rename``. A model of transformers that becomes a ".gguf" file is converted
+    to the form that llama.cpp runs, with its tokenizer: ``quantize`` and ``keep`` then match names of llama.cpp, or
+    else of the source, and options that select other tensors require ``raw``. An unsupported architecture is refused by
+    name. A GGUF model becomes a folder for transformers in the same way, with its config and tokenizer.
+
+    First ``names``, or ``only`` and ``drop``, select tensors; then ``adapters`` are merged; then ``dtype``,
+    ``quantize`` and ``keep`` convert the tensors. All of these use the names in the source; ``rename`` comes last. If
+    the format does not support a tensor, it is refused by name before anything is written.
 
     Args:
         src: a path or URL, an open `Checkpoint` (such as ``open(path, root="state_dict")``), a dict of arrays, or a
@@ -119,7 +122,8 @@ def convert(
         extras: True to copy the tokenizer, the chat template and ``generation_config.json`` from a source folder to the
             destination folder, so that other libraries can load the result. Not available from https, because it cannot
             list folders.
-        raw: True to write ".gguf" files tensor by tensor: names in ``quantize`` are block types then.
+        raw: True to write tensors as they are: from transformers to a ".gguf" file that llama.cpp does not run, or
+            from GGUF to a folder that transformers does not load. Names in ``quantize`` are block types then.
         storage_options: for URLs, in ``src`` and ``dst``: options of the filesystem behind the URL, see `open`. Workers
             of an executor only get options without secrets, and should take keys from their environment.
         overwrite: False to raise FileExistsError if the destination exists. In a folder, the old shards and

@@ -18,6 +18,7 @@ from ...formats.gguf.mixtures import sort_key
 from ...formats.registry import SAFETENSORS
 from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
+from ..architectures.restructured import RestructuredCatalog
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary, described
 from ..quantize.file_types import FileTypeRules
@@ -57,11 +58,13 @@ class Decider:
         self._target = request.target
         self._format = request.format
         self._rules = rules
+        self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
         options = request.options
         names, only, drop = options.get("names"), options.get("only"), options.get("drop")
         model = ModelRules.of(catalog)
-        of_llama_cpp = isinstance(rules, FileTypeRules)  # which ties the head itself
-        tied = {} if rules is None or names is not None or of_llama_cpp else model.tied_heads()
+        # The head of a model of llama.cpp stays tied, and a restored model has all of its tensors.
+        ties = not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog)
+        tied = model.tied_heads() if rules is not None and names is None and ties else {}
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
         self.descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
         self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
@@ -172,7 +175,8 @@ class Decider:
             return Decision((name,), kept=kept)
         if self._target is not None and (row.floating or tensor.scheme is not None):
             row = self._target
-        if self._format == "gguf" and row.floating and len(tensor.shape) < 2 and row.block_bytes > 1:
+        vector = len(tensor.shape) < 2 or name in self._kept_f32
+        if self._format == "gguf" and row.floating and vector and row.block_bytes > 1:
             row = _F32  # llama.cpp aborts on norms of any other dtype; the writer still refuses unsupported dtypes
         unchanged = row is tensor.row and tensor.scheme is None
         return Decision((name,), None if unchanged else row.code, kept=kept)

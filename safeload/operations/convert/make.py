@@ -23,8 +23,7 @@ from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, Staged
 from ...engine.read.plan import Entry
-from ...engine.run import jobs
-from ...engine.run.memory import address_of, private_array
+from ...engine.run.memory import private_array
 from ...errors import UnsupportedError
 from ...formats.gguf import file_type
 from ...formats.gguf.imatrix import ImportanceMatrix
@@ -33,6 +32,7 @@ from ...formats.registry import SAFETENSORS, row_of
 from ...models.layout import Layout
 from ...packed.quantization import is_kept_by
 from ...stores.files import Location
+from ..architectures.restructured import RestructuredCatalog
 from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
 from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
@@ -42,10 +42,12 @@ from ..quantize.stack import fill, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .decide import Decider, Decision
-from .request import ConvertRequest, extras_for, metadata_for
+from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
 
 # Names of the stacked experts of a layer in mlx-lm.
 _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
+# Dtypes of the weights of a model of llama.cpp.
+_LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
 _WIDEST_CODES = 4  # bytes of the integers that GPTQ and AWQ pack codes into
 
 
@@ -73,6 +75,12 @@ class Outputs(NamedTuple):
     @property
     def config(self) -> dict[str, Any] | None:
         return self.decider.config(self.schemes)
+
+    @property
+    def files(self) -> Mapping[str, Location | bytes]:
+        """Other files of the folder: those to copy, and those that were made."""
+        made = self.catalog.texts if isinstance(self.catalog, RestructuredCatalog) else {}
+        return {**self.extras, **made}
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -127,8 +135,47 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads
 
         with_config = request.folder is not None
         catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"), with_config=with_config)
+    catalog = _as_model(catalog, request)
+    request = _in_names_of(catalog, request)
     with paused(len(catalog)):
         return _prepared(catalog, request, threads)
+
+
+def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
+    """Return the tensors that an engine needs, if the result is the file of an engine.
+
+    Raises:
+        ValueError: an option selects or renames tensors, so the result would not be a model.
+    """
+    options = request.options
+    if options.get("raw") or (request.format != "gguf" and not is_restored(catalog, request)):
+        return catalog
+    from ..architectures.from_llama_cpp import from_llama_cpp  # only here: most conversions need no architecture
+    from ..architectures.to_llama_cpp import source_of, to_llama_cpp
+
+    if request.format == "gguf" and source_of(catalog.config) is None:
+        return catalog
+    for key in ("layout", "names", "only", "drop", "rename"):
+        if options.get(key) is not None:
+            raise ValueError(f"{key}= would leave no complete model: pass raw=True to write single tensors")
+    target = request.target
+    if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
+        raise UnsupportedError(f'llama.cpp does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
+    return to_llama_cpp(catalog) if request.format == "gguf" else from_llama_cpp(catalog)
+
+
+def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
+    """Return the request with names of the result in place of patterns that match names of the source only."""
+    if not isinstance(catalog, RestructuredCatalog):
+        return request
+    options: ConvertOptions = {**request.options}
+    quantize, keep = options.get("quantize"), options.get("keep")
+    if isinstance(quantize, Mapping):
+        options["quantize"] = {name: to for key, to in quantize.items() for name in catalog.matching(key)}
+    if keep is not None and not callable(keep):
+        patterns = [keep] if isinstance(keep, str) else list(keep)
+        options["keep"] = [name for pattern in patterns for name in catalog.matching(pattern)]
+    return request._replace(options=options)
 
 
 def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix | None) -> Rules | None:
@@ -179,7 +226,8 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = metadata_for(catalog, request)
     own = options.get("metadata") or {}
-    if format == "gguf" and converts and not isinstance(rules, FileTypeRules) and file_type.KEY not in own:
+    chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
+    if format == "gguf" and chosen and file_type.KEY not in own:
         metadata = file_type.updated(metadata, outputs.values())
     if format == "gguf" and rules is not None:
         metadata = metadata_with(metadata, rules, matrix, own)
@@ -324,15 +372,8 @@ class Maker:
 
     def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
         array = self._scratch.array(shape, dtype)
-        if self._catalog.fill(name, row, array, self._threads):
-            return array
-        value = self._values(name, name)
-        if isinstance(value, QuantizedTensor):
-            return value.dequantize(dtype, out=array, threads=self._threads)
-        if value.size:
-            batch = jobs.Batch(value.jobs(address_of(array), row.number))
-            batch.run(threads=self._threads)
-        return jobs.native_order(array)
+        self._catalog.read_into(name, row, array, self._threads)
+        return array
 
     def _stacked(self, name: str, decision: Decision) -> Output:
         assert decision.stack is not None

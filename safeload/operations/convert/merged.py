@@ -98,6 +98,9 @@ class MergedCatalog(Catalog):
         self.adapters = adapters
         self.fits = self._merge.fits
 
+    def is_computed(self, name: str) -> bool:
+        return name in self._merge
+
     def check_kept(self, name: str) -> None:
         if name in self._merge:
             self._merge.target_row(name, None)

@@ -16,7 +16,7 @@ from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
 from ...checkpoint import folder_of
-from ...errors import SafeloadError, cut_traceback
+from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE
 from ...formats.metadata import as_texts
 from ..folders import journal, unfinished
@@ -29,7 +29,7 @@ from ..sources.piece_files import FileVersion, Sources, path_in_plan
 from ..sources.plan import Plan
 from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, TensorRun, runs_of
 from .make import Outputs, prepare
-from .request import ConvertOptions, ConvertRequest, open_sources, request_of
+from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
 from .run_plan import ONCE, versions_of
 from .write import config_without_codes
 
@@ -111,6 +111,11 @@ def planned(
     if plan is None:
         with ExitStack() as stack:
             catalog = stack.enter_context(open_sources(sources, request.options.get("storage_options")))
+            if is_restored(catalog, request):
+                raise UnsupportedError(
+                    f"{catalog.title}: the folder of a model of llama.cpp is written at once, without resume= and "
+                    "executor=; raw=True writes the tensors as they are"
+                )
             outputs = prepare(stack, catalog, request)
             plan = _plan(outputs, request, request.folder, call, overwrite=overwrite, resume=resume)
     return plan, request.folder

@@ -185,6 +185,13 @@ def open_sources(
     return catalog
 
 
+def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:
+    """Return True if a model of llama.cpp becomes a folder for transformers."""
+    if request.folder is None or request.options.get("raw") or catalog.format != "gguf":
+        return False
+    return isinstance(catalog.metadata.get("general.architecture"), str)
+
+
 def extras_for(catalog: Catalog, request: ConvertRequest) -> dict[str, Location]:
     """Return the other files to copy into the destination folder, by name."""
     copies = request.folder is not None and request.options.get("extras", True)

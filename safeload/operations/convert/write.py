@@ -33,7 +33,7 @@ from ..folders.shards import Beside, ShardWriter, config_with, shard_bounds, war
 from ..quantize.checkpoint import Summary
 from ..sources.catalog import Catalog
 from .make import may_be_code
-from .request import ConvertRequest, extras_for, metadata_for
+from .request import ConvertRequest, extras_for, is_restored, metadata_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,8 +115,8 @@ class Conversion(Protocol):
         """Safeload's schemes of quantized tensors."""
 
     @property
-    def extras(self) -> Mapping[str, Location]:
-        """Other files to copy into a folder, by name."""
+    def files(self) -> Mapping[str, Location | bytes]:
+        """Other files of a folder by name: where to copy from, or the content."""
 
     @property
     def summary(self) -> Summary | None:
@@ -192,7 +192,7 @@ def _write_folder(
     if config is None and overwrite:
         config = config_without_codes(conversion, folder, request.target)
     weight_map = conversion.weight_map(shards)
-    beside = Beside(weight_map, conversion.nbytes, config, conversion.extras, [*shards] != [SINGLE])
+    beside = Beside(weight_map, conversion.nbytes, config, conversion.files, [*shards] != [SINGLE])
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = write_shards(writers, beside, folder, overwrite=overwrite, replacing=replacing)
     if overwrite:
@@ -226,6 +226,10 @@ class Copies(NamedTuple):
         return int(self.spans.lengths.sum())
 
     @property
+    def files(self) -> dict[str, Location]:
+        return self.extras
+
+    @property
     def may_hold_codes(self) -> bool:
         return any(map(may_be_code, map(dtypes.array_dtype, {*self.spans.targets.tobytes()})))
 
@@ -257,7 +261,7 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     options, target = request.options, request.target
     if request.format != SAFETENSORS or options.get("quantize") is not None:
         return None
-    if options.get("layout") is not None or options.get("adapters") is not None:
+    if options.get("layout") is not None or options.get("adapters") is not None or is_restored(catalog, request):
         return None
     tensors = catalog.plain()
     if tensors is None:

@@ -174,7 +174,7 @@ class Beside(NamedTuple):
     weight_map: Mapping[str, str]  # the shard of each tensor
     total_size: int  # bytes of all tensors
     config: Mapping[str, Any] | None  # content of config.json; None to write none
-    extras: Mapping[str, Location]  # other files to copy into the folder, by name
+    extras: Mapping[str, Location | bytes]  # other files by name: where to copy from, or the content
     indexed: bool  # False if the only shard is ``model.safetensors``
 
 
@@ -270,13 +270,22 @@ def write_beside(
     if beside.config is not None:
         texts[CONFIG] = (json.dumps(dict(beside.config), indent=2) + "\n").encode()
     for name, text in texts.items():
-        data = np.frombuffer(text, np.uint8)
-        written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
-        written.write([(address_of(data), data.size)])
-        written.seal()
+        _write_text(stack, text, folder, name, overwrite=overwrite)
     stack.enter_context(replacement.before_config(texts.get(CONFIG), outdated, indexed=beside.indexed))
-    for name, location in beside.extras.items():
-        _copy(stack if extras is None else extras, location, folder, name, overwrite=overwrite)
+    for name, content in beside.extras.items():
+        own = stack if extras is None else extras
+        if isinstance(content, bytes):
+            _write_text(own, content, folder, name, overwrite=overwrite)
+        else:
+            _copy(own, content, folder, name, overwrite=overwrite)
+
+
+def _write_text(stack: ExitStack, text: bytes, folder: Folder, name: str, *, overwrite: bool) -> None:
+    """Write a file. Leaving the stack puts it in place."""
+    data = np.frombuffer(text, np.uint8)
+    written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
+    written.write([(address_of(data), data.size)])
+    written.seal()
 
 
 def _index(beside: Beside) -> bytes:

@@ -30,6 +30,8 @@ from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_pac
 from ...engine.read.load import Backend
 from ...engine.read.plan import Entry, entries_of
 from ...engine.read.tensors import FileTensor, Tensors, packed_of
+from ...engine.run import jobs
+from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import SafeloadError
 from ...loading.entry import open
@@ -208,8 +210,8 @@ class Catalog:
             TensorNotFoundError: a name is unknown; the message suggests similar names.
         """
         for name in names:
-            if name not in self._places:
-                raise missing(name, [key for key in self._places if isinstance(key, str)])
+            if name not in self:
+                raise missing(name, [key for key in self if isinstance(key, str)])
 
     def choose(
         self, names: Iterable[str] | None, only: Patterns = None, drop: Patterns = None, more: Iterable[str] = ()
@@ -392,6 +394,41 @@ class Catalog:
 
     def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
         """Fill an array with a tensor tile by tile if the tensor is computed; return False if it is not."""
+        return False
+
+    def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
+        """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype.
+
+        Raises:
+            FormatError, OSError: the file cannot be read.
+        """
+        if self.fill(name, row, out, threads):
+            return
+        value = self.restoring(name, name) or self.source(name, name)
+        if isinstance(value, QuantizedTensor):
+            value.dequantize(out.dtype, out=out, threads=threads)
+        elif value.size:
+            jobs.Batch(value.jobs(address_of(out), row.number)).run(threads=threads)
+            ordered = jobs.native_order(out)
+            if ordered is not out:
+                out[...] = ordered
+
+    def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
+        """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized.
+
+        Only the item is read if the tensor is stored in a file.
+        """
+        origin, file, _ = self._places[name] if item is not None else TensorPlace({})
+        if item is not None and file is not None and isinstance(origin, Checkpoint) and not self.is_computed(name):
+            array: Array = origin.take(name, [item], row.name)[0]
+            return array
+        out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
+        self.read_into(name, row, out, threads)
+        part: Array = out if item is None else out[item]
+        return part
+
+    def is_computed(self, name: str) -> bool:
+        """Return True if the values differ from those in the file."""
         return False
 
     # ---- codes ----

@@ -1,0 +1,1 @@
+"""Models of transformers as files of llama.cpp, and back."""

@@ -1,0 +1,219 @@
+"""A catalog of tensors under other names, and tensors made of those of another catalog."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Source, of_array
+from ...engine.read.plan import Entry
+from ...engine.read.tensors import FileTensor, Tensors
+from ...engine.run.cast import astype
+from ...errors import FormatError
+from ...models.config_dtype import dtype_in
+from ...packed.codes_without_scale import Codes
+from ..sources.catalog import Catalog, TensorPlace
+from ..sources.description import TensorDescription
+from .recipes import TensorRecipe
+
+_F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
+
+
+class RestructuredCatalog(Catalog):
+    """Tensors made by recipes when they are read.
+
+    Args:
+        base: the tensors of the recipes.
+        recipes: by the names of the results.
+        constants: further tensors.
+        metadata: of the result.
+        config: of the result.
+        format: of the structure: "gguf" for names of llama.cpp.
+
+    Attributes:
+        kept_f32: names that stay float32 whatever dtype is requested.
+        texts: further files of the result, by name.
+        notes: facts of the source that the result does not have.
+    """
+
+    def __init__(
+        self,
+        base: Catalog,
+        recipes: Mapping[str, TensorRecipe],
+        *,
+        constants: Mapping[str, Array],
+        metadata: Mapping[str, Any],
+        config: dict[str, Any] | None = None,
+        format: str | None = None,
+        kept_f32: Iterable[str] = (),
+    ) -> None:
+        super().__init__(base._origins, base.mapped)
+        self._base = base
+        self._recipes = recipes
+        self._constants = constants
+        self._restored = dtype_in(base.config) or _BF16  # dtype of dequantized tensors
+        self.kept_f32 = frozenset(kept_f32)
+        self.texts: dict[str, bytes] = {}
+        self.notes: list[str] = []
+        self.own_metadata = metadata
+        self.config = config
+        self.format = format
+        self.ignored = {}
+        self.index = None
+        self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
+        self._known = dict.fromkeys([*recipes, *constants])  # type: ignore[assignment]
+
+    @property
+    def base(self) -> Catalog:
+        """The catalog of the sources."""
+        return self._base
+
+    @property
+    def metadata(self) -> Mapping[Any, Any]:
+        return self.own_metadata
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.about(name).nbytes for name in self)
+
+    def entries(self) -> list[FileTensor]:
+        return self._base.entries()
+
+    def plain(self) -> Tensors | None:
+        return None
+
+    def place(self, name: str) -> TensorPlace:
+        source = self._renamed(name)
+        return TensorPlace({}) if source is None else self._base.place(source)
+
+    def about(self, name: str) -> TensorDescription:
+        if name in self._constants:
+            array = self._constants[name]
+            return TensorDescription(name, "float32", array.shape, array.nbytes, _F32, True)
+        recipe = self._recipes[name]
+        sources = [self._base.about(source) for source in dict.fromkeys(recipe.sources)]
+        rows = {self._row(name, source) for source in sources}
+        row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
+        return TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
+
+    def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
+        """Return the dtype of the values of a source.
+
+        Raises:
+            FormatError: the values are not real numbers.
+        """
+        if source.quantized:
+            return self._restored
+        row = source.row
+        if not source.floating or row.packed:
+            raise FormatError(f"tensor {source.name!r} is {source.dtype}, expected floating-point numbers", tensor=name)
+        return row if row.code in ("F32", "F16", "BF16") else _F32 if row.bits > 16 else self._restored
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        self._base.refuse_unknown(source for name in names for source in self.sources_of(name))
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return the source tensors of a tensor."""
+        return list(dict.fromkeys(self._recipes[name].sources)) if name in self._recipes else []
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return a pattern of names, or the names whose sources match it if no name matches."""
+        if any(fnmatchcase(name, pattern) for name in self):
+            return [pattern]
+        names = [name for name in self if any(fnmatchcase(source, pattern) for source in self.sources_of(name))]
+        return names or [pattern]
+
+    def unknown(self) -> dict[str, str]:
+        return {}
+
+    def check_kept(self, name: str) -> None:
+        for source in self.sources_of(name):
+            self._base.check_kept(source)
+
+    def find_codes(self, quantization: Any) -> Mapping[str, Codes]:
+        return {}  # sources with codes are refused
+
+    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
+        renamed = self._plainly_renamed(name)
+        if renamed is not None:
+            return self._base.source(renamed, name if called is None else called, threads)
+        return of_array(name if called is None else called, self._values(name, self.about(name).row, threads))
+
+    def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
+        return {}
+
+    def in_place(self, name: str) -> Source | None:
+        return None
+
+    def restoring(self, name: str, called: str | None = None) -> Source | None:
+        source = self._renamed(name)
+        return None if source is None else self._base.restoring(source, name if called is None else called)
+
+    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
+        if name in self._constants:
+            return False
+        self._make(name, row, out, threads)
+        return True
+
+    def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
+        return self._base.memory_of(source for name in names for source in self.sources_of(name))
+
+    def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
+        row = self.about(name).row if dtype is None else dtypes.parse(dtype)
+        return self._values(name, row, threads)
+
+    # ---- values ----
+
+    def _renamed(self, name: str) -> str | None:
+        return self._recipes[name].renamed if name in self._recipes else None
+
+    def _plainly_renamed(self, name: str) -> str | None:
+        """Return the source of a tensor if jobs read it as it is stored."""
+        source = self._renamed(name)
+        return source if source is not None and not self._base.about(source).quantized else None
+
+    def _values(self, name: str, row: dtypes.Dtype, threads: int | None) -> Array:
+        if name in self._constants:
+            return astype(self._constants[name], row.name)
+        out: Array = np.empty(self._recipes[name].shape, dtypes.array_dtype(row.number))
+        self._make(name, row, out, threads)
+        return out
+
+    def _make(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+        """Fill an array with a tensor."""
+        recipe = self._recipes[name]
+        for move in recipe.moves:
+            target = move.written.of(out)
+            if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
+                if move.read.item is None:
+                    self._base.read_into(move.source, row, target, threads)
+                else:
+                    target[...] = self._item(move.source, move.read.item, row, threads)
+                continue
+            work = _F32 if recipe.shift else row
+            array = self._item(move.source, move.read.item, work, threads)
+            array = recipe.arranged(move.read.in_item(array))
+            if recipe.shift:
+                array = astype(array + np.float32(recipe.shift), row.name, threads=threads)
+            target[...] = array
+        self._whole = None
+
+    def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
+        """Return an item of a source; packed sources, which are read as a whole, are kept for the next item."""
+        if item is None or not self._base.about(name).packed:
+            return self._base.read_item(name, item, row, threads)
+        if self._whole is None or self._whole[:2] != (name, row.code):
+            self._whole = None  # frees its memory first
+            self._whole = name, row.code, self._base.read_item(name, None, row, threads)
+        part: Array = self._whole[2][item]
+        return part

@@ -1,0 +1,372 @@
+"""The metadata keys of llama.cpp from a ``config.json``.
+
+Every key that changes the computation is either written, or must have the value that llama.cpp assumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import log
+from ...base.arrays import Array
+from ...base.text import show
+from ...errors import FormatError, UnsupportedError
+from ...formats.gguf import values
+from ...models import gguf_sources as rows
+from ...models.gguf_architectures import BOOL, F32, TEXT, U32
+from ...models.gguf_sources import GgufKey, GgufSource, Names
+
+_TYPES: dict[str, Any] = {U32: values.U32, F32: values.F32, BOOL: bool, TEXT: str}
+_MAX_SIZE = (1 << 32) - 1
+# Largest number of rotation factors: half of the largest head.
+_MAX_FACTORS = 1 << 16
+
+# Keys of rope parameters by type, besides those of `_ANY_ROPE`.
+_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": {"factor", _ORIGINAL},
+    "linear": {"factor"},
+    "yarn": {
+        *("factor", _ORIGINAL, "extrapolation_factor", "attention_factor", "attn_factor"),
+        *("beta_fast", "beta_slow", "truncate"),
+    },
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
+    "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
+}
+_ROPE_ALIASES = {"su": "longrope"}
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+
+
+class ModelConfig:
+    """The values of a ``config.json``, checked as they are read.
+
+    Args:
+        values: parsed.
+        title: of the model, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], title: str) -> None:
+        self.values = values
+        self._title = title
+
+    def fault(self, text: str) -> FormatError:
+        """Return an error about the config."""
+        return FormatError(f"config.json: {text}", self._title)
+
+    def unsupported(self, text: str) -> UnsupportedError:
+        """Return an error about a setting that llama.cpp does not have."""
+        return UnsupportedError(f"{self._title}: config.json: {text}; raw=True writes the tensors as they are")
+
+    def find(self, names: Names) -> Any:
+        """Return the value of the first name that has a value, or None."""
+        return next((value for name in names if (value := self.values.get(name)) is not None), None)
+
+    def number(self, value: Any, name: str) -> float:
+        """Check a finite number."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _fits_f32(value):
+            raise self.fault(f"{name} must be a number, got {show(value)}")
+        return float(value)
+
+    def size(self, names: Names) -> int:
+        """Return a positive integer.
+
+        Raises:
+            FormatError: it is missing, or has another type.
+        """
+        value = self.find(names)
+        if value is None:
+            raise self.fault(f"{names[0]} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+            raise self.fault(f"{names[0]} must be a positive integer, got {show(value)}")
+        return value
+
+    @property
+    def heads(self) -> int:
+        """Number of attention heads."""
+        return self.size(rows.HEADS)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.heads if self.find(rows.KV_HEADS) is None else self.size(rows.KV_HEADS)
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        if self.values.get("head_dim") is not None:
+            return self.size(("head_dim",))
+        return max(1, self.size(rows.WIDTH) // self.heads)
+
+
+def _fits_f32(value: float) -> bool:
+    try:
+        return math.isfinite(value) and abs(value) < float(np.finfo(np.float32).max)
+    except OverflowError:
+        return False
+
+
+class Settings(NamedTuple):
+    """What llama.cpp needs of a config."""
+
+    metadata: dict[str, Any]  # by key, in types of GGUF
+    tensors: dict[str, Array]  # f32 factors of rotations
+
+
+def settings_of(config: ModelConfig, source: GgufSource) -> Settings:
+    """Return the metadata of a model, and the tensors that hold settings.
+
+    Raises:
+        FormatError: a value is missing or has a wrong type.
+        UnsupportedError: llama.cpp cannot compute the model.
+    """
+    _check(config, source)
+    architecture = source.architecture
+    metadata: dict[str, Any] = {}
+    for key in source.keys:
+        value = _value(config, key)
+        if value is not None:
+            metadata[f"{architecture}.{key.key}"] = value
+    if architecture == "llama":
+        metadata["llama.rope.dimension_count"] = values.U32(config.head_dim)
+    rope = Rope.of(config)
+    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(config, source))
+    return Settings(metadata, rope.tensors(config, source))
+
+
+def _value(config: ModelConfig, key: GgufKey) -> Any:
+    value = config.find(key.source)
+    if value is None:
+        if key.default is None:
+            if key.required:
+                raise config.fault(f"{key.source[0]} is missing")
+            return None
+        value = key.default
+    if key.kind == U32:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
+            raise config.fault(f"{key.source[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+        return values.U32(value)
+    return _TYPES[key.kind](config.number(value, key.source[0]))
+
+
+# ---- what llama.cpp assumes ----
+
+
+def _check(config: ModelConfig, source: GgufSource) -> None:
+    activation = config.find(_ACTIVATIONS[1:] if source.norm_shift else _ACTIVATIONS)
+    activation = config.find(_ACTIVATIONS) if activation is None else activation
+    if activation is not None and activation not in source.activations:
+        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {source.architecture}")
+    for key, allowed in source.always.items():
+        value = config.values.get(key)
+        if value is None and None not in allowed:
+            continue
+        if value not in allowed:
+            expected = " or ".join(map(show, allowed))
+            raise config.unsupported(
+                f"{key} is {show(value)}, but llama.cpp computes {source.architecture} as with {expected}"
+            )
+    _check_windows(config, source)
+    scale = config.values.get("query_pre_attn_scalar")
+    if scale is not None and source.attention_scale is not None:
+        wide = config.size(("num_hidden_layers",)) == source.attention_scale
+        expected_scale = config.size(rows.WIDTH) // config.heads if wide else config.head_dim
+        if scale != expected_scale:
+            raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {expected_scale}")
+
+
+def _check_windows(config: ModelConfig, source: GgufSource) -> None:
+    """Check which layers have a sliding window; llama.cpp does not read this from the files of these models."""
+    values_, layers = config.values, config.size(("num_hidden_layers",))
+    kinds = values_.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
+    if source.pattern is not None:
+        every = source.pattern
+        usual = ["full_attention" if (k + 1) % every == 0 else "sliding_attention" for k in range(layers)]
+        if kinds is not None and kinds != usual:
+            raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
+        if values_.get("sliding_window_pattern") not in (None, every):
+            raise config.unsupported(f"sliding_window_pattern must be {every}")
+        return
+    window = values_.get("sliding_window")
+    slides = kinds is not None and any(kind != "full_attention" for kind in kinds)
+    if kinds is None:
+        slides = window is not None and values_.get("use_sliding_window") is not False
+    if slides and source.window_ignored:
+        log.warning(
+            "%s has no sliding windows in llama.cpp: texts longer than %s tokens give other results than transformers",
+            source.architecture,
+            show(window),
+        )
+    elif slides:
+        raise config.unsupported(f"sliding_window is {show(window)}")
+
+
+# ---- rotations ----
+
+
+class Rope(NamedTuple):
+    """The settings of rotary embeddings."""
+
+    kind: str  # "default", "linear", ...
+    full: Mapping[str, Any]  # parameters of layers with full attention
+    sliding_base: float | None = None  # base of layers with a sliding window
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Rope:
+        """Read the parameters as transformers 5 writes them (``rope_parameters``), or as older versions do."""
+        content = config.values.get("rope_parameters", config.values.get("rope_scaling"))
+        if content is not None and not isinstance(content, Mapping):
+            raise config.fault(f"rope_parameters must be an object, got {show(content)}")
+        parameters = dict(content or {})
+        sliding = None
+        if "full_attention" in parameters or "sliding_attention" in parameters:
+            extra = parameters.keys() - {"full_attention", "sliding_attention"}
+            inner = [parameters.get(key) for key in ("full_attention", "sliding_attention")]
+            if extra or not all(part is None or isinstance(part, Mapping) for part in inner):
+                raise config.fault(f"rope_parameters must map kinds of layers to objects, got {show(content)}")
+            parameters = dict(inner[0] or {})
+            sliding = cls._sliding(config, inner[1] or {})
+        local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
+        if local is not None and sliding is None:
+            sliding = config.number(local, "rope_local_base_freq")
+        for key, names in (
+            ("rope_theta", ("rope_theta", "rope_global_theta")),
+            ("partial_rotary_factor", ("partial_rotary_factor",)),
+        ):
+            value = config.find(names)
+            if key not in parameters and value is not None:
+                parameters[key] = value
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        kind = _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+        if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+            raise config.unsupported(f"llama.cpp has no rope type {show(kind)} for this model")
+        for key, value in parameters.items():
+            if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
+                raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
+        return cls(kind, parameters, sliding)
+
+    @staticmethod
+    def _sliding(config: ModelConfig, parameters: Mapping[str, Any]) -> float | None:
+        if parameters.get("rope_type", "default") != "default":
+            raise config.unsupported(f"rope type {show(parameters['rope_type'])} of layers with a sliding window")
+        base = parameters.get("rope_theta")
+        return None if base is None else config.number(base, "rope_theta")
+
+    def keys(self, config: ModelConfig, source: GgufSource) -> Iterator[tuple[str, Any]]:
+        """Yield the keys of rotations, without the architecture."""
+        base = self.full.get("rope_theta")
+        if base is None and source.rope_default != rows.USUAL_BASE:
+            base = source.rope_default
+        if base is not None and (source.rope_base or base != rows.USUAL_BASE):
+            yield "rope.freq_base", values.F32(config.number(base, "rope_theta"))
+        if self.sliding_base is not None:
+            yield "rope.freq_base_swa", values.F32(self.sliding_base)
+        if self.kind in ("linear", "yarn"):
+            yield "rope.scaling.type", self.kind
+            yield "rope.scaling.factor", values.F32(self._number(config, "factor"))
+        if self.kind == "yarn":
+            yield "rope.scaling.original_context_length", values.U32(self._original(config))
+            for key, names in _YARN.items():
+                name = next((name for name in names if self.full.get(name) is not None), None)
+                if name is not None:
+                    yield f"rope.scaling.{key}", values.F32(self._number(config, name))
+        partial = self.full.get("partial_rotary_factor")
+        if source.architecture == "phi3":
+            share = 1.0 if partial is None else config.number(partial, "partial_rotary_factor")
+            yield "rope.dimension_count", values.U32(self._phi3_size(config, share))
+            yield "rope.scaling.original_context_length", values.U32(self._original(config))
+            if self.kind == "longrope":
+                yield "rope.scaling.attn_factor", values.F32(self._phi3_scale(config))
+        if partial not in (None, 1, 1.0) and source.architecture != "phi3":
+            raise config.unsupported(f"partial_rotary_factor is {show(partial)}")
+
+    def tensors(self, config: ModelConfig, source: GgufSource) -> dict[str, Array]:
+        """Return the tensors of factors."""
+        if self.kind == "llama3":
+            if source.architecture != "llama":
+                raise config.unsupported(f"llama.cpp has no rope type 'llama3' for {source.architecture}")
+            return {"rope_freqs.weight": self._llama3(config)}
+        if self.kind == "longrope":
+            if source.architecture != "phi3":
+                raise config.unsupported(f"llama.cpp has no rope type 'longrope' for {source.architecture}")
+            return {f"rope_factors_{name}.weight": self._phi3_factors(config, name) for name in ("long", "short")}
+        if source.architecture == "phi3" and self.kind != "default":
+            raise config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for phi3")
+        return {}
+
+    @staticmethod
+    def _phi3_size(config: ModelConfig, share: float) -> int:
+        """Return the elements of a head that are rotated."""
+        if not 0 < share <= 1:
+            raise config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
+        return int(share * config.size(rows.WIDTH)) // config.heads
+
+    def _phi3_factors(self, config: ModelConfig, name: str) -> Array:
+        partial = self.full.get("partial_rotary_factor")
+        count = (
+            self._phi3_size(config, 1.0 if partial is None else config.number(partial, "partial_rotary_factor")) // 2
+        )
+        factors = self.full.get(f"{name}_factor")
+        if not isinstance(factors, list) or len(factors) != count or count > _MAX_FACTORS:
+            raise config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
+        return np.array([config.number(factor, f"{name}_factor") for factor in factors], np.float32)
+
+    def _phi3_scale(self, config: ModelConfig) -> float:
+        """Return the factor of attention for long contexts."""
+        original = self._original(config)
+        scale = config.size(rows.CONTEXT) / original
+        return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
+
+    def _number(self, config: ModelConfig, key: str, default: float | None = None) -> float:
+        value = self.full.get(key)
+        if value is None:
+            if default is None:
+                raise config.fault(f"rope parameter {key} is missing")
+            return default
+        return config.number(value, key)
+
+    def _original(self, config: ModelConfig) -> int:
+        value = next((v for v in (self.full.get(_ORIGINAL), config.values.get(_ORIGINAL)) if v is not None), None)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+            raise config.fault(f"{_ORIGINAL} must be a positive integer, got {show(value)}")
+        return value
+
+    def _llama3(self, config: ModelConfig) -> Array:
+        """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
+        size = config.head_dim
+        if size // 2 > _MAX_FACTORS:
+            raise config.fault(f"head_dim must be at most {2 * _MAX_FACTORS}, got {size}")
+        base = np.float32(self._number(config, "rope_theta", rows.USUAL_BASE))
+        frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+        factor = self._number(config, "factor", 8.0)
+        low, high = self._number(config, "low_freq_factor", 1.0), self._number(config, "high_freq_factor", 4.0)
+        original = self._number(config, _ORIGINAL, 8192)
+        if not (0 < low < high and factor > 0 and original > 0):
+            raise config.fault(
+                "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
+            )
+        factors = []
+        for frequency in frequencies:
+            length = np.float32(2 * math.pi) / frequency
+            if length < original / high:
+                factors.append(1.0)
+            elif length > original / low:
+                factors.append(factor)
+            else:
+                smooth = (np.float32(original) / length - np.float32(low)) / np.float32(high - low)
+                factors.append(float(np.float32(1) / ((np.float32(1) - smooth) / np.float32(factor) + smooth)))
+        return np.array(factors, np.float32)
+
+
+_YARN: dict[str, Sequence[str]] = {
+    "yarn_ext_factor": ("extrapolation_factor",),
+    "yarn_attn_factor": ("attention_factor", "attn_factor"),
+    "yarn_beta_fast": ("beta_fast",),
+    "yarn_beta_slow": ("beta_slow",),
+}

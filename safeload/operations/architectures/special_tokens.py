@@ -1,0 +1,215 @@
+"""Special tokens and the chat template of a model, as llama.cpp's converter derives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...base.text import show
+from ...errors import FormatError
+from ...formats.gguf import values
+from .sentencepiece import USUAL_IDS
+from .settings import ModelConfig
+from .tokenizer import CONFIG, JSON, OLD_TEMPLATE, TEMPLATE, TokenizerFiles, Vocabulary
+
+# Types of special tokens, with the words of llama.cpp's keys.
+_TYPES = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls", "mask": "mask",
+    "eot": "eot", "eom": "eom",
+}  # fmt: skip
+_USUAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Flags of llama.cpp: whether a text gets this token.
+_FLAGS = ("bos", "eos", "sep")
+_MOST_PROCESSORS = 16
+
+
+class SpecialTokens:
+    """The ids and flags of special tokens.
+
+    Args:
+        files: of the tokenizer.
+        config: of the model.
+        vocabulary: of the model.
+    """
+
+    def __init__(self, files: TokenizerFiles, config: ModelConfig, vocabulary: Vocabulary) -> None:
+        self._files = files
+        self._size = len(vocabulary.texts)
+        self._ids: dict[str, int] = {}
+        self._adds: dict[str, bool] = {}
+        self._types = list(_USUAL)
+        self._config = dict(files.config or {})
+        if files.json is not None:
+            self._read_processor(files.json.get("post_processor"))
+        if files.config is not None:
+            for kind in self._types:
+                self._read(kind)
+        for kind in self._types:
+            self._set(kind, config.values.get(f"{kind}_token_id"))
+        if files.json is None:
+            self._find(vocabulary)
+
+    def keys(self) -> Iterator[tuple[str, Any]]:
+        """Yield the metadata keys."""
+        for kind, number in self._ids.items():
+            yield f"tokenizer.ggml.{_TYPES[kind]}_token_id", values.U32(number)
+        for kind, flag in self._adds.items():
+            if kind in _FLAGS:
+                yield f"tokenizer.ggml.add_{kind}_token", flag
+        yield from self._templates()
+
+    def _find(self, vocabulary: Vocabulary) -> None:
+        """Look up tokens that have no id, and write an id that llama.cpp does not assume."""
+        numbers = {text: number for number, text in enumerate(vocabulary.texts)}
+        for kind in _USUAL:
+            text = _text(self._config.get(f"{kind}_token"))
+            number = None if text is None else numbers.get(text)
+            if number is not None and number != USUAL_IDS.get(kind):
+                self._set(kind, number)
+
+    def _set(self, kind: str, number: Any) -> None:
+        if isinstance(number, bool) or not isinstance(number, int) or kind in self._ids:
+            return
+        if 0 <= number < self._size:
+            self._ids[kind] = number
+
+    def _read(self, kind: str) -> None:
+        """Read a token of ``tokenizer_config.json``, and whether a text gets it."""
+        flag = self._config.get(f"add_{kind}_token")
+        if isinstance(flag, bool):
+            self._adds.setdefault(kind, flag)
+        text = _text(self._config.get(f"{kind}_token"))
+        if text is not None:
+            self._set(kind, next((token.id for token in self._files.added_in_json if token.text == text), None))
+
+    def _read_processor(self, processor: Any) -> None:
+        """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
+        tokens = self._config
+        for kind, other in (("bos", "cls"), ("eos", "sep")):
+            if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
+                tokens[f"{kind}_token"] = tokens[f"{other}_token"]
+        if processor is None:
+            return
+        if not isinstance(processor, dict):
+            raise self._files.fault(JSON, f"post_processor must be an object, got {show(processor)}")
+        inner = processor.get("processors", [processor])
+        for step in inner[:_MOST_PROCESSORS] if isinstance(inner, list) else [None]:
+            name = step.get("type") if isinstance(step, dict) else None
+            if name == "ByteLevel":
+                self._adds.setdefault("bos", False)
+                self._adds.setdefault("eos", False)
+            elif name == "TemplateProcessing":
+                assert isinstance(step, dict)
+                self._read_template(_pieces(step.get("single")), _pieces(step.get("pair")))
+            else:
+                raise self._files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
+
+    def _read_template(self, single: list[tuple[str, str]], pair: list[tuple[str, str]]) -> None:
+        """Read the tokens before and after a text, and between two texts."""
+        tokens = self._config
+        known = self._files.config is not None
+        bos, eos, first, last = _text(tokens.get("bos_token")), _text(tokens.get("eos_token")), None, None
+        cls, sep = _text(tokens.get("cls_token")), _text(tokens.get("sep_token"))
+        if len(single) > 1 and single[0][0] == "SpecialToken":
+            first = single[0][1]
+            if not known:
+                bos = first
+            elif first not in (bos, cls):
+                bos, cls = bos or first, cls or first
+                tokens["bos_token"], tokens["cls_token"] = bos, cls
+            self._adds["bos"] = first in (bos, cls)
+        if len(single) > 1 and single[-1][0] == "SpecialToken":
+            last = single[-1][1]
+            if known and last != eos:
+                kind = next((kind for kind in ("eot", "eom") if kind not in self._types), None)
+                if kind is not None:
+                    self._types.append(kind)
+                    tokens[f"{kind}_token"] = eos
+                tokens["eos_token"] = last
+            eos = last
+            self._adds["eos"] = True
+        self._read_pair(pair, first, last, (sep, eos))
+
+    def _read_pair(
+        self, pair: list[tuple[str, str]], first: str | None, last: str | None, separators: tuple[str | None, ...]
+    ) -> None:
+        begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
+        end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
+        inner = pair[begin:end]
+        if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
+            return
+        middle, add = inner[1:-1], False
+        if middle[0][0] == "SpecialToken":
+            add = middle[0][1] in separators and last is None
+        if len(middle) == 2 and middle[1][0] == "SpecialToken":
+            add = add or middle[1][1] in separators
+        self._adds["sep"] = add
+        if add and not self._config.get("sep_token") and self._files.config is not None:
+            self._config["sep_token"] = separators[1]
+
+    def _templates(self) -> Iterator[tuple[str, Any]]:
+        """Yield the chat template, or several by name."""
+        content = self._files.content(TEMPLATE)
+        template: Any = None
+        if content is not None:
+            try:
+                template = content.decode()
+            except UnicodeDecodeError as error:
+                raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", self._files.folder.shown) from None
+        elif (old := self._files.content(OLD_TEMPLATE)) is not None:
+            template = _object(old, OLD_TEMPLATE, self._files).get("chat_template")
+        template = self._config.get("chat_template", template)
+        if isinstance(template, str):
+            yield "tokenizer.chat_template", template
+        elif isinstance(template, list):
+            named = {}
+            for item in template:
+                name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+                if not isinstance(name, str) or not isinstance(text, str):
+                    raise self._files.fault(CONFIG, f"invalid chat_template {show(item)}")
+                named["".join(c if c.isascii() and (c.isalnum() or c in "_") else "" for c in name)] = text
+            if "default" in named:
+                yield "tokenizer.chat_template", named.pop("default")
+            if named:
+                yield "tokenizer.chat_templates", list(named)
+            for name, text in named.items():
+                yield f"tokenizer.chat_template.{name}", text
+
+
+def _object(content: bytes, name: str, files: TokenizerFiles) -> dict[str, Any]:
+    from ...stores.json_file import parse_json
+
+    return parse_json(content, name, files.folder.shown)
+
+
+def _text(entry: Any) -> str | None:
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) and text else None
+
+
+def _pieces(template: Any) -> list[tuple[str, str]]:
+    """Return kind and id of the pieces of a template."""
+    pieces = []
+    for item in template if isinstance(template, list) else []:
+        for kind in ("SpecialToken", "Sequence"):
+            inner = item.get(kind) if isinstance(item, Mapping) else None
+            if isinstance(inner, Mapping) and isinstance(inner.get("id"), str):
+                pieces.append((kind, inner["id"]))
+    return pieces
+
+
+def skeleton(files: TokenizerFiles) -> dict[str, str]:
+    """Return what the way back needs of the tokenizer's files beside the metadata: JSON by file."""
+    parts: dict[str, str] = {}
+    if files.json is not None:
+        model = files.json.get("model")
+        model = model if isinstance(model, dict) else {}
+        vocab = model.get("vocab")
+        added = {token.text for token in files.added_in_json}
+        inner = {key: value for key, value in model.items() if key != "merges"}
+        inner["vocab"] = {text: k for text, k in vocab.items() if text in added} if isinstance(vocab, dict) else {}
+        parts[JSON] = json.dumps({**files.json, "model": inner}, ensure_ascii=False)
+    if files.config is not None:
+        parts[CONFIG] = json.dumps(files.config, ensure_ascii=False)
+    return parts

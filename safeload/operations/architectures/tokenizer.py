@@ -1,0 +1,430 @@
+"""The tokenizer of a model as metadata of llama.cpp.
+
+llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that form the token of the highest score.
+"gpt2" is byte-level BPE: it cuts a text into words, and merges bytes in each. The files are those of transformers:
+
+1. ``tokenizer.model``: a vocabulary of SentencePiece, see `sentencepiece`.
+2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
+   ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
+   ``content``, ``special`` and ``normalized``.
+3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import log
+from ...base.cached import cached_property
+from ...base.text import plural, show
+from ...errors import FormatError, UnsupportedError
+from ...stores.files import Location
+from ...stores.json_file import MAX_JSON, read_if_there
+from ...stores.store import read_at
+from . import pre_tokenizers, sentencepiece
+from .sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
+
+JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
+SPACE = "\u2581"  # of SentencePiece
+_PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
+# Texts of tokens that are control tokens although their tokenizer does not say so.
+_CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+# GPT-2 writes a space as this character.
+_BYTE_SPACE = "\u0120"
+_ADVICE = "raw=True writes the tensors without a tokenizer"
+
+
+class AddedToken(NamedTuple):
+    """A token outside the base vocabulary, or with another treatment."""
+
+    id: int
+    text: str
+    special: bool
+    normalized: bool = True
+
+
+class TokenizerFiles:
+    """The tokenizer's files in a folder."""
+
+    def __init__(self, folder: Location) -> None:
+        self.folder = folder
+
+    @cached_property
+    def json(self) -> dict[str, Any] | None:
+        """The parsed ``tokenizer.json``."""
+        return self._read(JSON)
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """The parsed ``tokenizer_config.json``."""
+        return self._read(CONFIG)
+
+    @cached_property
+    def model(self) -> sentencepiece.SentencePieceModel | None:
+        """The parsed ``tokenizer.model``; None without one."""
+        content = self.content(MODEL, sentencepiece.MAX_BYTES)
+        return None if content is None else sentencepiece.parse(content, (self.folder / MODEL).shown)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        return read_if_there((self.folder / name).path, name, self.folder.files)
+
+    def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
+        """Return the bytes of a file, or None if there is none.
+
+        Raises:
+            FormatError: the file is too large, or not a regular file.
+        """
+        place = self.folder / name
+        try:
+            store = place.files.open(place.path)
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            if place.files.remote:
+                return None
+            raise
+        with closing(store):
+            if store.size > limit:
+                raise FormatError(f"{name} has {store.size:,} bytes, but the limit is {limit:,}", place.shown)
+            return read_at(store, 0, store.size)
+
+    @cached_property
+    def added_in_json(self) -> list[AddedToken]:
+        """The added tokens of ``tokenizer.json``."""
+        items = (self.json or {}).get("added_tokens") or []
+        if not isinstance(items, list):
+            raise self.fault(JSON, "added_tokens must be a list")
+        return [self._added(JSON, item.get("id") if isinstance(item, dict) else None, item) for item in items]
+
+    @cached_property
+    def added_elsewhere(self) -> list[AddedToken]:
+        """The added tokens of ``added_tokens.json``, then those of ``tokenizer_config.json``."""
+        tokens = []
+        for text, number in (self._read(ADDED) or {}).items():
+            tokens.append(self._added(ADDED, number, {"content": text}))
+        decoder = (self.config or {}).get("added_tokens_decoder") or {}
+        if not isinstance(decoder, dict):
+            raise self.fault(CONFIG, "added_tokens_decoder must be an object")
+        for key, item in decoder.items():
+            number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
+            tokens.append(self._added(CONFIG, number, item))
+        return tokens
+
+    def _added(self, name: str, number: Any, item: Any) -> AddedToken:
+        text = item.get("content") if isinstance(item, dict) else None
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0 or not isinstance(text, str):
+            raise self.fault(name, f"invalid added token {show(item)}")
+        return AddedToken(number, text, item.get("special") is True, item.get("normalized") is not False)
+
+    def fault(self, name: str, text: str) -> FormatError:
+        """Return an error about a file."""
+        return FormatError(f"{name}: {text}", self.folder.shown)
+
+    def unsupported(self, text: str) -> UnsupportedError:
+        """Return an error about a tokenizer that llama.cpp does not have."""
+        return UnsupportedError(f"{self.folder.shown}: {text}; {_ADVICE}")
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a model in llama.cpp's form."""
+
+    kind: str  # "llama" or "gpt2"
+    pre: str
+    texts: list[str]
+    types: list[int]
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    add_space_prefix: bool | None = None  # None leaves the key out
+
+    def keys(self) -> Iterator[tuple[str, Any]]:
+        """Yield the metadata keys."""
+        yield "tokenizer.ggml.model", self.kind
+        yield "tokenizer.ggml.pre", self.pre
+        yield "tokenizer.ggml.tokens", self.texts
+        if self.scores is not None:
+            yield "tokenizer.ggml.scores", np.array(self.scores, np.float32)
+        yield "tokenizer.ggml.token_type", np.array(self.types, np.int32)
+        if self.merges is not None:
+            yield "tokenizer.ggml.merges", self.merges
+        if self.add_space_prefix is not None:
+            yield "tokenizer.ggml.add_space_prefix", self.add_space_prefix
+
+
+def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
+    """Return the vocabulary of a model.
+
+    Args:
+        rows: of the embedding; ids without a token are filled up.
+
+    Raises:
+        FormatError: a file is malformed, or the vocabulary does not fit the embedding.
+        UnsupportedError: there is no tokenizer, or llama.cpp has no such tokenizer.
+        ImportError: the library tokenizers is needed, and is not installed.
+    """
+    if files.model is not None:
+        return _from_pieces(files, files.model, rows)
+    if files.json is None:
+        raise files.unsupported(f"neither {MODEL} nor {JSON} is there, and llama.cpp needs a tokenizer")
+    model = files.json.get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or kind != "BPE":
+        raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
+    decoder = files.json.get("decoder")
+    decodes = decoder.get("type") if isinstance(decoder, dict) else None
+    if model.get("byte_fallback") is True and decodes == "Sequence":
+        return _from_merges(files, model, rows)
+    if decodes != "ByteLevel":
+        raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
+    return _byte_level(files, model, rows)
+
+
+def looks_special(text: str) -> bool:
+    """Return True if a token is a control token by its text."""
+    fenced = (text.startswith("<|") and text.endswith("|>")) or (
+        text.startswith("<\uff5c") and text.endswith("\uff5c>")
+    )
+    return text in _CONTROLS or fenced or (text.startswith("<unused") and text.endswith(">"))
+
+
+# ---- SentencePiece ----
+
+
+class _Scored:
+    """A vocabulary of SentencePiece under construction."""
+
+    def __init__(self, files: TokenizerFiles, rows: int) -> None:
+        self._files = files
+        self.texts = [f"[PAD{k}]" for k in range(rows)]
+        self.scores = [_PADDING_SCORE] * rows
+        self.types = [UNUSED] * rows
+        self._beyond = 0
+
+    def put(self, number: int, text: str, score: float, kind: int) -> None:
+        """Set a token; ids beyond the embedding are counted and skipped."""
+        if number >= len(self.texts):
+            self._beyond += 1
+            return
+        self.texts[number], self.scores[number], self.types[number] = text, score, kind
+
+    def add(self, token: AddedToken) -> None:
+        """Set an added token."""
+        special = token.special or looks_special(token.text)
+        text = token.text if special else token.text.replace(SPACE, " ")
+        self.put(token.id, text, _ADDED_SCORE, CONTROL if special else USER_DEFINED)
+
+    def done(self, space_prefix: bool | None) -> Vocabulary:
+        """Add the added tokens and return the vocabulary."""
+        for token in self._files.added_elsewhere:
+            self.add(token)
+        for token in self._files.added_in_json:  # llama.cpp's converter reads these for some models only
+            if token.id >= len(self.texts) or self.texts[token.id] != token.text:
+                padding = token.id < len(self.texts) and self.types[token.id] == UNUSED
+                if padding or token.id >= len(self.texts):
+                    self.add(token)
+        if self._beyond:
+            log.warning(
+                "%s: %s beyond the %d rows of the embedding left out",
+                self._files.folder.shown,
+                plural(self._beyond, "token"),
+                len(self.texts),
+            )
+        stated = (self._files.config or {}).get("add_prefix_space")
+        prefix = space_prefix if not isinstance(stated, bool) else stated if space_prefix is None else space_prefix
+        return Vocabulary("llama", "default", self.texts, self.types, self.scores, add_space_prefix=prefix)
+
+
+def _from_pieces(files: TokenizerFiles, model: sentencepiece.SentencePieceModel, rows: int) -> Vocabulary:
+    """Return the vocabulary of a ``tokenizer.model``."""
+    if model.kind != sentencepiece.BPE:
+        algorithm = {sentencepiece.UNIGRAM: "unigram"}.get(model.kind, str(model.kind))
+        raise files.unsupported(f"{MODEL} is of type {algorithm}, expected BPE: llama.cpp would cut texts otherwise")
+    if model.maps or model.trims:
+        setting = "replaces characters" if model.maps else "removes spaces"
+        raise files.unsupported(f"{MODEL} {setting} before it cuts a text, which llama.cpp does not do")
+    scored = _Scored(files, rows)
+    for number, piece in enumerate(model.pieces):
+        kind = NORMAL if piece.type == USER_DEFINED else piece.type
+        scored.put(number, piece.text, piece.score, kind)
+    return scored.done(None if model.add_prefix else False)
+
+
+def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
+    """Return the vocabulary of a ``tokenizer.json`` that was made from SentencePiece: scores fall with the merge."""
+    vocab, merges = _vocab(files, model), list(_pairs(files, model))
+    scored = _Scored(files, rows)
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    _check_scores(files, vocab, merges, ranks)
+    unknown = model.get("unk_token")
+    for text, number in vocab.items():
+        byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+        kind = BYTE if byte else sentencepiece.UNKNOWN if text == unknown else NORMAL
+        scored.put(number, text, 0.0 if text not in ranks else -1.0 - ranks[text], kind)
+    for token in files.added_in_json:
+        if token.text != unknown:
+            scored.add(token)
+    return scored.done(_space_prefix(files))
+
+
+def _check_scores(
+    files: TokenizerFiles, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], ranks: Mapping[str, int]
+) -> None:
+    """Refuse merges that scores cannot express.
+
+    Raises:
+        UnsupportedError: two tokens form a token without a merge, or other merges come between those of a token.
+    """
+    pairs, last, seen = set(merges), "", set()
+    for left, right in merges:
+        text = left + right
+        if text != last:
+            if text in seen:
+                raise files.unsupported(f"{JSON}: merges of {show(text)} stand apart, so scores cannot express them")
+            seen.add(text)
+            last = text
+    for text in ranks:
+        if text not in vocab:
+            raise files.fault(JSON, f"a merge forms {show(text)}, which is no token")
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in vocab and right in vocab and (left, right) not in pairs and _reachable(left, right, ranks):
+                raise files.unsupported(
+                    f"{JSON}: {show(left)} and {show(right)} form a token without a merge, so scores cannot express "
+                    f"its merges; add {MODEL}"
+                )
+
+
+def _reachable(left: str, right: str, ranks: Mapping[str, int]) -> bool:
+    """Return True if both parts can come up while a text is cut."""
+    return all(len(part) == 1 or part in ranks for part in (left, right))
+
+
+def _space_prefix(files: TokenizerFiles) -> bool:
+    """Return True if a text begins with a space, and refuse normalizers that llama.cpp does not have."""
+    assert files.json is not None
+    prefix, replaces = False, False
+    for step in _steps(files.json.get("normalizer"), "normalizers"):
+        if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
+            prefix = True
+        elif step.get("type") == "Replace" and step.get("content") == SPACE and _literal(step) == " ":
+            replaces = True
+        else:
+            raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
+    for step in _steps(files.json.get("pre_tokenizer"), "pretokenizers"):
+        if step.get("type") == "Metaspace" and step.get("replacement") == SPACE and not replaces:
+            scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+            if step.get("split", True) is True:
+                raise files.unsupported(f"{JSON} cuts texts at spaces, which llama.cpp does not do")
+            prefix, replaces = prefix or scheme != "never", True
+        elif not (step.get("type") == "Split" and _literal(step) == " " and replaces):  # finds no space any more
+            raise files.unsupported(
+                f"{JSON} has a pre-tokenizer {show(step.get('type'))}, which llama.cpp does not have"
+            )
+    if not replaces:
+        raise files.unsupported(f"{JSON} does not write spaces as {SPACE}")
+    return prefix
+
+
+def _literal(step: Mapping[str, Any]) -> Any:
+    pattern = step.get("pattern")
+    return pattern.get("String") if isinstance(pattern, dict) else None
+
+
+def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a normalizer or pre-tokenizer; a step that is no object has no type."""
+    if step is None:
+        return
+    nested = step.get(inner) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
+    for item in nested if isinstance(nested, list) else [{}]:
+        yield item if isinstance(item, dict) else {}
+
+
+# ---- byte-level BPE ----
+
+
+def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
+    assert files.json is not None
+    vocab = _vocab(files, model)
+    for step in _steps(files.json.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":
+            raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
+    texts = [f"[PAD{k}]" for k in range(rows)]
+    types = [UNUSED] * rows
+    for text, number in vocab.items():
+        if number >= rows:
+            raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
+        texts[number], types[number] = text, NORMAL
+    library = _library(files)
+    for token in files.added_in_json:
+        if token.id >= rows:
+            raise files.fault(
+                JSON, f"token {show(token.text)} has the id {token.id}, but the embedding has {rows} rows"
+            )
+        text = token.text if token.normalized else _decoded(library, token.text)
+        special = token.special or looks_special(text)
+        texts[token.id] = text if special else text.replace(SPACE, " ")
+        types[token.id] = CONTROL if special else USER_DEFINED
+    pre = pre_tokenizers.by_ids(library.encode(pre_tokenizers.TEST_TEXT).ids)
+    if pre is None:
+        pre = pre_tokenizers.by_steps(files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
+    if pre is None:
+        raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
+    merges = [" ".join(part.replace(" ", _BYTE_SPACE) for part in pair) for pair in _pairs(files, model)]
+    return Vocabulary("gpt2", pre, texts, types, merges=merges)
+
+
+def _library(files: TokenizerFiles) -> Any:
+    """Return the tokenizer of the library tokenizers.
+
+    Raises:
+        ImportError: the library is not installed.
+        FormatError: the library refuses the file.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ImportError(
+            f"{JSON} needs the library tokenizers, which is not installed: pip install tokenizers", name="tokenizers"
+        ) from None
+    content = files.content(JSON)
+    try:
+        return Tokenizer.from_str((content or b"").decode())
+    except BaseException as error:  # the library is written in Rust, whose panics are no Exceptions
+        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        raise files.fault(JSON, f"the library tokenizers refuses it: {show(str(error))[1:-1]}") from None
+
+
+def _decoded(library: Any, text: str) -> str:
+    """Return a token after it is encoded and decoded."""
+    decoded: str = library.decode(library.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+    return decoded
+
+
+def _vocab(files: TokenizerFiles, model: Mapping[str, Any]) -> dict[str, int]:
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict) or not vocab:
+        raise files.fault(JSON, "model.vocab must be an object")
+    for text, number in vocab.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < sentencepiece.MAX_PIECES:
+            raise files.fault(JSON, f"token {show(text)} has the id {show(number)}")
+    if len(set(vocab.values())) < len(vocab):
+        raise files.fault(JSON, "two tokens of model.vocab have the same id")
+    return vocab
+
+
+def _pairs(files: TokenizerFiles, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise files.fault(JSON, "model.merges must be a list")
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+            raise files.fault(JSON, f"invalid merge {show(merge)}")
+        yield pair[0], pair[1]

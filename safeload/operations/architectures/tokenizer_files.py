@@ -1,0 +1,243 @@
+"""The files of a tokenizer from the metadata of llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...base.text import show
+from ...errors import FormatError
+from ...stores.json_file import parse_json
+from ..sources.catalog import Catalog
+from . import pre_tokenizers, sentencepiece
+from .sentencepiece import CONTROL, NORMAL, UNUSED, USER_DEFINED, VocabularyPiece
+from .tokenizer import CONFIG, JSON, MODEL, TEMPLATE
+
+KEPT = "safeload.source."  # followed by the name of a file
+_PREFIX = "tokenizer.ggml."
+_IDS = {
+    "bos": "bos",
+    "eos": "eos",
+    "unknown": "unk",
+    "padding": "pad",
+    "seperator": "sep",
+    "cls": "cls",
+    "mask": "mask",
+}
+
+
+def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files of a model's tokenizer, by name, and what is not recovered.
+
+    Args:
+        name: class of the model.
+
+    Raises:
+        FormatError: keys of the tokenizer do not fit together.
+    """
+    metadata = catalog.metadata
+    kind = metadata.get(f"{_PREFIX}model")
+    if kind not in ("llama", "gpt2"):
+        return {}, [f"the tokenizer, of type {show(kind)}"]
+    tokens = _Tokens(metadata, catalog.title)
+    kept = _kept(metadata, catalog.title)
+    files: dict[str, bytes] = {}
+    notes: list[str] = []
+    if kind == "llama" and JSON not in kept:
+        files[MODEL] = tokens.sentencepiece(metadata.get(f"{_PREFIX}add_space_prefix") is not False)
+    else:
+        content = tokens.json(kept.get(JSON), kind == "llama")
+        if content is None:
+            return {}, [f"the tokenizer, whose pre-tokenizer is {show(metadata.get(f'{_PREFIX}pre'))}"]
+        files[JSON] = _encoded(content)
+    config = kept.get(CONFIG)
+    template = metadata.get("tokenizer.chat_template")
+    if config is None:
+        notes.append("settings of the tokenizer that llama.cpp has no key for")
+        config = tokens.config(name, kind == "llama")
+        if isinstance(template, str):
+            config["chat_template"] = template
+    elif isinstance(template, str) and config.get("chat_template") != template:
+        files[TEMPLATE] = template.encode("utf-8", "surrogateescape")
+    files[CONFIG] = _encoded(config)
+    return files, notes
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "surrogateescape")
+
+
+def _kept(metadata: Mapping[Any, Any], title: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of our own files, by file."""
+    kept = {}
+    for name in (JSON, CONFIG):
+        text = metadata.get(f"{KEPT}{name}")
+        if isinstance(text, str):
+            kept[name] = parse_json(text.encode("utf-8", "surrogateescape"), f"{KEPT}{name}", title)
+    return kept
+
+
+class _Tokens:
+    """The vocabulary of a file."""
+
+    def __init__(self, metadata: Mapping[Any, Any], title: str) -> None:
+        self._metadata = metadata
+        self._title = title
+        texts = metadata.get(f"{_PREFIX}tokens")
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise FormatError(f"key {_PREFIX}tokens must be an array of strings", title)
+        self.texts: list[str] = texts
+        self.types: list[int] = self._numbers("token_type", NORMAL)
+        usual = sentencepiece.USUAL_IDS if metadata.get(f"{_PREFIX}model") == "llama" else {}
+        ids = {name: int(metadata[key]) for key, name in self._id_keys() if 0 <= int(metadata[key]) < len(texts)}
+        self.ids = {**{name: number for name, number in usual.items() if number < len(texts)}, **ids}
+
+    def _id_keys(self) -> list[tuple[str, str]]:
+        keys = [(f"{_PREFIX}{key}_token_id", name) for key, name in _IDS.items()]
+        return [(key, name) for key, name in keys if isinstance(self._metadata.get(key), int)]
+
+    def _numbers(self, key: str, default: float) -> list[Any]:
+        array = self._metadata.get(f"{_PREFIX}{key}")
+        if array is None:
+            return [default] * len(self.texts)
+        if not isinstance(array, np.ndarray) or len(array) != len(self.texts):
+            raise FormatError(f"key {_PREFIX}{key} must have {len(self.texts)} numbers", self._title)
+        numbers: list[Any] = array.tolist()
+        return numbers
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._metadata.get(f"{_PREFIX}{key}", default)
+        return value if isinstance(value, bool) else default
+
+    def _pads(self, number: int) -> bool:
+        """Return True if an id has no token, so its text is a filler."""
+        return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
+
+    def _added(self) -> list[int]:
+        return [k for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED)]
+
+    # ---- SentencePiece ----
+
+    def sentencepiece(self, add_prefix: bool) -> bytes:
+        """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
+        scores = self._numbers("scores", 0.0)
+        count = len(self.texts)
+        while count and self._pads(count - 1):
+            count -= 1
+        pieces = []
+        for k in range(count):
+            kind = self.types[k] if NORMAL <= self.types[k] <= sentencepiece.BYTE else NORMAL
+            text = self.texts[k].replace(" ", "\u2581") if kind == USER_DEFINED else self.texts[k]
+            pieces.append(VocabularyPiece(text, float(scores[k]), kind))
+        return sentencepiece.serialized(pieces, add_prefix, self.ids)
+
+    # ---- tokenizer.json ----
+
+    def json(self, kept: dict[str, Any] | None, scored: bool) -> dict[str, Any] | None:
+        """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown.
+
+        Args:
+            kept: all of the file but vocabulary and merges, from our own metadata.
+            scored: the merges follow from scores.
+        """
+        content = self._template() if kept is None else kept
+        if content is None:
+            return None
+        model = content.get("model")
+        model = model if isinstance(model, dict) else {}
+        listed = content.get("added_tokens")
+        added = {item.get("id") for item in listed if isinstance(item, dict)} if isinstance(listed, list) else set()
+        vocab = {text: k for k, text in enumerate(self.texts) if k not in added and not self._pads(k)}
+        own = model.get("vocab")
+        if isinstance(own, dict):  # added tokens that the vocabulary has too
+            vocab.update((text, k) for text, k in own.items() if isinstance(k, int))
+        vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        merges = self._scored_merges(vocab) if scored else self._merges()
+        return {**content, "model": {**model, "vocab": vocab, "merges": merges}}
+
+    def _merges(self) -> list[list[str]]:
+        merges = self._metadata.get(f"{_PREFIX}merges")
+        if not isinstance(merges, list):
+            raise FormatError(f"key {_PREFIX}merges is missing", self._title)
+        pairs = [merge.split(" ") if isinstance(merge, str) else [] for merge in merges]
+        if any(len(pair) != 2 for pair in pairs):
+            raise FormatError(f"key {_PREFIX}merges must have pairs of tokens", self._title)
+        return pairs
+
+    def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
+        """Return the merges that form tokens, those of the highest score first."""
+        scores = self._numbers("scores", 0.0)
+        formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and scores[k] < 0]
+        formed.sort(key=lambda text: -scores[vocab[text]])
+        merges = []
+        for text in formed:
+            cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+            pairs = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+            merges += [list(pair) for pair in sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))]
+        return merges
+
+    def _template(self) -> dict[str, Any] | None:
+        """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
+        steps = pre_tokenizers.steps_of(str(self._metadata.get(f"{_PREFIX}pre")))
+        if steps is None:
+            return None
+        pre_tokenizer, ignore_merges = steps
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [self._entry(k) for k in self._added()],
+            "normalizer": None,
+            "pre_tokenizer": pre_tokenizer,
+            "post_processor": self._processor(byte_level),
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {
+                "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": ignore_merges,
+            },
+        }  # fmt: skip
+
+    def _entry(self, number: int) -> dict[str, Any]:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        special = self.types[number] == CONTROL
+        return {"id": number, "content": self.texts[number], **flags, "special": special}
+
+    def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
+        """Return the post-processor, which puts the first token before a text."""
+        bos = self.ids.get("bos")
+        # llama.cpp adds the token for these even without the key
+        usual = self._metadata.get(f"{_PREFIX}pre") in ("llama-bpe", "tekken")
+        if bos is None or not self._flag("add_bos_token", usual):
+            return byte_level
+        text = self.texts[bos]
+        first = {"SpecialToken": {"id": text, "type_id": 0}}
+        a, b = ({"Sequence": {"id": name, "type_id": k}} for k, name in enumerate("AB"))
+        template = {
+            "type": "TemplateProcessing",
+            "single": [first, a],
+            "pair": [first, a, {"SpecialToken": {"id": text, "type_id": 1}}, b],
+            "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+        }
+        return {"type": "Sequence", "processors": [byte_level, template]}
+
+    # ---- tokenizer_config.json ----
+
+    def config(self, name: str, pieces: bool) -> dict[str, Any]:
+        """Return a ``tokenizer_config.json`` for a foreign file."""
+        own = "GemmaTokenizer" if name.startswith("Gemma") else "LlamaTokenizer"
+        config: dict[str, Any] = {"tokenizer_class": own if pieces else "PreTrainedTokenizerFast"}
+        config.update((f"{kind}_token", self.texts[number]) for kind, number in self.ids.items())
+        config["clean_up_tokenization_spaces"] = False
+        if pieces:
+            config.update(
+                add_bos_token=self._flag("add_bos_token", True), add_eos_token=self._flag("add_eos_token", False)
+            )
+            config["legacy"] = False
+            config["added_tokens_decoder"] = {
+                str(k): {key: value for key, value in self._entry(k).items() if key != "id"} for k in self._added()
+            }
+        return config

@@ -1,0 +1,74 @@
+"""Models of transformers for llama.cpp: config, tokenizer, and weights that depend on their names alone."""
+
+import hashlib
+import json
+import shutil
+import zlib
+
+import ml_dtypes
+import numpy as np
+
+import safeload
+
+from .paths import ROOT
+
+DATA = ROOT / "tests" / "data" / "llama_cpp"
+
+
+def weights(name, shape):
+    """Random bfloat16 values; small enough for tiny models to have sensible activations."""
+    random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+    scale, offset = (0.2, 1.0) if "norm" in name else (0.15, 0.0)
+    # uniform, because the algorithm behind normal numbers may change between versions of NumPy
+    return ((random.random(shape) * 2 - 1) * scale * 1.7 + offset).astype(ml_dtypes.bfloat16)
+
+
+def listed():
+    """The models of ``models.json`` by name; "reference" is the result of llama.cpp's converter."""
+    return json.loads((DATA / "models.json").read_text(encoding="utf-8"))
+
+
+def texts():
+    """50 texts for tokenizers."""
+    return json.loads((DATA / "texts.json").read_text(encoding="utf-8"))
+
+
+def tensors_of(model):
+    return {name: weights(name, shape) for name, shape in model["tensors"].items()}
+
+
+def write_folder(folder, model, tensors=None):
+    """Write a model as `save_pretrained` does."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(model["config"]))
+    for file in sorted((DATA / model["tokenizer"]).iterdir()):
+        shutil.copy(file, folder)
+    safeload.save(tensors_of(model) if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def digest(data):
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def comparable(value):
+    """A value of GGUF metadata as JSON holds it: its type, and a digest of a long value."""
+    kind = type(value).__name__.lower()
+    if isinstance(value, np.ndarray):
+        return [f"array {value.dtype}", len(value), digest(value.tobytes())]
+    if isinstance(value, list):
+        return ["array str", len(value), digest("\0".join(value).encode("utf-8", "surrogateescape"))]
+    if isinstance(value, str):
+        return ["str", value if len(value) < 100 else digest(value.encode())]
+    return [kind, bool(value) if isinstance(value, bool) else float(value) if isinstance(value, float) else int(value)]
+
+
+def described(path):
+    """Metadata and tensors of a GGUF file as JSON, without what is ours."""
+    with safeload.open(path) as file:
+        metadata = {key: comparable(value) for key, value in file.metadata.items() if not key.startswith("safeload.")}
+        tensors = {}
+        for name in file:
+            array = np.ascontiguousarray(file[name])
+            tensors[name] = [str(array.dtype), list(array.shape), digest(array.tobytes())]
+    return {"metadata": metadata, "tensors": tensors}

@@ -1,0 +1,12 @@
+#!/bin/sh
+# Compares llama.cpp with transformers on converted models: compare.sh FOLDER
+# FOLDER keeps the environment. Needs a network the first time.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../../.." && pwd)
+mkdir -p "$1"
+kept=$(cd "$1" && pwd)
+[ -d "$kept/venv" ] || python3 -m venv "$kept/venv"
+"$kept/venv/bin/pip" install -q torch transformers tokenizers sentencepiece xllamacpp -e "$root"
+cd "$kept"
+PYTHONPATH="$root/tests" "$kept/venv/bin/python" "$here/compare.py" "$kept/models"

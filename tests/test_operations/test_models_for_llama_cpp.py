@@ -1,0 +1,305 @@
+"""Models of transformers as files that llama.cpp runs, compared with what its own converter writes."""
+
+import json
+import logging
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders import llama_models
+
+import safeload
+
+pytest.importorskip("tokenizers")
+
+MODELS = llama_models.listed()
+# Keys of the converter that safeload leaves out.
+OMITTED = {"qwen3_moe": {"qwen3moe.expert_shared_feed_forward_length"}, "gemma": {"tokenizer.ggml.eot_token_id"}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that writes a model, with changes to its config, its tensors and its files."""
+
+    def write(name, *, tensors=None, files=(), **config):
+        model = MODELS[name]
+        changed = {key: value for key, value in {**model["config"], **config}.items() if value != "absent"}
+        own = {**llama_models.tensors_of(model), **(tensors or {})}
+        own = {key: value for key, value in own.items() if value is not None}
+        path = llama_models.write_folder(tmp_path / name, {**model, "config": changed}, own)
+        for file, content in dict(files).items():
+            (path / file).unlink(missing_ok=True) if content is None else (path / file).write_text(content)
+        return path
+
+    return write
+
+
+def refused(source, match, error=safeload.SafeloadError, **options):
+    destination = source.parent / "refused.gguf"
+    with pytest.raises(error, match=match):
+        safeload.convert(source, destination, **options)
+    assert not destination.exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_metadata_and_tensors_are_those_of_llama_cpp(name, folder, tmp_path):
+    safeload.convert(folder(name), tmp_path / "x.gguf", dtype="float32")
+    own, reference = llama_models.described(tmp_path / "x.gguf"), MODELS[name]["reference"]
+    expected = {key: value for key, value in reference["metadata"].items() if key not in OMITTED.get(name, ())}
+    assert own["metadata"] == expected
+    assert own["tensors"] == reference["tensors"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_result_passes_check(name, folder, tmp_path):
+    safeload.convert(folder(name), tmp_path / "x.gguf")
+    assert safeload.check(tmp_path / "x.gguf").errors == []
+
+
+def test_matrices_keep_their_dtype_and_vectors_become_f32(folder, tmp_path):
+    safeload.convert(folder("qwen3_moe"), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        dtypes = {name: str(tensor.dtype) for name, tensor in file.tensors.items()}
+        assert file.metadata["general.file_type"] == 32
+    assert dtypes["blk.0.ffn_gate_exps.weight"] == dtypes["token_embd.weight"] == "BF16"
+    assert dtypes["blk.0.ffn_gate_inp.weight"] == dtypes["blk.0.attn_q_norm.weight"] == "F32"
+
+
+def test_fused_and_single_experts_give_the_same_file(folder, tmp_path):
+    tensors = llama_models.tensors_of(MODELS["mixtral"])
+    fused = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        block, together = f"model.layers.{layer}.block_sparse_moe.experts.", f"model.layers.{layer}.mlp.experts."
+        gate, down, up = (np.stack([tensors[f"{block}{k}.w{n}.weight"] for k in range(4)]) for n in (1, 2, 3))
+        fused[f"{together}gate_up_proj"], fused[f"{together}down_proj"] = np.concatenate([gate, up], 1), down
+    safeload.convert(folder("mixtral"), tmp_path / "single.gguf")
+    source = llama_models.write_folder(tmp_path / "fused" / "mixtral", MODELS["mixtral"], fused)
+    safeload.convert(source, tmp_path / "fused.gguf")
+    single, other = (llama_models.described(tmp_path / f"{name}.gguf")["tensors"] for name in ("single", "fused"))
+    assert single == other
+
+
+def test_the_config_of_the_source_is_kept(folder, tmp_path):
+    safeload.convert(folder("llama3"), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert json.loads(file.metadata["safeload.source.config"]) == MODELS["llama3"]["config"]
+
+
+def test_raw_writes_tensors_under_their_own_names(folder, tmp_path, caplog):
+    safeload.convert(folder("llama3"), tmp_path / "x.gguf", raw=True, only="*.q_proj.weight")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert list(file) == [f"model.layers.{k}.self_attn.q_proj.weight" for k in range(2)]
+    assert "no engine will load this file" in caplog.text
+
+
+def test_a_model_is_written_whole(folder):
+    source = folder("llama3")
+    for option in ({"only": "*q_proj*"}, {"drop": "lm_head*"}, {"names": ["lm_head.weight"]}, {"rename": {"a": "b"}}):
+        refused(source, "no complete model", ValueError, **option)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"architectures": ["BloomForCausalLM"]}, "'BloomForCausalLM' cannot be converted for llama.cpp"),
+        ({"architectures": "absent", "model_type": "bloom"}, "model_type 'bloom'"),
+        ({"hidden_act": "relu"}, "no activation 'relu'"),
+        ({"hidden_size": "absent"}, "hidden_size is missing"),
+        ({"hidden_size": -64}, "hidden_size must be an integer"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": 3}, "tensors are missing: llama.cpp needs blk.2.attn_norm.weight"),
+        ({"num_hidden_layers": 1}, "has no tensor .blk.1"),
+        ({"intermediate_size": 100}, "ffn_down.weight has the shape|ffn_gate.weight has the shape"),
+        ({"num_attention_heads": 5}, "does not have 5 heads"),
+        ({"rms_norm_eps": "absent"}, "rms_norm_eps is missing"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps must be a number"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "no rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale": 2.0}}, "rope parameter 'mscale' of type yarn"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "no rope type"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope parameter factor is missing"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be a list of 2 items"),
+        ({"is_causal": False}, "is_causal is False"),
+    ],
+)
+def test_configs_are_refused_by_name(config, match, folder):
+    refused(folder("llama3", **config), match)
+
+
+def test_a_separate_head_must_be_there(folder):
+    refused(folder("llama2", tensors={"lm_head.weight": None}), "lm_head.weight is missing")
+
+
+def test_further_tensors_are_refused(folder):
+    extra = {"model.layers.0.self_attn.new.weight": np.zeros((2, 2), np.float32)}
+    refused(
+        folder("llama3", tensors=extra), "'model.layers.0.self_attn.new.weight': llama.cpp's llama has no such tensor"
+    )
+
+
+def test_the_gate_of_shared_experts_has_a_single_row(folder):
+    tensors = {"model.layers.0.mlp.shared_expert_gate.weight": np.zeros((2, 64), np.float32)}
+    refused(folder("qwen2_moe", tensors=tensors), "must have the shape .1, 64., got .2, 64.")
+
+
+def test_integers_are_refused(folder):
+    tensors = {"model.norm.weight": np.zeros(64, np.int32)}
+    refused(folder("llama3", tensors=tensors), "is int32, expected floating-point numbers")
+
+
+def test_other_layers_with_windows_are_refused(folder):
+    kinds = ["full_attention"] * 2
+    refused(folder("gemma2", layer_types=kinds), "layer_types: llama.cpp uses full attention in every layer number 2")
+
+
+def test_another_scale_of_attention_is_refused(folder):
+    refused(folder("gemma3", query_pre_attn_scalar=100), "query_pre_attn_scalar is 100, but llama.cpp uses 24")
+
+
+def test_windows_that_llama_cpp_ignores_are_a_warning(folder, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "safeload"):
+        safeload.convert(folder("mistral", sliding_window=64), tmp_path / "x.gguf")
+    assert "llama has no sliding windows in llama.cpp" in caplog.text
+
+
+def test_rows_without_a_token_are_padding(folder, tmp_path):
+    safeload.convert(folder("qwen2"), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        tokens, types = file.metadata["tokenizer.ggml.tokens"], file.metadata["tokenizer.ggml.token_type"]
+    rows = MODELS["qwen2"]["tensors"]["model.embed_tokens.weight"][0]
+    assert len(tokens) == len(types) == rows
+    assert tokens[-1] == f"[PAD{rows - 1}]"
+    assert types[-1] == 5
+
+
+# ---- tokenizers ----
+
+
+def tokenizer(name):
+    return json.loads((llama_models.DATA / name / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+def changed(name="llama3", **fields):
+    content = tokenizer(name)
+    for key, value in fields.items():
+        outer, _, inner = key.partition("__")
+        if inner:
+            content[outer][inner] = value
+        else:
+            content[outer] = value
+    return {"tokenizer.json": json.dumps(content)}
+
+
+@pytest.mark.parametrize(
+    ("files", "match"),
+    [
+        ({"tokenizer.json": None}, "neither tokenizer.model nor tokenizer.json is there"),
+        ({"tokenizer.json": "{"}, "tokenizer.json is not JSON"),
+        ({"tokenizer.json": "[]"}, "tokenizer.json must be a JSON object"),
+        (changed(model={"type": "WordPiece"}), "a model of type 'WordPiece'"),
+        (changed(model=None), "a model of type None"),
+        (changed(decoder=None), "a decoder of type None"),
+        (changed(normalizer={"type": "Lowercase"}), "a normalizer 'Lowercase'"),
+        (changed(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}), "pre-tokenizer"),
+        (changed(model__vocab={"a": 1, "b": 1}), "two tokens of model.vocab have the same id"),
+        (changed(model__vocab={"a": -1}), "token 'a' has the id -1"),
+        (changed(model__vocab={}), "model.vocab must be an object"),
+        (changed(model__merges=[["a"]]), "invalid merge|refuses it"),
+        (changed(model__merges=3), "refuses it|model.merges must be a list"),
+        (changed(model__vocab={"a": 4000}), "token 'a' has the id 4000, but the embedding has 405 rows"),
+        (changed(added_tokens=[{"id": 4000, "content": "x"}]), "has the id 4000|refuses it"),
+        (changed(added_tokens=[{"id": "1"}]), "invalid added token|refuses it"),
+        (changed(added_tokens=3), "added_tokens must be a list|refuses it"),
+        (changed(post_processor={"type": "Bert"}), "refuses it|a post-processor"),
+        ({"tokenizer.model": "not a model"}, "not a model of SentencePiece"),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": {}}}', "tokenizer.json": None,
+          "tokenizer.model": "\n\x03\n\x01a"}, "is of type unigram"),
+        ({"tokenizer_config.json": '{"chat_template": [1]}'}, "invalid chat_template"),
+    ],
+)  # fmt: skip
+def test_tokenizers_are_refused_by_name(files, match, folder):
+    refused(folder("llama3", files=files), match)
+
+
+def test_an_unknown_hash_falls_back_to_the_expression(folder, tmp_path):
+    source = folder("llama3")
+    for ignored, name in ((True, "llama-bpe"), (False, "smaug-bpe")):
+        (source / "tokenizer.json").write_text(changed(model__ignore_merges=ignored)["tokenizer.json"])
+        safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
+        with safeload.open(tmp_path / "x.gguf") as file:
+            assert file.metadata["tokenizer.ggml.pre"] == name
+
+
+def test_unknown_ids_have_no_name():
+    from safeload.operations.architectures import pre_tokenizers
+
+    assert pre_tokenizers.by_ids([1, 2, 3]) is None
+
+
+# ---- sources, options ----
+
+
+def test_a_sharded_source_and_a_single_file_give_the_same_bytes(folder, tmp_path):
+    source = folder("qwen2")
+    safeload.convert(source, tmp_path / "a.gguf")
+    safeload.convert(source, tmp_path / "shards", max_shard_size="40KB")
+    (tmp_path / "shards" / "config.json").write_text(json.dumps(MODELS["qwen2"]["config"]))
+    (tmp_path / "shards").rename(tmp_path / "moved")
+    (tmp_path / "moved").rename(tmp_path / "shards")
+    safeload.convert(tmp_path / "shards", tmp_path / "b.gguf", metadata={"general.name": "Qwen2"})
+    a, b = (llama_models.described(tmp_path / f"{name}.gguf") for name in "ab")
+    assert a["tensors"] == b["tensors"]
+    assert a["metadata"] == b["metadata"]
+
+
+def test_quantized_sources_are_dequantized(folder, tmp_path):
+    source = folder("llama3")
+    safeload.convert(source, tmp_path / "int8", quantize="int8")
+    safeload.convert(tmp_path / "int8", tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file, safeload.open(tmp_path / "int8") as quantized:
+        name = "model.layers.0.mlp.up_proj.weight"
+        expected = quantized.load([name], dtype="bfloat16")[name]
+        assert np.array_equal(file["blk.0.ffn_up.weight"], expected)
+        assert file["blk.0.ffn_up.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_quantize_names_blocks_of_llama_cpp(folder, tmp_path):
+    report = safeload.convert(folder("qwen3"), tmp_path / "x.gguf", quantize={"*ffn_up*": "q8_0", "*": None})
+    assert set(report.summary.quantized) == {f"blk.{k}.ffn_up.weight" for k in range(2)}
+
+
+def test_patterns_can_match_names_of_the_source(folder, tmp_path):
+    source = folder("qwen3")
+    both = {"*.down_proj.*": "q8_0", "*attn_q.*": "q4_0", "*": None}
+    report = safeload.convert(source, tmp_path / "x.gguf", quantize=both, keep="*layers.1.mlp.down_proj.weight")
+    assert report.summary.quantized == {
+        "blk.0.ffn_down.weight": "q8_0",
+        "blk.0.attn_q.weight": "q4_0",
+        "blk.1.attn_q.weight": "q4_0",
+    }
+    refused(source, "matches none of", quantize={"*.no_proj.*": "q8_0"})
+
+
+def test_a_tied_head_stays_tied(folder, tmp_path):
+    safeload.convert(folder("gemma2"), tmp_path / "x.gguf", quantize="q8_0")
+    assert "output.weight" not in safeload.load(tmp_path / "x.gguf")
+
+
+def test_other_dtypes_are_refused(folder):
+    source = folder("llama3")
+    for dtype in ("float64", "float8_e4m3fn"):
+        refused(source, "llama.cpp does not compute with", dtype=dtype)
+
+
+def test_an_existing_file_is_not_replaced(folder, tmp_path):
+    source = folder("qwen2")
+    (tmp_path / "x.gguf").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        safeload.convert(source, tmp_path / "x.gguf")
+    assert (tmp_path / "x.gguf").read_bytes() == b"mine"
+    safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
+    first = (tmp_path / "x.gguf").read_bytes()
+    safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
+    assert (tmp_path / "x.gguf").read_bytes() == first

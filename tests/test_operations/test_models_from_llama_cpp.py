@@ -1,0 +1,181 @@
+"""Files of llama.cpp become folders that transformers loads: files of ours exactly, others as far as they say."""
+
+import json
+
+import numpy as np
+import pytest
+from builders import llama_models
+
+import safeload
+from safeload import gguf
+
+pytest.importorskip("tokenizers")
+
+MODELS = llama_models.listed()
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that converts a model to GGUF and changes the file; a foreign file has no keys of ours."""
+
+    def write(name, *, own=False, metadata=(), tensors=(), **options):
+        source = llama_models.write_folder(tmp_path / name, MODELS[name])
+        path = tmp_path / f"{name}.gguf"
+        safeload.convert(source, path, **options)
+        with safeload.open(path) as file:
+            kept = {key: value for key, value in file.metadata.items() if own or not key.startswith("safeload.")}
+            changed = {**{key: np.array(array) for key, array in file.load().items()}, **dict(tensors)}
+        kept.update(dict(metadata))
+        final = tmp_path / "model.gguf"
+        gguf.save_file(
+            {key: value for key, value in changed.items() if value is not None},
+            final,
+            {key: value for key, value in kept.items() if value is not None},
+        )
+        return final
+
+    return write
+
+
+def json_of(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_the_identity(name, tmp_path):
+    source = llama_models.write_folder(tmp_path / name, MODELS[name])
+    safeload.convert(source, tmp_path / "x.gguf")
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", dtype="bfloat16")
+    before, after = safeload.load(source), safeload.load(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for tensor, array in before.items():
+        assert array.dtype == after[tensor].dtype, tensor
+        assert array.tobytes() == after[tensor].tobytes(), tensor
+    assert json_of(tmp_path / "back" / "config.json") == MODELS[name]["config"]
+    assert json_of(tmp_path / "back" / "tokenizer_config.json") == json_of(source / "tokenizer_config.json")
+    if (source / "tokenizer.json").exists():
+        assert json_of(tmp_path / "back" / "tokenizer.json") == json_of(source / "tokenizer.json")
+    else:
+        assert (tmp_path / "back" / "tokenizer.model").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_foreign_file_becomes_the_same_file_again(name, written, tmp_path, caplog):
+    path = written(name)
+    safeload.convert(path, tmp_path / "back/", dtype="bfloat16")
+    assert "not recovered: the dtype of the weights before conversion" in caplog.text
+    safeload.convert(tmp_path / "back", tmp_path / "again.gguf", dtype="float32")
+    safeload.convert(
+        llama_models.write_folder(tmp_path / "x" / name, MODELS[name]), tmp_path / "first.gguf", dtype="float32"
+    )
+    first, again = (llama_models.described(tmp_path / f"{part}.gguf") for part in ("first", "again"))
+    assert first["tensors"] == again["tensors"]
+    # Texts and ids are equal; scores and flags of added tokens can be stored in another way.
+    for key, value in first["metadata"].items():
+        if key not in ("general.name", "tokenizer.ggml.scores") and not key.startswith("tokenizer.ggml.add_"):
+            assert again["metadata"].get(key) == value, key
+
+
+def test_blocks_are_dequantized(tmp_path):
+    source = llama_models.write_folder(tmp_path / "qwen3", MODELS["qwen3"])
+    safeload.convert(source, tmp_path / "x.gguf", quantize={"*ffn_up*": "q8_0", "*attn_q.*": "q8_0"})
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with safeload.open(tmp_path / "x.gguf") as file:
+        expected = file.load(["blk.0.ffn_up.weight"], dtype="bfloat16")["blk.0.ffn_up.weight"]
+    assert safeload.load(tmp_path / "back")[name].tobytes() == expected.tobytes()
+
+
+def test_rows_of_quantized_q_go_back(tmp_path):
+    source = llama_models.write_folder(tmp_path / "llama2", MODELS["llama2"])
+    safeload.convert(source, tmp_path / "x.gguf", quantize={"*attn_q.*": "q8_0"})
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", dtype="float32")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    before, after = (safeload.load(path, [name], dtype="float32")[name] for path in (source, tmp_path / "back"))
+    assert 0 < np.abs(before - after).max() < 0.01
+
+
+def test_shards_and_existing_folders(tmp_path):
+    source = llama_models.write_folder(tmp_path / "qwen2", MODELS["qwen2"])
+    safeload.convert(source, tmp_path / "x.gguf")
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", max_shard_size="50KB")
+    assert (tmp_path / "back" / "model.safetensors.index.json").exists()
+    before = sorted(path.name for path in (tmp_path / "back").iterdir())
+    with pytest.raises(FileExistsError):
+        safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", max_shard_size="50KB")
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", max_shard_size="50KB", overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == before
+    assert safeload.load(tmp_path / "back").keys() == safeload.load(source).keys()
+
+
+def test_raw_keeps_the_names_of_llama_cpp(written, tmp_path):
+    safeload.convert(written("llama3"), tmp_path / "back/", raw=True)
+    assert "blk.0.attn_q.weight" in safeload.load(tmp_path / "back")
+
+
+def test_single_files_keep_the_names_of_llama_cpp(written, tmp_path):
+    safeload.convert(written("llama3"), tmp_path / "x.safetensors")
+    assert "blk.0.attn_q.weight" in safeload.load(tmp_path / "x.safetensors")
+
+
+def refused(path, match, error=safeload.SafeloadError, **options):
+    with pytest.raises(error, match=match):
+        safeload.convert(path, path.parent / "refused/", **options)
+    assert not (path.parent / "refused").exists()
+
+
+def test_pieces_and_parts_are_refused(written):
+    path = written("llama3")
+    refused(path, "written at once, without resume=", resume=True)
+    refused(path, "no complete model", ValueError, only="blk.0.*")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "match"),
+    [
+        ({"general.architecture": "bert"}, "architecture 'bert' cannot become"),
+        ({"llama.block_count": None}, "key llama.block_count is missing"),
+        ({"llama.block_count": "2"}, "key llama.block_count must be a number"),
+        ({"llama.block_count": np.uint32(0)}, "num_hidden_layers must be a positive integer"),
+        ({"llama.block_count": np.uint32(4_000_000_000)}, "block_count must be 0 to 10000"),
+        ({"llama.block_count": np.uint32(3)}, "tensors are missing: llama.cpp needs blk.2"),
+        ({"llama.attention.head_count": np.uint32(0)}, "head_count must be a positive integer|num_attention_heads"),
+        ({"llama.attention.head_count": np.uint32(5)}, "does not have 5 heads|unknown settings"),
+        ({"llama.rope.scaling.type": "new"}, "rope scaling of type 'new'"),
+        ({"llama.rope.freq_base": "x"}, "rope.freq_base must be a number"),
+        ({"tokenizer.ggml.tokens": None}, "tokens must be an array of strings"),
+        ({"tokenizer.ggml.token_type": np.zeros(3, np.int32)}, "token_type must have"),
+        ({"tokenizer.ggml.merges": None}, "merges is missing"),
+        ({"tokenizer.ggml.merges": ["a"]}, "merges must have pairs"),
+        ({"safeload.source.config": "{"}, "safeload.source.config is not JSON"),
+        ({"safeload.source.config": '{"architectures": ["Qwen2ForCausalLM"]}'}, "of architecture llama"),
+        ({"safeload.source.config": '{"architectures": [{}]}'}, "of architecture llama"),
+        ({"safeload.source.tokenizer.json": "[]"}, "must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_metadata_is_refused_by_name(metadata, match, written):
+    refused(written("llama3", metadata=metadata), match)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "match"),
+    [
+        (
+            "llama3",
+            {"blk.0.new.weight": np.zeros(3, np.float32)},
+            "'blk.0.new.weight': transformers has no such tensor",
+        ),
+        ("llama3", {"token_embd.weight": None}, "token_embd.weight is missing"),
+        ("llama3", {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}, "factors of rotations"),
+        ("qwen3_moe", {"blk.0.ffn_up_exps.weight": np.zeros((3, 3), np.float32)}, "does not hold experts"),
+        ("gpt_oss", {"blk.0.ffn_up_exps.weight": None}, "is missing or differs"),
+    ],
+)
+def test_tensors_are_refused_by_name(name, tensors, match, written):
+    refused(written(name, tensors=tensors), match)
+
+
+def test_an_unknown_tokenizer_is_left_out(written, tmp_path, caplog):
+    safeload.convert(written("llama3", metadata={"tokenizer.ggml.pre": "viking"}), tmp_path / "back/")
+    assert "the tokenizer, whose pre-tokenizer is 'viking'" in caplog.text
+    assert not (tmp_path / "back" / "tokenizer.json").exists()
