@@ -38,7 +38,7 @@ _ALL = "*"  # the pattern of a scheme for all matrices
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
   safeload convert training.ckpt model.safetensors --root state_dict
-  safeload convert Llama-3.2-1B/ llama.gguf --quantize q8_0
+  safeload convert Llama-3.2-1B/ llama.gguf --quantize q4_k_m
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ mixed/ --quantize q4_k --quantize '*down*=q6_k'
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB

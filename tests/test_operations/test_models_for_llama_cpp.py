@@ -282,6 +282,17 @@ def test_patterns_can_match_names_of_the_source(folder, tmp_path):
     refused(source, "matches none of", quantize={"*.no_proj.*": "q8_0"})
 
 
+@pytest.mark.parametrize("name", ["llama2", "mixtral", "gemma3", "gpt_oss"])
+def test_a_mixture_gives_the_bytes_of_two_steps(name, folder, tmp_path):
+    source = folder(name)
+    safeload.convert(source, tmp_path / "one.gguf", quantize="q4_k_m")
+    safeload.convert(source, tmp_path / "plain.gguf")
+    safeload.convert(tmp_path / "plain.gguf", tmp_path / "two.gguf", quantize="q4_k_m")
+    one, two = (llama_models.described(tmp_path / f"{step}.gguf") for step in ("one", "two"))
+    assert one == two
+    assert one["metadata"]["general.file_type"] == ["u32", 15]
+
+
 def test_a_tied_head_stays_tied(folder, tmp_path):
     safeload.convert(folder("gemma2"), tmp_path / "x.gguf", quantize="q8_0")
     assert "output.weight" not in safeload.load(tmp_path / "x.gguf")
