@@ -33,9 +33,9 @@ CHART = ROOT / "docs" / "pictures"
 
 BENCHES = (
     "bench_open", "bench_small", "bench_load", "bench_cold", "bench_streamer", "bench_convert", "bench_quantize",
-    "bench_quantize_kernels", "bench_statistics", "bench_validate", "bench_verify", "bench_diff", "bench_save",
-    "bench_saving", "bench_gguf", "bench_llama_quantize", "bench_dequantize", "bench_restore", "bench_adapters",
-    "bench_torch", "bench_frameworks", "bench_jax", "bench_stream", "bench_devices", "bench_stack",
+    "bench_quantize_kernels", "bench_engines", "bench_statistics", "bench_validate", "bench_verify", "bench_diff",
+    "bench_save", "bench_saving", "bench_gguf", "bench_llama_quantize", "bench_dequantize", "bench_restore",
+    "bench_adapters", "bench_torch", "bench_frameworks", "bench_jax", "bench_stream", "bench_devices", "bench_stack",
     "bench_pieces", "bench_training", "bench_distributed", "bench_remote", "bench_import", "bench_scaling",
 )  # fmt: skip
 

@@ -163,6 +163,46 @@ int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_
 int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
                    int32_t each);
 
+/* ---- codes of other engines (kernels/encode.c) ---- */
+
+/* How scales and codes are computed, exactly as by the engine's own tool. */
+#define SL_ENCODE_INT 0         /* compressed-tensors: absmax is half of the range of the codes */
+#define SL_ENCODE_INT_ZERO 1    /* compressed-tensors: with zero points */
+#define SL_ENCODE_FP8 2         /* compressed-tensors: absmax / 448 */
+#define SL_ENCODE_FP8_INVERSE 3 /* transformers: 1 / (1 / absmax * 448) */
+#define SL_ENCODE_NVFP4 4       /* compressed-tensors: E4M3 scales under a scale of the tensor */
+#define SL_ENCODE_MXFP4 5       /* compressed-tensors */
+#define SL_ENCODE_MLX 6         /* MLX: affine */
+#define SL_ENCODE_MLX_MXFP4 7
+#define SL_ENCODE_MLX_NVFP4 8
+#define SL_ENCODE_MLX_MXFP8 9
+#define SL_ENCODE_TABLE 10 /* bitsandbytes: codes of the numbers in a table */
+
+/* A matrix to quantize, in file byte order, and its parts, in this machine's. */
+typedef struct sl_encoding {
+    int32_t method; /* SL_ENCODE_INT .. */
+    int32_t from;   /* SL_F32, SL_BF16 or SL_F16 */
+    int32_t bits;   /* per code */
+    int32_t is_signed;  /* INT: codes are two's complement, without an offset */
+    int32_t high_first; /* the high bits of a byte hold the first code */
+    int32_t filler;     /* the code after an odd number of codes */
+    uint64_t rows, columns;
+    uint64_t row_block, group; /* rows and columns of a block; the last block may be smaller */
+    uint64_t row_bytes;        /* between the rows of codes */
+    float global;              /* NVFP4: the scale of the tensor */
+    const float *table;        /* TABLE: 16 numbers */
+    const void *weights;
+    /* Codes, and an element for each block; NULL to skip. */
+    uint8_t *codes;
+    float *scales, *biases;
+    int8_t *zeros;
+    uint8_t *scale_codes; /* E4M3 or exponents */
+} sl_encoding;
+
+/* SL_E_RANGE if a value or a scale is not finite: *position is the index of the value, or of the first of its block.
+ * SL_E_ARGUMENT for an unknown dtype or tier, or blocks of fewer than 16 columns. */
+int32_t sl_encode(int32_t tier, const sl_encoding *encoding, uint64_t *position);
+
 /* ---- differences (kernels/difference.c) ---- */
 
 /* Differences between two runs of numbers. Pairs with NaN or infinity are excluded from all sums. */

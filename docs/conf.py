@@ -58,6 +58,7 @@ _ALIASES = (
     "ConvertScheme",
     "FileTypeName",
     "Scheme",
+    "EngineFormat",
     "Keep",
     "Patterns",
     "Renames",

@@ -27,6 +27,7 @@ static const struct {
     const sl_restore *restore;
     const sl_lanes_kernel *stats;
     sl_difference_fn difference;
+    const sl_encode_steps *encode; /* NULL: of the tier below */
 } TIERS[SL_TIER_COUNT] = {
     [SL_TIER_SCALAR] = {"scalar",
                         always,
@@ -37,7 +38,8 @@ static const struct {
                         sl_weighted_scalar,
                         &sl_restore_scalar,
                         sl_lanes_scalar,
-                        sl_difference_scalar},
+                        sl_difference_scalar,
+                        &sl_encode_scalar},
 #ifdef SL_X86
     [SL_TIER_AVX2] = {"avx2",
                       has_avx2,
@@ -47,7 +49,8 @@ static const struct {
                       sl_weighted_avx2,
                       &sl_restore_avx2,
                       sl_lanes_avx2,
-                      sl_difference_avx2},
+                      sl_difference_avx2,
+                      &sl_encode_avx2},
     [SL_TIER_AVX512] = {"avx512",
                         has_avx512,
                         SL_TIER_AVX2,
@@ -144,6 +147,13 @@ sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from) {
             if (kernel->from == from) return kernel->sum;
     }
     return NULL;
+}
+
+sl_encode_steps sl_tier_encode(int32_t tier) {
+    FOR_EACH(t, tier) {
+        if (TIERS[t].encode != NULL) return *TIERS[t].encode;
+    }
+    return sl_encode_scalar;
 }
 
 sl_difference_fn sl_tier_difference(int32_t tier) {

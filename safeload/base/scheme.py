@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .dtypes import BLOCK_TYPES, BY_CODE, Dtype, is_name
 from .native import lib
+from .preset import PRESETS
 from .text import nearest, show
 
 
@@ -125,6 +126,8 @@ def parse(scheme: object) -> str:
         raise ValueError(f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}")
     if is_name(name):
         raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype; pass it as dtype=")
+    if name in PRESETS:
+        raise ValueError(f"scheme {show(scheme)} is for whole models: use convert or load_quantized")
     close = nearest(name, SCHEMES)
     raise ValueError(
         f"unknown scheme {show(scheme)}"

@@ -8,6 +8,7 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
+from ..base.preset import PRESET_NAMES, PRESETS
 from ..base.scheme import SCHEMES
 from ..base.text import show
 from ..engine.read.load import targets
@@ -86,9 +87,10 @@ def register(commands: Any) -> None:
         metavar="[PATTERN=]SCHEME",
         action="append",
         help="quantize matrices, or those whose names match a shell pattern; may be repeated, the first match wins: "
-        f"{', '.join(SCHEMES)}, or none. From GGUF to GGUF also llama.cpp's mixtures: {', '.join(MIXTURES)}",
+        f"{', '.join(SCHEMES)}, or none. From GGUF to GGUF also llama.cpp's mixtures: {', '.join(MIXTURES)}. For "
+        f"a folder also the formats of engines: {', '.join(PRESET_NAMES)}",
     )
-    suggest(scheme, lambda: (*SCHEMES, *MIXTURES))
+    suggest(scheme, lambda: (*SCHEMES, *MIXTURES, *PRESETS))
     parser.add_argument(
         "--imatrix",
         metavar="FILE",
@@ -103,7 +105,11 @@ def register(commands: Any) -> None:
         "--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS
     )  # exact names, superseded by --only
     parser.add_argument(
-        "--keep", metavar="PATTERN", action="append", help="leave these tensors unquantized; may be repeated"
+        "--keep",
+        "--ignore",
+        metavar="PATTERN",
+        action="append",
+        help="leave these tensors or modules unquantized; may be repeated",
     )
     parser.add_argument(
         "--adapter",

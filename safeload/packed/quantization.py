@@ -41,7 +41,7 @@ OWN = "safeload"
 # Keys that list unquantized modules.
 _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 # The key of TensorRT-LLM and of mlx-lm, which also stores a copy without a method under the first of `_CONFIG_KEYS`.
-_MLX = "quantization"
+MLX_KEY = "quantization"
 # Methods with settings of single modules under `Quantization.overrides_key`.
 _WITH_OVERRIDES = frozenset(("fp8", "gptq", "awq", *AUTO_ROUND))
 # Words in auto-round's ``packing_format``, formerly ``backend``, if its layout is GPTQ's or AWQ's: layouts and kernels,
@@ -384,11 +384,11 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
                 if isinstance(value, Mapping) and value and value.get("quant_method") != OWN:
                     settings = _flattened(value)
                     return Quantization(key, _method(settings), settings)
-            value = holder.get(_MLX)
+            value = holder.get(MLX_KEY)
             if isinstance(value, Mapping) and {"bits", "group_size"} <= value.keys():
-                return Quantization(_MLX, "mlx", value)
+                return Quantization(MLX_KEY, "mlx", value)
             if isinstance(value, Mapping) and isinstance(value.get("quant_algo"), str):
-                return Quantization(_MLX, TENSORRT, value)
+                return Quantization(MLX_KEY, TENSORRT, value)
         level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
     return None
 
@@ -404,16 +404,16 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in (*_CONFIG_KEYS, _MLX) or not isinstance(value, Mapping)
+        if key not in (*_CONFIG_KEYS, MLX_KEY) or not isinstance(value, Mapping)
     }
 
 
 def _flattened(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Merge the settings of an hf_quant_config.json, nested under "quantization", into their parent."""
-    inner = settings.get(_MLX)
+    inner = settings.get(MLX_KEY)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("quant_algo"), str):
         return settings
-    return {**{key: value for key, value in settings.items() if key != _MLX}, **inner}
+    return {**{key: value for key, value in settings.items() if key != MLX_KEY}, **inner}
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:

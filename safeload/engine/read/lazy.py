@@ -84,6 +84,25 @@ class LazyPacked:
         return sum(part.nbytes for part in self.roles.values())
 
 
+class LazyEncoded:
+    """A weight in the format of another engine, whose ``config.json`` describes it.
+
+    Args:
+        scheme: name of the format.
+        parts: by the ends of their names, after the name of the module.
+    """
+
+    def __init__(self, scheme: str, shape: tuple[int, ...], parts: Mapping[str, Lazy]) -> None:
+        self.scheme = scheme
+        self.shape = shape
+        self.parts = parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
 def materialize(value: Array | Lazy) -> Array:
     """Return the array, creating it if it is `Lazy`."""
     return value.make() if isinstance(value, Lazy) else value

@@ -24,7 +24,7 @@ from ...base.packing import CODES, CONFIG_KEY, NAME
 from ...base.table import Scale
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
-from ...engine.read.lazy import LazyPacked, LazyQuantized
+from ...engine.read.lazy import LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafetensorError
 
@@ -32,7 +32,7 @@ KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
 CODES_SUFFIX = ".codes"
 
-QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked)
+QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked, LazyEncoded)
 
 
 def pack(
@@ -60,9 +60,13 @@ def pack(
     described: dict[str, Any] = {}
     configs = set()
     for name, value in tensors.items():
+        if isinstance(value, LazyEncoded):
+            _add_encoded(packed, tensors, name, value)
+            continue
         if not isinstance(value, QUANTIZED):
             packed[name] = value
             continue
+        assert isinstance(value, (QuantizedTensor, LazyQuantized, LazyPacked))
         packing = None if isinstance(value, LazyQuantized) else value.packing
         if packing is not None:
             assert not isinstance(value, LazyQuantized)
@@ -91,6 +95,8 @@ def pack(
     if len(configs) > 1:
         raise SafetensorError("the packed tensors come from checkpoints with different quantization configurations")
     texts = {key: value for key, value in (metadata or {}).items() if key not in (KEY, CONFIG_KEY)}
+    if not described:
+        return packed, texts or None
     if configs:  # written even if empty, because the file may be moved beside another config.json
         texts[CONFIG_KEY] = configs.pop() or "{}"
     return packed, {**texts, KEY: json.dumps(described, sort_keys=True)}
@@ -121,6 +127,19 @@ def _add_parts(
         stored = _name_of(name, value.names, role)
         if stored in packed or (stored != name and stored in tensors):
             raise error_about(SafetensorError, f"has the name of a part of packed tensor {show(name)}", tensor=stored)
+        packed[stored] = part
+
+
+def _add_encoded(packed: dict[str, Any], tensors: Mapping[str, Any], name: str, value: LazyEncoded) -> None:
+    """Add the parts of a weight in an engine's format, which its ``config.json`` describes."""
+    module = name.removesuffix(".weight")
+    if module == name:
+        raise error_about(SafetensorError, f"is {value.scheme}: its name must end in .weight", tensor=name)
+    for suffix, part in value.parts.items():
+        stored = module + suffix
+        if stored in packed or (stored != name and stored in tensors):
+            text = f"has the name of a part of {value.scheme} tensor {show(name)}"
+            raise error_about(SafetensorError, text, tensor=stored)
         packed[stored] = part
 
 

@@ -21,8 +21,8 @@ from ..folders import unfinished
 from ..folders.destinations import Destination, file_in_store, replacement_of
 from ..folders.folder import check_free
 from ..folders.replacement import OldShards
-from ..quantize.checkpoint import Keep
 from ..quantize.file_types import ConvertScheme
+from ..quantize.keeping import Keep
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
@@ -48,6 +48,7 @@ def convert(
     only: Patterns = None,
     drop: Patterns = None,
     keep: Keep = None,
+    ignore: Keep = None,
     rename: Renames = None,
     metadata: Mapping[str, Any] | None = None,
     adapters: Adapters = None,
@@ -98,6 +99,9 @@ def convert(
             that llama-quantize chooses. These can also be mixtures: "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s",
             "q4_k_m" (also called "q4_k"), "q5_k_s", "q5_k_m" and "mxfp4_moe". In a dict a name is a block type, and
             "*" can have a mixture.
+
+            The formats of other engines, such as "w4a16", "fp8_dynamic", "mlx4" and "bnb_nf4", write the folder that
+            the engine loads, see :doc:`/guide/engines`. They need a supported model's ``config.json``, or ``only``.
         imatrix: path of an importance matrix of llama.cpp's for ``quantize``, in GGUF or in the older format. Tensors
             without an entry are quantized without importance. Needs a single file as destination.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
@@ -105,7 +109,9 @@ def convert(
         only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of
             ``names``.
         drop: shell pattern, or list of patterns, of names to leave out.
-        keep: shell pattern, list of patterns, or function of the name: tensors for ``quantize`` to leave unquantized.
+        keep: shell pattern, list of patterns, or function of the name: tensors or modules for ``quantize`` to leave
+            unquantized. After "re:" a pattern is a regular expression.
+        ignore: the engines' name for ``keep``.
         rename: pairs (regular expression, replacement), or a dict, for ``re.sub`` to apply to each name in order.
         metadata: text for the header, merged with the metadata of the source; the value None removes a key. For
             ".gguf", values can also be numbers and lists.
@@ -181,6 +187,7 @@ def convert(
             "only": only,
             "drop": drop,
             "keep": keep,
+            "ignore": ignore,
             "rename": rename,
             "metadata": metadata,
             "adapters": adapters,

@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..._version import __version__
 from ...base import dtypes
+from ...base.preset import PRESETS
 from ...base.scheme import SCHEMES
 from ...base.text import show
-from ...errors import FormatError
+from ...errors import FormatError, UnsupportedError
 from ...formats.gguf.mixtures import sort_key
 from ...formats.registry import SAFETENSORS
 from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
 from ..architectures.restructured import RestructuredCatalog
 from ..folders.shards import config_with
-from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary, described
+from ..quantize.checkpoint import ModelRules, Rules, Summary, described
+from ..quantize.encoding import WEIGHTS
+from ..quantize.engine_rules import EngineRules
 from ..quantize.file_types import FileTypeRules
+from ..quantize.keeping import Planned
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -40,6 +44,12 @@ class Decision(NamedTuple):
     scheme: str | None = None  # scheme to quantize to
     kept: str | None = None  # why ``quantize`` leaves the tensor unquantized
     stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
+    partners: tuple[str, ...] = ()  # weights in the source that share a scale with this one, itself included
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names in the source of all tensors that the result depends on."""
+        return tuple(dict.fromkeys((*self.sources, *self.partners)))
 
 
 class Decider:
@@ -53,7 +63,7 @@ class Decider:
         UnsupportedError: a tensor of codes would be converted as if it held numbers.
     """
 
-    def __init__(self, catalog: Catalog, request: ConvertRequest, rules: Rules | None) -> None:
+    def __init__(self, catalog: Catalog, request: ConvertRequest, rules: Rules | EngineRules | None) -> None:
         self._catalog = catalog
         self._target = request.target
         self._format = request.format
@@ -62,8 +72,12 @@ class Decider:
         options = request.options
         names, only, drop = options.get("names"), options.get("only"), options.get("drop")
         model = ModelRules.of(catalog)
-        # The head of a model of llama.cpp stays tied, and a restored model has all of its tensors.
-        ties = not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog)
+        self._engine = rules if isinstance(rules, EngineRules) else None
+        if self._engine is not None:
+            chosen_by = names is not None or only is not None
+            self._engine.set_model(model.schema, catalog.config, model.names, chosen=chosen_by)
+        # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
+        ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
         tied = model.tied_heads() if rules is not None and names is None and ties else {}
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
         self.descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
@@ -72,10 +86,12 @@ class Decider:
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
-        if rules is not None:
+        if isinstance(rules, Rules):
             rules.schema = model.schema
         if isinstance(rules, FileTypeRules):
             rules.prepare(self.descriptions)
+        if self._engine is not None:
+            self.descriptions = {k: v for k, v in self.descriptions.items() if not self._engine.drops(k)}
         if self._target is not None or rules is not None or self._format != SAFETENSORS:
             cause = f"the format {self._format}" if self._target is None else "dtype="
             cause = cause if rules is None else "quantize="
@@ -86,13 +102,15 @@ class Decider:
         """Source names of the tensors to convert, and of tied heads that can be added."""
         return [*self.descriptions, *self._heads]
 
-    def config(self, schemes: Collection[str]) -> dict[str, Any] | None:
+    def config(self, schemes: Collection[str], names: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the ``config.json`` of the result, or None if the source has none.
 
         Args:
             schemes: safeload's schemes of quantized tensors in the result.
+            names: of tensors in the result, by their names before ``rename``.
         """
-        return config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
+        config = config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
+        return config if self._engine is None else self._engine.config(config, self._kept, names)
 
     @property
     def restored(self) -> bool:
@@ -123,6 +141,8 @@ class Decider:
         if isinstance(self._rules, FileTypeRules):
             names = sorted(names, key=sort_key)
         decisions = {name: self._decide(name, self.descriptions[name]) for name in names}
+        if self._engine is not None:
+            return self._with_partners(decisions, self._engine)
         if self._rules is None and self._target is None and self._format in (SAFETENSORS, "gguf"):
             decisions.update((name, Decision((name,))) for name in self._ignored)
         for head, embedding in self._heads.items():
@@ -134,6 +154,19 @@ class Decider:
                 decisions[head] = Decision((embedding,), scheme=scheme)
             elif embedding not in self.descriptions:  # a reader has no embedding in the result to tie the head to
                 decisions[head] = self._decide(embedding, tensor)
+        return decisions
+
+    def _with_partners(self, decisions: dict[str, Decision], engine: EngineRules) -> dict[str, Decision]:
+        """Let weights that the engine fuses share a scale.
+
+        Raises:
+            UnsupportedError: no tensor is quantized.
+        """
+        if not self._quantized:
+            raise UnsupportedError(f"{engine.preset.name}: no tensor is left to quantize")
+        for name in self._quantized:
+            partners = engine.partners(name, self._quantized)
+            decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
         return decisions
 
     def of_layout(self, layout: Layout) -> dict[str, Decision]:
@@ -163,6 +196,13 @@ class Decider:
         row = tensor.row
         planned = None if self._rules is None else self._planned(name, tensor)
         kept = None if planned is None else planned.reason or None
+        if self._engine is not None and planned is not None:
+            if planned.scheme is not None:
+                weight = self._engine.weight_dtype(tensor, self._target)
+                return Decision((name,), weight.code, planned.scheme)
+            target = self._engine.kept_dtype(tensor, self._target)
+            changes = target is not None and (tensor.floating or tensor.scheme is not None) and target is not row
+            return Decision((name,), target.code if changes and target is not None else None, kept=kept)
         if planned is not None and planned.scheme is not None:
             return Decision((name,), scheme=planned.scheme)
         if planned is not None and planned.dtype is not None:
@@ -200,12 +240,15 @@ class TensorRun:
     kept: str | None = None
     stack: StackedTensor | None = None
     of: str | None = None  # name in the source, if it differs
+    partners: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             row_of(self.dtype)
-        if self.scheme is not None and self.scheme not in SCHEMES:
+        if self.scheme is not None and self.scheme not in SCHEMES and self.scheme not in PRESETS:
             raise ValueError(f"unknown scheme {show(self.scheme)}")
+        if self.scheme in PRESETS and self.dtype not in WEIGHTS:
+            raise ValueError(f"a tensor of {self.scheme} must have one of the dtypes {', '.join(WEIGHTS)}")
         if self.stack is not None and self.dtype is None:
             raise ValueError(f"stack {show(self.stack.name)} must have a dtype")
 
@@ -218,16 +261,16 @@ def runs_of(decisions: Mapping[str, Decision]) -> tuple[TensorRun, ...]:
         name, first = group[0]
         names = first.sources if first.stack is not None else tuple(name for name, _ in group)
         of = first.sources[0] if first.stack is None and first.sources != (name,) else None
-        how = {"dtype": first.dtype, "scheme": first.scheme, "kept": first.kept}
-        runs.append(TensorRun(names=names, **how, stack=first.stack, of=of))
+        run = TensorRun(names=names, dtype=first.dtype, scheme=first.scheme, kept=first.kept, stack=first.stack, of=of)
+        runs.append(replace(run, partners=first.partners))
     return tuple(runs)
 
 
-def _run_key(item: tuple[str, Decision]) -> tuple[str | None, ...]:
+def _run_key(item: tuple[str, Decision]) -> tuple[Any, ...]:
     """Return the key of a decision's run; a stacked or renamed tensor has its own run."""
     name, decision = item
     alone = None if decision.sources == (name,) and decision.stack is None else name
-    return decision.dtype, decision.scheme, decision.kept, alone
+    return decision.dtype, decision.scheme, decision.kept, alone, decision.partners
 
 
 def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
@@ -239,7 +282,7 @@ def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
             continue
         for name in run.names:
             source = name if run.of is None else run.of
-            decisions[name] = Decision((source,), run.dtype, run.scheme, run.kept)
+            decisions[name] = Decision((source,), run.dtype, run.scheme, run.kept, partners=run.partners)
     return decisions
 
 
@@ -317,6 +360,7 @@ class ConversionPlan:
     extras: dict[str, str | PlannedPath]
     quantized: PlannedSummary | None = None
     schemes: tuple[str, ...] = ()  # safeload's schemes of quantized tensors in the result
+    parameters: int | None = None  # for the index of an engine that wants their number
     storage_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

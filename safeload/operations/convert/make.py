@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,14 +16,16 @@ from ...base import dtypes, log, packing
 from ...base.arrays import Array, foreign_order
 from ...base.gc_pause import paused
 from ...base.packing import MLX, Part
+from ...base.preset import PRESETS
 from ...base.scheme import SCHEMES, usual_axis
 from ...base.selecting import check_matches, renamed
 from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
-from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, Staged
+from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged
 from ...engine.read.plan import Entry
+from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...errors import UnsupportedError
 from ...formats.gguf import file_type
@@ -35,6 +38,9 @@ from ...stores.files import Location
 from ..architectures.restructured import RestructuredCatalog
 from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
+from ..quantize.encoding import Encoding, Reader, encode, global_scale, largest_in
+from ..quantize.engine_loading import strip_reader
+from ..quantize.engine_rules import EngineRules
 from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
 from ..quantize.importance import read_importance, vector_for
 from ..quantize.quantize import Rounding, quantize_source
@@ -49,6 +55,7 @@ _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_
 # Dtypes of the weights of a model of llama.cpp.
 _LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
 _WIDEST_CODES = 4  # bytes of the integers that GPTQ and AWQ pack codes into
+_KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
 
 
 class Outputs(NamedTuple):
@@ -61,6 +68,7 @@ class Outputs(NamedTuple):
     metadata: Mapping[Any, Any]
     extras: dict[str, Location]  # other files to copy into the folder, by name
     format: str
+    engine_rules: EngineRules | None = None
 
     @property
     def tensor_count(self) -> int:
@@ -74,7 +82,13 @@ class Outputs(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any] | None:
-        return self.decider.config(self.schemes)
+        return self.decider.config(self.schemes, dict(zip(self.decisions, self.tensors, strict=True)))
+
+    @property
+    def parameters(self) -> int | None:
+        if self.engine_rules is None or not self.engine_rules.engine.always_indexed:
+            return None
+        return sum(math.prod(output.shape) for output in self.tensors.values())
 
     @property
     def files(self) -> Mapping[str, Location | bytes]:
@@ -92,11 +106,11 @@ class Outputs(NamedTuple):
 
     @property
     def may_hold_codes(self) -> bool:
-        if self.decider.restored:
+        if self.decider.restored and self.engine_rules is None:
             return False
         outputs = self.tensors.values()
         return any(
-            isinstance(output, LazyPacked) or (isinstance(output, Lazy) and may_be_code(output.dtype))
+            isinstance(output, LazyPacked | LazyEncoded) or (isinstance(output, Lazy) and may_be_code(output.dtype))
             for output in outputs
         )
 
@@ -107,7 +121,8 @@ class Outputs(NamedTuple):
         return weight_map({file: shard.tensors for file, shard in shards.items()})
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
-        return writer_of(_reporting(self.tensors, written), as_texts(self.metadata) or None)
+        outputs = _reporting(self.tensors, written)
+        return writer_of(outputs, as_texts(self.metadata) or None, editable=self.engine_rules is None)
 
     def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
         row_of(self.format).write(_reporting(self.tensors, written), self.metadata, path, overwrite=overwrite)
@@ -178,11 +193,11 @@ def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     return request._replace(options=options)
 
 
-def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix | None) -> Rules | None:
+def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix | None) -> Rules | EngineRules | None:
     options = request.options
-    quantize = options.get("quantize")
-    if quantize is None:
-        return None
+    quantize, engine_rules = options.get("quantize"), request.engine_rules
+    if quantize is None or engine_rules is not None:
+        return engine_rules
     model = request.format == "gguf" and not options.get("raw")
     rules = rules_for(catalog, quantize, options.get("keep"), matrix, model=model)
     if isinstance(rules, FileTypeRules) and options.get("layout") is not None:
@@ -191,16 +206,15 @@ def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix |
 
 
 def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Outputs:
-    options, format = request.options, request.format
-    keep, layout = options.get("keep"), options.get("layout")
+    options, format, layout = request.options, request.format, request.options.get("layout")
     path = options.get("imatrix")
     matrix = None if path is None else read_importance(path)
     rules = _rules(catalog, request, matrix)
     decider = Decider(catalog, request, rules)
-    if keep is not None and not callable(keep):
-        check_matches("keep", keep, decider.names)
-    decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
     if rules is not None:
+        rules.kept.check(decider.names)
+    decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
+    if isinstance(rules, Rules):
         check_matches("quantize", rules.patterns, {*decider.names, *decisions})
     converts = request.target is not None or rules is not None
     if options.get("adapters") is not None and not converts and layout is None:
@@ -229,9 +243,13 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
     if format == "gguf" and chosen and file_type.KEY not in own:
         metadata = file_type.updated(metadata, outputs.values())
-    if format == "gguf" and rules is not None:
+    if format == "gguf" and isinstance(rules, Rules):
         metadata = metadata_with(metadata, rules, matrix, own)
-    return Outputs(catalog, decider, decisions, outputs, metadata, extras_for(catalog, request), format)
+    engine_rules = rules if isinstance(rules, EngineRules) else None
+    if engine_rules is not None:
+        metadata = {"format": engine_rules.engine.metadata, **own}
+    extras = extras_for(catalog, request)
+    return Outputs(catalog, decider, decisions, outputs, metadata, extras, format, engine_rules)
 
 
 def _check_rename(name: str, new: str, output: Output) -> None:
@@ -306,7 +324,10 @@ class Maker:
         self._format = format
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
-        self._scratch = _Scratch()
+        self._scratch, self._codes = _Scratch(), _Scratch()
+        self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
+        self._kept_bytes = 0
+        self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
         if matrix is not None:
             self._importance = self._of_matrix(matrix)
@@ -338,6 +359,8 @@ class Maker:
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
         tensor = self._about(source)
+        if decision.scheme in PRESETS:
+            return self._encoded(source, decision, tensor)
         if decision.scheme is not None:
             values = partial(self._values, source, name)
             return self._quantized(decision.scheme, tensor.shape, values, self._importance.get(name))
@@ -415,6 +438,72 @@ class Maker:
         return LazyQuantized(
             scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
         )
+
+    def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyEncoded:
+        """Return a weight to quantize for an engine when it is written."""
+        assert decision.scheme is not None
+        assert decision.dtype is not None
+        row = dtypes.BY_CODE[decision.dtype]
+        encoding = Encoding(source, PRESETS[decision.scheme], tensor.shape, row)
+        constants = encoding.constants()
+        parts = {}
+        for role, part in encoding.preset.parts.items():
+            if role in constants:
+                make = partial(constants.__getitem__, role)
+            else:
+                make = partial(self._part_of, encoding, decision.partners, role)
+            parts[part.suffix] = Lazy(*encoding.stored(role), make)
+        return LazyEncoded(encoding.preset.name, tensor.shape, parts)
+
+    def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
+        """Return a part of a quantized weight.
+
+        Files hold all codes before all scales, or after them. Scales are kept from one to the other as long as they
+        take little memory, and computed again otherwise.
+        """
+        name = encoding.name
+        kept = self._kept_parts.get(name, {})
+        if role in kept:
+            self._kept_bytes -= kept[role].nbytes
+            return kept.pop(role)
+        largest = self._largest(encoding, partners) if packing.GLOBAL in encoding.preset.parts else None
+        if role == packing.GLOBAL:
+            assert largest is not None
+            return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
+        codes = None
+        if role == packing.CODES:
+            dtype, shape = encoding.stored(role)
+            codes = self._codes.array(shape, dtype)
+        parts = encode(
+            encoding,
+            self._reader(name, encoding.row),
+            largest=largest,
+            codes=codes,
+            only_scales=role != packing.CODES,
+            threads=self._threads,
+        )
+        rest = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
+        size = sum(part.nbytes for part in rest.values())
+        if self._kept_bytes + size <= _KEPT_BYTES:
+            self._kept_parts[name] = rest
+            self._kept_bytes += size
+        return parts[role]
+
+    def _largest(self, encoding: Encoding, partners: tuple[str, ...]) -> float:
+        """Return the largest magnitude in a weight and its partners."""
+        names = partners or (encoding.name,)
+        if names not in self._maxima:
+            weights = (encoding._replace(name=name, shape=self._about(name).shape) for name in names)
+            self._maxima[names] = max(largest_in(each, self._reader(each.name, each.row)) for each in weights)
+        return self._maxima[names]
+
+    def _reader(self, name: str, row: dtypes.Dtype) -> Reader:
+        """Return a reader of a weight; weights with a merged adapter are computed first."""
+        if type(self._catalog) is Catalog:
+            return strip_reader(self._values(name, name), row, self._scratch.array, self._threads)
+        whole = self._read(name, dtypes.array_dtype(row.number), self._about(name).shape, row)
+        values = jobs.native_order(whole).reshape(-1)
+        return lambda begin, end: values[begin:end]
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""
@@ -508,6 +597,9 @@ def _reporting(outputs: Mapping[str, Output], written: Callable[[int], object]) 
     for name, output in outputs.items():
         if isinstance(output, Lazy):
             wrapped[name] = wrap(output)
+        elif isinstance(output, LazyEncoded):
+            ends = {suffix: wrap(part) for suffix, part in output.parts.items()}
+            wrapped[name] = LazyEncoded(output.scheme, output.shape, ends)
         elif isinstance(output, LazyPacked):
             parts = {role: wrap(part) for role, part in output.roles.items()}
             wrapped[name] = LazyPacked(output.packing, output.names, parts)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._version import __version__
+from ...base.preset import preset_of
 from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
@@ -130,10 +131,11 @@ def _continued(folder: Folder, call: str) -> ConversionPlan | None:
     note = unfinished.continued(folder, call)
     if note is None or note.pieces is None or note.id is None:
         return None
-    files = {piece.id: piece.file for piece in note.pieces}
+    usual = {piece.id: piece.file for piece in note.pieces}
     present = folder.names()
-    places = _complete_shards(folder, present, journal.recorded(folder, present), files)
+    places = _complete_shards(folder, present, journal.recorded(folder, present), usual)
     options, prefix = note.options or {}, f"invalid {unfinished.NAME}"
+    files = [*(name for _, name in places.values()), *([] if note.parameters is None else [INDEX])]
     pieces = []
     for piece in note.pieces:
         if piece.file not in places:
@@ -164,12 +166,13 @@ def _continued(folder: Folder, call: str) -> ConversionPlan | None:
         folder=folder.place,
         in_place=True,
         call=call,
-        outdated=tuple(replacement_of(folder).outdated([name for _, name in places.values()])),
+        outdated=tuple(replacement_of(folder).outdated(files)),
         tensors=note.tensors,
         config=None if note.config is None else PlannedConfig(content=note.config),
         extras={},
         quantized=None if note.quantized is None else decode(PlannedSummary, note.quantized, prefix),
         schemes=note.schemes,
+        parameters=note.parameters,
     )
 
 
@@ -194,6 +197,7 @@ def _plan(
     pieces = [replace(piece, plan=plan_id, options=options, in_place=in_place) for piece in pieces]
     places = _places(pieces, folder, overwrite=overwrite, resume=resume)
     pieces = [replace(piece, folder=places[piece.file][0].place, file=places[piece.file][1]) for piece in pieces]
+    files = [*(piece.file for piece in pieces), *([] if prepared.parameters is None else [INDEX])]
     config = _config(prepared, request, in_place=in_place is not None)
     if config is None and overwrite:
         content = config_without_codes(prepared, folder, request.target)
@@ -206,12 +210,13 @@ def _plan(
         folder=folder.place,
         in_place=in_place is not None,
         call=None if in_place is None else call,
-        outdated=tuple(replacement_of(folder).outdated([piece.file for piece in pieces]) if overwrite else ()),
+        outdated=tuple(replacement_of(folder).outdated(files) if overwrite else ()),
         tensors=prepared.tensor_count,
         config=config,
         extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
         quantized=_summary(prepared),
         schemes=prepared.schemes,
+        parameters=prepared.parameters,
     )
 
 
@@ -233,7 +238,7 @@ def _pieces(
             id="",
             plan="",
             folder="",
-            sources=sources.of(name for decision in decisions.values() for name in decision.sources),
+            sources=sources.of(name for decision in decisions.values() for name in decision.reads),
             file=file,
             nbytes=sum(output.nbytes for output in shard.values()),
             tensors=runs_of(decisions),
@@ -261,6 +266,8 @@ def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> Pl
     Args:
         in_place: True if `finalize` replaces the source's ``config.json``, so that the plan must contain it.
     """
+    if prepared.engine_rules is not None:
+        return PlannedConfig(content=prepared.config)
     config = prepared.catalog.config
     if config is None:
         return None
@@ -296,7 +303,8 @@ def _options(request: ConvertRequest) -> dict[str, Any]:
     if isinstance(quantize, Mapping):
         plain["quantize"] = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
     elif quantize is not None:
-        plain["quantize"] = parse(quantize)
+        preset = preset_of(quantize)
+        plain["quantize"] = parse(quantize) if preset is None else preset.name
     if callable(plain.get("keep")):
         plain["keep"] = "a function"
     options = {}

@@ -30,8 +30,10 @@ from ..folders import unfinished
 from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, of, where
 from ..folders.folder import Folder
 from ..folders.shards import extras_of
-from ..quantize.checkpoint import Keep
+from ..quantize.encoding import WEIGHTS
+from ..quantize.engine_rules import EngineRules, preset_named
 from ..quantize.file_types import ConvertScheme
+from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given, has_names
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ConvertOptions(TypedDict, total=False):
     only: Patterns
     drop: Patterns
     keep: Keep
+    ignore: Keep
     rename: Renames
     metadata: Mapping[str, Any] | None
     adapters: Any
@@ -71,6 +74,12 @@ class ConvertRequest(NamedTuple):
     options: ConvertOptions  # iterables as lists
 
     @property
+    def engine_rules(self) -> EngineRules | None:
+        """The rules of an engine's format; None for safeload's own schemes and without ``quantize``."""
+        preset = preset_named(self.options.get("quantize"))
+        return None if preset is None else EngineRules(preset, self.options.get("keep"))
+
+    @property
     def every_tensor(self) -> bool:
         """True if no option leaves out tensors of the source."""
         options = self.options
@@ -89,6 +98,11 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     for key in options.keys() - ConvertOptions.__annotations__.keys():
         raise TypeError(f"unexpected argument {show(key)}")
     options = _repeatable(options)
+    if options.get("ignore") is not None:
+        if options.get("keep") is not None:
+            raise ValueError("ignore= is another name of keep=: pass one of them")
+        options["keep"] = options["ignore"]
+    options.pop("ignore", None)
     target = parse_target(options.get("dtype"))
     if options.get("keep") is not None and options.get("quantize") is None:
         raise ValueError("keep= selects tensors that quantize= leaves unquantized: pass quantize= too")
@@ -103,13 +117,36 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     if folder is None and place.files.remote:
         check_writable(place)
     limit = USUAL_SIZE if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
-    return ConvertRequest(place.shown, format, place, folder, limit, target, options)
+    request = ConvertRequest(place.shown, format, place, folder, limit, target, options)
+    rules = request.engine_rules
+    if rules is None:
+        return request
+    _check_engine(request, rules)
+    return request if max_shard_size is not None else request._replace(limit=rules.engine.shard_size)
+
+
+def _check_engine(request: ConvertRequest, rules: EngineRules) -> None:
+    """Refuse options that an engine's format does not have.
+
+    Raises:
+        ValueError: the destination is no folder, or layout= or dtype= does not fit.
+    """
+    name, target = rules.preset.name, request.target
+    if request.folder is None:
+        raise ValueError(
+            f"{name} writes a folder for {rules.engine.title}: end {show(request.path)} with a slash, or leave out its "
+            "suffix"
+        )
+    if request.options.get("layout") is not None:
+        raise ValueError(f"{name} keeps the names of {rules.engine.title}: layout= does not apply")
+    if target is not None and target.code not in WEIGHTS:
+        raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:
     """Return the options with a list for each iterable, which can be read twice and written into a plan."""
     repeatable: dict[str, Any] = dict(options)
-    for key in ("names", "only", "drop", "keep", "rename"):
+    for key in ("names", "only", "drop", "keep", "ignore", "rename"):
         value = repeatable.get(key)
         if value is None or isinstance(value, (str, list, tuple)):
             continue

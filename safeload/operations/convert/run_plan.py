@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
 from typing import Any, NamedTuple
 
+from ...base.preset import PRESETS
 from ...base.selecting import renamed
 from ...base.text import plural, show
 from ...engine.codes.pieces import in_order
@@ -147,7 +148,7 @@ def _write(
 ) -> tuple[int, str, list[int] | None]:
     """Write a shard; return its size, SHA-256 and identity."""
     decisions, file = decisions_of(piece.tensors), piece.file
-    names = [name for decision in decisions.values() for name in decision.sources]
+    names = [name for decision in decisions.values() for name in decision.reads]
     with ExitStack() as stack, Digest() as digest:
         if piece.adapters:
             from .merged import decode_adapters, reopened, stored_names  # only here: most conversions merge nothing
@@ -166,7 +167,8 @@ def _write(
                 f"the shard was planned with {piece.nbytes:,} bytes of tensors, but has {total:,}",
                 folder.shown(file),
             )
-        writer, identity = writer_of(outputs, piece.metadata), None
+        editable = not isinstance(quantize := piece.options.get("quantize"), str) or quantize not in PRESETS
+        writer, identity = writer_of(outputs, piece.metadata, editable=editable), None
         try:
             with ExitStack() as written:
                 shard = write_shard(written, writer, folder, file, overwrite=True, digest=digest)
@@ -268,8 +270,8 @@ def complete(
     replacement = replacement_of(folder)
     with ExitStack() as stack, ExitStack() as first:
         # The other files come first: if copying them fails, an existing checkpoint is still complete.
-        indexed = [*shards] != [SINGLE]
-        beside = Beside(weight_map, total, config, extras, indexed)
+        indexed = plan.parameters is not None or [*shards] != [SINGLE]
+        beside = Beside(weight_map, total, config, extras, indexed, plan.parameters)
         stack.enter_context(replacement.after_index(plan.outdated))
         write_beside(stack, beside, folder, replacement, overwrite=True, outdated=plan.outdated, extras=first)
         first.close()
@@ -303,6 +305,7 @@ def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.
         tensors=plan.tensors,
         quantized=encode(plan.quantized),
         schemes=plan.schemes,
+        parameters=plan.parameters,
         pieces=tuple(pieces) if plan.in_place else None,
         config=config if plan.in_place else None,
     )

@@ -123,6 +123,10 @@ class Conversion(Protocol):
         """The quantized tensors; None without ``quantize``."""
 
     @property
+    def parameters(self) -> int | None:
+        """Number of parameters for the index of an engine that wants one for a single shard too."""
+
+    @property
     def may_hold_codes(self) -> bool:
         """True if tensors can be codes described by a ``config.json``."""
 
@@ -192,7 +196,9 @@ def _write_folder(
     if config is None and overwrite:
         config = config_without_codes(conversion, folder, request.target)
     weight_map = conversion.weight_map(shards)
-    beside = Beside(weight_map, conversion.nbytes, config, conversion.files, [*shards] != [SINGLE])
+    parameters = conversion.parameters
+    indexed = parameters is not None or [*shards] != [SINGLE]
+    beside = Beside(weight_map, conversion.nbytes, config, conversion.files, indexed, parameters)
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = write_shards(writers, beside, folder, overwrite=overwrite, replacing=replacing)
     if overwrite:
@@ -215,6 +221,7 @@ class Copies(NamedTuple):
     extras: dict[str, Location]
     threads: int | None
     summary: None = None
+    parameters: None = None
     schemes: tuple[str, ...] = ()
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from ...base import dtypes, log
 from ...base.arrays import Array
 from ...base.text import show
-from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized
+from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
 from ...engine.run.memory import address_of
@@ -45,7 +45,7 @@ _LARGEST_EXTRA = 1 << 30
 _COPY_BUFFER = 4 << 20
 
 # A tensor for a writer.
-Output = Lazy | LazyQuantized | LazyPacked
+Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
 
 
 def config_with(
@@ -151,9 +151,15 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
     return files
 
 
-def writer_of(outputs: Mapping[str, Output], metadata: Mapping[str, str] | None) -> ShardWriter:
-    """Return the writer of a shard with these tensors and metadata."""
-    return FileWriter(*pack(outputs, metadata, in_folder=True), room=ROOM)
+def writer_of(
+    outputs: Mapping[str, Output], metadata: Mapping[str, str] | None, *, editable: bool = True
+) -> ShardWriter:
+    """Return the writer of a shard with these tensors and metadata.
+
+    Args:
+        editable: False for a header without room for changes, as engines write it.
+    """
+    return FileWriter(*pack(outputs, metadata, in_folder=True), room=ROOM if editable else 0)
 
 
 def open_shard(folder: Folder, name: str) -> WeightFile:
@@ -176,6 +182,7 @@ class Beside(NamedTuple):
     config: Mapping[str, Any] | None  # content of config.json; None to write none
     extras: Mapping[str, Location | bytes]  # other files by name: where to copy from, or the content
     indexed: bool  # False if the only shard is ``model.safetensors``
+    parameters: int | None = None  # "total_parameters" of the index, as MLX has it
 
 
 class ShardWriter(Protocol):
@@ -207,10 +214,11 @@ def write_shards(
     """
     written = 0
     replacement = replacement_of(folder)
-    outdated = replacement.outdated([*shards]) if overwrite else []
+    outdated = replacement.outdated([*shards, *([INDEX] if beside.indexed else [])]) if overwrite else []
     with replacement.undone(), ExitStack() as stack:  # closed in reverse order: the first file is put in place last
         stack.enter_context(replacement.after_index(outdated))
-        alone = [*shards] == [SINGLE]
+        # With an index, a local shard comes first; a store removes a shard that comes before the new config.
+        alone = [*shards] == [SINGLE] and (not beside.indexed or folder.location.files.remote)
         for file, shard in shards.items() if alone else ():
             writer = shard()
             write_shard(stack, writer, folder, file, overwrite=overwrite)
@@ -271,7 +279,9 @@ def write_beside(
         texts[CONFIG] = (json.dumps(dict(beside.config), indent=2) + "\n").encode()
     for name, text in texts.items():
         _write_text(stack, text, folder, name, overwrite=overwrite)
-    stack.enter_context(replacement.before_config(texts.get(CONFIG), outdated, indexed=beside.indexed))
+    single = set(beside.weight_map.values()) <= {SINGLE}
+    indexed = beside.indexed and not single
+    stack.enter_context(replacement.before_config(texts.get(CONFIG), outdated, indexed=indexed))
     for name, content in beside.extras.items():
         own = stack if extras is None else extras
         if isinstance(content, bytes):
@@ -294,9 +304,9 @@ def _index(beside: Beside) -> bytes:
 
     rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(beside.weight_map.items())])
     inside = f"{{\n{rows}\n  }}" if rows else "{}"
-    return (
-        f'{{\n  "metadata": {{\n    "total_size": {beside.total_size}\n  }},\n  "weight_map": {inside}\n}}\n'
-    ).encode()
+    parameters = "" if beside.parameters is None else f',\n    "total_parameters": {beside.parameters}'
+    sizes = f'"total_size": {beside.total_size}{parameters}'
+    return f'{{\n  "metadata": {{\n    {sizes}\n  }},\n  "weight_map": {inside}\n}}\n'.encode()
 
 
 def _is_same(source: Location, copy: Location) -> bool:

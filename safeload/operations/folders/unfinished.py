@@ -56,6 +56,7 @@ class UnfinishedNote:
     tensors: int = 0
     quantized: dict[str, Any] | None = None  # as in the plan
     schemes: tuple[str, ...] = ()  # as in the plan
+    parameters: int | None = None  # as in the plan
     pieces: tuple[NotedPiece, ...] | None = None
     config: dict[str, Any] | None = None  # the new config.json
 

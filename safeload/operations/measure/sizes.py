@@ -9,11 +9,14 @@ from typing import NamedTuple, cast
 
 from ...base import dtypes
 from ...base.names import NUMBER
+from ...base.preset import PRESET_NAMES, PRESETS
 from ...base.scheme import SCHEMES, usual_axis
 from ...engine.codes.quantized_tensor import storage_of
 from ...errors import UnsupportedError
 from ...models.schema import Schema
 from ..quantize.checkpoint import ModelRules, Rules, check_restorable, heads_to_quantize
+from ..quantize.encoding import Encoding
+from ..quantize.engine_rules import EngineRules
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
@@ -85,7 +88,11 @@ def sizes(source: Given) -> Sizes:
             untied = [_Kind(head, catalog.about(embedding), 1) for head, embedding in heads.items()]
             return sum(kind.number * _quantized(kind, rules) for kind in (*kinds, *untied))
 
-        return Sizes(stored, _totals(DTYPES, converted), _totals(SCHEMES, quantized))
+        def encoded(preset: str) -> int:
+            return _encoded(kinds, EngineRules(PRESETS[preset], None), model)
+
+        schemes = {**_totals(SCHEMES, quantized), **_totals(PRESET_NAMES, encoded)}
+        return Sizes(stored, _totals(DTYPES, converted), schemes)
 
 
 def _totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]:
@@ -126,6 +133,28 @@ def _converted(kind: _Kind, width: int) -> int:
     if about.scheme is not None and not about.packed:
         check_restorable(kind.name, about.scheme)
     return width * math.prod(about.shape)
+
+
+def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules) -> int:
+    """Return the bytes of all tensors in the format of an engine.
+
+    Raises:
+        UnsupportedError: the engine does not support the model or a weight.
+    """
+    rules.set_model(model.schema, model.config, model.names, chosen=model.config is None)
+    total, quantized = 0, False
+    for name, about, number in kinds:
+        if rules.drops(name):
+            continue
+        if rules.plan(name, about).scheme is not None:
+            quantized = True
+            total += number * Encoding(name, rules.preset, about.shape, rules.weight_dtype(about, None)).nbytes
+            continue
+        row = rules.kept_dtype(about, None)
+        total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
+    if not quantized:
+        raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
+    return total
 
 
 def _quantized(kind: _Kind, rules: Rules) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +27,9 @@ from ...models.schema import Schema
 from ...models.tied import absent_heads
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
+from .engine_loading import EncodedTensors, load_encoded
+from .engine_rules import EngineFormat, EngineRules, preset_named
+from .keeping import Keep, Kept, Planned
 from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests
 
 #: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
@@ -38,8 +41,7 @@ _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is 
 # Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
 _HEADLESS = "embedding"
 
-Keep = str | Iterable[str] | Callable[[str], object] | None
-Scheme: TypeAlias = SchemeName | Mapping[str, SchemeName | None]
+Scheme: TypeAlias = SchemeName | EngineFormat | Mapping[str, SchemeName | None]
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -119,16 +121,6 @@ class QuantizedDict(dict[str, QuantizedTensor | Array]):
         return dict_repr("QuantizedDict", self, note)
 
 
-class Planned(NamedTuple):
-    """The decision about one tensor."""
-
-    scheme: str | None  # None leaves the tensor unquantized
-    reason: str = ""  # why it is left unquantized
-    already: bool = False  # True if it has the requested scheme already
-    requested: str | None = None  # the requested scheme, if the rows of the tensor need its fallback
-    dtype: str | None = None  # code of the dtype to convert to instead
-
-
 class ModelRules(NamedTuple):
     """Facts about a model to derive the roles of its tensors from, such as embedding, head and norm."""
 
@@ -177,8 +169,7 @@ class Rules:
         self.schema: Schema | None = None
         schemes = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
         self._schemes = {pattern: None if value is None else parse(value) for pattern, value in schemes.items()}
-        self._keep = keep if callable(keep) else None
-        self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
+        self.kept = Kept(keep)
 
     @property
     def patterns(self) -> list[str]:
@@ -200,7 +191,7 @@ class Rules:
         result = SCHEMES[requested].of_rows(shape[-1])
         if scheme is not None and scheme in (requested, result):
             return Planned(None, f"is already {scheme}", already=True)
-        kept = self.kept(name)
+        kept = self.kept.reason(name)
         if kept is not None:
             return Planned(None, kept)
         usual = self.usual(name)
@@ -219,13 +210,6 @@ class Rules:
         if len(about.shape) not in (2, 3):
             return f"is {len(about.shape)}-D, not 2-D or 3-D"
         return "is empty" if 0 in about.shape else None
-
-    def kept(self, name: str) -> str | None:
-        """Return why ``keep`` leaves a tensor unquantized, or None if it does not."""
-        kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
-        if kept is not None:
-            return f"keep={show(kept)}"
-        return "excluded by keep=" if self._keep is not None and self._keep(name) else None
 
     def usual(self, name: str) -> str | None:
         """Return why a matrix of this name is kept by default, or None if it is quantized."""
@@ -276,7 +260,9 @@ def load_quantized(
             pattern wins; None leaves the tensor unquantized, and patterns other than "*" override the schema and
             `KEPT_NAMES`. If the rows of a matrix are not whole super-blocks of 256, it gets "q5_0" instead of "q4_k",
             "q5_1" instead of "q5_k", and "q8_0" instead of "q6_k", as in llama.cpp.
-        keep: patterns of names to leave unquantized, or a function of the name.
+            The format of an engine, such as "w4a16" or "mlx4", gives the tensors of the folder that `convert` writes
+            for the engine: unquantized tensors are as stored then.
+        keep: patterns of tensors or modules to leave unquantized, or a function of the name.
         tie_lm_head: False to omit the tied head.
         rounding: for "q4_0": "absmax" (the default) or "ggml".
         axis: for int8: the axis to give a scale per element; None for a scale per matrix, so that a tensor of N
@@ -307,6 +293,14 @@ def load_quantized(
     try:
         SCHEMES["q4_0"].target(rounding)
         check_threads(threads)
+        preset = preset_named(scheme)
+        if preset is not None and (rounding is not None or axis is not None):
+            raise ValueError(f"{preset.name} does not accept rounding= or axis=")
+        if preset is not None:
+            engine_rules = EngineRules(preset, keep)
+            with Catalog.of(source, storage_options) as catalog:
+                catalog.refuse_codes(catalog, "load_quantized")
+                return _encoded(load_encoded(catalog, engine_rules, threads, progress))
         rules = Rules(scheme, keep)
         with Catalog.of(source, storage_options) as catalog:
             catalog.refuse_codes(catalog, "load_quantized")
@@ -315,6 +309,15 @@ def load_quantized(
     except SafeloadError as error:
         cut_traceback(error)
         raise
+
+
+def _encoded(loaded: EncodedTensors) -> QuantizedDict:
+    """Return tensors in the format of an engine with their summary."""
+    result = QuantizedDict(loaded.tensors)
+    before = sum(about.nbytes for about in loaded.abouts.values())
+    after = sum(value.nbytes for value in result.values())
+    result.summary = Summary(before, after, loaded.quantized, loaded.kept, described(loaded.abouts))
+    return result
 
 
 class _Tensor(NamedTuple):

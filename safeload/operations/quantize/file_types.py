@@ -13,13 +13,15 @@ from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.gguf.mixtures import FILE_TYPES, FLOAT16, ModelSizes, TensorType
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from .checkpoint import Keep, Planned, Rules, check_restorable
+from .checkpoint import Rules, check_restorable
+from .engine_rules import EngineFormat
+from .keeping import Keep, Planned
 from .quantize import SchemeName
 
 FileTypeName: TypeAlias = Literal[
     "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "mxfp4_moe"
 ]  # fmt: skip
-ConvertScheme: TypeAlias = SchemeName | FileTypeName | Mapping[str, SchemeName | FileTypeName | None]
+ConvertScheme: TypeAlias = SchemeName | FileTypeName | EngineFormat | Mapping[str, SchemeName | FileTypeName | None]
 
 _ALL = "*"  # the pattern for all other tensors
 
@@ -98,7 +100,7 @@ class FileTypeRules(Rules):
             return Planned(None, f"stays as it is in file type {self.file_type}")
         if about.scheme == chosen.type:
             return Planned(None, f"is already {about.scheme}", already=True)
-        kept = self.kept(name)
+        kept = self.kept.reason(name)
         if kept is not None:
             return Planned(None, kept)
         if about.scheme is not None and not about.packed:

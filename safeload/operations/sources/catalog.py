@@ -404,14 +404,9 @@ class Catalog:
         """
         if self.fill(name, row, out, threads):
             return
-        value = self.restoring(name, name) or self.source(name, name)
-        if isinstance(value, QuantizedTensor):
-            value.dequantize(out.dtype, out=out, threads=threads)
-        elif value.size:
-            jobs.Batch(value.jobs(address_of(out), row.number)).run(threads=threads)
-            ordered = jobs.native_order(out)
-            if ordered is not out:
-                out[...] = ordered
+        ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
+        if ordered is not out:
+            out[...] = ordered
 
     def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
         """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized.
@@ -469,6 +464,15 @@ class Catalog:
             UnsupportedError: a tensor holds codes; the message names tensor, scale and quant_method.
         """
         codes_without_scale.refuse(self.codes, names, operation, self._where)
+
+
+def read_values(value: Source | QuantizedTensor, row: dtypes.Dtype, array: Array, threads: int | None = None) -> Array:
+    """Fill an array with the values of a tensor as a dtype, and return it."""
+    if isinstance(value, QuantizedTensor):
+        return value.dequantize(array.dtype, out=array, threads=threads)
+    if value.size:
+        jobs.Batch(value.jobs(address_of(array), row.number)).run(threads=threads)
+    return jobs.native_order(array)
 
 
 # Input of an operation: a checkpoint, by path or open, or tensors by name.

@@ -1,0 +1,273 @@
+"""Quantize a matrix to the stored parts of an engine's format; csrc/kernels/encode.c computes scales and codes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ...base import dtypes, packing
+from ...base.arrays import Array, index_of
+from ...base.native import TIER, ffi, lib
+from ...base.preset import Preset, StoredPart
+from ...base.text import subject
+from ...engine.codes.pieces import in_order
+from ...engine.run import jobs
+from ...engine.run.memory import private_array
+from ...errors import RangeError, UnsupportedError
+
+# The dtypes of weights that engines quantize.
+WEIGHTS = ("BF16", "F16", "F32")
+# Weights that are read together, and weights of a task for a thread.
+_STRIP, _TASK = 4 << 20, 1 << 20
+# Columns of a row of weights whose blocks cross rows: whole blocks, and an even number of codes.
+_FLAT = 4096
+# The largest E2M1 times the largest E4M3.
+_NVFP4_MOST = np.float32(2688)
+_NONE = ffi.NULL
+
+
+# Returns the weights of a range in C order, little-endian.
+Reader: TypeAlias = Callable[[int, int], Array]
+
+
+class Encoding(NamedTuple):
+    """A matrix to quantize."""
+
+    name: str  # of the weight, for messages
+    preset: Preset
+    shape: tuple[int, ...]
+    row: dtypes.Dtype  # dtype of the weight before it is quantized
+
+    def stored(self, role: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Return dtype and shape of a part."""
+        part: StoredPart = self.preset.parts[role]
+        row = self.row if part.dtype is None else dtypes.BY_CODE[part.dtype]
+        shape = (len(self._state()),) if role == packing.STATE else self.preset.shape_of(role, self.shape)
+        return dtypes.array_dtype(row.number), shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        stored = map(self.stored, self.preset.parts)
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
+
+    def constants(self) -> dict[str, Array]:
+        """Return the parts that do not depend on the values."""
+        parts: dict[str, Array] = {}
+        if packing.SHAPE in self.preset.parts:
+            parts[packing.SHAPE] = np.array(self.shape, np.int64)
+        if packing.TABLE in self.preset.parts:
+            parts[packing.TABLE] = np.array(self.preset.table, np.float32)
+        if packing.STATE in self.preset.parts:
+            parts[packing.STATE] = np.frombuffer(self._state(), np.uint8).copy()
+        return parts
+
+    def _state(self) -> bytes:
+        """Return bitsandbytes' description of the codes."""
+        state = {
+            "quant_type": self.preset.name.removeprefix("bnb_"),
+            "blocksize": self.preset.group,
+            "dtype": self.row.name,
+            "shape": list(self.shape),
+        }
+        return json.dumps(state).encode()
+
+
+def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
+    """Refuse rows that are not whole blocks, which the engine's kernels do not support.
+
+    Raises:
+        UnsupportedError: the message names the tensor.
+    """
+    group = preset.group
+    if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
+        raise UnsupportedError(
+            f"{subject(name)}{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole "
+            "blocks: pass ignore= with its name to leave it unquantized",
+            tensor=name,
+        )
+
+
+def encode(
+    encoding: Encoding,
+    read: Reader,
+    *,
+    largest: float | None = None,
+    codes: Array | None = None,
+    only_scales: bool = False,
+    threads: int | None = None,
+) -> dict[str, Array]:
+    """Return the parts of a matrix by role, except those of `Encoding.constants`.
+
+    Args:
+        read: returns the weights of a range, in the order and dtype of the encoding.
+        largest: for NVFP4: the largest magnitude in the weight and its fused partners.
+        codes: memory for the codes; None for new memory.
+        only_scales: True to leave out the codes.
+
+    Raises:
+        RangeError: a value is not finite, or a scale does not fit the dtype; with tensor and index.
+    """
+    preset = encoding.preset
+    if only_scales:
+        codes = np.empty(0, np.uint8)
+    elif codes is None:
+        dtype, shape = encoding.stored(packing.CODES)
+        codes = private_array(shape, dtype)
+    blocks = math.prod(preset.grid(encoding.shape))
+    scales = np.zeros(blocks, np.float32)
+    biases = np.zeros(blocks if packing.BIAS in preset.parts else 0, np.float32)
+    zeros = np.zeros(blocks if packing.ZERO in preset.parts else 0, np.int8)
+    scale_codes = np.zeros(blocks, np.uint8)
+    tensor_scale = np.float32(0) if largest is None else global_scale(largest, encoding.row)
+    tasks = _Tasks(encoding, float(tensor_scale), (codes, scales, biases, zeros, scale_codes))
+    for strip in _strips(encoding):
+        weights = read(strip.first, strip.first + strip.rows * strip.columns)
+        for _ in in_order(partial(tasks.run, strip, weights), strip.tasks(preset.row_block), threads, weights.nbytes):
+            pass
+    scale_dtype, scale_shape = encoding.stored(packing.SCALE)
+    by_code = scale_dtype.itemsize == 1
+    scale = scale_codes.view(scale_dtype) if by_code else _little(scales, scale_dtype)
+    parts: dict[str, Array] = {packing.SCALE: scale.reshape(scale_shape)}
+    if not only_scales:
+        parts[packing.CODES] = codes
+    if packing.BIAS in preset.parts:
+        parts[packing.BIAS] = _little(biases, scale_dtype).reshape(scale_shape)
+    if packing.ZERO in preset.parts:
+        parts[packing.ZERO] = _packed_zeros(zeros.reshape(scale_shape), preset.bits)
+    if packing.GLOBAL in preset.parts:
+        parts[packing.GLOBAL] = _little(np.array([tensor_scale]), np.dtype(np.float32))
+    return parts
+
+
+def largest_in(encoding: Encoding, read: Reader) -> float:
+    """Return the largest magnitude in a matrix; NaN counts as infinity."""
+    bits = np.zeros(1, np.uint32)
+    most = 0
+    for strip in _strips(encoding):
+        weights = read(strip.first, strip.first + strip.rows * strip.columns)
+        source, number = _pointer(weights, "void *"), encoding.row.number
+        lib.sl_absmax(TIER, number, source, weights.size, ffi.from_buffer("uint32_t[]", bits))
+        most = max(most, int(bits[0]))
+    return float(np.array([most], np.uint32).view(np.float32)[0])
+
+
+def global_scale(largest: float, row: dtypes.Dtype) -> np.float32:
+    """Return NVFP4's scale of a tensor; each step is rounded to the dtype of the weight, as in PyTorch."""
+    dtype = dtypes.array_dtype(row.number)
+    smallest = np.float32(2.0**-14 if row.code == "F16" else 2.0**-126)
+    with np.errstate(over="ignore"):
+        inverse = (np.float32(1) / np.maximum(np.array(largest, np.float32), smallest)).astype(dtype).astype(np.float32)
+        scale: np.float32 = (inverse * _NVFP4_MOST).astype(dtype).astype(np.float32)[()]
+    return scale if np.isfinite(scale) else np.float32(1)
+
+
+class _Strip(NamedTuple):
+    """Weights that are read together: rows of a matrix, or a run of blocks that cross rows."""
+
+    first: int  # weight
+    rows: int
+    columns: int
+    filler: int = 0  # the code after the last, of an odd number
+
+    def tasks(self, row_block: int) -> Iterator[range]:
+        """Yield ranges of rows for a thread each."""
+        step = max(1, _TASK // max(1, self.columns) // row_block) * row_block
+        for begin in range(0, self.rows, step):
+            yield range(begin, min(begin + step, self.rows))
+
+
+def _strips(encoding: Encoding) -> Iterator[_Strip]:
+    preset, size = encoding.preset, math.prod(encoding.shape)
+    if size == 0:
+        return
+    rows, columns = (size // _FLAT, _FLAT) if preset.flat else encoding.shape
+    step = max(1, _STRIP // columns // preset.row_block) * preset.row_block
+    for begin in range(0, rows, step):
+        yield _Strip(begin * columns, min(step, rows - begin), columns)
+    rest = size - rows * columns
+    if rest:  # an odd number of codes is padded with the first code of 0
+        below = sum(value < 0 for value in preset.table)
+        order = np.argsort(np.array(preset.table, np.float32), kind="stable")
+        yield _Strip(rows * columns, 1, rest, int(order[below]))
+
+
+class _Tasks:
+    """The fields of ``sl_encoding`` that all tasks share.
+
+    Args:
+        arrays: codes (empty to leave out), scales, biases, zeros, scale codes.
+    """
+
+    def __init__(self, encoding: Encoding, tensor_scale: float, arrays: tuple[Array, ...]) -> None:
+        self._encoding = encoding
+        self._scale = tensor_scale
+        self._arrays = arrays
+        self._table = np.array(encoding.preset.table, np.float32)
+
+    def run(self, strip: _Strip, weights: Array, rows: range) -> None:
+        """Encode a range of rows of a strip; any thread may call this."""
+        preset, row = self._encoding.preset, self._encoding.row
+        codes, scales, biases, zeros, scale_codes = self._arrays
+        job = ffi.new("sl_encoding *")
+        group = min(preset.columns(self._encoding.shape), strip.columns)
+        # The first row of this task in the matrix; blocks that cross rows are never fewer than a row of `_FLAT`.
+        top = strip.first // (_FLAT if preset.flat else strip.columns) + rows.start
+        per_row = -(-(_FLAT if preset.flat else strip.columns) // group)
+        row_bytes = strip.columns * preset.bits // 8 if preset.flat else codes.nbytes // max(1, self._encoding.shape[0])
+        block = top // preset.row_block * per_row
+        job.method, job.bits, job.is_signed, job.filler = preset.method, preset.bits, preset.signed, strip.filler
+        setattr(job, "from", row.number)
+        setattr(job, "global", self._scale)
+        job.high_first = preset.flat
+        job.rows, job.columns, job.row_block, job.group = len(rows), strip.columns, preset.row_block, group
+        job.row_bytes = row_bytes
+        job.table = _pointer(self._table, "float *")
+        job.weights = _pointer(weights, "uint8_t *") + rows.start * strip.columns * weights.itemsize
+        job.scales = _pointer(scales, "float *") + block
+        job.scale_codes = _pointer(scale_codes, "uint8_t *") + block
+        if codes.size:
+            above = top * _FLAT * preset.bits // 8 if preset.flat else top * row_bytes
+            job.codes = _pointer(codes, "uint8_t *") + above
+        if biases.size:
+            job.biases = _pointer(biases, "float *") + block
+        if zeros.size:
+            job.zeros = _pointer(zeros, "int8_t *") + block
+        position = ffi.new("uint64_t *")
+        status = lib.sl_encode(TIER, job, position)
+        assert status in (lib.SL_OK, lib.SL_E_RANGE)
+        if status == lib.SL_E_RANGE:
+            at = rows.start * strip.columns + position[0]
+            self._raise(strip.first + at, float(jobs.native_order(weights.reshape(-1)[at : at + 1])[0]))
+
+    def _raise(self, position: int, value: float) -> None:
+        index = list(index_of(position, self._encoding.shape))
+        text = f"element {index} is {value}: only finite numbers can be quantized"
+        if math.isfinite(value):
+            text = f"the scale of the block at {index} does not fit {self._encoding.row.name}: pass dtype="
+        raise RangeError(subject(self._encoding.name) + text, tensor=self._encoding.name)
+
+
+def _pointer(array: Array, kind: str) -> Any:
+    return ffi.cast(kind, array.ctypes.data) if array.size else _NONE
+
+
+def _little(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Return float32 rounded to a dtype, in file byte order."""
+    return jobs.native_order(values.astype(dtype))
+
+
+def _packed_zeros(zeros: Array, bits: int) -> Array:
+    """Pack zero points down the rows into words, the first row in the lowest bits."""
+    per_word, half = 32 // bits, 1 << bits - 1
+    rows, columns = zeros.shape
+    padded = np.zeros((-(-rows // per_word), per_word, columns), np.uint32)
+    padded.reshape(-1, columns)[:rows] = zeros.astype(np.int32) + half
+    shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
+    words = np.bitwise_or.reduce(padded << shifts[:, None], axis=1)
+    return jobs.native_order(words.view(np.int32))

@@ -1,0 +1,129 @@
+"""Load a checkpoint with its weights in the format of an engine, as a folder for the engine would hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import dtypes, packing
+from ...base.arrays import Array
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Source
+from ...engine.run import jobs
+from ...engine.run.memory import private_array
+from ...engine.run.progress import Progress, reporter
+from ...errors import UnsupportedError
+from ...models.choosing import choose
+from ...packed.in_memory import names_of, packing_of
+from ..sources.catalog import Catalog, read_values
+from ..sources.description import TensorDescription
+from .encoding import Encoding, Reader, encode, largest_in
+from .engine_rules import EngineRules
+
+
+class EncodedTensors(NamedTuple):
+    """The result of `load_encoded`."""
+
+    tensors: dict[str, QuantizedTensor | Array]
+    quantized: dict[str, str]  # the format of each quantized tensor
+    kept: dict[str, str]  # why each other tensor is unquantized
+    abouts: dict[str, TensorDescription]  # of the source
+
+
+def strip_reader(
+    value: Source | QuantizedTensor,
+    row: dtypes.Dtype,
+    memory: Callable[[tuple[int, ...], np.dtype[Any]], Array],
+    threads: int | None,
+) -> Reader:
+    """Return a reader of a tensor's values as a dtype; values that cannot be read in parts are read first.
+
+    Args:
+        memory: returns an array to fill, which the next call may overwrite.
+    """
+    dtype = dtypes.array_dtype(row.number)
+    if isinstance(value, Source) and value.packed is None:
+        plain = value
+
+        def read(begin: int, end: int) -> Array:
+            part = plain._replace(shape=(end - begin,), offset=plain.offset + plain.row.nbytes(begin))
+            return jobs.native_order(read_values(part, row, memory(part.shape, dtype), threads))
+
+        return read
+    whole = jobs.native_order(read_values(value, row, memory(value.shape, dtype), threads)).reshape(-1)
+    return lambda begin, end: whole[begin:end]
+
+
+def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, progress: Progress) -> EncodedTensors:
+    """Load and quantize tensors in turn.
+
+    Raises:
+        UnsupportedError: the engine does not support the model or a weight.
+        SafeloadError, OSError: see `safeload.load_quantized`.
+    """
+    choice = choose(catalog.config, catalog.format, dict.fromkeys(catalog).keys())
+    schema = None if choice is None else choice.schema
+    rules.set_model(schema, catalog.config, dict.fromkeys(catalog).keys(), chosen=catalog.config is None)
+    abouts = {name: catalog.about(name) for name in catalog if not rules.drops(name)}
+    rules.kept.check(abouts)
+    plans = {name: rules.plan(name, about) for name, about in abouts.items()}
+    quantized = {name: plan.scheme for name, plan in plans.items() if plan.scheme is not None}
+    if not quantized:
+        raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
+    total, done = sum(about.nbytes for about in abouts.values()), 0
+    tensors: dict[str, QuantizedTensor | Array] = {}
+    with reporter(progress, total) as report:
+        loader = _EngineLoader(catalog, rules, abouts, threads)
+        for name, about in abouts.items():
+            tensors[name] = loader.encoded(name, quantized) if name in quantized else loader.kept(name)
+            done += about.nbytes
+            report(done)
+    kept = {name: plan.reason for name, plan in plans.items() if plan.scheme is None}
+    return EncodedTensors(tensors, quantized, kept, abouts)
+
+
+class _EngineLoader:
+    def __init__(
+        self, catalog: Catalog, rules: EngineRules, abouts: dict[str, TensorDescription], threads: int | None
+    ) -> None:
+        self._catalog, self._rules, self._abouts, self._threads = catalog, rules, abouts, threads
+        self._maxima: dict[tuple[str, ...], float] = {}
+
+    def encoded(self, name: str, quantized: dict[str, str]) -> QuantizedTensor:
+        """Return a quantized weight."""
+        about, preset = self._abouts[name], self._rules.preset
+        row = self._rules.weight_dtype(about, None)
+        encoding = Encoding(name, preset, about.shape, row)
+        largest = None
+        if packing.GLOBAL in preset.parts:
+            partners = self._rules.partners(name, quantized)
+            if partners not in self._maxima:
+                self._maxima[partners] = max(
+                    largest_in(Encoding(partner, preset, self._abouts[partner].shape, row), self._reader(partner, row))
+                    for partner in partners
+                )
+            largest = self._maxima[partners]
+        parts = encode(encoding, self._reader(name, row), largest=largest, threads=self._threads)
+        parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
+        return QuantizedTensor.of_parts(packing_of(preset, name, parts), names_of(preset, name), parts)
+
+    def kept(self, name: str) -> Array:
+        """Return an unquantized tensor."""
+        about = self._abouts[name]
+        row = self._rules.kept_dtype(about, None)
+        if row is None or not (about.floating or about.scheme is not None):
+            value = self._catalog.value(name, self._threads)
+            assert not isinstance(value, QuantizedTensor)
+            return value
+        return self._values(name, row)
+
+    def _reader(self, name: str, row: dtypes.Dtype) -> Reader:
+        value = self._catalog.restoring(name) or self._catalog.source(name)
+        return strip_reader(value, row, private_array, self._threads)
+
+    def _values(self, name: str, row: dtypes.Dtype) -> Array:
+        array = private_array(self._abouts[name].shape, dtypes.array_dtype(row.number))
+        value = self._catalog.restoring(name) or self._catalog.source(name)
+        return read_values(value, row, array, self._threads)

@@ -1,0 +1,180 @@
+"""Select the weights that an engine's own tool would quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeAlias
+
+from ...base import dtypes, packing
+from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset, preset_of
+from ...base.text import show
+from ...errors import UnsupportedError
+from ...models.config_dtype import dtype_in
+from ...models.schema import Schema
+from ...models.tied import tied_heads
+from ...packed.engines import ENGINES, config_for, is_expert, is_router, partners_of
+from ..sources.description import TensorDescription
+from .encoding import WEIGHTS, check_columns
+from .keeping import Keep, Kept, Planned
+
+_F32 = dtypes.BY_CODE["F32"]
+_WEIGHT = ".weight"
+# Why a linear module stays unquantized, so that the config must name it.
+_LINEAR = ("is the head", "is a router", "is an expert", "keep=", "excluded by keep=", "has a side")
+
+
+# The names in `PRESETS`; MLX's formats have groups of 64 by default.
+EngineFormat: TypeAlias = Literal[
+    "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
+    "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
+    "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
+    "mlx6-g128", "mlx8-g32", "mlx8-g64", "mlx8-g128", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4",
+]  # fmt: skip
+
+
+class EngineRules:
+    """Select the weights that an engine's tool would quantize.
+
+    Attributes:
+        schema: schema of the model; None if the caller has chosen the tensors.
+    """
+
+    def __init__(self, preset: Preset, keep: Keep) -> None:
+        self.preset = preset
+        self.engine = ENGINES[preset.engine]
+        self.kept = Kept(keep)
+        self.schema: Schema | None = None
+        self._config: Mapping[str, Any] | None = None
+        self._tied: Collection[str] = ()
+
+    def set_model(
+        self, schema: Schema | None, config: Mapping[str, Any] | None, names: Collection[str], *, chosen: bool
+    ) -> None:
+        """Set the model.
+
+        Args:
+            chosen: the caller has chosen the tensors, so that any model is supported.
+
+        Raises:
+            UnsupportedError: the model is not supported.
+        """
+        self._config = config
+        model_type = None if config is None else config.get("model_type")
+        supported = schema is not None and isinstance(model_type, str) and model_type in self.engine.model_types
+        if not supported and not chosen:
+            what = (
+                f"model_type {show(model_type)}" if model_type is not None else "a source without a known config.json"
+            )
+            raise UnsupportedError(
+                f"{self.preset.name} does not support {what}: choose the tensors to quantize with only="
+            )
+        self.schema = schema if supported else None
+        self._tied = tied_heads(config, names)
+
+    def plan(self, name: str, about: TensorDescription) -> Planned:
+        """Decide about a tensor.
+
+        Raises:
+            UnsupportedError: the engine cannot hold the weight as codes; the message names it.
+        """
+        if not about.floating and about.scheme is None:
+            return Planned(None, f"is {about.dtype}, not floating")
+        reason = self._reason(name, about.shape)
+        if reason is not None:
+            return Planned(None, reason)
+        preset, shape = self.preset, about.shape
+        if len(shape) != 2 or not name.endswith(_WEIGHT):
+            what = f"has {len(shape)} axes" if len(shape) != 2 else f"has no name that ends in {_WEIGHT}"
+            raise UnsupportedError(
+                f"tensor {show(name)} {what}, and {preset.name} stores the weights of linear modules: "
+                "pass ignore= with its name to leave it unquantized",
+                tensor=name,
+            )
+        if any(side % preset.sides for side in shape):
+            return Planned(None, f"has a side that is not a multiple of {preset.sides}")
+        if preset.engine == MLX and shape[-1] % preset.columns(shape):
+            return Planned(None, f"rows of {shape[-1]} elements are not whole groups of {preset.group}")
+        check_columns(name, preset, shape)
+        return Planned(preset.name)
+
+    def _reason(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Return why a floating tensor stays unquantized, or None."""
+        if 0 in shape:
+            return "is empty"
+        kept = self.kept.reason(name)
+        if kept is not None:
+            return kept
+        role = "weight" if self.schema is None else self.schema.role(name)
+        ends = {"embedding": "is an embedding", "head": "is the head"}
+        if role in ends and not self.engine.quantizes_ends:
+            return ends[role]
+        if role in ("norm", "bias", "buffer"):
+            return f"is a {role}"
+        if role is None:
+            return "is not in the schema of the model"
+        if self.schema is not None and len(shape) == 1:
+            return "is 1-D, not 2-D"
+        if is_router(name):
+            return "is a router"
+        return "is an expert" if is_expert(name) and not self.engine.quantizes_experts else None
+
+    def drops(self, name: str) -> bool:
+        """Return True for a stored tensor that the engine's tool leaves out."""
+        tied = self.preset.engine == MLX and name in self._tied
+        return tied or name.endswith(self.engine.dropped or "\0")
+
+    def weight_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
+        """Return the dtype of a weight before it is quantized: as requested, else the config's, else its own."""
+        row = target or self._usual_dtype() or (about.row if about.scheme is None else _F32)
+        return row if row.code in WEIGHTS else _F32
+
+    def kept_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype | None:
+        """Return the dtype for an unquantized tensor; None leaves it as it is."""
+        if target is None and (about.scheme is not None or self.engine.casts):
+            return self._usual_dtype() or (None if about.scheme is None else _F32)
+        return target
+
+    def _usual_dtype(self) -> dtypes.Dtype | None:
+        """Return the dtype of weights in the config, or None if engines do not quantize from it."""
+        row = dtype_in(self._config)
+        return row if row is not None and row.code in WEIGHTS else None
+
+    def partners(self, name: str, quantized: Collection[str]) -> tuple[str, ...]:
+        """Return the weights that share a global scale with a quantized weight, itself included; () for none."""
+        if packing.GLOBAL not in self.preset.parts:
+            return ()
+        return tuple(other for other in partners_of(name) if other in quantized)
+
+    def config(
+        self, config: Mapping[str, Any] | None, kept: Mapping[str, str], names: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return the ``config.json`` of the folder.
+
+        Args:
+            config: of the source, with the dtype of the result.
+            kept: why each unquantized tensor was kept, by name in the source.
+            names: in the result, by name in the source.
+        """
+        linear = {name: reason for name, reason in kept.items() if reason.startswith(_LINEAR)}
+        left = [names.get(name, name).removesuffix(_WEIGHT) for name in linear if name.endswith(_WEIGHT)]
+        left += [head.removesuffix(_WEIGHT) for head in self._tied if head not in kept]
+        chosen = [reason for reason in linear.values() if not reason.startswith(_LINEAR[:3])]
+        if self.preset.engine == BITSANDBYTES and not chosen:
+            left = []  # the default of transformers: the head, also if it is tied
+        return config_for(self.preset, config, list(dict.fromkeys(left)))
+
+
+def preset_named(scheme: object) -> Preset | None:
+    """Return the preset that a scheme names, or None for other schemes.
+
+    Raises:
+        ValueError: a group size that MLX does not have; or a dict of schemes has a preset.
+    """
+    if isinstance(scheme, Mapping):
+        name = next((value for value in scheme.values() if isinstance(value, str) and value.lower() in PRESETS), None)
+        if name is not None:
+            raise ValueError(
+                f"{show(name)} is for whole models: pass quantize={show(name)}, and ignore= for exceptions"
+            )
+        return None
+    return preset_of(scheme)

@@ -1,0 +1,224 @@
+"""The engines that load quantized folders: what each leaves unquantized, and the quantization in its ``config.json``.
+
+Sources: llmcompressor 0.14 ``entrypoints/model_free``; compressed-tensors 0.19 ``quantization/quant_scheme.py``;
+transformers 5.17 ``utils/quantization_config.py``; mlx-lm 0.32 ``utils.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..base import dtypes, packing
+from ..base.preset import BITSANDBYTES, COMPRESSED, FP8, MLX, Preset
+from .quantization import MLX_KEY, QUANTIZATION, Quantization, quantization_of, without_quantization
+
+# Modules that choose experts. Engines compute these in full precision, although they are linear.
+_ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
+# Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+
+# ``model_type`` of models whose matrices are all linear modules under the names of their files.
+_DENSE = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"))
+_EXPERTS = frozenset(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
+
+# The version of compressed-tensors whose configuration this is.
+_VERSION = "0.19.0"
+
+
+class Engine(NamedTuple):
+    """What loads a folder."""
+
+    title: str  # for messages
+    model_types: frozenset[str]  # supported models
+    quantizes_ends: bool = False  # True to quantize embeddings and the head
+    quantizes_experts: bool = True
+    casts: bool = False  # True to give unquantized tensors the dtype of the weights too
+    always_indexed: bool = False  # True to write an index even for a single shard
+    metadata: str = "pt"  # "format" in the header of each file
+    shard_size: int = 5_000_000_000  # default limit in bytes
+    dropped: tuple[str, ...] = ()  # suffixes of stored tensors that the engine computes itself
+
+
+ENGINES = {
+    COMPRESSED: Engine("vLLM, SGLang and transformers", _DENSE | _EXPERTS),
+    FP8: Engine("vLLM, SGLang and transformers", _DENSE | _EXPERTS),
+    BITSANDBYTES: Engine("transformers and vLLM", _DENSE | _EXPERTS, quantizes_experts=False),
+    # mlx-lm stacks experts under other names.
+    MLX: Engine(
+        "mlx-lm",
+        _DENSE,
+        quantizes_ends=True,
+        casts=True,
+        always_indexed=True,
+        metadata="mlx",
+        shard_size=5 << 30,
+        dropped=(".rotary_emb.inv_freq",),
+    ),
+}
+
+
+def is_router(name: str) -> bool:
+    """Return True for the weight of a module that chooses experts."""
+    return _ROUTER.search(name) is not None
+
+
+def is_expert(name: str) -> bool:
+    """Return True for a weight of a numbered expert."""
+    return _EXPERT.search(name) is not None
+
+
+# ---- fused partners ----
+
+# Modules that engines merge into a single matrix, so that they must share NVFP4's global scale.
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv_a_with_mqa"),
+)
+_PARTNERS = {name: names for names in _FUSED for name in names}
+
+
+def partners_of(name: str) -> tuple[str, ...]:
+    """Return the names of the weights that share a global scale with a weight, itself included."""
+    parent, _, module = name.removesuffix(".weight").rpartition(".")
+    return tuple(f"{parent}.{other}.weight" for other in _PARTNERS.get(module, ())) or (name,)
+
+
+# ---- config.json ----
+
+
+def config_for(preset: Preset, config: Mapping[str, Any] | None, left: Sequence[str]) -> dict[str, Any]:
+    """Return the ``config.json`` of a folder.
+
+    Args:
+        config: the config of the source.
+        left: names of the linear modules that stay unquantized.
+    """
+    result = without_quantization(config or {})
+    if preset.engine != MLX:
+        return {**result, QUANTIZATION: settings_of(preset, left)}
+    for key in ("_name_or_path", "vision_config"):
+        result.pop(key, None)
+    settings = settings_of(preset, left)
+    return dict(sorted({**result, MLX_KEY: settings, QUANTIZATION: settings}.items()))
+
+
+def quantization_for(preset: Preset) -> Quantization:
+    """Return the quantization of a folder, as its reader would parse it."""
+    quantization = quantization_of(config_for(preset, None, ()))
+    assert quantization is not None
+    return quantization
+
+
+def settings_of(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization for ``config.json``.
+
+    Args:
+        left: see `config_for`.
+    """
+    if preset.engine == MLX:
+        mode = preset.name.removeprefix("mlx-") if preset.name.startswith("mlx-") else "affine"
+        return {"group_size": preset.group, "bits": preset.bits, "mode": mode}
+    if preset.engine == FP8:
+        return {
+            "activation_scheme": "dynamic",
+            "modules_to_not_convert": list(left),
+            "quant_method": "fp8",
+            "weight_block_size": [preset.row_block, preset.group],
+        }
+    if preset.engine == BITSANDBYTES:
+        return _bitsandbytes(preset, left)
+    return _compressed(preset, left)
+
+
+def _bitsandbytes(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": "float32",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": preset.name.removeprefix("bnb_"),
+        "bnb_4bit_use_double_quant": False,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": list(left) or None,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }
+
+
+def _compressed(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
+    kind = "float" if _is_float(preset) else "int"
+    scale_dtype = preset.parts[packing.SCALE].dtype
+    grouped = preset.group is not None and preset.row_block == 1
+    strategy = "tensor_group" if packing.GLOBAL in preset.parts else "group" if grouped else "channel"
+    weights = _arguments(
+        kind,
+        preset.bits,
+        "block" if preset.row_block > 1 else strategy,
+        group_size=preset.group if grouped else None,
+        block_structure=[preset.row_block, preset.group] if preset.row_block > 1 else None,
+        symmetric=packing.ZERO not in preset.parts,
+        zp_dtype="torch.int8" if packing.ZERO in preset.parts else None,
+        scale_dtype=None if scale_dtype is None else f"torch.{dtypes.BY_CODE[scale_dtype].name}",
+    )
+    activations = None
+    if packing.SHAPE not in preset.parts and preset.bits == 8:
+        by = {"group_size": 128} if preset.row_block > 1 else {}
+        activations = _arguments(kind, 8, "group" if by else "token", dynamic=True, **by)
+    form = _format(preset, kind)
+    group = {
+        "format": form,
+        "input_activations": activations,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": form,
+        "global_compression_ratio": None,
+        "ignore": list(left),
+        "kv_cache_scheme": None,
+        "quant_method": COMPRESSED,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": _VERSION,
+    }
+
+
+def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": None,
+        "num_bits": bits,
+        "observer": None,
+        "observer_kwargs": {},
+        "scale_dtype": None,
+        "strategy": strategy,
+        "symmetric": True,
+        "type": kind,
+        "zp_dtype": None,
+        **fields,
+    }
+
+
+def _is_float(preset: Preset) -> bool:
+    return preset.parts[packing.CODES].dtype in ("F8_E4M3", "U8")
+
+
+def _format(preset: Preset, kind: str) -> str:
+    if packing.SHAPE in preset.parts:
+        return "pack-quantized"
+    if preset.bits == 8:
+        return f"{kind}-quantized"
+    return f"{preset.name.removesuffix('a16')}-pack-quantized"

@@ -1,0 +1,76 @@
+"""Describe the parts of a weight in memory as their family would describe them in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from ..base import dtypes, packing
+from ..base.arrays import Array
+from ..base.packing import Packing
+from ..base.preset import Preset
+from .engines import quantization_for
+from .families import FAMILIES, Family, Stored
+from .grid import Misfit
+from .packed_group import GroupContext, PackedGroup, check
+
+
+class _Contents:
+    """The contents of small parts; see `contents.PackedContents`."""
+
+    def __init__(self, parts: Mapping[str, Array]) -> None:
+        self._parts = parts
+
+    def __call__(self, name: str) -> bytes:
+        return self._parts[name].tobytes()
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        return tuple(self._parts[name].tolist())
+
+    def note(self, name: str, key: str) -> str | None:
+        return None
+
+
+def names_of(preset: Preset, name: str) -> dict[str, str]:
+    """Return the names of the parts of a weight by role, and its own under `packing.NAME`."""
+    module = name.removesuffix(".weight")
+    return {packing.NAME: name, **{role: module + part.suffix for role, part in preset.parts.items()}}
+
+
+def packing_of(preset: Preset, name: str, parts: Mapping[str, Array]) -> Packing:
+    """Return the packing of a weight.
+
+    Args:
+        parts: by role.
+    """
+    names = names_of(preset, name)
+    stored, contents = {}, {}
+    for role, array in parts.items():
+        row = dtypes.BY_CODE[preset.parts[role].dtype or dtypes.row_of(array.dtype).code]  # type: ignore[union-attr]
+        stored[names[role]] = Stored(row, array.shape)
+        contents[names[role]] = array
+    quantization = quantization_for(preset)
+    context = GroupContext(stored, quantization, quantization.text(), _Contents(contents))  # type: ignore[arg-type]
+    codes = names[packing.CODES]
+    for family in FAMILIES:
+        if stored[codes].row.code not in family.dtypes or not _has_parts(family, codes, stored):
+            continue
+        if family.method is not None and family.method != quantization.method:
+            continue
+        own = {role: text for role, text in names.items() if role != packing.NAME}
+        group = PackedGroup(codes, name, own, context)
+        module, _, function = family.describe.partition(".")
+        try:
+            described: Packing = getattr(import_module(f".{module}", __package__), function)(group)
+            return check(group, described)
+        except Misfit:
+            continue
+    raise AssertionError(f"no family reads {preset.name}")
+
+
+def _has_parts(family: Family, codes: str, stored: Mapping[str, Stored]) -> bool:
+    """Return True if a family finds all its parts beside codes of this name."""
+    if not codes.endswith(family.main):
+        return False
+    stem = codes.removesuffix(family.main)
+    return all(any(stem + suffix in stored for suffix in suffixes) for suffixes in family.required.values())

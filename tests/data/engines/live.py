@@ -1,0 +1,77 @@
+"""Compares the logits of folders that safeload writes with those of the engines' own, in transformers and mlx-lm.
+
+python live.py FOLDER, in the environment of compare.sh.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from builders.engine_models import write_model
+from make import COMPRESSED, MLX
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import safeload
+
+TOKENS = list(range(1, 9))
+
+
+def logits(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    return model(torch.tensor([TOKENS])).logits.float()
+
+
+def of_compressed(source, out, name):
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme=name.upper(), ignore=["lm_head"]))
+    model.save_pretrained(out, save_compressed=True)
+    return logits(out)
+
+
+def of_bitsandbytes(source, out, name):
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=name.removeprefix("bnb_"))
+    return logits(source, quantization_config=settings, device_map="cpu")
+
+
+def of_values(source, out, name):
+    """The model with the weights that safeload reads."""
+    plain = out.with_name("plain")
+    shutil.rmtree(plain, ignore_errors=True)
+    safeload.convert(out.with_name("ours"), plain, dtype="bfloat16")
+    return logits(plain)
+
+
+def mlx_logits(folder, name=None):
+    import mlx.core as mx
+    from mlx_lm.utils import load_model, quantize_model
+
+    model, config = load_model(folder)
+    if name is not None:
+        bits, group, mode = MLX[name]
+        model, _ = quantize_model(model, config, group, bits, mode=mode)
+    return model(mx.array([TOKENS])).astype(mx.float32)
+
+
+def main(folder):
+    source = write_model(folder / "source", "bfloat16")
+    rows = {**dict.fromkeys(COMPRESSED, of_compressed), "bnb_nf4": of_bitsandbytes, "bnb_fp4": of_bitsandbytes}
+    for name, theirs in {**rows, "deepseek_fp8": of_values}.items():
+        ours, out = folder / "ours", folder / "theirs"
+        for path in (ours, out):
+            shutil.rmtree(path, ignore_errors=True)
+        safeload.convert(source, ours, quantize=name)
+        options = {"device_map": "cpu"} if name.startswith("bnb") else {}
+        assert torch.equal(logits(ours, **options), theirs(source, out, name)), name
+    for name in MLX:
+        shutil.rmtree(folder / "ours")
+        safeload.convert(source, folder / "ours", quantize=name)
+        assert bool((mlx_logits(folder / "ours") == mlx_logits(source, name)).all()), name
+    print("all logits are equal")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,368 @@
+"""Folders for vLLM, transformers and mlx-lm, against what the engines' own tools write."""
+
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders.adapters import pair
+from builders.adapters import write as write_adapter
+from builders.engine_models import ANY_SHAPE, DTYPES, RAGGED, USUAL, config, described, matrix, tensors, write_model
+from builders.models import small, write_folder
+from builders.paths import ROOT
+
+import safeload
+from safeload.base.preset import PRESET_NAMES
+from safeload.cli import main
+from safeload.errors import FormatError, RangeError, TensorNotFoundError, UnsupportedError
+from safeload.numpy import load_file, save_file
+
+EXPECTED = json.loads((ROOT / "tests/data/engines/expected.json").read_text())
+ALL = [(name, *case.split("/")[:2]) for case in EXPECTED for name in [case.split("/")[2]]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    kinds = {"usual": USUAL, "ragged": RAGGED}
+    return {(kind, dtype): write_model(folder / kind / dtype, dtype, kinds[kind]) for kind in kinds for dtype in DTYPES}
+
+
+@pytest.fixture
+def llama(models):
+    return models["usual", "bfloat16"]
+
+
+def read_config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype"), ALL)
+def test_folders_hold_what_the_engines_tool_writes(models, tmp_path, name, kind, dtype):
+    out, expected = tmp_path / "out", EXPECTED[f"{kind}/{dtype}/{name}"]
+    safeload.convert(models[kind, dtype], out, quantize=name)
+    assert described(out / "model.safetensors") == expected["tensors"]
+    assert (out / "tokenizer.json").read_text() == "{}"
+    if "index" in expected:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == expected["index"]
+        assert index["weight_map"] == dict.fromkeys(sorted(expected["tensors"]), "model.safetensors")
+    if "quantization_config" in expected:
+        ours, theirs = read_config(out)["quantization_config"], expected["quantization_config"]
+        if "config_groups" in theirs:  # names that no reader looks at, and modules as names instead of expressions
+            theirs = {**theirs, "config_groups": {"group_0": theirs["config_groups"][name.upper()]}}
+            theirs = {**theirs, "ignore": ["lm_head"], "sparsity_config": {}}
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_readers_give_the_values_in_memory(llama, tmp_path, name):
+    safeload.convert(llama, tmp_path / "out", quantize=name)
+    assert safeload.check(tmp_path / "out").ok
+    quantized, stored = safeload.load_quantized(llama, name), safeload.load(tmp_path / "out")
+    assert quantized.keys() == stored.keys()
+    for key, value in quantized.items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(value.view(np.uint8), stored[key].view(np.uint8))
+        else:
+            assert value == stored[key]
+    assert safeload.quantization_error(llama, quantized) == safeload.quantization_error(llama, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["w4a16_asym", "nvfp4a16", "deepseek_fp8", "mlx3", "bnb_nf4"])
+def test_pieces_write_the_folder_of_one_process(llama, tmp_path, name):
+    safeload.convert(llama, tmp_path / "at-once", quantize=name, max_shard_size="100KB")
+    safeload.convert(llama, tmp_path / "resumed", quantize=name, max_shard_size="100KB", resume=True)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "at-once").iterdir()}
+    assert len(files) > 4
+    assert {path.name: path.read_bytes() for path in (tmp_path / "resumed").iterdir()} == files
+
+
+def test_an_interrupted_conversion_continues(llama, tmp_path, monkeypatch):
+    arguments = {"quantize": "nvfp4a16", "max_shard_size": "100KB"}
+    safeload.convert(llama, tmp_path / "whole", **arguments)
+    done = 0
+
+    def interrupt(now, total):
+        nonlocal done
+        done += 1
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        safeload.convert(llama, tmp_path / "out", **arguments, resume=True, progress=interrupt)
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    safeload.convert(llama, tmp_path / "out", **arguments, resume=True)
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_scales_are_computed_again_if_they_take_much_memory(llama, tmp_path, monkeypatch):
+    safeload.convert(llama, tmp_path / "kept", quantize="mlx4")
+    monkeypatch.setattr("safeload.operations.convert.make._KEPT_BYTES", 0)
+    safeload.convert(llama, tmp_path / "again", quantize="mlx4")
+    assert described(tmp_path / "again/model.safetensors") == described(tmp_path / "kept/model.safetensors")
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_reading_in_strips_does_not_change_the_result(name, monkeypatch):
+    weights = {"x.weight": matrix(260, 256, 5)}
+    if name in ANY_SHAPE:
+        weights["y.weight"] = matrix(131, 77, 6)
+    if name == "deepseek_fp8":
+        weights["x.weight"] = matrix(384, 256, 5)
+    whole = safeload.load_quantized(weights, name)
+    monkeypatch.setattr("safeload.operations.quantize.encoding._STRIP", 2000)
+    assert safeload.load_quantized(weights, name) == whole
+
+
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4a16", "mlx4"])
+def test_adapters_are_merged_first(llama, tmp_path, name):
+    adapter = write_adapter(tmp_path / "adapter", pair(384, 256, module="model.layers.0.mlp.up_proj"))
+    safeload.convert(llama, tmp_path / "merged", adapters=adapter)
+    safeload.convert(tmp_path / "merged", tmp_path / "expected", quantize=name)
+    safeload.convert(llama, tmp_path / "out", quantize=name, adapters=adapter, dtype="bfloat16")
+    ours, theirs = (described(tmp_path / folder / "model.safetensors") for folder in ("out", "expected"))
+    assert {key for key in ours if ours[key] != theirs[key]} <= {key for key in ours if "up_proj" in key}
+    error = safeload.quantization_error(tmp_path / "merged", tmp_path / "out")
+    assert error["model.layers.0.mlp.up_proj.weight"].snr_db > 10
+
+
+def test_processes_write_the_folder_of_one(llama, tmp_path):
+    arguments = {"quantize": "nvfp4a16", "max_shard_size": "100KB"}
+    safeload.convert(llama, tmp_path / "one", **arguments)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        safeload.convert(llama, tmp_path / "out", **arguments, executor=executor)
+    for path in (tmp_path / "one").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_plan_with_another_dtype_or_scheme_is_refused(llama, tmp_path):
+    plan = safeload.cluster.plan_convert(llama, tmp_path / "out", quantize="w4a16")
+    piece = json.loads(json.dumps(dict(plan.pieces[0])))
+    run = next(run for run in piece["tensors"] if run.get("scheme"))
+    for change in ({"dtype": "I32"}, {"dtype": None}, {"scheme": "w3a16"}, {"partners": ["nothing"]}):
+        forged = {**piece, "tensors": [{**run, **change}]}
+        with pytest.raises((FormatError, TensorNotFoundError)):
+            safeload.cluster.run_piece(forged)
+
+
+def test_the_command_takes_engine_formats(llama, tmp_path, capsys):
+    arguments = ["convert", str(llama), str(tmp_path / "out"), "--quantize", "W4A16", "--ignore", "*.down_proj"]
+    assert main(arguments) == 0
+    assert "6 quantized to w4a16" in capsys.readouterr().out
+    assert main(["info", "--memory", str(llama)]) == 0
+    assert "mlx-mxfp4" in capsys.readouterr().out
+
+
+def test_fused_weights_share_a_global_scale(llama):
+    weights = safeload.load_quantized(llama, "nvfp4a16")
+    layer = "model.layers.0."
+
+    def scale(module):
+        return weights[f"{layer}{module}.weight"].parts[f"{layer}{module}.weight_global_scale"][0]
+
+    assert scale("self_attn.q_proj") == scale("self_attn.k_proj") == scale("self_attn.v_proj")
+    assert scale("mlp.gate_proj") == scale("mlp.up_proj")
+
+
+def test_partners_may_lie_in_other_shards(tmp_path):
+    weights = tensors("bfloat16")
+    weights["model.layers.0.self_attn.k_proj.weight"] *= 16
+    source = write_model(tmp_path / "source", "bfloat16")
+    save_file(weights, source / "model.safetensors")
+    safeload.convert(source, tmp_path / "one", quantize="nvfp4a16")
+    safeload.convert(source, tmp_path / "shards", quantize="nvfp4a16", max_shard_size="40KB", resume=True)
+    assert safeload.diff(tmp_path / "one", tmp_path / "shards").same
+
+
+# ---- choices ----
+
+
+def test_ignored_tensors_stay_and_the_config_names_them(llama, tmp_path):
+    report = safeload.convert(llama, tmp_path / "out", quantize="w4a16", ignore=["*.mlp.down_proj", "re:.*k_proj"])
+    kept = report.summary.kept
+    assert kept["model.layers.0.mlp.down_proj.weight"] == "keep='*.mlp.down_proj'"
+    left = {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj", "lm_head"}
+    assert set(read_config(tmp_path / "out")["quantization_config"]["ignore"]) == left
+
+
+@pytest.mark.parametrize("pattern", ["*.experts.*", "re:.*experts"])
+def test_a_pattern_that_matches_nothing_is_an_error(llama, tmp_path, pattern):
+    with pytest.raises(TensorNotFoundError, match="matches no"):
+        safeload.convert(llama, tmp_path / "out", quantize="w4a16", ignore=pattern)
+    assert not (tmp_path / "out").exists()
+
+
+def test_routers_and_the_tied_head_stay(tmp_path):
+    source = write_folder(tmp_path, *small("qwen3_moe"))
+    report = safeload.convert(source, tmp_path / "out", quantize="fp8_dynamic")
+    router = "model.layers.0.mlp.gate.weight"
+    assert report.summary.kept[router] == "is a router"
+    assert router.removesuffix(".weight") in read_config(tmp_path / "out")["quantization_config"]["ignore"]
+
+
+def test_sides_that_are_not_whole_blocks_stay_in_deepseek_fp8(tmp_path):
+    source = write_model(tmp_path / "source", "bfloat16", {**USUAL, "intermediate_size": 320})
+    safeload.convert(source, tmp_path / "out", quantize="deepseek_fp8")
+    left = read_config(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
+    assert set(left) == {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")} | {"lm_head"}
+    assert safeload.open(tmp_path / "out").tensors["model.layers.0.mlp.up_proj.weight"].dtype == "BF16"
+
+
+def test_the_dtype_before_quantizing_is_the_requested_one_or_the_configs(tmp_path):
+    source = write_model(tmp_path / "source", "float32")
+    (source / "config.json").write_text(json.dumps(config("bfloat16")))
+    safeload.convert(source, tmp_path / "config", quantize="w4a16")
+    safeload.convert(source, tmp_path / "asked", quantize="w4a16", dtype="float16")
+    scale = "model.layers.0.mlp.up_proj.weight_scale"
+    assert load_file(tmp_path / "config/model.safetensors")[scale].dtype == ml_dtypes.bfloat16
+    assert load_file(tmp_path / "asked/model.safetensors")[scale].dtype == np.float16
+    assert read_config(tmp_path / "asked")["torch_dtype"] == "float16"
+
+
+@pytest.mark.parametrize("first", ["w8a16", "deepseek_fp8", "bnb_nf4", "int8"])
+def test_quantized_sources_are_dequantized_first(llama, tmp_path, first):
+    safeload.convert(llama, tmp_path / "first", quantize=first)
+    safeload.convert(tmp_path / "first", tmp_path / "plain", dtype="bfloat16")
+    safeload.convert(tmp_path / "first", tmp_path / "out", quantize="mlx4")
+    safeload.convert(tmp_path / "plain", tmp_path / "expected", quantize="mlx4")
+    assert described(tmp_path / "out/model.safetensors") == described(tmp_path / "expected/model.safetensors")
+    assert read_config(tmp_path / "out")["quantization_config"] == {"bits": 4, "group_size": 64, "mode": "affine"}
+
+
+def test_renamed_modules_have_their_new_names_in_the_config(llama, tmp_path):
+    safeload.convert(llama, tmp_path / "out", quantize="w4a16", rename={r"^lm_head": "model.lm_head"})
+    assert read_config(tmp_path / "out")["quantization_config"]["ignore"] == ["model.lm_head"]
+
+
+def test_arrays_in_memory_need_only(tmp_path):
+    weights = {"a.weight": matrix(16, 256, 0), "b.weight": matrix(16, 128, 1)}
+    with pytest.raises(UnsupportedError, match="only="):
+        safeload.convert(weights, tmp_path / "out", quantize="w4a16")
+    safeload.convert(weights, tmp_path / "out", quantize="w4a16", only="*")
+    assert {info.dtype for info in safeload.open(tmp_path / "out").tensors.values()} == {"int4 g128"}
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "message"),
+    [
+        ((256,), "w4a16", "has 1 axes"),
+        ((2, 16, 128), "w4a16", "has 3 axes"),
+        ((16, 100), "w4a16", "rows of 100 are not whole blocks"),
+        ((16, 24), "nvfp4a16", "blocks of 16 columns"),
+        ((16, 48), "mxfp4a16", "blocks of 32 columns"),
+    ],
+)
+def test_shapes_that_an_engine_does_not_support_are_refused_by_name(tmp_path, shape, name, message):
+    weights = {"x.weight": np.ones(shape, np.float32), "y.weight": np.ones((16, 128), np.float32)}
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        safeload.convert(weights, tmp_path / "out", quantize=name, only="*")
+    assert caught.value.tensor == "x.weight"
+    safeload.convert(weights, tmp_path / "out", quantize=name, only="*", ignore="x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantize": "mlx4-g48"}, "mlx4 has 32 or 64 or 128"),
+        ({"quantize": "w4a16-g32"}, "no choice of groups"),
+        ({"quantize": {"*": "w4a16"}}, "for whole models"),
+        ({"quantize": "w4a16", "keep": "a", "ignore": "b"}, "another name of keep"),
+        ({"quantize": "w4a16", "dtype": "float64"}, "float32, float16 or bfloat16"),
+        ({"quantize": "w4a16", "ignore": "re:("}, "not a regular expression"),
+        ({"quantize": "w4a16", "format": "gguf"}, "folder|file"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(llama, tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        safeload.convert(llama, tmp_path / "out", **arguments)
+
+
+def test_an_array_alone_is_refused():
+    with pytest.raises(ValueError, match="is for whole models"):
+        safeload.quantize(np.ones((16, 128), np.float32), "w4a16")
+
+
+@pytest.mark.parametrize("model_type", [["llama"], {}, 3, None, "unknown"])
+def test_a_config_of_another_model_is_refused(llama, tmp_path, model_type):
+    source = write_model(tmp_path / "source", "bfloat16")
+    (source / "config.json").write_text(json.dumps({**config("bfloat16"), "model_type": model_type}))
+    with pytest.raises(UnsupportedError, match="only="):
+        safeload.convert(source, tmp_path / "out", quantize="w4a16")
+
+
+@pytest.mark.parametrize("options", [{}, {"resume": True}])
+def test_a_folder_can_replace_itself(tmp_path, options):
+    source = write_model(tmp_path / "source", "bfloat16")
+    safeload.convert(source, tmp_path / "expected", quantize="mlx4")
+    safeload.convert(source, source, quantize="mlx4", overwrite=True, **options)
+    assert described(source / "model.safetensors") == described(tmp_path / "expected/model.safetensors")
+    assert read_config(source) == read_config(tmp_path / "expected")
+    assert (source / "model.safetensors.index.json").exists()
+
+
+def test_a_file_is_refused(llama, tmp_path):
+    with pytest.raises(ValueError, match="writes a folder for vLLM"):
+        safeload.convert(llama, tmp_path / "out.safetensors", quantize="w4a16")
+
+
+def test_an_existing_folder_is_replaced_only_with_overwrite(llama, tmp_path):
+    safeload.convert(llama, tmp_path / "out", quantize="mlx4")
+    with pytest.raises(FileExistsError):
+        safeload.convert(llama, tmp_path / "out", quantize="mlx8")
+    safeload.convert(llama, tmp_path / "out", quantize="w4a16", overwrite=True)
+    assert safeload.check(tmp_path / "out").ok
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    safeload.convert(llama, tmp_path / "out", quantize="mlx8", overwrite=True)
+    assert safeload.open(tmp_path / "out").tensors["lm_head.weight"].dtype == "mlx8 g64"
+
+
+def test_models_that_an_engine_does_not_have_are_refused(tmp_path):
+    source = write_folder(tmp_path, *small("gpt2"))
+    with pytest.raises(UnsupportedError, match="gpt2"):
+        safeload.convert(source, tmp_path / "out", quantize="w4a16")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_values_that_are_not_finite_are_refused(name, value):
+    weights = {"x.weight": np.ones((256, 256), np.float32)}
+    weights["x.weight"][130, 200] = value
+    with pytest.raises(RangeError, match=r"'x.weight'.*\[130, 200\] is|\"x.weight\".*\[130, 200\] is"):
+        safeload.load_quantized(weights, name)
+
+
+def test_a_scale_beyond_the_dtype_is_refused():
+    weights = {"x.weight": np.full((16, 128), 6e4, np.float16)}
+    weights["x.weight"][3, ::2] *= -1
+    with pytest.raises(RangeError, match=r"scale of the block at \[3, 0\] does not fit float16"):
+        safeload.load_quantized(weights, "w4a16_asym")
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_values_stay_finite(name, dtype):
+    largest = 6e4 if dtype == "float16" else 3e38 / 4
+    weights = np.zeros((256, 256), DTYPES[dtype])
+    weights[0], weights[1], weights[2, 0] = largest, -largest, largest
+    weights[3], weights[4, 5] = np.finfo(np.float32).smallest_subnormal, -np.float32(1e-38)
+    if name == "w4a16_asym":
+        weights[:3] /= 2
+    for value in safeload.load_quantized({"x.weight": weights}, name).values():
+        restored = np.asarray(value)
+        assert np.isfinite(restored).all()
+        if name != "mlx-nvfp4":  # MLX has no scale of the tensor: its largest number is 2688
+            assert abs(restored[0, 0] - np.float32(weights[0, 0])) <= 0.2 * np.float32(weights[0, 0])
+
+
+@pytest.mark.parametrize("name", ["w4a16", "mlx3", "nvfp4a16", "deepseek_fp8", "bnb_fp4"])
+def test_threads_do_not_change_the_result(name):
+    weights = {"x.weight": matrix(1280, 2048, 3)}
+    one, three = (safeload.load_quantized(weights, name, threads=threads)["x.weight"] for threads in (1, 3))
+    assert one == three
