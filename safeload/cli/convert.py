@@ -146,11 +146,6 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         help="do not copy tokenizer, chat template and generation_config.json",
     )
     parser.add_argument(
-        "--raw",
-        action="store_true",
-        help="write .gguf tensor by tensor; --quantize names block types then, not llama.cpp's file types",
-    )
-    parser.add_argument(
         "--format",
         type=str.lower,
         choices=WrittenNames(WRITTEN),
@@ -165,7 +160,8 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="keep names and rows, instead of writing what llama.cpp (.gguf) or transformers (a folder) loads",
+        help="keep names and rows, instead of writing what llama.cpp (.gguf) or transformers (a folder) loads; "
+        "names in --quantize are block types then",
     )
     add_overwrite(parser, "replace an existing destination")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion to a folder")

@@ -222,7 +222,7 @@ def test_moondream_to_moon(tmp_path):
         ({"dst": "y", "max_shard_size": "many"}, ValueError, "'many' is not a size"),
         ({"dst": "y", "max_shard_size": 0}, ValueError, "at least 1 byte"),
         ({"dst": "x.npz", "dtype": "int32"}, safeload.UnsupportedError, "int32"),
-        ({"dst": "x.safetensors", "quantize": "q3_k"}, ValueError, "writable schemes are int8"),
+        ({"dst": "x.safetensors", "quantize": "iq3_s"}, ValueError, "writable schemes are int8"),
         ({"dst": "x.safetensors", "threads": 0}, ValueError, "threads"),
         ({"dst": "source.safetensors"}, FileExistsError, "pass overwrite=True to replace it"),
         ({"dst": "x.safetensors", "src": []}, ValueError, "src is an empty list"),
