@@ -27,7 +27,7 @@ from ...stores.url import is_url
 
 _MAGIC = b"GGUF"
 # A file of the older format is read at once: 70B models have 30 MB.
-LARGEST_FILE = 4 << 30
+MAX_FILE = 4 << 30
 
 
 def read_importance(path: PathLike) -> ImportanceMatrix:
@@ -42,7 +42,7 @@ def read_importance(path: PathLike) -> ImportanceMatrix:
         with open(shown, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 size = os.fstat(file.fileno()).st_size
-                if size > LARGEST_FILE:
+                if size > MAX_FILE:
                     raise FormatError(f"{size:,} bytes are too large for an importance matrix", shown)
                 file.seek(0)
                 return imatrix.of_dat(shown, file.read())
