@@ -144,7 +144,7 @@ WINS = (
         "2.5 GB of bf16 to Q4_0", "safetensors, gguf-py"),
     Row("bench_quantize_kernels", "q4_k from f32, 2 Mi elements in memory, one thread", "ggml's C reference",
         "quantize to Q4_K, one thread", "ggml's C"),
-    Row("bench_gguf", "bench_llama_quantize", "open and list, 250,000 tokens", "gguf-py GGUFReader",
+    Row("bench_gguf", "open and list, 250,000 tokens", "gguf-py GGUFReader",
         "open a GGUF file with 250,000 tokens", "gguf-py"),
     Row("bench_validate", "validate the 2.5 GB bf16 folder", "numpy loop", "check 2.5 GB", "NumPy loop"),
     Row("bench_diff", "diff: two files of 1 GB bf16, all values differ", "safetensors.numpy, np.abs(x - y).max()",
