@@ -344,6 +344,8 @@ def _flatten(
             return _nothing
         if not isinstance(value, (dict, list)):
             return value
+        if _NESTED.isdisjoint(map(type, value.values() if isinstance(value, dict) else value)):
+            return value
         items = value.items() if isinstance(value, dict) else ((str(k), item) for k, item in enumerate(value))
         before = len(tensors)
         rest = {key: visit(item, key if name is None else f"{name}.{key}") for key, item in items}
@@ -360,6 +362,7 @@ def _flatten(
 
 
 _nothing = object()
+_NESTED = frozenset((dict, list, StoredArray, ChunkedArray))
 
 
 def _select(tree: Any, root: str, path: str) -> Any:

@@ -269,7 +269,11 @@ FAULTS = {
         "tensor 's' is sparse, which safeload does not read",
     ),
     "deep": (nested(onnx_model.MAX_DEPTH + 2), LimitError, "graphs are nested more than 32 levels deep"),
-    "many axes": (of(1, [1] * 65, floats(4, [1])), FormatError, "a tensor of 65 axes, but NumPy has at most 64"),
+    "many axes": (
+        of(1, [1] * 65, floats(4, [1])),
+        FormatError,
+        "a tensor of more than 64 axes, the most that NumPy has",
+    ),
     "many packed axes": (with_tensor(packed(1, [1] * 65)), FormatError, "dims has more than 64 numbers"),
     "dims of four bytes": (
         with_tensor(varint(1 << 3 | 5) + bytes(4)),
@@ -455,12 +459,17 @@ def test_a_cut_and_a_changed_byte_are_errors_of_ours(tmp_path):
 
 def test_limits(tmp_path, monkeypatch):
     path = tmp_path / "m.onnx"
-    path.write_bytes(model(graph(tensor("a", A), tensor("b", A), described("n", 7, [3], *[number(7, 1)] * 3))))
+    path.write_bytes(
+        model(
+            graph(tensor("a", A), tensor("b", A), described("n", 7, [3], *[number(7, 1)] * 3), nodes=[message(5) * 2])
+        )
+    )
     for module, name, limit, text in (
         (wire, "MAX_FIELDS", 10, "the file has more than 10 fields"),
         (wire, "MAX_TEXT", 10, "names and metadata have more than 10 bytes"),
         (onnx_model, "MAX_TENSORS", 1, "the model has more than 1 tensors"),
-        (onnx_model, "MAX_PIECES", 2, "int64_data has more than 2 fields"),
+        (onnx_model, "MAX_PIECES", 2, "more than 2 fields with numbers, which ONNX packs"),
+        (onnx_model, "MAX_ATTRIBUTES", 1, "more than 1 attributes in a node"),
     ):
         with monkeypatch.context() as context:
             context.setattr(module, name, limit)

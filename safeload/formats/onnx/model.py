@@ -16,6 +16,7 @@ https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...base.messages import error_about
@@ -30,8 +31,10 @@ MAX_DEPTH = 32
 MAX_TENSORS = 1_000_000
 # Axes of a tensor, as in numpy 2.
 MAX_RANK = 64
-# Fields with numbers of a tensor: one if they are packed, as ONNX prescribes, or one for each number.
-MAX_PIECES = 65_536
+# Fields with numbers of all tensors: one for each tensor if they are packed, as ONNX prescribes, else one for a number.
+MAX_PIECES = 1 << 18
+# Attributes of a node, and graphs in an attribute; real nodes have some ten.
+MAX_ATTRIBUTES = 10_000
 # Entries of external_data: location, offset, length, checksum and a few of others.
 MAX_EXTERNAL = 64
 
@@ -43,6 +46,9 @@ _DATA_FIELDS = {
     10: ("double_data", EIGHT),
     11: ("uint64_data", VARINT),
 }
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared by tensors: a file can have a million
 
 
 class ByteSpan(NamedTuple):
@@ -60,12 +66,12 @@ class TensorProto:
     def __init__(self, at: int) -> None:
         self.at = at  # first byte
         self.name = ""
-        self.dims: list[int] = []
+        self.dims: tuple[int, ...] = ()
         self.data_type = 0
         self.location = 0  # 1 if the elements are in another file
         self.raw: ByteSpan | None = None
-        self.pieces: dict[str, list[ByteSpan]] = {}  # by name of the field
-        self.external: dict[str, str] = {}
+        self.pieces: Mapping[str, list[ByteSpan]] = _NOTHING  # by name of the field
+        self.external: Mapping[str, str] = _NOTHING
         self.segment = self.strings = False
 
 
@@ -91,6 +97,7 @@ class ModelReader:
         self._reader = WireReader(file)
         self._initializers: dict[str, TensorProto] = {}
         self._constants: dict[str, TensorProto] = {}
+        self._pieces = 0
         self._metadata: dict[str, Any] = {}
 
     def read(self) -> OnnxModel:
@@ -145,13 +152,12 @@ class ModelReader:
 
     def _function(self, message: Field) -> None:
         """Walk the nodes of a function, whose attributes can have graphs."""
-        nodes, texts = [], {1: "", 10: "", 13: ""}
+        texts = {1: "", 10: "", 13: ""}
         for field in self._messages(message, "a function"):
             if field.number in texts:
                 texts[field.number] = self._reader.text(field, "the name of a function")
-            elif field.number == 7:
-                nodes.append(field)
         prefix = "".join(f"{texts[number]}." for number in (10, 1, 13) if texts[number])
+        nodes = (field for field in self._messages(message, "a function") if field.number == 7)
         for k, node in enumerate(nodes):
             self._node(node, k, prefix, 0)
 
@@ -203,6 +209,7 @@ class ModelReader:
         for field in self._messages(message, "a node"):
             if field.number == 5:
                 attributes.append(field)
+                self._check_count(len(attributes), MAX_ATTRIBUTES, "attributes in a node", field)
             elif field.number in (3, 4) or (field.number == 2 and not texts[2]):
                 texts[field.number] = self._reader.text(field, "a name in a node")
         for attribute in attributes:
@@ -220,6 +227,7 @@ class ModelReader:
                 tensor = field
             elif field.number in (6, 11):
                 graphs.append(field)
+                self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
         if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
             self._add(self._constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
         for k, graph in enumerate(graphs):
@@ -235,7 +243,9 @@ class ModelReader:
         for field in self._messages(message, what):
             number = field.number
             if number == 1:
-                tensor.dims += reader.varints(field, "dims", MAX_RANK)
+                tensor.dims += tuple(reader.varints(field, "dims", MAX_RANK))
+                if len(tensor.dims) > MAX_RANK:
+                    raise reader.fault(f"a tensor of more than {MAX_RANK} axes, the most that NumPy has", field.begin)
             elif number in (2, 14) and field.wire == VARINT:
                 setattr(tensor, "data_type" if number == 2 else "location", field.value)
             elif number == 8:
@@ -248,25 +258,28 @@ class ModelReader:
                 self._add_piece(tensor, *_DATA_FIELDS[number], field)
             elif number == 13:
                 key, value = self._pair(field, "an entry of external_data")
-                tensor.external[str(key or "")] = str(value or "")
+                tensor.external = {**tensor.external, str(key or ""): str(value or "")}
                 if len(tensor.external) > MAX_EXTERNAL:
                     raise reader.fault(f"external_data has more than {MAX_EXTERNAL} entries", field.begin)
             elif number in (3, 6):
                 tensor.segment |= number == 3
                 tensor.strings |= number == 6
-        if len(tensor.dims) > MAX_RANK:
-            text = f"a tensor of {len(tensor.dims)} axes, but NumPy has at most {MAX_RANK}"
-            raise reader.fault(text, message.begin)
         return tensor
 
     def _add_piece(self, tensor: TensorProto, name: str, wire: int, field: Field) -> None:
         if field.wire not in (BYTES, wire):
             raise self._reader.fault(f"{name} must be numbers, got wire type {field.wire}", field.begin)
-        pieces = tensor.pieces.setdefault(name, [])
+        if not tensor.pieces:
+            tensor.pieces = {}
+        pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
         if field.begin < field.end:
             pieces.append(ByteSpan(field.begin, field.end))
-        if len(pieces) > MAX_PIECES:
-            text = f"{name} has more than {MAX_PIECES:,} fields; ONNX packs its numbers into one"
+            self._pieces += 1
+        self._check_count(self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field)
+
+    def _check_count(self, count: int, limit: int, what: str, field: Field) -> None:
+        if count > limit:
+            text = f"more than {limit:,} {what}"
             raise error_about(LimitError, text, path=self._file.path, offset=field.begin)
 
 
