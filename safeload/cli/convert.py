@@ -82,20 +82,7 @@ def register(commands: Any) -> None:
     )
     dtype = parser.add_argument("--dtype", help='dtype for floating tensors, such as "float32" or "BF16"')
     suggest(dtype, targets)
-    scheme = parser.add_argument(
-        "--quantize",
-        metavar="[PATTERN=]SCHEME",
-        action="append",
-        help="quantize matrices, or those whose names match a shell pattern; may be repeated, the first match wins: "
-        f"{', '.join(SCHEMES)}, or none. From GGUF to GGUF also llama.cpp's mixtures: {', '.join(MIXTURES)}. For "
-        f"a folder also the formats of engines: {', '.join(PRESET_NAMES)}",
-    )
-    suggest(scheme, lambda: (*SCHEMES, *MIXTURES, *PRESETS))
-    parser.add_argument(
-        "--imatrix",
-        metavar="FILE",
-        help="importance matrix of llama.cpp for --quantize, in GGUF or the older format; for a single file",
-    )
+    _add_quantizing(parser)
     layout = parser.add_argument(
         "--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file"
     )
@@ -104,13 +91,6 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS
     )  # exact names, superseded by --only
-    parser.add_argument(
-        "--keep",
-        "--ignore",
-        metavar="PATTERN",
-        action="append",
-        help="leave these tensors or modules unquantized; may be repeated",
-    )
     parser.add_argument(
         "--adapter",
         metavar="ADAPTER[=WEIGHT]",
@@ -130,6 +110,31 @@ def register(commands: Any) -> None:
     add_trusted(parser)
     _add_destination(parser)
     parser.set_defaults(run=run)
+
+
+def _add_quantizing(parser: argparse.ArgumentParser) -> None:
+    """Add the options for quantizing."""
+    scheme = parser.add_argument(
+        "--quantize",
+        metavar="[PATTERN=]SCHEME",
+        action="append",
+        help="quantize matrices, or those whose names match a shell pattern; may be repeated, the first match wins: "
+        f"{', '.join(SCHEMES)}, or none. From GGUF to GGUF also llama.cpp's mixtures: {', '.join(MIXTURES)}. For "
+        f"a folder also the formats of engines: {', '.join(PRESET_NAMES)}",
+    )
+    suggest(scheme, lambda: (*SCHEMES, *MIXTURES, *PRESETS))
+    parser.add_argument(
+        "--imatrix",
+        metavar="FILE",
+        help="importance matrix of llama.cpp for --quantize, in GGUF or the older format; for a single file",
+    )
+    parser.add_argument(
+        "--keep",
+        "--ignore",
+        metavar="PATTERN",
+        action="append",
+        help="leave these tensors or modules unquantized; may be repeated",
+    )
 
 
 def _add_destination(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +166,7 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         "--raw",
         action="store_true",
         help="keep names and rows, instead of writing what llama.cpp (.gguf) or transformers (a folder) loads; "
-        "names in --quantize are block types then",
+        "--quantize then names block types, not file types",
     )
     add_overwrite(parser, "replace an existing destination")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion to a folder")
