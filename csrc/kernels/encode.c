@@ -87,9 +87,7 @@ static float of_e4m3(uint8_t code) {
 }
 
 /* 2^(exponent - 127). */
-static float power(int exponent) {
-    return exponent == 0 ? 0x1p-127f : float_of((uint32_t)exponent << 23);
-}
+static float power(int exponent) { return exponent == 0 ? 0x1p-127f : float_of((uint32_t)exponent << 23); }
 
 static float epsilon(int32_t from) { return from == SL_BF16 ? 0x1p-7f : from == SL_F16 ? 0x1p-10f : 0x1p-23f; }
 
@@ -344,7 +342,8 @@ static int32_t encode_segment(const encoder *self, uint64_t row, uint64_t rows, 
             measure(self, values, count, found, r == row && c == begin);
         }
     for (uint64_t c = begin, k = 0; c < end; c += job->group, k++) {
-        uint64_t width = end - c < job->group ? end - c : job->group, at = row / job->row_block * groups + c / job->group;
+        uint64_t width = end - c < job->group ? end - c : job->group,
+                 at = row / job->row_block * groups + c / job->group;
         block own = {0};
         bool usual = found[k].absmax < SL_F32_INFINITY && decide(self, found[k], width < job->group, at, &own);
         how.scales[k] = own.scale;

@@ -14,8 +14,8 @@ typedef struct sl_extremes {
     float least, most;
 } sl_extremes;
 
-/* Steps over the values of blocks of `group` values each, of which the last may be smaller. `from` is the dtype of the weights: a result that the engine
- * computes in that dtype is rounded to it. */
+/* Steps over the values of blocks of `group` values each, of which the last may be smaller. `from` is the dtype of the
+ * weights: a result that the engine computes in that dtype is rounded to it. */
 typedef struct sl_encode_steps {
     sl_extremes (*range)(const float *values, size_t count); /* count > 0 */
     /* (values - biases) / scales, rounded to `from`; no biases if NULL. */
@@ -26,8 +26,8 @@ typedef struct sl_encode_steps {
                      float *results);
     /* The integer nearest to each value within [least, most], ties to even, plus `offset`. */
     void (*round)(const float *values, size_t count, float least, float most, int32_t offset, uint8_t *codes);
-    /* E2M1. `even`: ties to the even code, and negative values keep their sign; otherwise ties to the smaller magnitude,
-     * and a value that becomes 0 has no sign. */
+    /* E2M1. `even`: ties to the even code, and negative values keep their sign; otherwise ties to the smaller
+     * magnitude, and a value that becomes 0 has no sign. */
     void (*e2m1)(const float *values, size_t count, bool even, uint8_t *codes);
     /* The number of `bounds`, ascending, below each value; `map` has a code for each number. */
     void (*bucket)(const float *values, size_t count, const float bounds[15], const uint8_t map[16], uint8_t *codes);

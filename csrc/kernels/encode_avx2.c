@@ -67,8 +67,7 @@ TARGET static void divide(const float *values, size_t count, size_t group, const
         } else {
             DIVIDE(unchanged)
         }
-        if (whole < end)
-            sl_encode_scalar.divide(values + whole, end - whole, 8, &bias, &scale, from, results + whole);
+        if (whole < end) sl_encode_scalar.divide(values + whole, end - whole, 8, &bias, &scale, from, results + whole);
     }
 }
 
@@ -81,8 +80,7 @@ TARGET static void multiply(const float *values, size_t count, size_t group, con
             x = _mm256_max_ps(_mm256_set1_ps(-limit), x);
             _mm256_storeu_ps(results + i, _mm256_min_ps(_mm256_set1_ps(limit), x));
         }
-        if (whole < end)
-            sl_encode_scalar.multiply(values + whole, end - whole, 8, &factors[k], limit, results + whole);
+        if (whole < end) sl_encode_scalar.multiply(values + whole, end - whole, 8, &factors[k], limit, results + whole);
     }
 }
 

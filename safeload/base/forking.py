@@ -15,9 +15,11 @@ from typing import Any
 
 # Packages imported on first use, besides the standard library.
 PACKAGES = frozenset(
-    {"compression", "fsspec", "huggingface_hub", "idna", "jax", "ml_dtypes", "numpy", "safeload", "torch", "tqdm"}
+    {
+        *("blake3", "compression", "fsspec", "h5py", "huggingface_hub", "idna", "jax", "ml_dtypes", "model_signing"),
+        *("numpy", "safeload", "tokenizers", "torch", "tqdm", "urllib3", "zstandard"),
+    }
     | {"safetensors"}  # by way of `install_as_safetensors`
-    | {"h5py", "urllib3", "zstandard"}
 )
 # In seconds. A fork never waits longer, because an import may itself wait for the forking thread.
 _PATIENCE, _PAUSE = 30.0, 0.001

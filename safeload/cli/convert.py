@@ -43,7 +43,7 @@ _EPILOG = """examples:
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ mixed/ --quantize q4_k --quantize '*down*=q6_k'
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
-  safeload convert model-f16.gguf model-q4.gguf --quantize q4_k_m --imatrix imatrix.gguf
+  safeload convert f16.gguf q4.gguf --quantize q4_k_m --imatrix imatrix.gguf
   safeload convert model.safetensors text.safetensors --drop 'vision.*'
   safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16

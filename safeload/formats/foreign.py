@@ -44,7 +44,7 @@ _OLD_GGML = Kind("a GGML file from before GGUF", "convert it with the scripts of
 _OLD_TORCH = Kind("a torch checkpoint from before 2017, in a tar archive", "load it with torch and save it again")
 _OLD_TORCH_NAMES = (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0")
 _LLAMA2 = Kind("a llama2.c checkpoint", "export.py of llama2.c shows its layout, and numpy.memmap can read it")
-_PROGRAM = Kind("a program", "safeload.open reads the model in a llamafile")
+_PROGRAM = Kind("a program", "safeload reads the model in a llamafile")
 _DECOMPRESS = "decompress it first"
 _TENSORFLOW = "tf.train.load_checkpoint(prefix) reads it"
 
@@ -62,7 +62,7 @@ _FOREIGN = (
     # Actually Portable Executables, as llamafiles are, and ELF.
     (0, b"MZqFpD", _PROGRAM),
     (0, b"\x7fELF", _PROGRAM),
-    (257, b"ustar", Kind("a tar archive", "safeload.open reads the weights in it")),
+    (257, b"ustar", Kind("a tar archive", "safeload reads the weights in it")),
     (0, b"PK\x05\x06", Kind("an empty zip archive")),
     # file_identifier of tensorflow/compiler/mlir/lite/schema/schema.fbs; a flatbuffer has it at byte 4.
     (4, b"TFL3", Kind("a TensorFlow Lite model", "tf.lite.Interpreter(path) reads it")),

@@ -115,6 +115,7 @@ TAKES = {
     "stats": (NO, NO, MAYBE, "F32", "F32"),
     "histogram": (NO, NO, MAYBE, "F32", "F32"),
     "restore": (NO, NO, YES, "F32", "BF16"),
+    "quantize with importance": (NO, YES, MAYBE, "F32", "Q4_0"),
 }
 
 
@@ -145,11 +146,13 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
         if with_packed:
             pytest.skip("channels are of int8, and codes stand for f32")
         source = "I8"
-    source, target = dtypes.BY_CODE[source], dtypes.BY_CODE[target]
+    rows = {row.code: row for row in dtypes.BY_NUMBER.values()}
+    source, target = rows[source], rows[target]
     x = np.arange(96).astype(source.name)
     out = np.zeros(4096, np.uint8)
     grid = JobGrid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
-    channels = Channels(12, 1, np.ones(12, np.float32))
+    columns = 96 if op == lib.SL_OP_WEIGHTED else 12
+    channels = Channels(columns, 1, np.ones(columns, np.float32))
     case = Case(ROWS, 4, (1, 8, 12))
     path = tmp_path / "written"
     with path.open("wb") as file:

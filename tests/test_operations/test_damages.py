@@ -83,6 +83,7 @@ def gguf_model(name):
     expected = gguf_architectures.schema_of(name).expand(config, ())
     rng = np.random.default_rng(0)
     required = {tensor.name: tensor.shape for tensor in expected.values() if tensor.required}
+    required |= {key: (64,) for key, shape in required.items() if shape is None}
     return {key: rng.standard_normal(shape).astype(np.float32) for key, shape in required.items()}, metadata
 
 

@@ -288,7 +288,7 @@ def mentions(config):
 def test_a_folder_with_dtype_says_nothing_of_a_quantization(fixture, tmp_path):
     want = fixture.expected()
     out = tmp_path / "out"
-    safeload.convert(fixture.path, out, dtype="bfloat16", max_shard_size="20KB")
+    safeload.convert(fixture.path, out, dtype="bfloat16", raw=True, max_shard_size="20KB")
     source = fixture.path / "config.json"
     if source.exists() and fixture.name != "bitnet_online":  # nothing of that was packed: it is as it was
         assert not mentions(json.loads((out / "config.json").read_text()))
@@ -303,7 +303,7 @@ def test_a_folder_with_dtype_says_nothing_of_a_quantization(fixture, tmp_path):
 @any_fixture
 def test_a_folder_without_dtype_keeps_config_and_bytes(fixture, tmp_path):
     out = tmp_path / "out"
-    safeload.convert(fixture.path, out, max_shard_size=3000)
+    safeload.convert(fixture.path, out, raw=True, max_shard_size=3000)
     source = fixture.path / "config.json"
     if source.exists():
         assert json.loads((out / "config.json").read_text()) == json.loads(source.read_text())
@@ -319,7 +319,7 @@ def test_a_folder_without_dtype_keeps_config_and_bytes(fixture, tmp_path):
 def test_each_shard_of_a_folder_opens_alone(fixture, tmp_path):
     """Parts of a tensor are in one shard, with the quantization in its metadata."""
     want = fixture.expected()
-    safeload.convert(fixture.path, tmp_path / "out", max_shard_size=1)
+    safeload.convert(fixture.path, tmp_path / "out", raw=True, max_shard_size=1)
     for shard in sorted((tmp_path / "out").glob("*.safetensors")):
         moved = tmp_path / "moved" / shard.name
         moved.parent.mkdir(exist_ok=True)

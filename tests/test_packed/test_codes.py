@@ -274,11 +274,11 @@ def test_every_entry_point_gives_the_weights(tmp_path, family):
             )
             assert safeload.quantization_error({name: want}, {name: values[name]})[name].max_error == 0
             for suffix in ("npz", "gguf", "safetensors"):
-                safeload.convert(given, tmp_path / f"x.{suffix}", dtype="float32", overwrite=True)
+                safeload.convert(given, tmp_path / f"x.{suffix}", dtype="float32", raw=True, overwrite=True)
                 np.testing.assert_array_equal(safeload.load(tmp_path / f"x.{suffix}")[name], want)
                 if suffix != "safetensors":
                     with pytest.raises(UnsupportedError, match="pass dtype="):
-                        safeload.convert(given, tmp_path / f"x.{suffix}", overwrite=True)
+                        safeload.convert(given, tmp_path / f"x.{suffix}", raw=True, overwrite=True)
             safeload.convert(given, tmp_path / "x.safetensors", layout=layout, dtype="float32", overwrite=True)
             np.testing.assert_array_equal(safeload.load(tmp_path / "x.safetensors")["w"], want)
 
@@ -298,7 +298,7 @@ def test_no_operation_takes_stored_codes_for_numbers(tmp_path, family):
                 "diff": lambda given=given: safeload.diff(given, given),
                 "stack": lambda given=given: safeload.stack(given, LAYOUTS[family], dtype="float32"),
                 "convert": lambda given=given: safeload.convert(given, tmp_path / "x.npz", dtype="float32"),
-                "convert gguf": lambda given=given: safeload.convert(given, tmp_path / "x.gguf"),
+                "convert gguf": lambda given=given: safeload.convert(given, tmp_path / "x.gguf", raw=True),
             }
             for label, call in calls.items():
                 with refused(family, method=method and label != "load"):
@@ -329,10 +329,10 @@ def test_no_entry_point_takes_codes_of_a_folder_for_numbers(tmp_path, family):
             "convert quantize": lambda: safeload.convert(folder, f"{out}.safetensors", quantize="q8_0"),
             "convert layout": lambda: safeload.convert(folder, f"{out}.safetensors", layout=LAYOUTS[family]),
             "convert shards": lambda: safeload.convert(folder, out, dtype="float16", max_shard_size=1000),
-            "convert gguf": lambda: safeload.convert(folder, f"{out}.gguf"),
+            "convert gguf": lambda: safeload.convert(folder, f"{out}.gguf", raw=True),
             "convert npz": lambda: safeload.convert(folder, f"{out}.npz"),
             "convert moon": lambda: safeload.convert(folder, f"{out}.moon", dtype="float16"),
-            "convert two": lambda: safeload.convert([folder, {"other": np.ones(3)}], f"{out}.gguf"),
+            "convert two": lambda: safeload.convert([folder, {"other": np.ones(3)}], f"{out}.gguf", raw=True),
         }
         for label, call in calls.items():
             with refused(family):

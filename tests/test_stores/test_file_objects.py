@@ -126,7 +126,7 @@ def opened(kind, data, folder):
 
 
 # Formats whose tensors are in other files than the one that lists them.
-FOLDERS = ("dcp", "deepspeed", "fsdp")
+FOLDERS = ("dcp", "deepspeed", "fsdp", "orbax")
 KINDS = (
     "buffered", "raw", "updating", "temporary", "named", "spooled", "rolled", "mmap", "gzip", "bz2", "lzma", "zip",
     "tar",

@@ -104,7 +104,7 @@ class ModelReader:
         """Return the tensors and the metadata of the model."""
         reader, texts = self._reader, {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
         graphs = trainings = 0
-        for field in reader.fields(0, self._file.size, "the model"):
+        for field in reader.fields(0, self._file.size, "an ONNX model"):
             if field.number in texts:
                 self._metadata[texts[field.number]] = reader.text(field, texts[field.number])
             elif field.number in (1, 5) and field.wire == VARINT:

@@ -286,7 +286,7 @@ def write(
 def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileWriter:
     """Return the writer of arrays and quantized tensors, as the drop-in functions take them."""
     check_mapping(tensors, "tensors")
-    if metadata or any(type(value) not in _PLAIN for value in tensors.values()):
+    if metadata is not None or any(type(value) not in _PLAIN for value in tensors.values()):
         from .quantized import pack  # only here: with it comes everything that decodes
 
         tensors, metadata = pack(tensors, metadata)
