@@ -22,6 +22,8 @@ from safeload.errors import FormatError, SafeloadError
 from safeload.formats import format as formats
 from safeload.formats import plugins
 
+pytestmark = pytest.mark.no_core
+
 PAGE = ROOT / "docs" / "guide" / "own-formats.md"
 WEIGHTS = {"a.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.float16([1, 2]), "c": np.array(7)}
 HEAD = """

@@ -24,6 +24,8 @@ from safeload.formats import tar as tar_format
 from safeload.formats.registry import BY_NAME
 from safeload.numpy import load_file
 
+pytestmark = pytest.mark.no_core
+
 DCP = ROOT / "tests" / "data" / "dcp"
 WEIGHTS = {
     "layers.0.w": rng.standard_normal((6, 5)).astype(np.float32),

@@ -21,6 +21,8 @@ import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
 from safeload.formats import flax
 
+pytestmark = pytest.mark.no_core
+
 # tests/data/flax/compare.sh lets flax write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_FLAX_FIXTURES") or ROOT / "tests" / "data" / "flax")
 FIXTURES = sorted(path.stem for path in DATA.glob("*.msgpack"))

@@ -34,6 +34,8 @@ from safeload.formats.keras import chunks as chunk_module
 
 h5py = pytest.importorskip("h5py")
 
+pytestmark = pytest.mark.no_core
+
 # tests/data/keras/compare.sh lets Keras write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_KERAS_FIXTURES") or ROOT / "tests" / "data" / "keras")
 FILES = ["model.keras", "model.weights.h5", "sharded.weights.json", "legacy.h5", "legacy_weights.h5"]

@@ -37,6 +37,8 @@ from safeload.formats.format import MAX_FOLDERS
 from safeload.formats.onnx import model as onnx_model
 from safeload.formats.onnx import wire
 
+pytestmark = pytest.mark.no_core
+
 # tests/data/onnx/compare.sh lets onnx and torch write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_ONNX_FIXTURES") or ROOT / "tests" / "data" / "onnx")
 FIXTURES = ("types", "nested", "torch", "external/model", "files/model")
@@ -226,12 +228,20 @@ NAMES = ["..", "../x", "/etc/passwd", "a/../b", "a//b", "C:\\x", "a\\b", "c:x", 
 NAMES.append("/".join("a" * (MAX_FOLDERS + 1)))
 FAULTS = {
     "no graph": (HEAD, FormatError, "the model has no graph"),
-    "a graph beyond the end": (HEAD + b"\x3a\x05ab", FormatError, "field 7 of an ONNX model needs 5 bytes, but 2 are left"),
+    "a graph beyond the end": (
+        HEAD + b"\x3a\x05ab",
+        FormatError,
+        "field 7 of an ONNX model needs 5 bytes, but 2 are left",
+    ),
     "a graph of a number": (HEAD + number(7, 1), FormatError, "a graph must be a message, got wire type 0"),
     "a cut number": (HEAD + b"\x08\xff", FormatError, "a number in an ONNX model is cut off, or has more than 10"),
     "a long number": (HEAD + b"\x08" + b"\xff" * 10 + b"\x01", FormatError, "has more than 10 bytes"),
     "field 0": (HEAD + b"\x00\x00", FormatError, "a field of an ONNX model has the number 0"),
-    "a large field": (HEAD + varint(1 << 33) + b"\0", FormatError, "a field of an ONNX model has the number 1073741824"),
+    "a large field": (
+        HEAD + varint(1 << 33) + b"\0",
+        FormatError,
+        "a field of an ONNX model has the number 1073741824",
+    ),
     "a group": (HEAD + b"\x3b\x3c", FormatError, "field 7 of an ONNX model has the wire type 3, which is not in use"),
     "wire type 7": (HEAD + b"\x3f", FormatError, "has the wire type 7, which is not in use"),
     "eight bytes beyond": (HEAD + b"\x39abc", FormatError, "field 7 of an ONNX model needs 8 bytes, but 3 are left"),

@@ -10,6 +10,8 @@ from builders import llama_models
 
 import safeload
 
+pytestmark = pytest.mark.no_core
+
 pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()

@@ -9,6 +9,8 @@ from builders import llama_models
 import safeload
 from safeload import gguf
 
+pytestmark = pytest.mark.no_core
+
 pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()

@@ -14,6 +14,8 @@ import safeload
 from safeload.cli import main
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.no_core
+
 SIGNED = DATA / "signatures"
 
 

@@ -13,6 +13,8 @@ import safeload
 from safeload import Signature, VerificationError
 from safeload.cli import main
 
+pytestmark = pytest.mark.no_core
+
 pytest.importorskip("OpenSSL")
 hashing, signing, verifying = (
     pytest.importorskip(f"model_signing.{name}") for name in ("hashing", "signing", "verifying")
