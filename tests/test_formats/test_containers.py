@@ -534,7 +534,7 @@ def test_a_program_without_a_model_is_no_weight_file(tmp_path):
             safeload.open(path)
     llamafile(path, {"readme.txt": b"x" * 100})
     for way in (safeload.open, load_file):
-        with pytest.raises(SafeloadError, match=r"this is a program.*safeload\.open reads the model in a llamafile"):
+        with pytest.raises(SafeloadError, match=r"this is a program.*safeload reads the model in a llamafile"):
             way(path)
 
 
