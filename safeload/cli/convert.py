@@ -119,7 +119,7 @@ def _add_quantizing(parser: argparse.ArgumentParser) -> None:
         metavar="[PATTERN=]SCHEME",
         action="append",
         help="quantize matrices, or those whose names match a shell pattern; may be repeated, the first match wins: "
-        f"{', '.join(SCHEMES)}, or none. From GGUF to GGUF also llama.cpp's mixtures: {', '.join(MIXTURES)}. For "
+        f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(MIXTURES)}. For "
         f"a folder also the formats of engines: {', '.join(PRESET_NAMES)}",
     )
     suggest(scheme, lambda: (*SCHEMES, *MIXTURES, *PRESETS))

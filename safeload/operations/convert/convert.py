@@ -95,8 +95,8 @@ def convert(
             applies to the rest. Q4_0 rounds by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`. Only
             safeload reads the quantized tensors of a folder; its ``config.json`` says so.
 
-            If a GGUF model becomes a GGUF file, a bare name is a file type of llama.cpp's: each tensor gets the type
-            that llama-quantize chooses. These can also be mixtures: "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s",
+            If a model becomes a GGUF file, a bare name is a file type of llama.cpp's: each tensor gets the type that
+            llama-quantize chooses. These can also be mixtures: "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s",
             "q4_k_m" (also called "q4_k"), "q5_k_s", "q5_k_m" and "mxfp4_moe". In a dict a name is a block type, and
             "*" can have a mixture.
 
