@@ -59,7 +59,8 @@ static const struct {
                         NULL,
                         &sl_restore_avx512,
                         sl_lanes_avx512,
-                        sl_difference_avx512},
+                        sl_difference_avx512,
+                        NULL},
 #else
     [SL_TIER_AVX2] = {.name = "avx2", .below = SL_TIER_SCALAR},
     [SL_TIER_AVX512] = {.name = "avx512", .below = SL_TIER_AVX2},
@@ -73,7 +74,8 @@ static const struct {
                       sl_weighted_neon,
                       &sl_restore_neon,
                       sl_lanes_neon,
-                      sl_difference_neon},
+                      sl_difference_neon,
+                      NULL},
 #else
     [SL_TIER_NEON] = {.name = "neon", .below = SL_TIER_SCALAR},
 #endif
