@@ -95,7 +95,10 @@ static void check_conversion(int32_t from, int32_t to) {
             FAIL("%s: %s to %s", sl_tier_name(tier), label(from), label(to));
         if (is_direct(from, to)) check_lengths(tier, from, to, source, wanted);
     }
-    if (is_block(to)) report("blocks_finite", label(from), label(to), sl_blocks_finite(to, wanted, COUNT / SL_QK));
+    if (is_block(to)) {
+        size_t blocks = COUNT / (size_t)sl_dtype_get(to)->block;
+        report("blocks_finite", label(from), label(to), sl_blocks_finite(to, wanted, blocks));
+    }
     if (is_block(from)) canonical(to, wanted, COUNT);
     report("convert", label(from), label(to), digest(DIGEST_START, wanted, bytes_of(to, COUNT)));
     free(source);

@@ -628,6 +628,7 @@ def bent_attribute(tmp_path, offset, content):
         (12, b"\7", FormatError, "a text that is not in its heap"),
         (0, b"\7", UnsupportedError, "is opaque"),
     ],
+    ids=["large", "other", "nowhere", "null", "no object", "short"],
 )
 def test_a_bent_reference_to_a_text_is_refused(offset, content, error, says, tmp_path):
     with pytest.raises(error, match=says):
