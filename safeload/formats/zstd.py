@@ -63,8 +63,8 @@ def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
     try:
         import zstandard
     except ImportError:
-        text = "this checkpoint is compressed with zstd: pip install zstandard"
-        raise ImportError(text) from None
+        text = "checkpoints compressed with zstd need zstandard, which is not installed: pip install zstandard"
+        raise ModuleNotFoundError(text, name="zstandard") from None
     return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
 
 

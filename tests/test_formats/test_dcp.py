@@ -545,7 +545,7 @@ def test_zstd_without_its_package_says_what_to_install(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
-    with pytest.raises(ImportError, match="pip install zstandard"):
+    with pytest.raises(ModuleNotFoundError, match="pip install zstandard"):
         safeload.open(DATA / "zstd_4")
 
 

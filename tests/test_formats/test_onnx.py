@@ -485,3 +485,10 @@ def test_limits(tmp_path, monkeypatch):
             context.setattr(module, name, limit)
             with pytest.raises(LimitError, match=text):
                 safeload.open(path)
+
+
+def test_info_has_the_size_of_each_file():
+    folder = ROOT / "tests" / "data" / "onnx" / "files"
+    sizes = {os.path.basename(path): size for path, size in safeload.info(folder / "model.onnx").files.items()}
+    assert sizes == {name: (folder / name).stat().st_size for name in sizes}
+    assert len(sizes) == 5

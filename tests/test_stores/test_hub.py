@@ -327,7 +327,9 @@ def test_the_environment_of_huggingface_hub_holds(server, repository):
     repository.private = True
     code = f"from safeload.stores.remote_files import RemoteFiles; print(RemoteFiles().open({FILE!r}).size)"
     environment = {**os.environ, "HF_ENDPOINT": server.url(), "HF_TOKEN": server.token}
-    done = subprocess.run([sys.executable, "-I", "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == f"{len(CONTENT)}\n", done.stderr
 
 

@@ -11,6 +11,7 @@ from ...base.listing import TensorInfos
 from ...base.selecting import Patterns, select
 from ...base.text import plural, size
 from ...checkpoint import Checkpoint, codes_of, tensors_of
+from ...engine.run.weight_file import WeightFile
 from ...errors import SafeloadError, cut_traceback
 from ...formats.opening import Paths, UnknownGlobals
 from ...formats.registry import FormatName
@@ -109,7 +110,7 @@ def describe(
     return Info(
         path=path,
         format=opened.format,
-        files={file.path: file.identity[0] for file in opened.weight_files},
+        files={file.path: _size_of(file, opened) for file in opened.weight_files},
         header_nbytes=_header_nbytes(opened),
         notes=opened.notes,
         model=description.model(opened.config, opened.metadata),
@@ -125,6 +126,12 @@ def describe(
         quantization=list(_quantization(opened)),
         adapter=adapter,
     )
+
+
+def _size_of(file: WeightFile, opened: Checkpoint) -> int:
+    """Return the size on disk: of the file itself if it holds tensors of another one, such as external data of ONNX."""
+    size: int = file.identity[0]
+    return size if file.unpacked or file.path == opened.weight_files[0].path else file.size
 
 
 def _header_nbytes(opened: Checkpoint) -> int | None:
