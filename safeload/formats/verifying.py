@@ -254,7 +254,7 @@ def digests_of(path: str, threads: int) -> dict[str, dict[str, Any]]:
         OSError: a file cannot be read.
     """
     if os.path.isdir(path):
-        places = [(name, place) for name, place in walk(path, LOCAL) if not _is_apart(name, place)]
+        places = [(name, place) for name, place in walk(path, LOCAL) if not is_apart(name, place)]
     else:
         folder, base = os.path.split(path)
         names = [base, *(name for name in BESIDE if os.path.isfile(os.path.join(folder, name)))]
@@ -263,7 +263,7 @@ def digests_of(path: str, threads: int) -> dict[str, dict[str, Any]]:
     return {name: entry for (name, _), entry in sorted(zip(places, entries, strict=True))}
 
 
-def _is_apart(name: str, path: str) -> bool:
+def is_apart(name: str, path: str) -> bool:
     """Return whether a file is no part of a model: a signature, a manifest, or a file of Git."""
     first = name.partition("/")[0]
     return name == SIGNATURE_NAME or first in GIT_PATHS or (name.endswith(".json") and starts_as_manifest(path))

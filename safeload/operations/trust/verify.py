@@ -15,7 +15,7 @@ from ...engine.codes.pieces import Meter
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads, thread_count
 from ...errors import SafeloadError, VerificationError, cut_traceback, one_line
-from ...formats.verifying import Verify, expected_of, starts_as_manifest, walk
+from ...formats.verifying import Verify, expected_of, is_apart, walk
 from ...stores import ollama
 from ...stores.digests import CachedFiles, Expected, ListedFiles
 from ...stores.files import LOCAL, Files
@@ -230,7 +230,7 @@ def _left_out(name: str, path: str, expected: ListedFiles, files: Files) -> bool
         return True
     if expected.skips_empty and os.path.getsize(path) == 0:
         return True
-    return name.endswith(".json") and starts_as_manifest(path)
+    return is_apart(name, path)
 
 
 def _joined(folder: str, name: str, files: Files) -> str:
