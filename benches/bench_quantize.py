@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from bench_load import threads
-from compare import Comparison, race, release, same_bytes
+from compare import Comparison, prepared, race, same_bytes
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize as gguf_quantize
 from limits import TWO_PASSES, read_twice_and_store
@@ -54,26 +54,15 @@ def same(ours: dict[str, Any], theirs: dict[str, np.ndarray]) -> None:
         assert same_bytes(value.data if isinstance(value, QuantizedTensor) else value, theirs[name]), name
 
 
-def prepare(folder: Path):
-    def prepare() -> None:
-        for shard in folder.glob("*.safetensors"):
-            if not files.cached(shard):
-                files.warm(shard)
-        release()
-        files.settle(2 << 30)
-
-    return prepare
-
-
 def test_a_folder_to_q4_0(llama_folder: Path, table, report) -> None:
     peer = "safetensors.numpy, astype, gguf-py quantize"
     sides = {
         "ours": lambda: safeload.load_quantized(llama_folder, "q4_0", rounding="ggml"),
         peer: lambda: by_hand(llama_folder),
     }
-    samples = race(sides, ROUNDS, check=same, prepare=prepare(llama_folder))
+    samples = race(sides, ROUNDS, check=same, prepare=prepared(llama_folder, 2 << 30))
     row = table.add("2.5 GB bf16 folder to q4_0", peer, Comparison(samples["ours"], samples[peer]), target=10)
-    report(sides["ours"], [row], rounds=1, prepare=prepare(llama_folder))
+    report(sides["ours"], [row], rounds=1, prepare=prepared(llama_folder, 2 << 30))
 
 
 def numpy_int8(x: np.ndarray) -> tuple[np.ndarray, np.float32]:

@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401 - safetensors.numpy finds bfloat16 only so
 import numpy as np
 import pytest
 import safetensors.numpy
-from compare import Comparison, race, release
+from compare import Comparison, prepared, race
 
 import safeload
 from safeload.operations.validate import manifest
@@ -26,17 +26,6 @@ def llama_folder() -> Path:
     if files.available_memory() < 8 << 30:
         pytest.skip("needs 8 GB of memory: the page cache and numpy's copies of one shard")
     return folder
-
-
-def prepare(folder: Path):
-    def prepare() -> None:
-        for shard in folder.glob("*.safetensors"):
-            if not files.cached(shard):
-                files.warm(shard)
-        release()
-        files.settle(2 << 30)
-
-    return prepare
 
 
 def by_hand(folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -68,10 +57,10 @@ def test_validate(llama_folder: Path, table, report) -> None:
             assert abs(s.std - theirs[name][5]) < 1e-6, name
 
     sides = {"ours": lambda: safeload.check(llama_folder), "numpy loop": lambda: by_hand(llama_folder)}
-    samples = race(sides, ROUNDS, check=same, prepare=prepare(llama_folder))
+    samples = race(sides, ROUNDS, check=same, prepare=prepared(llama_folder, 2 << 30))
     comparison = Comparison(samples["ours"], samples["numpy loop"])
     row = table.add("validate the 2.5 GB bf16 folder", "numpy loop", comparison, target=10)
-    report(sides["ours"], [row], rounds=1, prepare=prepare(llama_folder))
+    report(sides["ours"], [row], rounds=1, prepare=prepared(llama_folder, 2 << 30))
 
 
 def test_manifest(llama_folder: Path, table, report) -> None:
@@ -90,7 +79,7 @@ def test_manifest(llama_folder: Path, table, report) -> None:
         assert one == other
 
     sides = {"ours": ours, "safetensors.numpy, hashlib": theirs}
-    samples = race(sides, ROUNDS, check=same, prepare=prepare(llama_folder))
+    samples = race(sides, ROUNDS, check=same, prepare=prepared(llama_folder, 2 << 30))
     peer = "safetensors.numpy, hashlib"
     row = table.add("SHA-256 of every tensor, 2.5 GB", peer, Comparison(samples["ours"], samples[peer]))
-    report(ours, [row], rounds=1, prepare=prepare(llama_folder))
+    report(ours, [row], rounds=1, prepare=prepared(llama_folder, 2 << 30))

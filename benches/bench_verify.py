@@ -13,7 +13,7 @@ import files
 import ml_dtypes  # noqa: F401 - safetensors.numpy finds bfloat16 only so
 import pytest
 import safetensors.numpy
-from compare import Comparison, race, release, same_arrays
+from compare import Comparison, prepared, race, same_arrays
 
 import safeload
 from safeload.engine.run.threads import available_cpus
@@ -29,17 +29,6 @@ def llama_folder() -> Path:
     if files.available_memory() < 10 << 30:
         pytest.skip("needs 10 GB of memory: the page cache, and the arrays of two sides")
     return folder
-
-
-def prepare(folder: Path):
-    def prepare() -> None:
-        for shard in folder.glob("*.safetensors"):
-            if not files.cached(shard):
-                files.warm(shard)
-        release()
-        files.settle(3 << 30)
-
-    return prepare
 
 
 def _hash(path: Path) -> str:
@@ -73,12 +62,12 @@ def test_verified_load(llama_folder: Path, tmp_path: Path, table, report) -> Non
         "hashing": lambda: hash_all(llama_folder),
         "reading": lambda: safeload.load(llama_folder, backend="pread"),
     }
-    samples = race(sides, ROUNDS, check=same, prepare=prepare(llama_folder))
+    samples = race(sides, ROUNDS, check=same, prepare=prepared(llama_folder, 3 << 30))
     larger = max(("hashing", "reading"), key=lambda side: statistics.median(samples[side]))
     comparison = Comparison(samples["ours"], samples[larger])
     peer = f"limit: {larger} alone"  # the longer of the two
     row = table.add("load the 2.5 GB bf16 folder, verified", peer, comparison, at_most=1.1)
-    report(sides["ours"], [row], rounds=1, prepare=prepare(llama_folder))
+    report(sides["ours"], [row], rounds=1, prepare=prepared(llama_folder, 3 << 30))
 
 
 def test_signed_load(llama_folder: Path, tmp_path: Path, table, report) -> None:
@@ -101,6 +90,6 @@ def test_signed_load(llama_folder: Path, tmp_path: Path, table, report) -> None:
 
     peer = "model-signing, then safetensors.numpy"
     sides = {"ours": lambda: safeload.load(llama_folder, verify=signature), peer: theirs}
-    samples = race(sides, ROUNDS, check=same_arrays, prepare=prepare(llama_folder))
+    samples = race(sides, ROUNDS, check=same_arrays, prepare=prepared(llama_folder, 3 << 30))
     row = table.add("load the 2.5 GB bf16 folder, signed", peer, Comparison(samples["ours"], samples[peer]), target=2)
-    report(sides["ours"], [row], rounds=1, prepare=prepare(llama_folder))
+    report(sides["ours"], [row], rounds=1, prepare=prepared(llama_folder, 3 << 30))

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import files
 import numpy as np
 
 Side = Callable[[], Any]
@@ -51,6 +53,19 @@ def release() -> None:
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def prepared(folder: Path, nbytes: int) -> Callable[[], None]:
+    """Return what runs before each sample: the shards of a folder are cached, and this much memory was touched."""
+
+    def prepare() -> None:
+        for shard in folder.glob("*.safetensors"):
+            if not files.cached(shard):
+                files.warm(shard)
+        release()
+        files.settle(nbytes)
+
+    return prepare
 
 
 def race(

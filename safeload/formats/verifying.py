@@ -228,7 +228,7 @@ def walk(root: str, files: Files) -> Iterator[tuple[str, str]]:
             if status.st_ino and (status.st_dev, status.st_ino) in visited:  # a link to a folder above
                 continue
             visited.add((status.st_dev, status.st_ino))
-        for name, is_folder in _listing(folder, files):
+        for name, is_folder in whole_listing(folder, files):
             place = files.join(folder, name)
             if not is_folder:
                 yield f"{before}{name}", place
@@ -238,7 +238,8 @@ def walk(root: str, files: Files) -> Iterator[tuple[str, str]]:
                 waiting.append((f"{before}{name}/", place, level + 1))
 
 
-def _listing(folder: str, files: Files) -> list[tuple[str, bool]]:
+def whole_listing(folder: str, files: Files) -> list[tuple[str, bool]]:
+    """Return the names in a folder as `Files.listing`, hidden ones too if they are local."""
     if files.remote:
         return files.listing(folder)
     return sorted((name, os.path.isdir(os.path.join(folder, name))) for name in os.listdir(folder))

@@ -127,10 +127,10 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, source: GgufSource) -> N
         rope.update(rope_type=kind, factor=keys.number("scaling.factor", 1.0))
         if kind == "yarn":
             rope["original_max_position_embeddings"] = keys.number("scaling.original_context_length", 0)
-            given = {
+            present = {
                 name: f"scaling.{key}" for key, name in _YARN.items() if keys.get(f"scaling.{key}", None) is not None
             }
-            rope.update((name, keys.number(key, 0)) for name, key in given.items())
+            rope.update((name, keys.number(key, 0)) for name, key in present.items())
             rope["truncate"] = True
     elif kind not in ("none", "longrope"):
         raise UnsupportedError(

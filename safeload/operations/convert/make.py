@@ -93,8 +93,8 @@ class Outputs(NamedTuple):
     @property
     def files(self) -> Mapping[str, Location | bytes]:
         """Other files of the folder: those to copy, and those that were made."""
-        made = self.catalog.texts if isinstance(self.catalog, RestructuredCatalog) else {}
-        return {**self.extras, **made}
+        texts = self.catalog.texts if isinstance(self.catalog, RestructuredCatalog) else {}
+        return {**self.extras, **texts}
 
     @property
     def schemes(self) -> tuple[str, ...]:

@@ -148,13 +148,13 @@ def encode(
 def largest_in(encoding: Encoding, read: Reader) -> float:
     """Return the largest magnitude in a matrix; NaN counts as infinity."""
     bits = np.zeros(1, np.uint32)
-    most = 0
+    largest = 0
     for strip in _strips(encoding):
         weights = read(strip.first, strip.first + strip.rows * strip.columns)
         source, number = _pointer(weights, "void *"), encoding.row.number
         lib.sl_absmax(TIER, number, source, weights.size, ffi.from_buffer("uint32_t[]", bits))
-        most = max(most, int(bits[0]))
-    return float(np.array([most], np.uint32).view(np.float32)[0])
+        largest = max(largest, int(bits[0]))
+    return float(np.array([largest], np.uint32).view(np.float32)[0])
 
 
 def global_scale(largest: float, row: dtypes.Dtype) -> np.float32:

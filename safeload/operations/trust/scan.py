@@ -17,7 +17,8 @@ from ...formats.contents import PickleFinder, PickleSite
 from ...formats.opening import Paths
 from ...formats.torch.globals import ALLOWED
 from ...formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
-from ...stores.files import LOCAL, Files
+from ...formats.verifying import whole_listing
+from ...stores.files import Files
 from ...stores.places import places_of
 from ...stores.remote import RemoteStore
 
@@ -219,7 +220,7 @@ def _files_in(root: str, files: Files, report: ScanReport) -> Iterator[str]:
                 if status.st_ino and (status.st_dev, status.st_ino) in visited:
                     continue
                 visited.add((status.st_dev, status.st_ino))
-            entries = sorted(_listing(folder, files))
+            entries = whole_listing(folder, files)
         except (OSError, SafeloadError) as error:
             report.unreadable.append((files.shown(folder), one_line(error)))
             continue
@@ -229,12 +230,6 @@ def _files_in(root: str, files: Files, report: ScanReport) -> Iterator[str]:
         elif folders:
             waiting += [(files.join(folder, name), level + 1) for name in reversed(folders)]
         yield from (files.join(folder, name) for name, is_folder in entries if not is_folder)
-
-
-def _listing(folder: str, files: Files) -> Iterable[tuple[str, bool]]:
-    if files is not LOCAL:
-        return files.listing(folder)
-    return [(name, os.path.isdir(os.path.join(folder, name))) for name in os.listdir(folder)]
 
 
 class _RemoteContent:
