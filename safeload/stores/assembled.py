@@ -226,6 +226,32 @@ def _interlocked(name: str, path: str) -> LimitError:
     return error_about(LimitError, text, path=path, tensor=name)
 
 
+class UnpackedBoxes:
+    """The elements of the boxes that were unpacked last.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._elements: OrderedDict[int, Array] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, box: Box) -> Array | None:
+        """Return the elements of a box, or None if they are not kept."""
+        elements = self._elements.get(id(box))
+        if elements is not None:
+            self._elements.move_to_end(id(box))
+        return elements
+
+    def keep(self, box: Box, elements: Array, limit: int) -> None:
+        """Keep the elements of a box, and drop others so that all together have at most ``limit`` bytes."""
+        while self._elements and self.nbytes + elements.nbytes > limit:
+            self.nbytes -= self._elements.popitem(last=False)[1].nbytes
+        self._elements[id(box)] = elements
+        self.nbytes += elements.nbytes
+
+
 class AssembledStore(RemoteStore):
     """A file of tensors in boxes; see the module.
 
@@ -255,12 +281,12 @@ class AssembledStore(RemoteStore):
 
         digest = sha256(repr((version, [tuple(store.version)[:2] for store in stores])).encode()).hexdigest()
         self.version = (at, digest)
-        self._unpacked: OrderedDict[int, Array] = OrderedDict()
+        self._unpacked = UnpackedBoxes()
         self._turn = ProcessLock()
 
     def close(self) -> None:
         super().close()
-        self._unpacked.clear()
+        self._unpacked = UnpackedBoxes()  # a thread may still be using the old ones
         for store in self.stores:
             store.close()
 
@@ -360,15 +386,11 @@ class AssembledStore(RemoteStore):
     def _whole(self, tensor: BoxedTensor, box: Box, region: Region | None) -> Array:
         """Return all elements of a box in C order; boxes are unpacked one at a time."""
         with self._turn.own:
-            whole = self._unpacked.get(id(box))
+            unpacked = self._unpacked
+            whole = unpacked.get(box)
             if whole is None:
                 whole = box.stored.unpack() if region is None else _gathered(region, box.sizes, tensor.shape[-1])
-                limit = max(_KEPT, tensor.abreast) - whole.nbytes
-                while self._unpacked and sum(kept.nbytes for kept in self._unpacked.values()) > limit:
-                    self._unpacked.popitem(last=False)
-                self._unpacked[id(box)] = whole
-            else:
-                self._unpacked.move_to_end(id(box))
+                unpacked.keep(box, whole, max(_KEPT, tensor.abreast))
             return whole
 
 
