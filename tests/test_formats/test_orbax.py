@@ -1,6 +1,7 @@
 """Orbax checkpoints: folders of Orbax's own writer, any zarr arrays, and folders with a fault."""
 
 import copy
+import json
 import os
 import pickle
 import shutil
@@ -1055,6 +1056,45 @@ def test_limits_of_the_tree_are_limits(tmp_path, monkeypatch):
     made = OrbaxCheckpoint().tensor("w", numbers(1), (1 << 20,), shape=[1])
     made.write(tmp_path / "padding")
     refused(tmp_path / "padding", LimitError, "mostly padding")
+
+
+def shared_node(folder, node, parents):
+    """A database whose root has the same node below it many times."""
+    children = [(f"{k:06}", 6, 0, 0, len(node)) for k in range(parents)]
+    root = framed(orbax_build.NODE, orbax_build.interior(1, children, FILES))
+    (folder / "d").mkdir(parents=True)
+    (folder / "d" / "0").write_bytes(node + root)
+    body = orbax_build.manifest_body((0, len(node), len(root)), FILES, height=1)
+    (folder / "manifest.ocdbt").write_bytes(framed(orbax_build.MANIFEST, body))
+    (folder / "_METADATA").write_text(json.dumps(OrbaxCheckpoint().metadata))
+
+
+def test_a_node_counts_each_time_it_is_read(tmp_path, compress, monkeypatch):
+    body = orbax_build.leaf([("x", b"v")], [("", "f")] * 1000)
+    shared_node(tmp_path / "files", framed(orbax_build.NODE, body, compress), 100)
+    safeload.open(tmp_path / "files").close()
+    monkeypatch.setattr(ocdbt, "MAX_KEYS", 50_000)
+    refused(tmp_path / "files", LimitError, "the nodes name more than 50,000 data files")
+    body = orbax_build.leaf([("x", b"v")], FILES)
+    empty = b"\0\0\0" * 1000  # blocks of zstd without content
+    frame = b"\x28\xb5\x2f\xfd\0\x58" + empty + (len(body) << 3 | 1).to_bytes(3, "little") + body
+    shared_node(tmp_path / "bytes", framed(orbax_build.NODE, body, lambda _: frame), 100)
+    safeload.open(tmp_path / "bytes").close()
+    monkeypatch.setattr(ocdbt, "MAX_TREE", 200_000)
+    refused(tmp_path / "bytes", LimitError, "200,000 bytes in nodes")
+
+
+def test_metadata_of_arrays_and_chunks_in_shards_are_limited_together(tmp_path, monkeypatch):
+    made = OrbaxCheckpoint(3)
+    for k in range(4):
+        made.tensor(f"w{k}", numbers(8), (8,), (1,))
+    made.write(tmp_path)
+    safeload.open(tmp_path).close()
+    with monkeypatch.context() as patch:
+        patch.setattr("safeload.formats.orbax.file.MAX_JSON", 1500)
+        refused(tmp_path, LimitError, "the metadata of its arrays has .* bytes, but the limit is 1,500")
+    monkeypatch.setattr(chunks, "MAX_IN_SHARDS", 31)
+    refused(tmp_path, LimitError, "'w3': with it the shards have more than 31 chunks")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs symbolic links")

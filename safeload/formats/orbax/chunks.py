@@ -30,8 +30,9 @@ from .zarr import CRC32C, ZSTD, ChunkLayout, ZarrArray, fill_of
 
 # The length of a value that is a file.
 WHOLE_FILE = -1
-# Chunks that are not stored.
+# Chunks that are not stored, and chunks in shards: each takes some 600 bytes of memory.
 MAX_MISSING = 1 << 20
+MAX_IN_SHARDS = 1 << 21
 # Bytes of padding in chunks beyond the tensor, if they are more than three times the tensor.
 MAX_PADDING = 1 << 20
 # Larger compressed chunks are read forward, if up to _BESIDE lie side by side: each takes 2 MiB then. If threads
@@ -294,7 +295,7 @@ class ChunkFinder:
         self._files = stored
         self._path = path
         self._filled = filled
-        self._missing = 0
+        self._missing = self._in_shards = 0
         self._frames = KeptFrames()
         self._claimed = 0  # bytes of elements that are not stored
         self._provided = 0  # bytes of all chunks as stored
@@ -341,7 +342,7 @@ class ChunkFinder:
 
         Raises:
             FormatError: a chunk cannot hold its elements.
-            LimitError: chunks are mostly padding.
+            LimitError: chunks are mostly padding, or too many.
             UnsupportedError: the fill value is needed and cannot be read.
             ImportError: zstd is needed, and not installed.
         """
@@ -420,6 +421,10 @@ class ChunkFinder:
         if size > stored.length:
             text = f": a shard of {count:,} chunks needs an index of {size:,} bytes, but it has {stored.length:,}"
             raise error_about(FormatError, text, path=stored.path, offset=stored.begin, tensor=rules.name)
+        self._in_shards += count
+        if self._in_shards > MAX_IN_SHARDS:
+            text = f": with it the shards have more than {MAX_IN_SHARDS:,} chunks"
+            raise error_about(LimitError, text, path=self._path, tensor=rules.name)
         shard = ShardBytes(stored, count, first=array.index_first, checked=array.index_checked)
         inside = 0
         for number, index in enumerate(product(*map(range, counts))):

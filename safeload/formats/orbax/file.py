@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
+from ...base.gc_pause import paused
 from ...base.messages import error_about
 from ...base.paths import is_bare
 from ...base.text import show
@@ -60,7 +61,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     folder, _ = file.files.split(file.place)
     opened = _OpenFiles(file.files, folder)
     try:
-        return _OrbaxReader(file, opened, tree.parse(content, file.path), request.root).read()
+        with paused(file.size):  # each chunk becomes several objects
+            return _OrbaxReader(file, opened, tree.parse(content, file.path), request.root).read()
     except BaseException:
         opened.close()
         raise
@@ -272,18 +274,28 @@ class _OrbaxReader:
         """Return the metadata of arrays."""
         base = zarr.V3 if self._tree.version == 3 else zarr.V2
         keys = [f"{name}/{base}" if name else base for name in arrays]
+
+        def parsed(name: str, key: str, content: Mapping[str, Any]) -> zarr.ZarrArray:
+            return zarr.parse(content, self._opened.shown(key), name, self._tree.version)
+
         if not uses_ocdbt:
-            contents = self._files.each(lambda key: read_json(self._opened.join(key), base, self._files), keys)
-        else:
-            missing = next((name for name, key in zip(arrays, keys, strict=True) if key not in values), None)
-            if missing is not None:
-                text = f"is not in {MANIFEST}, although {naming.METADATA} lists it"
-                raise error_about(FormatError, text, path=self._path, tensor=missing)
-            self._prefetch([values[key] for key in keys])
-            contents = [parse_json(self._content(key, values[key]), base, f"{self._path}/{key}") for key in keys]
+            return self._files.each(
+                lambda item: parsed(*item, read_json(self._opened.join(item[1]), base, self._files)),
+                list(zip(arrays, keys, strict=True)),
+            )
+        missing = next((name for name, key in zip(arrays, keys, strict=True) if key not in values), None)
+        if missing is not None:
+            text = f"is not in {MANIFEST}, although {naming.METADATA} lists it"
+            raise error_about(FormatError, text, path=self._path, tensor=missing)
+        stored = [values[key] for key in keys]
+        total = sum(value.length for value in stored)
+        if total > MAX_JSON:
+            text = f"{self._path}: the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}"
+            raise LimitError(text, path=self._path)
+        self._prefetch(stored)
         return [
-            zarr.parse(content, self._opened.shown(key), name, self._tree.version)
-            for name, key, content in zip(arrays, keys, contents, strict=True)
+            parsed(name, key, parse_json(self._content(key, value), base, f"{self._path}/{key}"))
+            for name, key, value in zip(arrays, keys, stored, strict=True)
         ]
 
     def _prefetch(self, values: Sequence[Value]) -> None:

@@ -38,13 +38,14 @@ from ..zstd import decompressed
 MANIFEST = "manifest.ocdbt"
 # Bytes of a node, unpacked. Orbax writes up to 100,000,000.
 MAX_NODE = 256 << 20
-# Bytes of all nodes, of all keys, and of the paths in a table, unpacked.
+# Bytes of all nodes, as stored or unpacked, of all keys, and of the paths in a table. Several parents can share a node:
+# it counts each time.
 MAX_TREE = 1 << 30
 MAX_KEY_BYTES = 256 << 20
 MAX_PATHS = 16 << 20
 # Keys take some 500 bytes of memory. A checkpoint of 2,000 tensors for 1,000 devices has 2,000,000.
 MAX_KEYS = 1 << 21
-# Data files in a table: a few for each process.
+# Data files in a table: a few for each process. A node lists only the files that its keys refer to.
 MAX_FILES = 1 << 16
 # Heights of a tree: its nodes have dozens of keys at least.
 MAX_HEIGHT = 16
@@ -250,7 +251,7 @@ def read_tree(
     waiting = [] if root is None else [root]
     values: dict[str, Value] = {}
     last: bytes | None = None
-    nodes = keys = 0
+    nodes = keys = rows = paths = 0
     while waiting:
         node = waiting.pop()
         place = shown(node.file.path)
@@ -262,14 +263,21 @@ def read_tree(
             text = f"a node of {node.length:,} bytes reaches beyond the end of the file; is it cut off?"
             raise FormatError(text, place, node.offset)
         fields = _body(data, _NODE, place, node.offset)
-        nodes += len(fields.body)
+        nodes += max(len(data), len(fields.body))
         height = fields.take(1)[0]
         if height != node.height:
             raise fields.error(f"a node of height {node.height} says that it has height {height}")
         files = _files(fields, node.file.base)
+        rows += len(files)
+        paths += sum(len(file.path) for file in files)
         count = fields.number()
         if not count:
             raise fields.error("a node has no keys")
+        if rows > MAX_KEYS or paths > MAX_KEY_BYTES:
+            text = (
+                f"{path}: the nodes name more than {MAX_KEYS:,} data files, or {MAX_KEY_BYTES:,} bytes in their paths"
+            )
+            raise LimitError(text, path=path)
         fits = len(values) + len(waiting) + count <= MAX_KEYS
         prefixes, rests = (fields.numbers(count - 1), fields.numbers(count)) if fits else ([], [])
         keys += sum(prefixes) + sum(rests) + count * len(node.prefix)
