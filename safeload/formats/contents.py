@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..base.text import show
+from ..base.text import plural, show
 from .torch.globals import ALLOWED
 from .unpickle.trace import MAX_TRACED, Readable, Traced, trace
 from .unpickle.verdicts import DANGEROUS, judge
@@ -37,7 +37,8 @@ MAX_SEARCHED = 1 << 30
 _ATTEMPT = 50
 
 _HEAD = 512
-_CHUNK = 1 << 20
+# Bytes to read at once. Compressed contents begin with a small read, because a malformed one ends there.
+_CHUNK, _FIRST = 1 << 20, 1 << 12
 _PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model)\Z", re.IGNORECASE)
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 # GLOBAL and INST of protocols 0 and 1, which have no magic number, for the modules that attacks name.
@@ -111,6 +112,7 @@ class PickleFinder:
         self._members = 0
         self._opcodes = MAX_OPCODES
         self._searched = 0
+        self._unsearched = 0  # contents that came after `MAX_SEARCHED` bytes
 
     def find(self) -> Iterator[PickleSite]:
         """Iterate over the pickles of the file.
@@ -121,6 +123,9 @@ class PickleFinder:
         yield from self._enter(self._content, "", self._name, 0)
         if self._members > MAX_MEMBERS:
             yield PickleSite("", 0, None, fault=f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
+        if self._unsearched:
+            text = f"not searched for pickles: {plural(self._unsearched, 'member')} after these {MAX_SEARCHED:,} bytes"
+            yield PickleSite("", 0, None, fault=text)
         if self._opcodes <= 0:
             yield PickleSite(
                 "", 0, None, fault=f"its pickles have more than {MAX_OPCODES:,} opcodes; the rest was not followed"
@@ -190,6 +195,9 @@ class PickleFinder:
 
     def _search(self, content: Readable, place: str, begin: int, level: int) -> Iterator[PickleSite]:
         """Search bytes for pickles that begin somewhere."""
+        if begin < content.size and self._searched > MAX_SEARCHED:
+            self._unsearched += 1
+            return
         at, overlap = begin, 64
         beyond = begin  # no pickle before this offset is followed again
         while at < content.size:
@@ -254,11 +262,12 @@ class PickleFinder:
             return b"", f"the file unpacks to more than {MAX_TOTAL:,} bytes"
         chunks: list[bytes] = []
         at = count = 0
+        step = _FIRST
         fault = ""
         try:
             while at < content.size and not machine.eof:
-                data = content.read_at(at, _CHUNK)
-                at += len(data)
+                data = content.read_at(at, step)
+                at, step = at + len(data), min(4 * step, _CHUNK)
                 while True:
                     chunk = machine.decompress(data, _CHUNK)
                     count += len(chunk)
@@ -304,6 +313,8 @@ class PickleFinder:
             self._searched += _CHUNK
             data = gap.read_at(at, _CHUNK + 4)
             for match in re.finditer(rb"PK\x03\x04", data):
+                if self._members > MAX_MEMBERS:
+                    return
                 start = begin + at + match.start()
                 hidden = ArchiveMember(start, "", 0, 0, 0)
                 entry, first, size = _local(content, hidden)
@@ -317,7 +328,7 @@ class PickleFinder:
         """Enter an entry of a zip archive."""
         inner = f"{place}/{entry.name}" if place else entry.name
         self._members += 1
-        if packed.size == 0 or entry.name.endswith("/"):
+        if self._members > MAX_MEMBERS or packed.size == 0 or entry.name.endswith("/"):
             return
         machine = _ENTRY_UNPACKERS.get(entry.method)
         if entry.flags & 1:

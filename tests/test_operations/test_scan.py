@@ -463,6 +463,27 @@ def test_members_are_bounded(tmp_path, monkeypatch):
     assert "more than 10 members" in report.unreadable[-1][1]
 
 
+def local_headers(count, method):
+    """Local headers of a zip archive that no directory lists, each before bytes that cannot be inflated."""
+    header = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, method, 0, 0, 0, 0, 0, 1, 0)
+    return (header + b"a" + b"\xff" * 8) * count
+
+
+def test_hidden_headers_take_bounded_time(tmp_path, monkeypatch):
+    began = time.process_time()
+    report = scanned(tmp_path, "x.zip", local_headers(20_000, zipfile.ZIP_DEFLATED))
+    assert time.process_time() - began < 5
+    assert len(report.unreadable) > 20_000
+    monkeypatch.setattr(contents, "MAX_MEMBERS", 10)
+    report = scanned(tmp_path, "x.zip", local_headers(1000, zipfile.ZIP_DEFLATED))
+    assert len(report.unreadable) < 20
+    monkeypatch.setattr(contents, "MAX_SEARCHED", 1 << 20)
+    monkeypatch.setattr(contents, "MAX_MEMBERS", 10_000)
+    report = scanned(tmp_path, "x.zip", local_headers(1000, zipfile.ZIP_STORED))
+    assert len(report.unreadable) < 5
+    assert any("not searched for pickles" in reason for _, reason in report.unreadable)
+
+
 def test_globals_are_bounded(tmp_path):
     content = b"".join(f"cm\nf{k}\n0".encode() for k in range(12_000))
     report = scanned(tmp_path, "x.pkl", b"\x80\x02" + content + EVIL[2:])

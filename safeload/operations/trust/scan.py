@@ -153,7 +153,7 @@ class ScanReport:
 def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
     r"""List and judge every global that pickles in files name, and other code that loading would run.
 
-    Pickles are site wherever they are: torch checkpoints, object arrays of NumPy, joblib files, inside zip and tar
+    Pickles are found wherever they are: torch checkpoints, object arrays of NumPy, joblib files, inside zip and tar
     archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset.
     Nothing is executed or imported. The allowlist with which safeload reads pickles decides what is harmless;
     everything else is unknown, or dangerous if it is known to run code, reach files or the network, or hide what it
