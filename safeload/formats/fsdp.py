@@ -101,7 +101,11 @@ def _join(
     boxes: dict[str, list[Box]] = {}
     rest: dict[str, Any] = {}
     for number, rank in enumerate(ranks):
+        names: set[str] = set()
         for name, value in _items(rank.value, rank, root):
+            if name in names:
+                raise FormatError(f"two values are named {show(name)}", rank.file.path)
+            names.add(name)
             parts = list(_parts(name, value, rank))
             if not parts and not number and not _is_sharded(value):
                 rest[name] = value

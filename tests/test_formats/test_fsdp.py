@@ -134,6 +134,7 @@ def two(first=None, **spec):
 ONE = WHOLE[:2].copy()
 ORDER = (Call(Ref("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry"), 0, (1, 0)),)
 FAULTS = {
+    "two values of a name": (two({1: dtensor(ONE, (2, 3), ["r"], (2,), (0,)), "1": 5}), FormatError, "named 'w.1'"),
     "strided": (two(dtensor(ONE, (4, 3), ["s0"], (2,), (0,))), UnsupportedError, "placed as '_StridedShard' of axis 0"),
     "another axis": (two(dtensor(ONE, (4, 3), ["2"], (2,), (0,))), UnsupportedError, "'Shard' of axis 2"),
     "another order": (two(shard_order=ORDER), UnsupportedError, "in another order than its mesh"),

@@ -247,6 +247,7 @@ MODEL_FAULTS = {
         "tensor 'f' must be a tensor, got None",
     ),
     "experts": (model_states([{"w": (2, 5)}], ds_autoep_layers=[{}]), UnsupportedError, "AutoEP"),
+    "buffers without names": (model_states([{"w": (2, 5)}], buffer_names=[["a"]]), FormatError, "must be names"),
     "a global": (model_states([{"w": (2, 5)}], args=Call(Ref("argparse", "Namespace"))), ForbiddenError, "argparse"),
 }
 

@@ -145,7 +145,10 @@ class _Zero:
         shared = self._model.value.get("shared_params") or {}
         if type(shared) is not dict or any(type(name) is not str for pair in shared.items() for name in pair):
             raise FormatError(f"shared_params must map names to names, got {describe(shared)}", self._model.file.path)
-        buffer_names = set(self._model.field("buffer_names", (list, tuple)))
+        buffer_names = self._model.field("buffer_names", (list, tuple))
+        if any(type(name) is not str for name in buffer_names):
+            raise FormatError(f"buffer_names must be names, got {describe(buffer_names)}", self._model.file.path)
+        buffer_names = frozenset(buffer_names)
         tensors = {name: self._buffer(name, module[name]) for name in module if name in buffer_names}
         if self._stage3:
             tensors.update(self._frozen_parts())
