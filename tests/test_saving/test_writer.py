@@ -159,7 +159,7 @@ def test_declared_tensors_may_come_in_any_order(tmp_path):
         ("c", np.ones(2, np.float32), "'c' is not in tensors="),
         ("a", np.ones(3, np.float32), r"is F32 \[3\], but tensors= has F32 \[2\]"),
         ("a", np.ones(2, np.float64), r"is F64 \[2\], but tensors= has F32 \[2\]"),
-        (None, None, "1 of the tensors= were not added, such as 'a'"),
+        (None, None, "the file is incomplete: tensors= declares 'a'; add every tensor before the end"),
     ],
 )
 @pytest.mark.parametrize("folder", [False, True])
@@ -172,6 +172,14 @@ def test_tensors_that_differ_from_their_declaration_are_refused(name, array, mes
     with pytest.raises(ValueError, match=message):
         write()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("shape", [5, (2.0,), "ab", None, [[1]]])
+def test_a_declared_shape_must_be_integers(shape, tmp_path):
+    with pytest.raises(TypeError, match="the shape of 'a' must be a list of integers"):
+        safeload.Writer(tmp_path / "a.safetensors", tensors={"a": ("F32", shape)})
+    with pytest.raises(ValueError, match="must have sizes in"):
+        safeload.Writer(tmp_path / "a.safetensors", tensors={"a": ("F32", (-1,))})
 
 
 # ---- tensors ----

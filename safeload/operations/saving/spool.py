@@ -221,7 +221,8 @@ class DeclaredFile:
         """Raise ValueError if a declared tensor has not come."""
         if self._missing:
             first = next(iter(self._missing))
-            raise ValueError(f"{len(self._missing)} of the tensors= were not added, such as {show(first)}")
+            names = f"{show(first)} and {len(self._missing) - 1:,} more" if len(self._missing) > 1 else show(first)
+            raise ValueError(f"the file is incomplete: tensors= declares {names}; add every tensor before the end")
 
     def finish(self) -> None:
         """Write what waits."""

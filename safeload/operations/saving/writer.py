@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -255,14 +256,15 @@ def _declared(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> dict[str, tup
         pair = tensors[check_name(name)]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"tensors: {show(name)} must be (dtype, shape), got {show(pair)}")
-        shape = tuple(map(_dimension, pair[1]))
-        row = dtypes.parse(pair[0])
-        declared[name] = row, shape
+        declared[name] = dtypes.parse(pair[0]), _shape(name, pair[1])
     return declared
 
 
-def _dimension(value: Any) -> int:
-    size = value.__index__()
-    if not 0 <= size < 1 << 63:
-        raise ValueError(f"tensors: a dimension must be in [0, 2**63), got {show(size)}")
-    return int(size)
+def _shape(name: str, shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(index, shape))
+    except TypeError:
+        raise TypeError(f"tensors: the shape of {show(name)} must be a list of integers, got {show(shape)}") from None
+    if not all(0 <= size < 1 << 63 for size in sizes):
+        raise ValueError(f"tensors: the shape of {show(name)} must have sizes in [0, 2**63), got {show(list(sizes))}")
+    return sizes
