@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..base.text import printable
+from ..base.text import plural, printable
 from ..errors import FormatError
 from ..stores.url import is_url
 from .cluster import add_dask, cluster
@@ -229,4 +229,4 @@ def _manifest(
     output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
-        print(f"{name}: SHA-256 of {len(current['tensors']):,} tensors", file=sys.stderr)
+        print(f"{name}: SHA-256 of {plural(len(current['tensors']), 'tensor')}", file=sys.stderr)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias
 
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
-from ..errors import FormatError, VerificationError
+from ..errors import FormatError, LimitError, SafeloadError, VerificationError
 from ..packed.quantization import BESIDE
 from ..stores.digests import (
     GIT_PATHS,
@@ -217,28 +217,47 @@ def _is_snapshot(path: str) -> bool:
     return False
 
 
-def walk(root: str, files: Files) -> Iterator[tuple[str, str]]:
-    """Yield the relative name and the path of each file below a folder, hidden ones too if they are local."""
+def walk(
+    root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the relative name and the path of each file below a folder, hidden ones too if they are local.
+
+    Args:
+        failed: called with each folder that cannot be listed, or whose subfolders are left out, and the reason; None to
+            raise it.
+
+    Raises:
+        SafeloadError: folders are nested too deep.
+        OSError: a folder cannot be listed.
+    """
     visited: set[tuple[int, int]] = set()
     waiting = [("", root, 0)]
     while waiting:
         before, folder, level = waiting.pop()
-        if not files.remote:
-            status = os.stat(folder)
-            if status.st_ino and (status.st_dev, status.st_ino) in visited:  # a link to a folder above
-                continue
-            visited.add((status.st_dev, status.st_ino))
-        for name, is_folder in whole_listing(folder, files):
-            place = files.join(folder, name)
-            if not is_folder:
-                yield f"{before}{name}", place
-            elif level >= _LEVELS:
-                raise error_about(VerificationError, f"more than {_LEVELS} levels of folders", path=files.shown(place))
-            else:
-                waiting.append((f"{before}{name}/", place, level + 1))
+        try:
+            if not files.remote:
+                status = os.stat(folder)
+                if status.st_ino and (status.st_dev, status.st_ino) in visited:  # a link to a folder above
+                    continue
+                visited.add((status.st_dev, status.st_ino))
+            listing = _whole_listing(folder, files)
+        except (OSError, SafeloadError) as error:
+            if failed is None:
+                raise
+            failed(files.shown(folder), error)
+            continue
+        folders = [name for name, is_folder in listing if is_folder]
+        if folders and level >= _LEVELS:
+            too_deep = LimitError(f"folders are nested more than {_LEVELS} levels deep", path=files.shown(folder))
+            if failed is None:
+                raise too_deep
+            failed(files.shown(folder), too_deep)
+            folders = []
+        waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
+        yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)
 
 
-def whole_listing(folder: str, files: Files) -> list[tuple[str, bool]]:
+def _whole_listing(folder: str, files: Files) -> list[tuple[str, bool]]:
     """Return the names in a folder as `Files.listing`, hidden ones too if they are local."""
     if files.remote:
         return files.listing(folder)

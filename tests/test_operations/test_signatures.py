@@ -109,6 +109,13 @@ def test_a_file_more_or_less_is_named(model):
     assert len(safeload.load(model, verify=by("files"))) == 4  # neither is consumed
 
 
+@links
+def test_a_link_that_leads_nowhere_is_not_covered(model, tmp_path):
+    (model / "gone.bin").symlink_to(tmp_path / "nowhere")
+    report = safeload.verify(model, by("files"))
+    assert [(file.file, file.status) for file in report.faults] == [("gone.bin", "not covered")]
+
+
 def test_a_model_that_is_one_file(model):
     path, signature = model / "model-00001-of-00002.safetensors", by("single")
     assert safeload.verify(path, signature).ok
@@ -297,7 +304,7 @@ def test_json_and_exit_status(model, tmp_path, capsys):
     assert main([*arguments, "--key", str(KEY)]) == 1
     output = capsys.readouterr().out
     assert "extra  not covered" in output
-    assert "1 of 6 files not as in" in output
+    assert "1 of 6 files does not match" in output
 
 
 def test_the_report_shows_itself(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ...base.layout import table, terminal_columns
@@ -17,13 +17,13 @@ from ...formats.contents import PickleFinder, PickleSite
 from ...formats.opening import Paths
 from ...formats.torch.globals import ALLOWED
 from ...formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
-from ...formats.verifying import whole_listing
+from ...formats.verifying import walk
 from ...stores.files import Files
 from ...stores.places import places_of
 from ...stores.remote import RemoteStore
 
-# Rows of a file, files below a table in a notebook, and levels of folders.
-MAX_FINDINGS, _ROWS, _LEVELS = 10_000, 8, 32
+# Rows of a file, and files below a table in a notebook.
+MAX_FINDINGS, _ROWS = 10_000, 8
 _READ = 1 << 16
 _HEAD = ("global", "verdict", "in", "why")
 
@@ -196,7 +196,7 @@ def _scan_path(report: ScanReport, path: Any, storage_options: Mapping[str, Any]
     if not files.is_folder(text):
         _scan_file(report, text, files)
         return
-    for inner in _files_in(text, files, report):
+    for _, inner in walk(text, files, lambda folder, error: report.unreadable.append((folder, one_line(error)))):
         _scan_inner(report, inner, files)
 
 
@@ -206,30 +206,6 @@ def _scan_inner(report: ScanReport, path: str, files: Files) -> None:
         _scan_file(report, path, files)
     except (OSError, SafeloadError) as error:
         report.unreadable.append((files.shown(path), one_line(error)))
-
-
-def _files_in(root: str, files: Files, report: ScanReport) -> Iterator[str]:
-    """Iterate over the files in a folder and its subfolders, hidden ones too if they are local."""
-    visited: set[tuple[int, int]] = set()
-    waiting: list[tuple[str, int]] = [(root, 0)]
-    while waiting:
-        folder, level = waiting.pop()
-        try:
-            if not files.remote:
-                status = os.stat(folder)
-                if status.st_ino and (status.st_dev, status.st_ino) in visited:
-                    continue
-                visited.add((status.st_dev, status.st_ino))
-            entries = whole_listing(folder, files)
-        except (OSError, SafeloadError) as error:
-            report.unreadable.append((files.shown(folder), one_line(error)))
-            continue
-        folders = [name for name, is_folder in entries if is_folder]
-        if folders and level >= _LEVELS:
-            report.unreadable.append((files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"))
-        elif folders:
-            waiting += [(files.join(folder, name), level + 1) for name in reversed(folders)]
-        yield from (files.join(folder, name) for name, is_folder in entries if not is_folder)
 
 
 class _RemoteContent:

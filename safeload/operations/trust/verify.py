@@ -107,9 +107,10 @@ class VerifyReport:
         if not self.files:
             return f"no files to verify against {printable(self.source)}"
         if faults:
-            return f"{faults:,} of {count} not as in {printable(self.source)}"
+            return f"{faults:,} of {count} {'does' if faults == 1 else 'do'} not match {printable(self.source)}"
         total = size(sum(file.nbytes for file in self.files))
-        return f"{count}, {total}, as in {printable(self.source)}: {printable(self.proof)}"
+        matches = "matches" if len(self.files) == 1 else "match"
+        return f"{count} ({total}) {matches} {printable(self.source)}; {printable(self.proof)}"
 
     def lines(self, columns: int | None = 80) -> list[str]:
         """Return the files that are not as expected, and the verdict.
@@ -225,6 +226,8 @@ def _left_out(name: str, path: str, expected: ListedFiles, files: Files) -> bool
     if expected.leaves_out(name) or files.shown(path) == expected.source:
         return True
     if files.remote:
+        return False
+    if not os.path.exists(path):  # a link that leads nowhere
         return False
     if os.path.exists(expected.source) and os.path.samefile(path, expected.source):
         return True
