@@ -11,28 +11,13 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-from .._version import __version__
-from ..base.table import similar
 from ..base.text import printable
 from ..errors import NoMatchError, SafeloadError
-from . import bench, check, completion, convert, diff, edit, get, info, ls, patch, report, scan, sign, stats, verify
-from .common import add_verbose, complain, log_to_stderr, plain
-
-_EPILOG = """examples:
-  safeload info model.safetensors
-  safeload info Llama-3.2-1B/ --tree
-  safeload get model.safetensors model.norm.weight
-  safeload check Llama-3.2-1B/
-  safeload stats model.safetensors --sort absmax
-  safeload convert model.pth model.safetensors
-  safeload diff model.pth model.safetensors
-  safeload ls
-
-Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`."""
+from .common import complain, log_to_stderr, plain
+from .parsers import COMMANDS, Parsers
 
 # Commands for words that people try.
 _INSTEAD = {
@@ -65,43 +50,24 @@ _INSTEAD = {
 }
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the options before the command, and the parser of each command."""
-    parser = argparse.ArgumentParser(
-        prog="safeload",
-        usage="safeload [-h] [--version] [-v] COMMAND ...",
-        description="Inspect, check, compare and convert model weight files.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"safeload {__version__}")
-    add_verbose(parser)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="safeload")
-    for command in (info, get, check, stats, convert, edit, diff, patch, report, scan, verify, sign, ls, bench):
-        command.register(commands)
-    completion.register(commands, parser)
-    return parser, commands.choices
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line that starts with a command or, for `info`, with a path."""
-    parser, commands = _parsers()
+    parsers = Parsers()
     if not arguments:
-        parser.print_help(sys.stderr)
-        parser.exit(2)
+        parsers.top.print_help(sys.stderr)
+        parsers.top.exit(2)
     place = next((k for k, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
     word = arguments[place] if place < len(arguments) else ""
-    if word not in commands and _is_path(word):
-        return _command(commands["info"], arguments)
-    before = parser.parse_args(arguments[:place])
-    if word not in commands:
-        parser.error(_unknown(word, commands) if word else "which command?")
-    options = _command(commands[word], arguments[place + 1 :])
+    if word not in COMMANDS and _is_path(word):
+        return _options(parsers.command("info"), arguments)
+    before = parsers.top.parse_args(arguments[:place])
+    if word not in COMMANDS:
+        parsers.top.error(_unknown(word) if word else "which command?")
+    options = _options(parsers.command(word), arguments[place + 1 :])
     return argparse.Namespace(**{**vars(before), **vars(options)})
 
 
-def _command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of a command; if one is unknown, the error shows the usage of this command."""
     # Intermixed parsing forgets the arguments after "--" (https://github.com/python/cpython/issues/60346).
     parse = parser.parse_known_args if "--" in arguments else parser.parse_known_intermixed_args
@@ -118,14 +84,16 @@ def _is_path(word: str) -> bool:
     return os.path.lexists(word) or any(mark in word for mark in (os.sep, "/", ".", "*"))
 
 
-def _unknown(word: str, commands: Mapping[str, Any]) -> str:
+def _unknown(word: str) -> str:
     if instead := _INSTEAD.get(word.lower()):
         return f"unknown command {word!r}, use: safeload {instead}"
-    near = _near(word, list(commands))
-    return f"unknown command {word!r}{near or ', expected one of ' + ', '.join(commands)}"
+    near = _near(word, list(COMMANDS))
+    return f"unknown command {word!r}{near or ', expected one of ' + ', '.join(COMMANDS)}"
 
 
 def _near(word: str, names: Sequence[str]) -> str:
+    from ..base.table import similar  # imported here: it would slow down all commands, because it imports NumPy
+
     close = similar(word, names)
     return f", did you mean {close[0]!r}?" if close else ""
 

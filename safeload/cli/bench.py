@@ -17,7 +17,7 @@ from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint, codes_of
 from ..formats.registry import row_of
 from ..stores.url import is_url
-from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, positive
+from .common import STATUS, add_json, add_opening, add_path, columns, open_path, painter, positive
 
 _EPILOG = f"""examples:
   safeload bench model.safetensors
@@ -36,16 +36,13 @@ OURS = "safeload"
 RATIO = "ratio (>1: safeload is faster)"
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "bench",
-        help="measure loading times on this machine",
-        description="Time opening, loading and converting a file with safeload and with other installed libraries that "
-        "can read it: safetensors.numpy, torch, gguf, numpy.",
-        epilog=_EPILOG,
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Time opening, loading and converting a file with safeload and with other installed libraries that "
+        "can read it: safetensors.numpy, torch, gguf, numpy."
     )
+    parser.epilog = _EPILOG
     add_path(parser)
     parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="number of rounds; default: 5")
     add_opening(parser)

@@ -16,7 +16,6 @@ from .cluster import add_dask, cluster
 from .common import (
     STATUS,
     STDOUT,
-    add_command,
     add_json,
     add_opening,
     add_overwrite,
@@ -48,18 +47,15 @@ _EPILOG = f"""examples:
 {STATUS} With --strict, warnings other than value.constant and value.zero count as errors."""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "check",
-        help="find faults in weights",
-        description="Find faults in weights: files that violate their format, missing shards, incomplete downloads, "
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Find faults in weights: files that violate their format, missing shards, incomplete downloads, "
         "wrong CRC-32 in zip archives, NaN and infinity, names and shapes that differ from config.json, missing "
         "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed "
-        "dtypes. List the parts that could not be checked.",
-        epilog=_EPILOG,
+        "dtypes. List the parts that could not be checked."
     )
+    parser.epilog = _EPILOG
     add_path(parser)
     parser.add_argument("--config", metavar="FILE", help="use this config.json instead of the folder's own")
     schema = parser.add_argument(

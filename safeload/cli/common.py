@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..base import log
-from ..base.layout import is_terminal, terminal_columns, width
+from ..base.layout import is_terminal, terminal_columns
 from ..base.text import plural, printable
-from ..checkpoint import Checkpoint
-from ..engine.run import progress
-from ..engine.run.progress import Report
 from ..errors import one_line
-from ..loading import entry as loading
-from ..stores import url as urls
-from .flags import in_options
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+    from ..engine.run.progress import Report
 
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
@@ -33,32 +30,6 @@ STDOUT = "-"
 SUGGESTED = "suggested"
 
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
-
-
-def add_command(commands: Any, name: str, *, help: str, description: str, epilog: str) -> Any:
-    """Add the parser of a command; ``epilog`` starts with the examples."""
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=textwrap.fill(description, width()),
-        epilog="\n\n".join(_wrapped(part) for part in epilog.split("\n\n")),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # otherwise a new option could break scripts
-    )
-    add_verbose(parser)
-    return parser
-
-
-def _wrapped(paragraph: str) -> str:
-    """Wrap a paragraph to the terminal; examples stay unchanged."""
-    return paragraph if paragraph.startswith("examples:") else textwrap.fill(paragraph, width())
-
-
-def add_verbose(parser: Any) -> None:
-    """Add --verbose, which may stand before or after the command."""
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log each step to stderr"
-    )
 
 
 def add_path(parser: Any, name: str = "path", *, several: bool = False) -> None:
@@ -76,6 +47,8 @@ def expanded(paths: Iterable[str]) -> list[str]:
 
 
 def _matching(path: str) -> list[str]:
+    from ..stores import url as urls
+
     if SHELL_EXPANDS or urls.is_url(path) or os.path.lexists(path):
         return [path]
     import glob  # imported here: only Windows needs it
@@ -173,7 +146,9 @@ def not_negative(text: str) -> float:
 
 def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     """Open a checkpoint with the options of `add_opening`."""
-    return loading.open(path, **opening(options))
+    from ..loading import entry  # imported here: it imports NumPy, and `safeload --help` needs neither
+
+    return entry.open(path, **opening(options))
 
 
 def opening(options: argparse.Namespace) -> dict[str, Any]:
@@ -188,6 +163,8 @@ def opening(options: argparse.Namespace) -> dict[str, Any]:
 
 def shown(path: str) -> str:
     """Return a path for printing; a URL loses its secrets."""
+    from ..stores import url as urls
+
     return urls.shown(path) if urls.is_url(path) else path
 
 
@@ -259,6 +236,8 @@ _EXISTS, _UNFINISHED = "File exists", "An unfinished conversion"
 
 def complain(error: Exception) -> None:
     """Flush stdout and print an error to stderr."""
+    from .flags import in_options
+
     sys.stdout.flush()
     text = one_line(error)
     if isinstance(error, FileExistsError):
@@ -285,6 +264,8 @@ def plain(error: UnicodeError) -> tuple[str, int]:
 def log_to_stderr(*, verbose: bool) -> Iterator[None]:
     """Print warnings of "safeload" to stderr and, if ``verbose``, each step."""
     import logging  # only here: importing it takes milliseconds
+
+    from .flags import in_options
 
     class Escaped(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
@@ -330,6 +311,8 @@ def write_to_stdout(text: str) -> int:
 @contextmanager
 def bar(label: str) -> Iterator[Report | None]:
     """Show a progress bar if stderr is a terminal; redirected output stays reproducible."""
+    from ..engine.run import progress  # imported here: few commands show progress
+
     if not progress.on_terminal():
         yield None
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
-from .common import SUGGESTED, add_command
+from .common import SUGGESTED
+from .parsers import COMMANDS, Parsers
 
 _EPILOG = """examples:
   safeload completion bash >> ~/.bashrc
@@ -42,33 +42,29 @@ class _Command(NamedTuple):
     words: tuple[str, ...]  # values of its only positional argument; if empty, it takes paths
 
 
-def register(commands: Any, top: Any) -> None:
-    """Add the command, which completes the commands of the parser ``top``."""
-    parser = add_command(
-        commands,
-        "completion",
-        help="print a completion script for a shell",
-        description="Print a script that makes bash, zsh or fish complete commands, options, values and paths.",
-        epilog=_EPILOG,
-    )
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = "Print a script that makes bash, zsh or fish complete commands, options, values and paths."
+    parser.epilog = _EPILOG
     parser.add_argument("shell", metavar="SHELL", choices=tuple(_SHELLS), help=f"one of {', '.join(_SHELLS)}")
-    parser.set_defaults(run=partial(_run, top, commands))
+    parser.set_defaults(run=run)
 
 
-def _run(top: Any, commands: Any, options: argparse.Namespace) -> int:
-    print("\n".join(_SHELLS[options.shell](_tree(top, commands))))
+def run(options: argparse.Namespace) -> int:
+    """Print the script and return the exit status."""
+    print("\n".join(_SHELLS[options.shell](_tree(Parsers()))))
     return 0
 
 
-def _tree(top: Any, commands: Any) -> dict[str, _Command]:
+def _tree(parsers: Parsers) -> dict[str, _Command]:
     """Return the commands by name; "" holds the options before a command."""
     # argparse has no public way to list the arguments of a parser.
-    helps = {action.dest: action.help for action in commands._choices_actions}
-    tree = {"": _Command("", tuple(_options(top)), ())}
-    for name, parser in commands.choices.items():
+    tree = {"": _Command("", tuple(_options(parsers.top)), ())}
+    for name, text in COMMANDS.items():
+        parser = parsers.command(name)
         positional = [action for action in parser._actions if not action.option_strings]
         words = tuple(positional[0].choices or ()) if len(positional) == 1 else ()
-        tree[name] = _Command(helps[name], tuple(_options(parser)), words)
+        tree[name] = _Command(text, tuple(_options(parser)), words)
     return tree
 
 

@@ -21,7 +21,6 @@ from ..operations.folders.destinations import is_folder, where
 from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (
-    add_command,
     add_opening,
     add_overwrite,
     add_patterns,
@@ -64,16 +63,13 @@ shard until the conversion is finished. If that is interrupted, run the same com
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "convert",
-        help="write another format, dtype or layout",
-        description="Write the tensors and metadata of files or folders in another format, using at most the memory of "
-        f"the largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
-        epilog=_EPILOG,
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Write the tensors and metadata of files or folders in another format, using at most the memory of "
+        f"the largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders, index.json or URLs to merge")
     parser.add_argument(
         "destination",

@@ -8,7 +8,6 @@ from typing import Any
 
 from .cluster import add_dask, cluster
 from .common import (
-    add_command,
     add_json,
     add_opening,
     add_path,
@@ -37,18 +36,15 @@ Exit status: 0 equal (with --tolerance: equal names and shapes, and values withi
 is bad, 2 wrong usage."""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "diff",
-        help="compare two checkpoints",
-        description="List tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "List tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
         "tensor in both, show the largest difference, the RMS difference, the relative change and the cosine; for each "
         "layer, the relative change. Tensors that differ only in the size of their first axis are compared up to the "
-        "last common row. Formats and dtypes may differ; quantized tensors are dequantized first.",
-        epilog=_EPILOG,
+        "last common row. Formats and dtypes may differ; quantized tensors are dequantized first."
     )
+    parser.epilog = _EPILOG
     add_path(parser, "a")
     add_path(parser, "b")
     parser.add_argument(

@@ -12,7 +12,7 @@ import numpy as np
 from ..base.text import plural, show
 from ..operations.saving.edit import edit, recover_edit
 from ..operations.saving.edit_base import Edit
-from .common import STATUS, add_command, shown
+from .common import STATUS, shown
 
 _EPILOG = f"""examples:
   safeload edit model.safetensors --metadata author=me --metadata format
@@ -32,16 +32,13 @@ _RECOVERED = {
 }
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "edit",
-        help="change metadata and names in place",
-        description="Change the metadata and the tensor names of a safetensors file or folder, and remove tensors; or "
-        "change the metadata of a GGUF file.",
-        epilog=_EPILOG,
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Change the metadata and the tensor names of a safetensors file or folder, and remove tensors; or "
+        "change the metadata of a GGUF file."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("path", metavar="FILE", help="a safetensors or GGUF file, or a folder of safetensors shards")
     parser.add_argument(
         "--metadata",

@@ -17,7 +17,7 @@ from ..base.dtypes import BY_CODE, row_of
 from ..base.layout import width
 from ..base.text import plural, printable, show
 from ..engine.read.load import targets
-from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, suggest
+from .common import STATUS, add_json, add_opening, add_path, columns, open_path, painter, suggest
 
 # A terminal shows this many rows at each end of a tensor with more values than _VALUES; NumPy's defaults.
 _EDGE = 3
@@ -38,16 +38,13 @@ line for each row, and an empty line between matrices.
 {STATUS}"""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "get",
-        help="print the values of a tensor",
-        description="Print the values of a tensor, or of some of its rows; only those are read. A quantized tensor is "
-        "dequantized to float32.",
-        epilog=_EPILOG,
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Print the values of a tensor, or of some of its rows; only those are read. A quantized tensor is "
+        "dequantized to float32."
     )
+    parser.epilog = _EPILOG
     add_path(parser)
     parser.add_argument("name", metavar="NAME", help="the exact name of a tensor")
     parser.add_argument(

@@ -14,7 +14,6 @@ from ..operations.inspect.contents import Info, title_of
 from ..operations.inspect.info import describe
 from .common import (
     STATUS,
-    add_command,
     add_json,
     add_opening,
     add_path,
@@ -50,17 +49,14 @@ several paths, a line for each path.
 {STATUS}"""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "info",
-        help="list tensors and metadata",
-        description="List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
         "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
-        "classes and functions that its pickle references; none is imported or called.",
-        epilog=_EPILOG,
+        "classes and functions that its pickle references; none is imported or called."
     )
+    parser.epilog = _EPILOG
     add_path(parser, several=True)
     add_selection(parser, tuple(listing.KEYS), contents.ROWS)
     parser.add_argument("--tree", action="store_true", help="show a tree of modules with the sums of their tensors")

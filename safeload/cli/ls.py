@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from .common import add_command, add_json, columns, painter
+from .common import add_json, columns, painter
 
 _EPILOG = """examples:
   safeload ls
@@ -18,16 +18,13 @@ Every path in the last column opens with `safeload info` and the other commands.
 Exit status: 0 success, 1 a folder does not exist, 2 wrong usage."""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "ls",
-        help="list the models on this machine",
-        description="List the models in the cache of the Hugging Face Hub, in ollama, in LM Studio and in the named "
-        "folders: name, format, size, and the path that opens each. No weights are read.",
-        epilog=_EPILOG,
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "List the models in the cache of the Hugging Face Hub, in ollama, in LM Studio and in the named "
+        "folders: name, format, size, and the path that opens each. No weights are read."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("folders", metavar="FOLDER", nargs="*", help="a folder to search, with its subfolders")
     add_json(parser)
     parser.set_defaults(run=run)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..operations.saving.apply import apply_patch
 from ..operations.saving.patch import make_patch
-from .common import STATUS, add_command, add_overwrite, shown
+from .common import STATUS, add_overwrite, shown
 
 _EPILOG = f"""examples:
   safeload patch make step-100.safetensors step-200.safetensors patch.safetensors
@@ -20,15 +20,10 @@ byte for byte, and another base is refused. Its layout is TRL's, whose own patch
 {STATUS}"""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "patch",
-        help="publish or apply the difference of two files",
-        description="Make a patch from two safetensors files, or apply a patch.",
-        epilog=_EPILOG,
-    )
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = "Make a patch from two safetensors files, or apply a patch."
+    parser.epilog = _EPILOG
     parser.add_argument("action", choices=("make", "apply"), help="what to do")
     parser.add_argument("base", metavar="BASE", help="the old file, or its URL")
     parser.add_argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch")

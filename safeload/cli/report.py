@@ -12,7 +12,6 @@ from ..base.text import printable, size
 from .common import (
     STATUS,
     STDOUT,
-    add_command,
     add_json,
     add_opening,
     add_overwrite,
@@ -31,17 +30,14 @@ _EPILOG = f"""examples:
 {STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page."""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "report",
-        help="write an HTML page with charts",
-        description="Write one HTML page that works offline: findings of check, contents, size breakdown, size when "
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Write one HTML page that works offline: findings of check, contents, size breakdown, size when "
         "loaded or quantized, absmax and standard deviation by layer, magnitude distribution, SHA-256 of the files, "
-        "and with --quantize the quantization error.",
-        epilog=_EPILOG,
+        "and with --quantize the quantization error."
     )
+    parser.epilog = _EPILOG
     add_path(parser)
     parser.add_argument(
         "-o",

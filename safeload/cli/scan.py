@@ -8,7 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from ..errors import SafeloadError
-from .common import add_command, add_json, columns, complain, expanded, painter
+from .common import add_json, columns, complain, expanded, painter
 
 # Exit status of wrong usage (EX_USAGE of sysexits.h), because 2 means dangerous.
 _USAGE = 64
@@ -24,18 +24,15 @@ Exit status: 0 everything is harmless, 1 something is unknown or cannot be read,
 usage. Of several paths, the worst counts."""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "scan",
-        help="judge the code that pickles name",
-        description="List every global that pickles in files name, with a verdict: harmless (on the allowlist), "
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "List every global that pickles in files name, with a verdict: harmless (on the allowlist), "
         "unknown or dangerous. Pickles are found in torch checkpoints, NumPy and joblib files, and inside zip and tar "
         "archives (.nemo, .keras, torch.package), nested, compressed, appended or at an offset. Nothing is executed "
-        "or imported.",
-        epilog=_EPILOG,
+        "or imported."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a file, a folder or a URL; may be repeated")
     parser.add_argument("--all", action="store_true", help="list harmless globals too; --json always lists them")
     parser.add_argument(

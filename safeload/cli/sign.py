@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from ..base.text import printable
-from .common import STATUS, add_command, add_overwrite
+from .common import STATUS, add_overwrite
 
 # The variable with the password of the key: arguments are visible to other users of the machine.
 PASSWORD = "SAFELOAD_KEY_PASSWORD"
@@ -25,16 +25,13 @@ needed. The password of an encrypted key comes from the environment variable {PA
 {STATUS}"""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "sign",
-        help="sign the files of a model",
-        description="Sign all files of a folder, or a file, with an elliptic-curve key: model.sig in the folder, or "
-        "FILE.sig beside the file.",
-        epilog=_EPILOG,
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Sign all files of a folder, or a file, with an elliptic-curve key: model.sig in the folder, or "
+        "FILE.sig beside the file."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("path", metavar="PATH", help="a folder or a file")
     parser.add_argument("--key", metavar="FILE", required=True, help="private key, in PEM: P-256, P-384 or P-521")
     parser.add_argument(

@@ -11,7 +11,6 @@ from ..base.names import natural_key
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,
-    add_command,
     add_json,
     add_opening,
     add_path,
@@ -40,16 +39,13 @@ _EPILOG = f"""examples:
 {STATUS}"""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "stats",
-        help="show statistics of the values",
-        description="Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and count "
-        "NaN, infinite and zero values. Quantized tensors are dequantized first.",
-        epilog=_EPILOG,
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and count "
+        "NaN, infinite and zero values. Quantized tensors are dequantized first."
     )
+    parser.epilog = _EPILOG
     add_path(parser)
     add_selection(parser, _KEYS, _ROWS)
     parser.add_argument(

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from .common import STATUS, add_command, add_json, add_threads, bar, columns, painter, storage_options
+from .common import STATUS, add_json, add_threads, bar, columns, painter, storage_options
 
 _EPILOG = f"""examples:
   safeload verify Llama-3.2-1B/ --against llama.sha256.json
@@ -21,17 +21,14 @@ and a cache prove integrity only: they do not say who made the files. Signatures
 {STATUS}"""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "verify",
-        help="compare files with a signature or a manifest",
-        description="Hash every file of a model, and compare it with a model signature, with a manifest (check "
+def register(parser: Any) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.description = (
+        "Hash every file of a model, and compare it with a model signature, with a manifest (check "
         "--write-manifest), or with the digests that the caches of the Hub and of ollama keep. Files that are "
-        "missing, changed or not listed are named.",
-        epilog=_EPILOG,
+        "missing, changed or not listed are named."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name")
     parser.add_argument(
         "--against", metavar="FILE", help="manifest or signature; default: what stands beside the files"

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 
 import safeload
 from safeload.cli import main
+from safeload.cli.parsers import COMMANDS, Parsers
 from safeload.numpy import save_file
 
 TENSORS = {
@@ -177,12 +179,56 @@ def test_an_empty_file_of_no_tensors(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["info", "check", "stats", "convert", "diff", "report", "bench", "completion"])
 def test_every_argument_is_explained(command):
     """One line of plain words for each option and argument."""
-    from safeload.cli import _parsers
-
-    for action in _parsers()[1][command]._actions:
+    for action in Parsers().command(command)._actions:
         assert action.help
         assert not action.help.endswith(".") or action.help.endswith("...")
         assert action.metavar is None or str(action.metavar).isupper() or isinstance(action.metavar, tuple)
+
+
+# ---- start-up ----
+
+
+def imported_by(*arguments):
+    """The modules of a command's process, when it has printed its output."""
+    code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr)); "
+    code += "from safeload.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout
+    return done.stderr.split()
+
+
+def ours(modules):
+    return [name for name in modules if name.split(".")[0] == "safeload"]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
+def test_version_and_help_import_no_numpy_and_no_command(arguments):
+    modules = imported_by(*arguments)
+    assert not {"numpy", "logging", "dataclasses", "json", "safeload._core"} & set(modules)
+    assert len(ours(modules)) <= 12
+    assert not [name for name in COMMANDS if f"safeload.cli.{name}" in modules]
+
+
+def test_a_command_imports_only_what_it_runs(path):
+    modules = imported_by("info", path)
+    assert [name for name in COMMANDS if f"safeload.cli.{name}" in modules] == ["info"]
+    assert len(ours(modules)) <= 110
+    assert not [name for name in ours(modules) if name.startswith(("safeload.models.", "safeload.formats.torch"))]
+    assert not {"pathlib", "ml_dtypes", "urllib.parse", "zipfile", "safeload.operations.convert"} & set(modules)
+
+
+def test_every_command_is_a_module_that_parses():
+    parsers = Parsers()
+    for name, text in COMMANDS.items():
+        parser = parsers.command(name)
+        assert parser is parsers.command(name)  # its arguments are added once
+        assert parser.prog == f"safeload {name}"
+        assert parser.description
+        assert parser.epilog
+        assert callable(parser.get_default("run"))
+        assert text in re.sub(r"\s+", " ", parsers.top.format_help())
 
 
 # ---- commands that are mistyped or left out ----

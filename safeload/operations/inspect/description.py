@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...base.text import clip
-from ...models.choosing import LANGUAGE
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -31,6 +30,8 @@ def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
             for key in ("block_count", "embedding_length", "vocab_size", "expert_count")
         )
         return _line(name, layers=layers, experts=experts, hidden=hidden, words=vocabulary)
+    from ...models.choosing import LANGUAGE  # imported here: most files have no config.json
+
     inner = next((part for key in LANGUAGE if isinstance(part := config.get(key), Mapping)), {})
     both = {**inner, **config}
     return _line(
