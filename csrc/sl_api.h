@@ -343,6 +343,16 @@ int32_t sl_safetensors_load(const char *path_utf8, uint64_t largest, sl_loaded *
 /* Parses bytes in memory. */
 int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error);
 sl_table *sl_safetensors_table(const void *data, uint64_t size); /* like sl_safetensors_parse; NULL on failure */
+
+/* The only tensor of a file, if its bytes are its array (`plain`) and it fits the fields. */
+typedef struct sl_lone {
+    uint64_t set; /* 1 if there is such a tensor; else 0, and the other fields are untouched */
+    uint64_t dtype, begin, name_size, rank, dims[8];
+    char name[128]; /* UTF-8, not terminated */
+} sl_lone;
+
+/* Like sl_safetensors_table, but a single tensor is copied to `lone`, without a table: NULL is returned for it, too. */
+sl_table *sl_safetensors_brief(const void *data, uint64_t size, sl_lone *lone);
 /* Parses the first `held` bytes of a file of `file_size` bytes; they must include the header if its size is valid. */
 int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table,
                                   sl_error *error);

@@ -134,7 +134,7 @@ def load(data: Any) -> dict[str, Array]:
 
         if isinstance(data, (str, os.PathLike)):
             raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
-        return jax_loading.copied(safetensors.parse(data, copy=False))
+        return jax_loading.copied(safetensors.parse(data, copy=False)[0])
     except SafeloadError as error:
         cut_traceback(error)
         raise

@@ -123,7 +123,7 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
         (128,)
     """
     try:
-        arrays = safetensors.parse(data, copy=copy)
+        arrays, _ = safetensors.parse(data, copy=copy)
         if "_TYPES" in _NAMESPACE:  # a program may have changed the dict, which upstream's load honors
             from .compat import numpy_specs
 

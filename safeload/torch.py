@@ -15,7 +15,6 @@ from .base.paths import PathLike, native_path
 from .base.selecting import Patterns
 from .base.text import clip, printable, show
 from .compat.names import SHARED, imported
-from .engine.read import in_memory
 from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target
 from .engine.read.plan import entries_of
 from .engine.read.tensors import Tensors
@@ -294,8 +293,8 @@ def load(data: bytes) -> dict[str, Tensor]:
                 f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
                 "safeload.torch.load_checkpoint"
             )
-        view, table = safetensors.parse_table(data)
-        return torch_arrays.from_table(table, in_memory.copies_of(table, view))
+        arrays, table = safetensors.parse(data, copy=True)
+        return torch_arrays.from_arrays(arrays) if table is None else torch_arrays.from_table(table, arrays)
     except SafeloadError as error:
         cut_traceback(error)
         raise

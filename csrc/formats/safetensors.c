@@ -340,6 +340,25 @@ sl_table *sl_safetensors_table(const void *data, uint64_t size) {
     return sl_safetensors_parse(data, size, &table, NULL) == SL_OK ? table : NULL;
 }
 
+sl_table *sl_safetensors_brief(const void *data, uint64_t size, sl_lone *lone) {
+    sl_table *table = sl_safetensors_table(data, size);
+    lone->set = 0;
+    if (table == NULL) return NULL;
+    const sl_columns *columns = sl_table_columns(table);
+    if (columns->count != 1 || !columns->plain) return table;
+    uint64_t rank = columns->dim_ends[0], name_size = columns->names_size - 1;
+    if (rank > sizeof lone->dims / sizeof lone->dims[0] || name_size > sizeof lone->name) return table;
+    lone->set = 1;
+    lone->dtype = columns->dtypes[0];
+    lone->begin = columns->begins[0];
+    lone->name_size = name_size;
+    lone->rank = rank;
+    if (rank > 0) memcpy(lone->dims, columns->dims, rank * sizeof lone->dims[0]);
+    memcpy(lone->name, columns->names, name_size);
+    sl_table_free(table);
+    return NULL;
+}
+
 /* Reads a whole file; nothing else of the file is needed afterwards. */
 static int32_t read_whole(int64_t file, uint64_t file_size, sl_table **table, void **content, sl_error *error) {
     uint64_t header_size = 0;

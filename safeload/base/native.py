@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from typing import Any
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
@@ -25,14 +26,17 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "LONE_NAME",
     "TIER",
     "Error",
+    "Lone",
     "available_tiers",
     "check",
     "content_buffer",
     "ffi",
     "kept",
     "lib",
+    "lone_numbers",
     "mapped_buffer",
     "pointer",
     "private_buffer",
@@ -104,6 +108,7 @@ class short:  # noqa: N801 - a namespace beside `lib`
 
     sl_safetensors_load = _bind("sl_safetensors_load")
     sl_safetensors_table = _bind("sl_safetensors_table")
+    sl_safetensors_brief = _bind("sl_safetensors_brief")
     sl_safetensors_parse = _bind("sl_safetensors_parse")
     sl_gguf_read = _bind("sl_gguf_read")
     sl_gguf_free = _bind("sl_gguf_free")
@@ -119,6 +124,12 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_file_unmap = _bind("sl_file_unmap")
     sl_file_close = _bind("sl_file_close")
     sl_stats_merge = _bind("sl_stats_merge")
+
+
+# Makes an ``sl_lone`` for `short`, and unpacks its numbers: they precede its name.
+Lone = ctypes.c_char * ffi.sizeof("sl_lone")
+LONE_NAME = ffi.offsetof("sl_lone", "name")
+lone_numbers = struct.Struct(f"={LONE_NAME // 8}Q").unpack_from
 
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would

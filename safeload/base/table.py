@@ -220,8 +220,8 @@ class Table:
         """Return whether all shapes have this number of dims."""
         if self.count < _NUMPY_FROM:
             return self._column("dim_ends", self.count) == list(range(rank, rank * self.count + 1, rank))
-        ends = np.frombuffer(ffi.buffer(self._columns.dim_ends, 8 * self.count), np.uint64)
-        return bool(ends[0] == rank and (np.diff(ends) == rank).all())
+        expected = np.arange(rank, rank * self.count + 1, rank, dtype=np.uint64)
+        return expected.tobytes() == self._bytes("dim_ends", 8 * self.count)
 
     def begins(self) -> list[int]:
         """Return the first byte of each tensor in the file."""

@@ -16,6 +16,20 @@
 
 static sl_table *const NO_TABLE = (sl_table *)1; /* not to be touched on failure */
 
+/* A single tensor without its table is what the table says of it. */
+static void check_brief(const uint8_t *file, uint64_t size, const sl_table *table) {
+    sl_lone lone;
+    sl_table *other = sl_safetensors_brief(file, size, &lone);
+    REQUIRE((table != NULL) == (other != NULL || lone.set == 1) && (other == NULL || lone.set == 0));
+    sl_table_free(other);
+    if (lone.set == 0) return;
+    const sl_columns *columns = sl_table_columns(table);
+    REQUIRE(columns->count == 1 && columns->plain && lone.begin == columns->begins[0]);
+    REQUIRE(lone.dtype == columns->dtypes[0] && lone.rank == columns->dim_ends[0]);
+    REQUIRE(lone.rank == 0 || memcmp(lone.dims, columns->dims, lone.rank * sizeof lone.dims[0]) == 0);
+    REQUIRE(lone.name_size + 1 == columns->names_size && memcmp(lone.name, columns->names, lone.name_size) == 0);
+}
+
 /* Bytes in memory of which the file has more: the reader looks at the header alone. */
 static int32_t parse(const uint8_t *file, uint64_t held, uint64_t size, sl_table **table, sl_error *error) {
     *error = untouched_error();
@@ -24,6 +38,7 @@ static int32_t parse(const uint8_t *file, uint64_t held, uint64_t size, sl_table
     check_error(error, status, size);
     REQUIRE((status == SL_OK) == (*table != NO_TABLE));
     if (status == SL_OK) check_table(*table, held == size ? file : NULL, size);
+    check_brief(file, size, status == SL_OK ? *table : NULL);
     return status;
 }
 

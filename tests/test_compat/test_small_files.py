@@ -285,3 +285,68 @@ for folder in sys.argv[1:]:
 print(*late, "end")
 """
     assert printed(code, *(fixture.folder for fixture in FIXTURES.values())) == ["end"]
+
+
+def file_of(name, shape, dtype="F32", itemsize=4, pad="", metadata=""):
+    """A file with a single tensor, whose name is written as JSON says."""
+    size = itemsize * int(np.prod(shape, dtype=np.int64))
+    text = f'{{{metadata}"{name}":{{"dtype":"{dtype}","shape":{list(shape)},"data_offsets":[0,{size}]}}}}{pad}'.encode()
+    return len(text).to_bytes(8, "little") + text + bytes(k % 251 for k in range(size))
+
+
+LONE = {
+    "scalar": file_of("x", ()),
+    "rank 8": file_of("x", (1, 2, 1, 3, 1, 1, 2, 1), pad=" " * 3),
+    "rank 9": file_of("x", (1, 2, 1, 3, 1, 1, 2, 1, 1)),
+    "128 bytes": file_of("é" * 64, (3,)),
+    "129 bytes": file_of("é" * 64 + "x", (3,)),
+    "escapes": file_of(r"a\u00e9\"\n", (3,)),
+    "no name": file_of("", (3,)),
+    "metadata": file_of("x", (5,), metadata='"__metadata__":{"a":"b"},'),
+    "empty": file_of("x", (0, 3)),
+    "bfloat16": file_of("x", (7,), "BF16", 2),
+    "large": file_of("x", (1 << 20,), "F64", 8),
+    "unaligned": file_of("x", (5,), pad=" "),
+    "all unaligned": file_of("x", (5,), pad="  "),
+}
+
+
+@pytest.mark.parametrize("data", LONE.values(), ids=LONE)
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_single_tensor_in_memory_equals_the_file(data, kind, copy, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    ((name, array),) = load(kind(data), copy=copy).items()
+    ((expected, reference),) = load_file(path, backend="pread").items()
+    assert name == expected
+    assert (array.dtype, array.shape) == (reference.dtype, reference.shape)
+    assert array.tobytes() == reference.tobytes()
+    assert array.flags.aligned
+    if copy:
+        array[...] = 0  # writable, and no view of the caller's bytes
+        assert load(data)[name].tobytes() == reference.tobytes()
+
+
+FAULTS = [b"", b"\0" * 7, b"\1" + b"\0" * 7 + b"{", LONE["rank 8"][:-1], LONE["scalar"] + b"\0"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_a_single_tensor_in_memory_are_named(fault):
+    with pytest.raises(safeload.FormatError) as plain:
+        load(fault)
+    with pytest.raises(safeload.FormatError) as viewed:
+        load(memoryview(fault), copy=False)
+    assert str(plain.value) == str(viewed.value) != ""
+
+
+def test_the_copy_of_a_single_tensor_cannot_be_resized():
+    array = load(LONE["rank 8"])["x"]
+    with pytest.raises((BufferError, AttributeError)):
+        array.base.obj.clear()
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="counted on CPython 3.11")
+def test_a_single_tensor_in_memory_takes_few_steps():
+    data = file_of("model.layers.0.weight", (16,))
+    assert calls_of(lambda: load(data)) <= 12

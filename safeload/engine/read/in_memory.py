@@ -54,11 +54,26 @@ def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
     """
     if not table.plain:
         return {name: array if array.base is None else array.copy() for name, array in _each(table, content)}
-    if content.nbytes < HUGE_FROM:
-        memory = np.empty(content.nbytes, _BYTES)
-        memory.data[:] = content
-        return views_of(table, memory)
-    return _in_pools(table, content)
+    return views_of(table, _copy(content)) if content.nbytes < HUGE_FROM else _in_pools(table, content)
+
+
+def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
+    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view.
+
+    Raises:
+        UnsupportedError: too many axes for this NumPy.
+    """
+    dtype = dtypes.array_dtype(number)
+    if copy and content.nbytes >= HUGE_FROM:
+        array = private_array(shape, dtype)
+        array.reshape(-1).view(_BYTES).data[:] = content[begin:]
+        return array
+    return array_over(_copy(content) if copy else content, dtype, shape, begin)
+
+
+def _copy(content: memoryview) -> memoryview:
+    """Return a writable copy of a small file, which nobody can resize."""
+    return memoryview(bytearray(content))
 
 
 def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:

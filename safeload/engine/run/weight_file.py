@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import repeat
 from operator import sub
 from typing import Any, BinaryIO, NoReturn
@@ -124,7 +123,8 @@ class WeightFile:
             sizes = table.sizes() if table.shaped or table.quantized else map(sub, ends, begins)
             codes = map(_CODES.__getitem__, numbers)
             fields = zip(names, codes, shapes, sizes, repeat(self.path), begins, zip(names))
-            infos: list[TensorInfo] = list(map(_INFO, fields))
+            # Makes each `TensorInfo` from a tuple of its fields without running Python code.
+            infos: list[TensorInfo] = list(map(tuple.__new__, repeat(TensorInfo), fields))
         for k, info in enumerate(infos) if table.quantized else ():
             packed = table.packed(k)
             if packed is not None:
@@ -176,8 +176,6 @@ def quantization_in(files: Iterable[WeightFile]) -> str | None:
     return next((codes.packing.config for codes in packed if codes is not None), None)
 
 
-# `_INFO` makes a `TensorInfo` from a tuple of its fields without running Python code.
-_INFO = partial(tuple.__new__, TensorInfo)
 _CODES = {number: row.code for number, row in dtypes.BY_NUMBER.items()}
 
 # Up to this many tensors are looked up singly, which is faster than decoding columns.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import groupby
@@ -13,7 +14,19 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ...base.native import Error, check, content_buffer, failure, ffi, lib, pointer, short
+from ...base.native import (
+    LONE_NAME,
+    Error,
+    Lone,
+    check,
+    content_buffer,
+    failure,
+    ffi,
+    lib,
+    lone_numbers,
+    pointer,
+    short,
+)
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show
@@ -37,6 +50,7 @@ _LENGTH = 8
 # memory, 128 KiB, because that would be as slow as mapping the file.
 _SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
 
+_LITTLE = sys.byteorder == "little"
 _LOADED, _TABLE, _FILE = map(ffi.typeof, ("sl_loaded *", "sl_table **", "sl_file *"))
 
 # ---- read ----
@@ -149,32 +163,50 @@ def parse_table(data: Any) -> tuple[memoryview, Table]:
     Raises:
         FormatError: the bytes break the format.
     """
-    view = memoryview(data)
-    place: tuple[bytes | int, int]  # address of the first byte, and size
+    view, *place = _place(data)
+    return view, _table(short.sl_safetensors_table(*place), place)
+
+
+def _place(data: Any) -> tuple[memoryview, bytes | int, int]:
+    """Return the bytes of a file in memory, their address (or the bytes) for C, and their number."""
     if type(data) is bytes:
-        place = data, len(data)
-    else:
-        if not view.c_contiguous:
-            raise ValueError("data must be contiguous bytes")
-        view = view.cast("B") if view.nbytes else memoryview(b"")
-        place = pointer(ffi.from_buffer(view)), len(view)
-    address = short.sl_safetensors_table(*place)
+        return memoryview(data), data, len(data)
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("data must be contiguous bytes")
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    return view, pointer(ffi.from_buffer(view)), len(view)
+
+
+def _table(address: int | None, place: Sequence[Any]) -> Table:
+    """Return the table at an address, or raise the error of a file for which there is none."""
     if address is None:
         table, error = ffi.new(_TABLE), Error()  # again, to get the error
         check(short.sl_safetensors_parse(*place, pointer(table), pointer(error)), error)
         address = pointer(table[0])
-    return view, Table(address)
+    return Table(address)
 
 
-def parse(data: Any, *, copy: bool) -> dict[str, Array]:
-    """Return the tensors of a file in memory, in the order of their bytes.
+def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
+    """Return the tensors of a file in memory, in the order of their bytes, and its table.
+
+    A file with a single `Table.plain` tensor is read without a table, because making one takes longer than the rest.
 
     Args:
         data: a C-contiguous bytes-like object.
         copy: False for views, which are read-only if ``data`` is; unaligned tensors are copied anyway.
     """
-    view, table = parse_table(data)
-    return in_memory.copies_of(table, view) if copy else in_memory.views_of(table, view)
+    view, address, size = _place(data)
+    lone = Lone()
+    table = short.sl_safetensors_brief(address, size, lone)
+    if table is None and _LITTLE:
+        numbers = lone_numbers(lone)
+        if numbers[0]:
+            _, dtype, begin, length, rank = numbers[:5]
+            name = lone[LONE_NAME : LONE_NAME + length].decode()
+            return {name: in_memory.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
+    columns = _table(table, (address, size))
+    return in_memory.copies_of(columns, view) if copy else in_memory.views_of(columns, view), columns
 
 
 # ---- write ----
