@@ -422,17 +422,23 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 /* ---- jobs: operations on byte ranges of files and memory (jobs/run.c) ---- */
 
 /* Operations. Threads process the chunks of a job in any order, except for SL_OP_APPEND. SL_E_ARGUMENT if a job has a
- * grid or channels that its operation does not take, lacks a grid or channels that it needs, or has unsupported dtypes.
- * A dtype is real if it converts to f32. COPY       the bytes unchanged; `from` and `to` are the same CONVERT    `from`
- * to `to`; SL_E_RANGE for an element that does not fit into its block GRID       a strided 2-D copy (sl_grid),
- * converted if `from` and `to` differ WRITE      memory to the file at `offset` APPEND     memory to the file's current
- * position, in order, by one thread: pipes and devices INT8       any real dtype times the factors of its channels,
- * rounded half away from zero, within [-128, 127] ABSMAX     any real dtype: memory holds a u32 per channel, which is 0
- * or the result of other jobs, and is raised to the bits of the largest |x| (infinity and NaN exceed any number);
- * factors are not used FINITE     any real dtype: writes nothing; SL_E_RANGE for NaN or infinity STATS      any real
- * dtype: an sl_stats per segment, in order HISTOGRAM  like STATS, after SL_HISTOGRAM_BINS u64 counters to add to
+ * grid, channels or a merge that its operation does not take, lacks one that it needs, or has unsupported dtypes. A
+ * dtype is real if it converts to f32.
+ *   COPY       the bytes unchanged; `from` and `to` are the same
+ *   CONVERT    `from` to `to`; SL_E_RANGE for an element that does not fit into its block
+ *   GRID       a strided 2-D copy (sl_grid), converted if `from` and `to` differ
+ *   WRITE      memory to the file at `offset`
+ *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
+ *   INT8       any real dtype times the factors of its channels, rounded half away from zero, within [-128, 127]
+ *   ABSMAX     any real dtype: memory holds a u32 per channel, which is 0 or the result of other jobs, and is raised to
+ *              the bits of the largest |x| (infinity and NaN exceed any number); factors are not used
+ *   FINITE     any real dtype: writes nothing; SL_E_RANGE for NaN or infinity
+ *   STATS      any real dtype: an sl_stats per segment, in order
+ *   HISTOGRAM  like STATS, after SL_HISTOGRAM_BINS u64 counters to add to
+ *   RESTORE    packed codes (sl_packed) to their values in f32, rounded once to `to`
  *   WEIGHTED   any real dtype to blocks of `to` with importance: a channel per column, of rows that are whole blocks;
- * SL_E_RANGE as CONVERT RESTORE    packed codes (sl_packed) to their values in f32, rounded once to `to`
+ *              SL_E_RANGE as CONVERT
+ *   MERGE      any real dtype as f32, plus products of matrices (sl_merge), rounded once to the float `to`
  * The source of a packed job is the f32 values of its codes: `from` is SL_F32, and `size` is 4 bytes per value. INT8,
  * ABSMAX, FINITE, STATS, HISTOGRAM and WEIGHTED require codes in the order of the values. */
 #define SL_OP_COPY 0
@@ -447,7 +453,8 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 #define SL_OP_HISTOGRAM 9
 #define SL_OP_RESTORE 10
 #define SL_OP_WEIGHTED 11
-#define SL_OP_COUNT 12
+#define SL_OP_MERGE 12
+#define SL_OP_COUNT 13
 
 const char *sl_op_name(int32_t op); /* "copy"; NULL if out of range */
 
@@ -509,6 +516,27 @@ typedef struct sl_packed {
     uint64_t first_row; /* MASKED: the number of row 0 in messages */
 } sl_packed;
 
+/* Columns of a panel of sl_update.right. */
+#define SL_MERGE_PANEL 32
+
+/* A product of matrices to add to a matrix: scaling * (left * right). */
+typedef struct sl_update {
+    uint64_t rank;     /* columns of `left` and rows of `right`; at least 1 */
+    const float *left; /* rows x rank */
+    /* rank x columns, in panels: SL_MERGE_PANEL columns of all rows, then the next columns. The last panel is filled up
+     * with zeros. */
+    const float *right;
+    float scaling;
+} sl_update;
+
+/* Changes of a matrix, one after another, computed in f32. Every tier produces the same bits, except for the bits of a
+ * NaN; kernels/merge.h defines the order of the sums. */
+typedef struct sl_merge {
+    uint64_t columns; /* of the matrix; at least 1, whole blocks. Its rows are the job's elements */
+    uint64_t count;
+    const sl_update *updates;
+} sl_merge;
+
 typedef struct sl_job {
     int32_t op;       /* SL_OP_COPY .. */
     int32_t from, to; /* dtypes of source and destination; operations that write no tensor ignore `to` */
@@ -521,6 +549,7 @@ typedef struct sl_job {
     const sl_packed *packed;     /* NULL: the source holds elements of `from` */
     int64_t direct;              /* the file from sl_file_open_direct; 0 to read through the page cache, as grids and
                                   * packed codes always do */
+    const sl_merge *merge;       /* NULL: nothing is added */
 } sl_job;
 
 /* Bytes of a thread's room for reads past the page cache, aligned to a page: a chunk, and the rest of its first and its

@@ -95,6 +95,44 @@ def test_tiles_join(tmp_path, monkeypatch):
         assert_merged(found, w + 2 * (b.astype(np.float64) @ a), 3)
 
 
+@pytest.mark.parametrize("dtype", [None, "float32", "float16", "float64"])
+def test_bits_do_not_depend_on_how_the_base_is_read(tmp_path, monkeypatch, dtype):
+    """From the file or from tiles in memory, on any number of threads, and with any instructions (test_core)."""
+    rng = np.random.default_rng(7)
+    w = rng.standard_normal((700, 131), np.float32).astype(ml_dtypes.bfloat16)
+    save_file({"w.weight": w}, tmp_path / "base.safetensors")
+    adapters = [write(tmp_path / "a", pair(700, 131)), (write(tmp_path / "b", pair(700, 131, seed=1)), -0.3)]
+    first = safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype, threads=1)["w.weight"]
+    expected = w.astype(np.float64)
+    for seed, weight in ((0, 2), (1, -0.6)):
+        a, b = pair(700, 131, seed=seed).values()
+        expected += weight * (b.astype(np.float64) @ a)
+    half = float(ml_dtypes.finfo(first.dtype).eps) / 2
+    assert (np.abs(first.astype(np.float64) - expected) <= half * np.abs(expected) + 3e-6).all()
+    out = {"w.weight": np.zeros((700, 131), first.dtype)}
+    safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype, threads=3, out=out)
+    converted = tmp_path / "merged.safetensors"
+    safeload.convert({"w.weight": w}, converted, adapters=adapters, dtype=dtype)
+    monkeypatch.setattr("safeload.loading.adapter_base.in_rows", lambda source, work: None)
+    monkeypatch.setattr("safeload.loading.merge._TILE", 131 * 300)
+    tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype)["w.weight"]
+    for values in (out["w.weight"], safeload.load(converted)["w.weight"], tiled):
+        assert_same({"w": values}, {"w": first})
+
+
+@pytest.mark.parametrize("scheme", ["q8_0", "q4_0", "q6_k"])
+def test_a_gguf_base(tmp_path, scheme):
+    w = np.random.default_rng(8).standard_normal((40, 512), np.float32)
+    safeload.convert({"w.weight": w}, tmp_path / "base.gguf", quantize=scheme)
+    true = safeload.load(tmp_path / "base.gguf", dtype="float32")["w.weight"]
+    adapter = write(tmp_path / "a", pair(40, 512))
+    a, b = pair(40, 512).values()
+    merged = safeload.load(tmp_path / "base.gguf", adapters=adapter, dtype="bfloat16")["w.weight"]
+    wide = safeload.load(tmp_path / "base.gguf", adapters=adapter, dtype="float32")["w.weight"]
+    assert_merged(wide, true + 2 * (b.astype(np.float64) @ a), 3)
+    assert_same({"w": merged}, {"w": wide.astype(ml_dtypes.bfloat16)})
+
+
 def test_fills_arrays_of_the_caller(base, tmp_path):
     adapter = write(tmp_path / "a", pair())
     out = {"w.weight": np.zeros((6, 5), np.float32), "other": np.zeros(4, np.int64)}

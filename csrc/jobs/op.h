@@ -4,12 +4,12 @@
 
 #include "jobs/job.h"
 
-/* Whether an operation takes a grid, channels or packed codes. */
+/* Whether an operation takes a grid, channels, packed codes or a merge. */
 typedef enum sl_takes { SL_TAKES_NONE, SL_TAKES_ANY, SL_NEEDS } sl_takes;
 
 typedef struct sl_op {
     const char *name; /* for messages */
-    sl_takes grid, channels, packed;
+    sl_takes grid, channels, packed, merge;
     /* Checks the job and fills in the plan, which is zero except for the tier. */
     int32_t (*plan)(const sl_job *job, sl_plan *plan, sl_error *error);
     /* Processes a chunk. `scratch` belongs to the thread: plan->scratch bytes, aligned for any type. */
@@ -28,5 +28,6 @@ extern const sl_op sl_op_stats;
 extern const sl_op sl_op_histogram;
 extern const sl_op sl_op_restore;
 extern const sl_op sl_op_weighted;
+extern const sl_op sl_op_merge;
 
 #endif

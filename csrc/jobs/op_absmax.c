@@ -89,4 +89,4 @@ static int32_t run_absmax(const sl_job *job, const sl_plan *plan, uint64_t chunk
     return SL_OK;
 }
 
-const sl_op sl_op_absmax = {"absmax", SL_TAKES_NONE, SL_NEEDS, SL_TAKES_ANY, plan_absmax, run_absmax};
+const sl_op sl_op_absmax = {"absmax", SL_TAKES_NONE, SL_NEEDS, SL_TAKES_ANY, SL_TAKES_NONE, plan_absmax, run_absmax};

@@ -28,4 +28,5 @@ static int32_t run_convert(const sl_job *job, const sl_plan *plan, uint64_t chun
     return sl_each_piece(job, plan, chunk, scratch, convert, &self, error);
 }
 
-const sl_op sl_op_convert = {"convert", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_convert, run_convert};
+const sl_op sl_op_convert = {"convert",     SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE,
+                             SL_TAKES_NONE, plan_convert,  run_convert};

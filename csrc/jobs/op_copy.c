@@ -23,4 +23,4 @@ static int32_t run_copy(const sl_job *job, const sl_plan *plan, uint64_t chunk, 
     return SL_OK;
 }
 
-const sl_op sl_op_copy = {"copy", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_copy, run_copy};
+const sl_op sl_op_copy = {"copy", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_copy, run_copy};

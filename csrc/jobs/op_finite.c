@@ -28,4 +28,5 @@ static int32_t run_finite(const sl_job *job, const sl_plan *plan, uint64_t chunk
     return sl_each_piece(job, plan, chunk, scratch, look, &self, error);
 }
 
-const sl_op sl_op_finite = {"finite", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY, plan_finite, run_finite};
+const sl_op sl_op_finite = {"finite",      SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY,
+                            SL_TAKES_NONE, plan_finite,   run_finite};

@@ -156,4 +156,4 @@ static int32_t run_grid(const sl_job *job, const sl_plan *plan, uint64_t chunk, 
     return SL_OK;
 }
 
-const sl_op sl_op_grid = {"grid", SL_NEEDS, SL_TAKES_NONE, SL_TAKES_NONE, plan_grid, run_grid};
+const sl_op sl_op_grid = {"grid", SL_NEEDS, SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_grid, run_grid};

@@ -41,4 +41,4 @@ static int32_t run_int8(const sl_job *job, const sl_plan *plan, uint64_t chunk, 
     return sl_each_piece(job, plan, chunk, scratch, quantize, &self, error);
 }
 
-const sl_op sl_op_int8 = {"int8", SL_TAKES_NONE, SL_NEEDS, SL_TAKES_ANY, plan_int8, run_int8};
+const sl_op sl_op_int8 = {"int8", SL_TAKES_NONE, SL_NEEDS, SL_TAKES_ANY, SL_TAKES_NONE, plan_int8, run_int8};

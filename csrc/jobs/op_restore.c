@@ -394,4 +394,5 @@ static int32_t run_restore(const sl_job *job, const sl_plan *plan, uint64_t chun
     return (sl_packed_in_tiles(job->packed) ? run_tiles : run_in_order)(job, plan, chunk, scratch, error);
 }
 
-const sl_op sl_op_restore = {"restore", SL_TAKES_NONE, SL_TAKES_NONE, SL_NEEDS, plan_restore, run_restore};
+const sl_op sl_op_restore = {"restore",     SL_TAKES_NONE, SL_TAKES_NONE, SL_NEEDS,
+                             SL_TAKES_NONE, plan_restore,  run_restore};

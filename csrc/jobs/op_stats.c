@@ -102,5 +102,6 @@ static int32_t run_stats(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     return SL_OK;
 }
 
-const sl_op sl_op_stats = {"stats", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY, plan_stats, run_stats};
-const sl_op sl_op_histogram = {"histogram", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY, plan_stats, run_stats};
+const sl_op sl_op_stats = {"stats", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY, SL_TAKES_NONE, plan_stats, run_stats};
+const sl_op sl_op_histogram = {"histogram",   SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY,
+                               SL_TAKES_NONE, plan_stats,    run_stats};

@@ -78,4 +78,4 @@ static int32_t run_weighted(const sl_job *job, const sl_plan *plan, uint64_t chu
 }
 
 const sl_op sl_op_weighted = {
-    "quantize with importance", SL_TAKES_NONE, SL_NEEDS, SL_TAKES_ANY, plan_weighted, run_weighted};
+    "quantize with importance", SL_TAKES_NONE, SL_NEEDS, SL_TAKES_ANY, SL_TAKES_NONE, plan_weighted, run_weighted};

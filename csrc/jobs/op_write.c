@@ -19,5 +19,6 @@ static int32_t run_write(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     return sl_platform_write(job->file, append, job->offset + begin, (const uint8_t *)job->memory + begin, size, error);
 }
 
-const sl_op sl_op_write = {"write", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_write};
-const sl_op sl_op_append = {"append", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_write};
+const sl_op sl_op_write = {"write", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_write};
+const sl_op sl_op_append = {"append",      SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE,
+                            SL_TAKES_NONE, plan_write,    run_write};

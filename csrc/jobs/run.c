@@ -11,6 +11,7 @@ static const sl_op *const OPS[SL_OP_COUNT] = {
     [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,   [SL_OP_INT8] = &sl_op_int8,
     [SL_OP_ABSMAX] = &sl_op_absmax,       [SL_OP_FINITE] = &sl_op_finite,   [SL_OP_STATS] = &sl_op_stats,
     [SL_OP_HISTOGRAM] = &sl_op_histogram, [SL_OP_RESTORE] = &sl_op_restore, [SL_OP_WEIGHTED] = &sl_op_weighted,
+    [SL_OP_MERGE] = &sl_op_merge,
 };
 
 /* Each thread's scratch is a multiple of this size, so that the next scratch is aligned for any type. */
@@ -31,6 +32,7 @@ static int32_t plan_job(const sl_job *job, int32_t tier, sl_plan *plan, sl_error
     int32_t status = check_taken(op, "a grid", op->grid, job->grid != NULL, error);
     if (status == SL_OK) status = check_taken(op, "channels", op->channels, job->channels != NULL, error);
     if (status == SL_OK) status = check_taken(op, "packed codes", op->packed, job->packed != NULL, error);
+    if (status == SL_OK) status = check_taken(op, "a merge", op->merge, job->merge != NULL, error);
     if (status == SL_OK && job->packed != NULL) status = sl_packed_check(job, job->op == SL_OP_RESTORE, error);
     if (status == SL_OK) status = op->plan(job, plan, error);
     if (status == SL_OK && job->packed != NULL) sl_packed_plan(job, plan);

@@ -28,6 +28,7 @@ static const struct {
     const sl_lanes_kernel *stats;
     sl_difference_fn difference;
     const sl_encode_steps *encode; /* NULL: of the tier below */
+    sl_merge_fn merge;
 } TIERS[SL_TIER_COUNT] = {
     [SL_TIER_SCALAR] = {"scalar",
                         always,
@@ -39,7 +40,8 @@ static const struct {
                         &sl_restore_scalar,
                         sl_lanes_scalar,
                         sl_difference_scalar,
-                        &sl_encode_scalar},
+                        &sl_encode_scalar,
+                        sl_merge_scalar},
 #ifdef SL_X86
     [SL_TIER_AVX2] = {"avx2",
                       has_avx2,
@@ -50,7 +52,8 @@ static const struct {
                       &sl_restore_avx2,
                       sl_lanes_avx2,
                       sl_difference_avx2,
-                      &sl_encode_avx2},
+                      &sl_encode_avx2,
+                      sl_merge_avx2},
     [SL_TIER_AVX512] = {"avx512",
                         has_avx512,
                         SL_TIER_AVX2,
@@ -60,7 +63,8 @@ static const struct {
                         &sl_restore_avx512,
                         sl_lanes_avx512,
                         sl_difference_avx512,
-                        NULL},
+                        NULL,
+                        sl_merge_avx512},
 #else
     [SL_TIER_AVX2] = {.name = "avx2", .below = SL_TIER_SCALAR},
     [SL_TIER_AVX512] = {.name = "avx512", .below = SL_TIER_AVX2},
@@ -75,7 +79,8 @@ static const struct {
                       &sl_restore_neon,
                       sl_lanes_neon,
                       sl_difference_neon,
-                      NULL},
+                      NULL,
+                      sl_merge_neon},
 #else
     [SL_TIER_NEON] = {.name = "neon", .below = SL_TIER_SCALAR},
 #endif
@@ -161,6 +166,13 @@ sl_encode_steps sl_tier_encode(int32_t tier) {
 sl_difference_fn sl_tier_difference(int32_t tier) {
     FOR_EACH(t, tier) {
         if (TIERS[t].difference != NULL) return TIERS[t].difference;
+    }
+    return NULL;
+}
+
+sl_merge_fn sl_tier_merge(int32_t tier) {
+    FOR_EACH(t, tier) {
+        if (TIERS[t].merge != NULL) return TIERS[t].merge;
     }
     return NULL;
 }

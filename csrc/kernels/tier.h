@@ -6,6 +6,7 @@
 #include "kernels/convert.h"
 #include "kernels/difference.h"
 #include "kernels/encode.h"
+#include "kernels/merge.h"
 #include "kernels/quant.h"
 #include "kernels/restore.h"
 #include "kernels/stats.h"
@@ -27,6 +28,9 @@ sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from);
 
 /* The steps of quantization for other engines. */
 sl_encode_steps sl_tier_encode(int32_t tier);
+
+/* The kernel that adds products. */
+sl_merge_fn sl_tier_merge(int32_t tier);
 
 /* The kernel of differences. */
 sl_difference_fn sl_tier_difference(int32_t tier);

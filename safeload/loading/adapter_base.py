@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -13,9 +14,12 @@ from ..base.arrays import Array
 from ..base.messages import error_about
 from ..checkpoint import Checkpoint, codes_of, tensors_of
 from ..engine.codes.code_ranges import rows_apart
+from ..engine.codes.source import Source, in_file
 from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError
 from ..packed import codes_without_scale
+
+_F32 = dtypes.BY_CODE["F32"]
 
 
 class AdapterTarget(NamedTuple):
@@ -28,6 +32,7 @@ class AdapterTarget(NamedTuple):
     # Values as `work`, at a range of the first axis. If rows are plain, also at (integer, range of the second axis).
     read: Callable[[Any], Array]
     together: bool = False  # values can only be read all at once
+    source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
 
 
 class Base(Protocol):
@@ -96,10 +101,27 @@ def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> 
         check_floating(name, row, checkpoint.path)
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
-        return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True)
+        source = in_rows(in_file(checkpoint, name, file, index), work)
+        return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     lazy = checkpoint.get_slice(name, dtype=work.name)
-    return AdapterTarget(name, tuple(lazy.shape), None if quantized else row, work, lazy.__getitem__, together)
+    source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
+    return AdapterTarget(name, tuple(lazy.shape), None if quantized else row, work, lazy.__getitem__, together, source)
+
+
+def plain_source(checkpoint: Checkpoint, name: str, work: np.dtype[Any]) -> Source | None:
+    """Return a plain tensor of an open checkpoint as a source; see `in_rows`."""
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    return in_rows(in_file(checkpoint, name, file, index), work)
+
+
+def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
+    """Return a source if jobs can read its rows as float32, `work`; remote files are fetched tile by tile instead."""
+    if source is None or source.packed is not None or (source.file is not None and source.file.remote):
+        return None
+    if work != np.float32 or math.prod(source.shape[1:]) % source.row.block or not source.row.converts_to(_F32):
+        return None
+    return source
 
 
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:

@@ -1,4 +1,7 @@
-"""Merge adapters into base tensors, tile by tile: W + s * (B @ A) in float32, rounded once."""
+"""Merge adapters into base tensors, tile by tile: W + s * (B @ A) in float32, rounded once.
+
+The C core merges as it reads the base (`lib.SL_OP_MERGE`). NumPy merges into float64, and DoRA, which needs norms.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import numpy as np
 from ..base import dtypes, log
 from ..base.arrays import Array
 from ..base.messages import error_about
+from ..base.native import lib
 from ..base.selecting import Patterns
 from ..base.table import similar
 from ..base.text import show
@@ -20,12 +24,14 @@ from ..checkpoint import Checkpoint, chosen, with_aliases
 from ..engine.read.delivery import check_fits, refuse_own_files
 from ..engine.read.load import check_backend, check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
-from ..engine.run.memory import check_disjoint
+from ..engine.run.job import Job, Origin, Update, Updates, panels_of
+from ..engine.run.jobs import Batch, native_order
+from ..engine.run.memory import address_of, check_disjoint
 from ..engine.run.progress import Progress, reporter
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B, listed, opened
-from .adapter_base import AdapterTarget, Base, CheckpointBase
+from .adapter_base import AdapterTarget, Base, CheckpointBase, plain_source
 from .adapter_fit import Fit, Heads, fitted, heads_of, tensor_of
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
@@ -41,6 +47,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _NO_HEADS = Heads({}, {})
 # Stacks whose factors stay in memory if experts are stored separately: enough for a layer or two.
 _CACHED_STACKS = 4
+_F32 = dtypes.BY_CODE["F32"]
 
 # ---- changes of a tensor ----
 
@@ -349,9 +356,13 @@ class Merge:
             target, changes = _replaced(target, changes[last]), changes[last + 1 :]
         stacked = any(change.stacked for change in changes)
         flat = result.reshape(_flat(target.shape, 2 if stacked else 1))
-        tiles = (_stack_tiles if stacked else _merged_tiles)(target, changes, self._stack_factors)
-        for begin, tile in tiles:
-            astype(tile, result.dtype, out=flat[begin : begin + len(tile)], threads=threads)
+        for first, matrix, steps in (_matrices if stacked else _matrix)(target, changes, self._stack_factors):
+            part = flat[first : first + _flat(matrix.shape)[0]]
+            if _in_core(matrix, steps, row):
+                _merge_in_core(matrix, steps, part, row, threads)
+                continue
+            for begin, tile in _changed_tiles(matrix, steps):
+                astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
         return result
 
 
@@ -399,43 +410,47 @@ def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
 
 def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
     """Return the target with the adapter's values in place of its own."""
-    lazy = change.adapter.checkpoint.get_slice(change.parts[VALUE], dtype=target.work.name)
-    return target._replace(read=lazy.__getitem__, together=False)
+    checkpoint, name = change.adapter.checkpoint, change.parts[VALUE]
+    lazy = checkpoint.get_slice(name, dtype=target.work.name)
+    return target._replace(read=lazy.__getitem__, together=False, source=plain_source(checkpoint, name, target.work))
 
 
-def _merged_tiles(
+def _matrix(
     target: AdapterTarget, changes: Sequence[Change], stack_factors: _StackFactors
-) -> Iterator[tuple[int, Array]]:
-    """Yield the tiles [rows, columns] of a merged tensor with their first rows; their memory is reused."""
+) -> Iterator[tuple[int, AdapterTarget, list[_Factors]]]:
+    """Yield a tensor as a matrix with its changes; see `_matrices`."""
     steps: list[_Factors] = []
     for change in changes:
         step = _factors(change, target) if change.part is None else _expert_factors(change, target, stack_factors)
         if step.magnitude is not None and step.by_columns:
             squares = np.zeros(step.right.shape[1])
-            for _, tile in _tiles(target, [*steps, step._replace(magnitude=None)]):
+            for _, tile in _changed_tiles(target, [*steps, step._replace(magnitude=None)]):
                 squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
             step = step._replace(norms=np.sqrt(squares))
         steps.append(step)
-    yield from _tiles(target, steps)
+    yield 0, target, steps
 
 
-def _stack_tiles(
+def _matrices(
     target: AdapterTarget, changes: Sequence[Change], stack_factors: _StackFactors
-) -> Iterator[tuple[int, Array]]:
-    """Like `_merged_tiles`, for each matrix of a stack in turn."""
+) -> Iterator[tuple[int, AdapterTarget, list[_Factors]]]:
+    """Yield the matrices of a stack with their first rows in the flattened stack, and their changes."""
     count, rows, columns = target.shape
     factors = [(*stack_factors(_stack_of(change), target.work.name), change.scaling) for change in changes]
-    whole = target.read(slice(0, count)) if target.together else None
+    source = target.source
+    whole = target.read(slice(0, count)) if target.together and source is None else None
     for k in range(count):
         matrix = target._replace(shape=(rows, columns), together=target.row is None)
+        if source is not None:
+            offset = source.offset + k * source.row.nbytes(rows * columns)
+            matrix = matrix._replace(source=source._replace(shape=(rows, columns), offset=offset))
         if whole is not None:
             matrix = matrix._replace(read=whole[k].__getitem__)
         elif target.row is None:  # its rows cannot be dequantized alone
             matrix = matrix._replace(read=partial(_matrix_rows, target, k))
         else:
             matrix = matrix._replace(read=partial(_rows, target, k))
-        for begin, tile in _tiles(matrix, [_Factors(left[k], right[k], scaling) for left, right, scaling in factors]):
-            yield k * rows + begin, tile
+        yield k * rows, matrix, [_Factors(left[k], right[k], scaling) for left, right, scaling in factors]
 
 
 def _matrix_rows(target: AdapterTarget, k: int, rows: slice) -> Array:
@@ -447,20 +462,64 @@ def _rows(target: AdapterTarget, k: int, rows: slice) -> Array:
     return target.read((k, rows))
 
 
-def _tiles(target: AdapterTarget, steps: Sequence[_Factors]) -> Iterator[tuple[int, Array]]:
+def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
+    """Yield the tiles [rows, columns] of a tensor with their first rows."""
     rows, columns = _flat(target.shape)
     height = rows if target.together else max(1, _TILE // max(1, columns))
     if _BLOCK < height < rows:
         height -= height % _BLOCK
-    product = np.empty((min(rows, max(1, _PRODUCT // max(1, columns))), columns), target.work)
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
         values = target.read(slice(begin, end) if target.shape else ...)
-        tile = values.reshape(end - begin, columns)
+        yield begin, values.reshape(end - begin, columns)
+
+
+def _changed_tiles(target: AdapterTarget, steps: Sequence[_Factors]) -> Iterator[tuple[int, Array]]:
+    """Like `_tiles`, with changes added by NumPy."""
+    rows, columns = _flat(target.shape)
+    product = np.empty((min(rows, max(1, _PRODUCT // max(1, columns))), columns), target.work)
+    for begin, tile in _tiles(target):
         with np.errstate(all="ignore"):
             for step in steps:
                 _apply(step, tile, begin, product)
         yield begin, tile
+
+
+def _in_core(target: AdapterTarget, steps: Sequence[_Factors], row: dtypes.Dtype) -> bool:
+    """Return True if the C core computes these changes."""
+    narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
+    return narrows and target.work == np.float32 and all(step.magnitude is None for step in steps)
+
+
+def _merge_in_core(
+    target: AdapterTarget, steps: Sequence[_Factors], out: Array, row: dtypes.Dtype, threads: int | None
+) -> None:
+    """Fill rows of the result with a matrix and its changes."""
+    columns = out.shape[1]
+    if not out.size:
+        return
+    updates = [Update(step.left, panels_of(step.right), step.scaling) for step in steps]
+    origin = Origin(target.name, target.shape)
+
+    def job(part: Array) -> Job:
+        return Job(None, 0, address_of(part), 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=origin)
+
+    if target.source is not None:
+        source, merge = target.source, Updates(columns, updates)
+        file, size = source.file, source.size
+        whole = job(out)._replace(file=file, offset=source.offset, size=size, source=source.row.number, merge=merge)
+        _run(whole, out, threads)
+        return
+    for begin, values in _tiles(target):
+        part, tile = out[begin : begin + len(values)], native_order(np.ascontiguousarray(values))
+        merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
+        _run(job(part)._replace(offset=address_of(tile), size=tile.nbytes, merge=merge), part, threads)
+
+
+def _run(job: Job, out: Array, threads: int | None) -> None:
+    batch = Batch([job])
+    batch.results([out])
+    batch.run(threads=threads)
 
 
 def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:

@@ -565,6 +565,62 @@ static void check_copies(void) {
     free(source);
 }
 
+/* ---- merges ---- */
+
+enum { MERGE_ROWS = 19, MERGE_COLUMNS = 1100, MERGE_RANK = 17 };
+
+static float near_one(uint64_t *seed) { return (float)((int64_t)(random_u64(seed) >> 40) - (1 << 23)) * 0x1p-23f; }
+
+/* Matrices of columns that fill panels and tiles, and others, with two products. */
+static void check_merge(int32_t from, int32_t to, const float *left, const float *right) {
+    static const size_t COLUMNS[] = {1, 31, 32, 33, 96, 512, 544, MERGE_COLUMNS};
+    enum { MOST = MERGE_ROWS * MERGE_COLUMNS };
+    static uint8_t values[MOST * 4], source[MOST * 4], wanted[MOST * 8], got[MOST * 8];
+    uint64_t state = DIGEST_START, seed = 42;
+    for (size_t i = 0; i < MOST; i++) {
+        float value = near_one(&seed);
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        for (size_t k = 0; k < 4; k++) values[4 * i + k] = (uint8_t)(bits >> 8 * k);
+    }
+    for (size_t k = 0; k < sizeof COLUMNS / sizeof COLUMNS[0]; k++) {
+        size_t columns = COLUMNS[k], count = MERGE_ROWS * columns;
+        if (columns % (size_t)sl_dtype_get(from)->block != 0) continue;
+        const sl_update updates[] = {{MERGE_RANK, left, right, 0.75f}, {1, left + 1, right + 32, 0x1.8p-9f}};
+        const sl_merge merge = {columns, 2, updates};
+        if (from == SL_F32)
+            memcpy(source, values, 4 * count);
+        else
+            EXPECT(sl_convert(SL_TIER_SCALAR, SL_F32, from, values, source, count) == SL_OK);
+        sl_job job = {.op = SL_OP_MERGE, .from = from, .to = to, .file = SL_MEMORY, .merge = &merge};
+        job.offset = (uint64_t)(uintptr_t)source;
+        job.size = bytes_of(from, count);
+        job.memory = wanted;
+        run_job(SL_TIER_SCALAR, &job);
+        for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+            if (!sl_tier_available(tier)) continue;
+            memset(got, UNTOUCHED, sizeof got);
+            job.memory = got;
+            run_job(tier, &job);
+            if (memcmp(got, wanted, bytes_of(to, count)) != 0)
+                FAIL("%s: merge of %s to %s, %zu columns", sl_tier_name(tier), label(from), label(to), columns);
+            EXPECT(untouched(got + bytes_of(to, count), sizeof got - bytes_of(to, count)));
+        }
+        state = digest(state, wanted, bytes_of(to, count));
+    }
+    report("merge", label(from), label(to), state);
+}
+
+static void check_merges(void) {
+    static const int32_t FROM[] = {SL_F32, SL_BF16, SL_F8_E4M3, SL_Q8_0}, TO[] = {SL_F32, SL_F16, SL_BF16, SL_F64};
+    static float left[MERGE_ROWS * MERGE_RANK + 1], right[(MERGE_COLUMNS / SL_MERGE_PANEL + 2) * MERGE_RANK * 32];
+    uint64_t seed = 41;
+    for (size_t i = 0; i < sizeof left / sizeof *left; i++) left[i] = near_one(&seed);
+    for (size_t i = 0; i < sizeof right / sizeof *right; i++) right[i] = near_one(&seed);
+    for (size_t i = 0; i < sizeof FROM / sizeof *FROM; i++)
+        for (size_t k = 0; k < sizeof TO / sizeof *TO; k++) check_merge(FROM[i], TO[k], left, right);
+}
+
 int main(void) {
     for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++)
         if (sl_tier_available(tier)) fprintf(stderr, "tier %s\n", sl_tier_name(tier));
@@ -575,5 +631,6 @@ int main(void) {
     check_differences();
     check_all_restored();
     check_copies();
+    check_merges();
     return failures == 0 ? 0 : 1;
 }

@@ -1,6 +1,6 @@
-/* What each operation of a job takes: every operation with and without a grid, channels and packed codes, for dtypes of
- * every kind, from memory and from a file. What its row below does not allow must be refused with a message that names
- * it; nothing may be written then. Also: malformed jobs, and all operations in one run. */
+/* What each operation of a job takes: every operation with and without a grid, channels, packed codes and a merge, for
+ * dtypes of every kind, from memory and from a file. What its row below does not allow must be refused with a message
+ * that names it; nothing may be written then. Also: malformed jobs, and all operations in one run. */
 #define _DEFAULT_SOURCE
 #include <fcntl.h>
 
@@ -13,21 +13,22 @@ enum { NO, YES, MAYBE };
 static const struct {
     int32_t op;
     const char *name;
-    int grid, channels, packed;
+    int grid, channels, packed, merge;
     int32_t from, to;
 } ROWS_OF_OPS[] = {
-    {SL_OP_COPY, "copy", NO, NO, NO, SL_F32, SL_F32},
-    {SL_OP_CONVERT, "convert", NO, NO, NO, SL_F32, SL_BF16},
-    {SL_OP_GRID, "grid", YES, NO, NO, SL_F32, SL_BF16},
-    {SL_OP_WRITE, "write", NO, NO, NO, SL_F32, SL_F32},
-    {SL_OP_APPEND, "append", NO, NO, NO, SL_F32, SL_F32},
-    {SL_OP_INT8, "int8", NO, YES, MAYBE, SL_F32, SL_I8},
-    {SL_OP_ABSMAX, "absmax", NO, YES, MAYBE, SL_F32, SL_F32},
-    {SL_OP_FINITE, "finite", NO, NO, MAYBE, SL_F32, SL_F32},
-    {SL_OP_STATS, "stats", NO, NO, MAYBE, SL_F32, SL_F32},
-    {SL_OP_HISTOGRAM, "histogram", NO, NO, MAYBE, SL_F32, SL_F32},
-    {SL_OP_RESTORE, "restore", NO, NO, YES, SL_F32, SL_BF16},
-    {SL_OP_WEIGHTED, "quantize with importance", NO, YES, MAYBE, SL_F32, SL_Q4_0},
+    {SL_OP_COPY, "copy", NO, NO, NO, NO, SL_F32, SL_F32},
+    {SL_OP_CONVERT, "convert", NO, NO, NO, NO, SL_F32, SL_BF16},
+    {SL_OP_GRID, "grid", YES, NO, NO, NO, SL_F32, SL_BF16},
+    {SL_OP_WRITE, "write", NO, NO, NO, NO, SL_F32, SL_F32},
+    {SL_OP_APPEND, "append", NO, NO, NO, NO, SL_F32, SL_F32},
+    {SL_OP_INT8, "int8", NO, YES, MAYBE, NO, SL_F32, SL_I8},
+    {SL_OP_ABSMAX, "absmax", NO, YES, MAYBE, NO, SL_F32, SL_F32},
+    {SL_OP_FINITE, "finite", NO, NO, MAYBE, NO, SL_F32, SL_F32},
+    {SL_OP_STATS, "stats", NO, NO, MAYBE, NO, SL_F32, SL_F32},
+    {SL_OP_HISTOGRAM, "histogram", NO, NO, MAYBE, NO, SL_F32, SL_F32},
+    {SL_OP_RESTORE, "restore", NO, NO, YES, NO, SL_F32, SL_BF16},
+    {SL_OP_WEIGHTED, "quantize with importance", NO, YES, MAYBE, NO, SL_F32, SL_Q4_0},
+    {SL_OP_MERGE, "merge", NO, NO, NO, YES, SL_F32, SL_BF16},
 };
 _Static_assert(sizeof ROWS_OF_OPS / sizeof *ROWS_OF_OPS == SL_OP_COUNT, "one row for each operation");
 
@@ -48,6 +49,11 @@ static const sl_packed PACKED = {.layout = SL_LAYOUT_ROWS,
                                  .grid_rows = ROWS,
                                  .grid_columns = 1,
                                  .scales = factors};
+/* Products of ranks 3 and 1, of exactly as many factors. */
+enum { RANK = 3, PANELS = (COLUMNS - 1) / SL_MERGE_PANEL + 1 };
+static float *left, *right;
+static sl_update updates[2];
+static const sl_merge MERGE = {COLUMNS, 2, updates};
 static int64_t source_file, direct_file, target_file;
 static uint8_t *rooms;
 static unsigned runs, refusals;
@@ -99,16 +105,17 @@ static bool takes(int what, bool given) { return what == MAYBE || what == (int)g
 
 /* The job of `row` with what it is given, of which everything but the dtypes is right. */
 static void try(size_t row, int32_t from, int32_t to, const sl_grid *grid, const sl_channels *channels,
-                const sl_packed *packed, int place) {
+                const sl_packed *packed, const sl_merge *merge, int place) {
     sl_job job = job_of(ROWS_OF_OPS[row].op, from, to, place);
     sl_error error;
     job.grid = grid;
     job.channels = channels;
     job.packed = packed;
+    job.merge = merge;
     memset(memory, 0, ROOM);
     int32_t status = run(&job, 1, 2, &error);
     bool taken = takes(ROWS_OF_OPS[row].grid, grid != NULL) && takes(ROWS_OF_OPS[row].channels, channels != NULL) &&
-                 takes(ROWS_OF_OPS[row].packed, packed != NULL);
+                 takes(ROWS_OF_OPS[row].packed, packed != NULL) && takes(ROWS_OF_OPS[row].merge, merge != NULL);
     /* Codes stand for f32, which have no channels of int8. */
     int32_t own = packed != NULL ? SL_F32 : ROWS_OF_OPS[row].from;
     bool of_int8 = packed != NULL && channels != NULL && ROWS_OF_OPS[row].channels == MAYBE;
@@ -139,12 +146,13 @@ static void try_all(void) {
         for (size_t k = 0; k < PLACES * DTYPE_COUNT * DTYPE_COUNT; k++) {
             int32_t from = DTYPES[k / PLACES % DTYPE_COUNT], to = DTYPES[k / PLACES / DTYPE_COUNT];
             const sl_grid grid = grid_of(from, to);
-            for (int with = 0; with < 4; with++) {
+            for (int with = 0; with < 8; with++) {
                 const sl_grid *strided = with % 2 != 0 ? &grid : NULL;
-                const sl_packed *packed = with / 2 != 0 ? &PACKED : NULL;
-                try(row, from, to, strided, NULL, packed, (int)(k % PLACES));
+                const sl_packed *packed = with / 2 % 2 != 0 ? &PACKED : NULL;
+                const sl_merge *merge = with / 4 != 0 ? &MERGE : NULL;
+                try(row, from, to, strided, NULL, packed, merge, (int)(k % PLACES));
                 for (size_t c = 0; c < sizeof CHANNELS / sizeof *CHANNELS; c++)
-                    try(row, from, to, strided, &CHANNELS[c], packed, (int)(k % PLACES));
+                    try(row, from, to, strided, &CHANNELS[c], packed, merge, (int)(k % PLACES));
             }
         }
 }
@@ -168,6 +176,31 @@ static void refuse_channels(int32_t op, int32_t from, uint64_t count, uint64_t i
     refuse(job, fragment);
 }
 
+static void refuse_merge(int32_t from, int32_t to, sl_merge merge, uint64_t less, const char *fragment) {
+    sl_job job = job_of(SL_OP_MERGE, from, to, false);
+    job.merge = &merge;
+    job.size -= less;
+    refuse(job, fragment);
+}
+
+static void refuse_merges(void) {
+    const sl_update rankless = {0, left, right, 1.0f}, leftless = {1, NULL, right, 1.0f};
+    const sl_update rightless = {1, left, NULL, 1.0f};
+    const sl_update *const lacking[] = {&rankless, &leftless, &rightless};
+    for (size_t k = 0; k < sizeof lacking / sizeof *lacking; k++)
+        refuse_merge(SL_F32, SL_F32, (sl_merge){COLUMNS, 1, lacking[k]}, 0, "lacks a factor");
+    refuse_merge(SL_F32, SL_F32, (sl_merge){0, 2, updates}, 0, "rows of 0 columns");
+    refuse_merge(SL_F32, SL_F32, (sl_merge){UINT64_MAX, 2, updates}, 0, "not whole blocks");
+    refuse_merge(SL_F32, SL_F32, (sl_merge){UINT64_MAX / 8, 2, updates}, 0, "not whole rows");
+    refuse_merge(SL_Q4_0, SL_F32, MERGE, 0, "not whole blocks");
+    refuse_merge(SL_F32, SL_F32, MERGE, 4, "not whole rows");
+    refuse_merge(SL_F32, SL_Q4_0, MERGE, 0, "no merging");
+    refuse_merge(SL_F32, SL_F4, MERGE, 0, "no merging");
+    refuse_merge(SL_F32, SL_I8, MERGE, 0, "no merging");
+    refuse_merge(SL_F32, -1, MERGE, 0, "no merging");
+    refuse_merge(SL_C64, SL_F32, MERGE, 0, "no conversion");
+}
+
 static void refuse_malformed(void) {
     sl_job job;
     sl_error error;
@@ -176,7 +209,7 @@ static void refuse_malformed(void) {
         CHECK(strcmp(sl_op_name(ROWS_OF_OPS[row].op), ROWS_OF_OPS[row].name) == 0);
     CHECK(sl_op_name(-1) == NULL && sl_op_name(SL_OP_COUNT) == NULL);
     refuse(job_of(-1, SL_F32, SL_F32, false), "unknown operation -1");
-    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "unknown operation 12");
+    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "unknown operation 13");
     job = job_of(SL_OP_COPY, SL_F32, SL_F32, false);
     CHECK(sl_jobs_run(&job, 1, SL_TIER_COUNT, 1, 0, &cursor, &error) == SL_E_ARGUMENT &&
           names(error.message, "unknown tier"));
@@ -235,6 +268,7 @@ static void run_together(void) {
         if (ROWS_OF_OPS[row].grid == YES) job->grid = &grid;
         if (ROWS_OF_OPS[row].channels == YES) job->channels = job->op == SL_OP_WEIGHTED ? &blocks : &channels;
         if (ROWS_OF_OPS[row].packed == YES) job->packed = &PACKED;
+        if (ROWS_OF_OPS[row].merge == YES) job->merge = &MERGE;
         job->memory = memory + STEP * row;
         if (job->grid == NULL && job->packed == NULL) job->size /= 4; /* places do not overlap */
         if (job->op == SL_OP_GRID) job->memory = memory + ROOM - 2 * ELEMENTS;
@@ -264,6 +298,13 @@ int main(void) {
     CHECK(source != NULL && memory != NULL && again != NULL);
     for (size_t i = 0; i < ROOM; i++) source[i] = (uint8_t)(i % 4 == 3 ? 0x3c : i * 37 >> 3); /* finite in all dtypes */
     for (size_t i = 0; i < ELEMENTS; i++) factors[i] = 0.25f + (float)(i % 7);
+    left = malloc(ROWS * RANK * sizeof(float));
+    right = malloc(PANELS * RANK * SL_MERGE_PANEL * sizeof(float));
+    CHECK(left != NULL && right != NULL);
+    for (size_t i = 0; i < ROWS * RANK; i++) left[i] = 0.5f - (float)(i % 5);
+    for (size_t i = 0; i < PANELS * RANK * SL_MERGE_PANEL; i++) right[i] = 0.125f * (float)(i % 3);
+    updates[0] = (sl_update){RANK, left, right, 0.5f};
+    updates[1] = (sl_update){1, left, right, -1.0f};
     add(&content, source, ROOM);
     write_file(content, source_path);
     write_file((bytes){NULL, 0, 0}, target_path);
@@ -275,6 +316,7 @@ int main(void) {
     target_file = open_again(target_path);
     try_all();
     refuse_malformed();
+    refuse_merges();
     run_together();
     if (direct_file != 0) sl_file_close(direct_file);
     close((int)source_file);
@@ -282,6 +324,8 @@ int main(void) {
     close((int)target_file);
     unlink(source_path);
     unlink(target_path);
+    free(left);
+    free(right);
     free(source);
     free(memory);
     free(again);

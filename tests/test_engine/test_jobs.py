@@ -12,7 +12,7 @@ from safeload.base import dtypes
 from safeload.base.native import Error, check, ffi, lib
 from safeload.base.paths import native_path
 from safeload.engine.run import jobs
-from safeload.engine.run.job import Channels, Job, JobGrid, Origin
+from safeload.engine.run.job import Channels, Job, JobGrid, Origin, Update, Updates, panels_of
 from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, SafeloadError
 
@@ -116,6 +116,7 @@ TAKES = {
     "histogram": (NO, NO, MAYBE, "F32", "F32"),
     "restore": (NO, NO, YES, "F32", "BF16"),
     "quantize with importance": (NO, YES, MAYBE, "F32", "Q4_0"),
+    "merge": (NO, NO, NO, "F32", "BF16"),
 }
 
 
@@ -129,6 +130,18 @@ def handle_of(file):
 
 def op_name(op):
     return ffi.string(lib.sl_op_name(op)).decode()
+
+
+def unit_update(rows, columns):
+    return Update(np.ones((rows, 1), np.float32), panels_of(np.ones((1, columns), np.float32)), 1.0)
+
+
+@pytest.mark.parametrize("op", range(lib.SL_OP_COUNT), ids=op_name)
+def test_only_merging_takes_a_merge(op):
+    merges = op == lib.SL_OP_MERGE
+    job = Job(None, 0, 0, 0, op=op, merge=None if merges else Updates(1, []))
+    with pytest.raises(SafeloadError, match=f"{op_name(op)} {'needs' if merges else '(takes no|needs)'} "):
+        jobs.Batch([job]).run()
 
 
 def test_the_operations_are_these():
@@ -161,7 +174,8 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
         place = (handle_of(file), 0, out.ctypes.data) if writes else (None, begin, out.ctypes.data)
         takes = grid if with_grid else None, channels if with_channels else None
         job = Job(*place, x.nbytes, source.number, target.number, op, *takes)
-        batch = jobs.Batch([job._replace(packed=case.prepared() if with_packed else None)])
+        merge = Updates(12, [unit_update(8, 12)]) if op == lib.SL_OP_MERGE else None
+        batch = jobs.Batch([job._replace(packed=case.prepared() if with_packed else None, merge=merge)])
         if all(given in allowed for given, allowed in zip((with_grid, with_channels, with_packed), taken, strict=True)):
             assert batch.run() == x.nbytes
             assert out.any() != (writes or op == lib.SL_OP_FINITE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from ...base.arrays import Array
 from ...base.native import lib
@@ -36,6 +38,40 @@ class Channels(NamedTuple):
     def described(self) -> tuple[int, ...]:
         """Return the fields of an ``sl_channels``."""
         return self.number, self.inner, 0 if self.factors is None else address_of(self.factors)
+
+
+class Update(NamedTuple):
+    """An ``sl_update``: a product of matrices to add to a matrix."""
+
+    left: Array  # f32 [rows, rank]
+    panels: Array  # f32; see `panels_of`
+    scaling: float
+
+
+class Updates(NamedTuple):
+    """An ``sl_merge``: the changes of a matrix, one after another."""
+
+    columns: int  # of the matrix
+    updates: Sequence[Update]
+
+    def described(self, table: Array) -> tuple[int, ...]:
+        """Return the fields of an ``sl_merge``, and fill its table of ``sl_update``."""
+        for row, update in zip(table, self.updates, strict=True):
+            row["rank"] = update.left.shape[1]
+            row["left"], row["right"] = address_of(update.left), address_of(update.panels)
+            row["scaling"] = update.scaling
+        return self.columns, len(self.updates), address_of(table) if len(table) else 0
+
+
+def panels_of(right: Array) -> Array:
+    """Return a matrix [rank, columns] as f32 panels, with zeros in the last panel's unused columns."""
+    rank, columns = right.shape
+    width = int(lib.SL_MERGE_PANEL)
+    panels = np.zeros((-(-columns // width), rank, width), np.float32)
+    whole = columns // width
+    panels[:whole] = right[:, : whole * width].reshape(rank, whole, width).transpose(1, 0, 2)
+    panels[whole:, :, : columns - whole * width] = right[:, whole * width :]
+    return panels
 
 
 class PreparedCodes(Protocol):
@@ -82,6 +118,7 @@ class Job(NamedTuple):
     channels: Channels | None = None  # for operations with channels
     origin: Origin | None = None  # None if the file can find the tensor by the failing byte
     packed: PreparedCodes | None = None  # for operations on packed codes: `source` is F32, `size` counts values
+    merge: Updates | None = None  # for `lib.SL_OP_MERGE`
 
     @property
     def files(self) -> list[WeightFile]:

@@ -15,7 +15,7 @@ from ...base.text import subject
 from ...errors import RangeError
 from ...stores.local import Claim, direct_of, none_free
 from ...stores.stop import current
-from .job import Channels, Job, JobGrid, Origin
+from .job import Channels, Job, JobGrid, Origin, Updates
 from .memory import address_of
 from .progress import Progress, reporter
 from .threads import thread_count
@@ -37,7 +37,7 @@ def struct_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype of a struct of the C core, with the compiler's offsets; pointers are uint64."""
     kind = ffi.typeof(name)
     fields = [(field, info.offset, info.type) for field, info in kind.fields]
-    codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "double": "f8"}
+    codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "float": "f4", "double": "f8"}
     return np.dtype(
         {
             "names": [field for field, _, _ in fields],
@@ -50,11 +50,12 @@ def struct_dtype(name: str) -> np.dtype[Any]:
 
 # A job, with its fields in the order of `Job`.
 JOB = struct_dtype("sl_job")[
-    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct"]
+    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge"]
 ]
 _GRID = struct_dtype("sl_grid")
 _CHANNELS = struct_dtype("sl_channels")
 _PACKED = struct_dtype("sl_packed")
+_MERGE, _UPDATE = struct_dtype("sl_merge"), struct_dtype("sl_update")
 
 # The source of a job: a file, a handle kept open by the caller, or None for memory.
 JobFile = WeightFile | int | None
@@ -241,11 +242,12 @@ class Batch:
         self, jobs: Sequence[Job], threads: int | None, done: int, total: int, report: Callable[[int], object]
     ) -> None:
         """Run jobs on local files and in memory, after ``done`` bytes of ``total``."""
-        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0) for job in jobs]
+        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0, 0) for job in jobs]
         array = np.array(rows, dtype=JOB)
         descriptions = [
             _point_at([job.grid for job in jobs], array["grid"], _GRID),
             _point_at([job.channels for job in jobs], array["channels"], _CHANNELS),
+            _point_at_merges([job.merge for job in jobs], array["merge"]),
         ]
         files = [job.file for job in jobs]
 
@@ -335,7 +337,7 @@ def write(handle: int, position: int, pieces: Sequence[tuple[int, int]], *, path
     op = lib.SL_OP_APPEND if in_order else lib.SL_OP_WRITE
     rows, begin = [], position
     for address, size in pieces:
-        rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0))
+        rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0, 0))
         position += size
 
     def fail(status: int, error: Any, index: int) -> None:
@@ -389,6 +391,20 @@ def _point_at(values: Sequence[JobGrid | Channels | None], column: Array, dtype:
     places = {key: begin + k * table.itemsize for k, key in enumerate(distinct)}
     column[...] = [0 if value is None else places[id(value)] for value in values]
     return table
+
+
+def _point_at_merges(merges: Sequence[Updates | None], column: Array) -> list[Array]:
+    """Like `_point_at`, for merges; each has a table of updates."""
+    places = [k for k, merge in enumerate(merges) if merge is not None]
+    table = np.zeros(len(places), _MERGE)
+    tables = []
+    for row, k in enumerate(places):
+        merge = merges[k]
+        assert merge is not None
+        tables.append(np.zeros(len(merge.updates), _UPDATE))
+        table[row] = merge.described(tables[-1])
+        column[k] = address_of(table) + row * table.itemsize
+    return [table, *tables]
 
 
 # ---- small tensors ----

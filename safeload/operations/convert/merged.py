@@ -18,7 +18,7 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
 from ...engine.read.plan import Entry
 from ...loading.adapter import Adapter, Weighted, listed, opened
-from ...loading.adapter_base import AdapterTarget, check_floating, model_type_of, of_file
+from ...loading.adapter_base import AdapterTarget, check_floating, in_rows, model_type_of, of_file
 from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
 from ...loading.merge import Merge, warn_of_untied
 from ...models.tied import untied
@@ -56,7 +56,9 @@ class _Base:
             check_floating(name, about.row, None)
         work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
         read: Callable[[Any], Array] = partial(_rows, self._catalog, name, work)
-        return AdapterTarget(name, about.shape, None if about.quantized else about.row, work, read, about.quantized)
+        source = None if about.quantized else in_rows(self._catalog.in_place(name), work)
+        row = None if about.quantized else about.row
+        return AdapterTarget(name, about.shape, row, work, read, about.quantized, source)
 
 
 def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
