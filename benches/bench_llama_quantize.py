@@ -1,4 +1,4 @@
-"""Quantization to ggml's types against ggml's C, and GGUF to GGUF against llama-quantize, with two threads each.
+"""Quantization to ggml's types against ggml's C, and of a whole model against llama-quantize, with two threads each.
 
 `GGML_LIBRARY` is the path of a libggml-base, `LLAMA_QUANTIZE` that of a llama-quantize, both built from the same
 source: `cmake -B build -DGGML_NATIVE=OFF && cmake --build build --target llama-quantize`.
@@ -6,21 +6,24 @@ source: `cmake -B build -DGGML_NATIVE=OFF && cmake --build build --target llama-
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import files
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import ggml_inputs
+from builders import ggml_inputs, llama_models
 from compare import Comparison, race
 from limits import shared
 
 import safeload
-from safeload import gguf
 
 ROUNDS = 5
 THREADS = 2
@@ -63,38 +66,63 @@ def test_types_from_f32(scheme: str, importance: bool, weights, table, report) -
     report(ours, [table.add(job, peer, Comparison(samples["ours"], samples[peer]), target=1)], rounds=2)
 
 
-def _model(path: Path) -> None:
-    """Write a model of bf16 layer by layer, so that it takes little memory."""
-    number, rng = np.uint32, np.random.default_rng(8)
-    sizes = {"block_count": LAYERS, "context_length": 8192, "embedding_length": WIDTH, "feed_forward_length": INNER}
-    sizes |= {"attention.head_count": 32, "attention.head_count_kv": 8}
-    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}
-    metadata |= {f"llama.{key}": number(value) for key, value in sizes.items()}
-    metadata["llama.attention.layer_norm_rms_epsilon"] = np.float32(1e-5)
-    shapes = {"token_embd.weight": (VOCABULARY, WIDTH), "output.weight": (VOCABULARY, WIDTH)}
-    parts = {"attn_q": (WIDTH, WIDTH), "attn_k": (KEYS, WIDTH), "attn_v": (KEYS, WIDTH), "attn_output": (WIDTH, WIDTH)}
-    parts |= {"ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER)}
+def _config() -> dict[str, Any]:
+    config = {**llama_models.listed()["llama3"]["config"], "tie_word_embeddings": False, "vocab_size": VOCABULARY}
+    config |= {"num_hidden_layers": LAYERS, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    return config | {"hidden_size": WIDTH, "intermediate_size": INNER, "max_position_embeddings": 8192}
+
+
+def _tensors() -> dict[str, np.ndarray]:
+    """The tensors of a model, views of 1 GiB of bf16, each from another element on."""
+    rng = np.random.default_rng(8)
+    block = rng.standard_normal(16_777_213, np.float32) * np.float32(0.02)
+    # Multiples of 2^-20 are the same numbers in f16, so that llama-quantize gives equal blocks from f16.
+    block = np.round(block * np.float32(1 << 20)) * np.float32(2.0**-20)
+    values = np.resize(block.astype(ml_dtypes.bfloat16), VOCABULARY * WIDTH + 1_000_000)
+    parts = {"self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (KEYS, WIDTH), "self_attn.v_proj": (KEYS, WIDTH)}
+    parts |= {"self_attn.o_proj": (WIDTH, WIDTH), "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH)}
+    parts["mlp.down_proj"] = (WIDTH, INNER)
+    shapes = {"lm_head.weight": (VOCABULARY, WIDTH), "model.embed_tokens.weight": (VOCABULARY, WIDTH)}
+    tensors = {}
     for layer in range(LAYERS):
-        shapes |= {f"blk.{layer}.{part}.weight": shape for part, shape in parts.items()}
-    base = rng.standard_normal((VOCABULARY, WIDTH), np.float32) * np.float32(0.02)
-    bits = (base.view(np.uint32) >> 16).astype(np.uint16)
-    values = bits.view(ml_dtypes.bfloat16).reshape(-1)
-    tensors = {name: values[: shape[0] * shape[1]].reshape(shape) for name, shape in shapes.items()}
-    norm = np.ones(WIDTH, np.float32)
-    tensors |= {f"blk.{layer}.{part}_norm.weight": norm for layer in range(LAYERS) for part in ("attn", "ffn")}
-    gguf.save_file({**tensors, "output_norm.weight": norm}, path, metadata)
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.{part}.weight": shape for part, shape in parts.items()}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = np.ones(WIDTH, ml_dtypes.bfloat16)
+    tensors["model.norm.weight"] = np.ones(WIDTH, ml_dtypes.bfloat16)
+    for begin, (name, shape) in zip(rng.integers(0, 1_000_000, len(shapes)), shapes.items(), strict=True):
+        tensors[name] = values[begin : begin + shape[0] * shape[1]].reshape(shape)
+    return tensors
+
+
+def _write(folder: Path) -> None:
+    """Write a model as the Hub distributes it."""
+    folder.mkdir(parents=True)
+    safeload.save(_tensors(), folder, max_shard_size="5GB")
+    for file in sorted((llama_models.DATA / "llama3").iterdir()):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(_config()))
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
+def folder() -> Path:
     """8 GB of bf16 with the shapes of Llama-3-8B."""
-    path = files.CACHE / f"llama-{LAYERS}-layers-v{files.VERSION}.gguf"
-    if not path.exists():
-        files.CACHE.mkdir(parents=True, exist_ok=True)
+    path = files.CACHE / f"llama-{LAYERS}-layers-v{files.VERSION}"
+    if not (path / "config.json").exists():
+        shutil.rmtree(path, ignore_errors=True)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, __file__, str(path)]  # in a process of its own, which gives its memory back
         subprocess.run(command, check=True, env=environment)
     return path
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
+    """The model as a GGUF file."""
+    path = folder.with_name(f"{folder.name}-{request.param}.gguf")
+    safeload.convert(folder, path, dtype=request.param, overwrite=True)
+    yield path
+    path.unlink()
 
 
 _CONVERT = """
@@ -105,38 +133,65 @@ with open("/proc/self/status") as status:
 """
 
 
+def _ours(source: Path, file_type: str, peaks: list[int]) -> Path:
+    command = [sys.executable, "-I", "-c", _CONVERT, source, files.CACHE / "ours.gguf", file_type, str(THREADS)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    peaks.append(int(done.stdout) << 10)
+    return files.CACHE / "ours.gguf"
+
+
+def _theirs(source: Path, file_type: str) -> Path:
+    assert PROGRAM is not None
+    command = [PROGRAM, source, files.CACHE / "theirs.gguf", file_type.upper(), str(THREADS)]
+    subprocess.run(command, check=True, capture_output=True)
+    return files.CACHE / "theirs.gguf"
+
+
+def _same(one: Path, other: Path) -> None:
+    """Compare the blocks of all tensors."""
+    with safeload.open(one) as a, safeload.open(other) as b:
+        assert set(a) == set(b)
+        for name in a:
+            x, y = a[name], b[name]
+            assert np.array_equal(getattr(x, "data", x), getattr(y, "data", y)), name
+
+
 @pytest.mark.skipif(PROGRAM is None, reason="LLAMA_QUANTIZE names no llama-quantize")
 @pytest.mark.parametrize("file_type", ["q4_k_m", "q8_0"])
+@pytest.mark.parametrize("model", ["float16"], indirect=True)
+def test_folder_to_gguf(file_type: str, folder: Path, model: Path, table, report) -> None:
+    """A model from the Hub; llama-quantize needs it as a GGUF file, which takes it time that is not counted."""
+    peaks: list[int] = []
+    sides = {"ours": lambda: _ours(folder, file_type, peaks), "llama-quantize": lambda: _theirs(model, file_type)}
+    size = sum(shard.stat().st_size for shard in folder.glob("*.safetensors"))
+    _race(f"folder of {size / 1e9:.1f} GB of BF16", "llama-quantize from F16", sides, file_type, peaks, table, report)
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="LLAMA_QUANTIZE names no llama-quantize")
+@pytest.mark.parametrize("file_type", ["q4_k_m", "q8_0"])
+@pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
 def test_gguf_to_gguf(file_type: str, model: Path, table, report) -> None:
-    ours_path, theirs_path = files.CACHE / "ours.gguf", files.CACHE / "theirs.gguf"
-    peaks = []
+    peaks: list[int] = []
+    sides = {"ours": lambda: _ours(model, file_type, peaks), "llama-quantize": lambda: _theirs(model, file_type)}
+    _race(
+        f"{model.stat().st_size / 1e9:.1f} GB of BF16 in GGUF", "llama-quantize", sides, file_type, peaks, table, report
+    )
 
-    def ours() -> Path:
-        command = [sys.executable, "-I", "-c", _CONVERT, model, ours_path, file_type, str(THREADS)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        peaks.append(int(done.stdout) << 10)
-        return ours_path
 
-    def theirs() -> Path:
-        command = [PROGRAM, model, theirs_path, file_type.upper(), str(THREADS)]
-        subprocess.run(command, check=True, capture_output=True)
-        return theirs_path
-
-    def same(one: Path, other: Path | None) -> None:
-        if other is not None:
-            assert subprocess.run(["cmp", one, other]).returncode == 0
-
+def _race(what, peer, sides, file_type, peaks, table, report) -> None:
+    """Each side runs twice, because llama-quantize takes minutes."""
     try:
-        samples = race({"ours": ours, "llama-quantize": theirs}, 2, check=same)
-        comparison = Comparison(samples["ours"], samples["llama-quantize"])
-        job = f"{model.stat().st_size / 1e9:.1f} GB of BF16 in GGUF to {file_type}, two threads"
-        rows = [table.add(job, "llama-quantize", comparison, target=1.5)]
-        report(ours, rows, rounds=1)
-        print(f"\n{file_type}: peak memory {max(peaks) / 2**20:.0f} MiB, mapped pages included")
+        samples = race(sides, 1)
+        _same(files.CACHE / "ours.gguf", files.CACHE / "theirs.gguf")
+        job = f"{what} to {file_type}, two threads"
+        rows = [table.add(job, peer, Comparison(samples["ours"], samples["llama-quantize"]), target=1.5)]
+        limit = Comparison([float(max(peaks))], [float(1 << 30)])
+        rows.append(table.add("peak memory of that, mapped pages included", "limit: 1 GiB", limit, target=1, unit="B"))
+        report(sides["ours"], rows, rounds=1)
     finally:
-        for path in (ours_path, theirs_path):
-            path.unlink(missing_ok=True)
+        for name in ("ours.gguf", "theirs.gguf"):
+            (files.CACHE / name).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    _model(Path(sys.argv[1]))
+    _write(Path(sys.argv[1]))

@@ -90,8 +90,8 @@ TARGET static __m128i nibbles_absmax(const uint8_t *in, __m512 inverse) {
     return _mm512_cvtepi32_epi8(_mm512_add_epi32(both, _mm512_set1_epi32(8 + 8 * 16)));
 }
 
-TARGET static void store_absmax(uint8_t *codes, const uint8_t *in, __m512 inverse) {
-    _mm_storeu_si128((__m128i *)codes, nibbles_absmax(in, inverse));
+TARGET static void store_absmax(sl_q4_0 *block, const uint8_t *in, __m512 inverse) {
+    _mm_storeu_si128((__m128i *)block->codes, nibbles_absmax(in, inverse));
 }
 
 BLOCK_QUANTIZER(sl_f32_to_q4_0_absmax_avx512, sl_q4_0, SL_Q4_0_ABSMAX, absmax_of_blocks, scales_absmax, store_absmax)
@@ -118,15 +118,15 @@ TARGET static __m128i nibbles_ggml(const uint8_t *in, __m512 inverse) {
     return _mm512_cvtepi32_epi8(_mm512_or_si512(truncated(in, 0, inverse), high));
 }
 
-TARGET static void store_ggml(uint8_t *codes, const uint8_t *in, __m512 inverse) {
-    _mm_storeu_si128((__m128i *)codes, nibbles_ggml(in, inverse));
+TARGET static void store_ggml(sl_q4_0 *block, const uint8_t *in, __m512 inverse) {
+    _mm_storeu_si128((__m128i *)block->codes, nibbles_ggml(in, inverse));
 }
 
 BLOCK_QUANTIZER(sl_f32_to_q4_0_avx512, sl_q4_0, SL_Q4_0, signed_max_of_blocks, scales_ggml, store_ggml)
 
-TARGET static void store_q8_0(int8_t *codes, const uint8_t *in, __m512 inverse) {
-    _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8(scaled(in, 0, inverse)));
-    _mm_storeu_si128((__m128i *)(codes + 16), _mm512_cvtepi32_epi8(scaled(in, 1, inverse)));
+TARGET static void store_q8_0(sl_q8_0 *block, const uint8_t *in, __m512 inverse) {
+    _mm_storeu_si128((__m128i *)block->codes, _mm512_cvtepi32_epi8(scaled(in, 0, inverse)));
+    _mm_storeu_si128((__m128i *)(block->codes + 16), _mm512_cvtepi32_epi8(scaled(in, 1, inverse)));
 }
 
 BLOCK_QUANTIZER(sl_f32_to_q8_0_avx512, sl_q8_0, SL_Q8_0, absmax_of_blocks, scales_q8_0, store_q8_0)

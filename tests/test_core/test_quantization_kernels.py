@@ -25,7 +25,7 @@ DTYPES |= {"q4_1": lib.SL_Q4_1, "q5_0": lib.SL_Q5_0, "q5_1": lib.SL_Q5_1}
 BLOCK_BYTES = {"q4_0 absmax": 18, "q4_0": 18, "q8_0": 34, "q4_1": 20, "q5_0": 22, "q5_1": 24}
 SCHEMES = pytest.mark.parametrize("scheme", ["q4_0 absmax", "q4_0", "q8_0"])
 GGML_SCHEMES = pytest.mark.parametrize("scheme", ["q4_0", "q8_0"])
-# Also those that only scalar C makes.
+EVERY_SCHEME = pytest.mark.parametrize("scheme", BLOCK_BYTES)
 ALL_GGML_SCHEMES = pytest.mark.parametrize("scheme", ["q4_0", "q8_0", "q4_1", "q5_0", "q5_1"])
 GGUF_TYPES = {name: GGMLQuantizationType[name.upper()] for name in BLOCK_BYTES if name != "q4_0 absmax"}
 
@@ -171,10 +171,20 @@ ODD = odd_blocks()
 # ---- blocks: every tier against scalar ----
 
 
-@SCHEMES
+@EVERY_SCHEME
 @TIERS
 def test_a_tier_quantizes_to_the_bytes_of_scalar(tier, scheme):
     for x in (ODD, *map(distribution, DISTRIBUTIONS)):
+        np.testing.assert_array_equal(quantize(tier, scheme, x), quantize(SCALAR, scheme, x))
+
+
+@TIERS
+@pytest.mark.parametrize("scheme", ["q4_1", "q5_0", "q5_1"])
+def test_a_tier_gives_zeros_the_sign_of_scalar(tier, scheme):
+    """The first of several zeros is the least, or the largest, element of a block."""
+    zeros = rng.choice(np.float32([0.0, -0.0]), 32 * 64)
+    positive = np.where(rng.random(zeros.size) < 0.2, zeros, np.abs(rng.standard_normal(zeros.size, np.float32)))
+    for x in (zeros, positive, -positive):
         np.testing.assert_array_equal(quantize(tier, scheme, x), quantize(SCALAR, scheme, x))
 
 
@@ -192,7 +202,7 @@ def test_a_tier_dequantizes_to_the_bits_of_scalar(tier, scheme):
     np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
-@SCHEMES
+@EVERY_SCHEME
 @TIERS
 def test_every_number_of_blocks_and_alignment_gives_the_bytes_of_scalar(tier, scheme):
     """Unaligned on both sides, with nothing written outside of the result."""
@@ -230,7 +240,7 @@ def test_every_number_of_blocks_and_alignment_gives_the_values_of_scalar(tier, s
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-@SCHEMES
+@EVERY_SCHEME
 def test_nothing_is_touched_outside_of_values_and_blocks(scheme, at_end):
     for count in (*range(1, 11), 32, 35, 36, 200):
         values, blocks = Guarded(128 * count, at_end), Guarded(BLOCK_BYTES[scheme] * count, at_end)
