@@ -17,25 +17,48 @@
 /* The smallest scale of 4-bit floats of bitsandbytes. */
 #define SMALLEST_ABSMAX 1e-38f
 
-/* How the values of a block become codes. */
-typedef struct block {
-    float scale, bias; /* divide (or multiply), and subtract first */
-    float zero;
-} block;
+/* Of the values of each block; see encode.h. */
+typedef struct extremes {
+    float absmax[MOST_BLOCKS + SL_ENCODE_LANES], least[MOST_BLOCKS], most[MOST_BLOCKS];
+} extremes;
 
-/* The blocks of a tile, in columns. */
+/* What the blocks of a tile have: `scales`, `biases` and `zeros` as the codes need them, the others as stored. */
 typedef struct blocks {
     float scales[MOST_BLOCKS], biases[MOST_BLOCKS], zeros[MOST_BLOCKS];
+    float stored[MOST_BLOCKS + SL_ENCODE_LANES];
+    uint8_t codes[MOST_BLOCKS + SL_ENCODE_LANES];
 } blocks;
+
+/* Codes by rank; see encode.h. */
+typedef struct ranking {
+    float bounds[15];
+    uint8_t map[16];
+} ranking;
 
 typedef struct encoder {
     const sl_encoding *job;
     sl_encode_steps steps;
     sl_convert_fn load; /* NULL for f32 */
-    float ones[MOST_BLOCKS];
-    float bounds[15]; /* of NF4 and FP4 */
-    uint8_t map[16];
+    bool ranged;        /* scales depend on the least and the largest value, not only on magnitudes */
+    ranking ranking;    /* of formats with 16 numbers */
+    float e4m3[128];    /* the numbers of E4M3 by code, as the scales of blocks */
 } encoder;
+
+/* E2M1 from -6 to 6. compressed-tensors: ties to the even code, and negative numbers keep their sign (code 8). MLX:
+ * ties to the smaller magnitude, and a number that becomes 0 has no sign. A bound followed by "below" is the float
+ * below it: a tie goes up. */
+static const ranking E2M1_EVEN = {
+    .bounds = {-0x1.400002p2f /* -5, below */, -3.5f, -0x1.400002p1f /* -2.5, below */, -1.75f,
+               -0x1.400002p0f /* -1.25, below */, -0.75f, -0x1.000002p-2f /* -0.25, below */, -0x1p-149f /* 0, below */,
+               0.25f, 0x1.7ffffep-1f /* 0.75, below */, 1.25f, 0x1.bffffep0f /* 1.75, below */, 2.5f,
+               0x1.bffffep1f /* 3.5, below */, 5.0f},
+    .map = {15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7},
+};
+static const ranking E2M1_SMALLER = {
+    .bounds = {-0x1.400002p2f, -0x1.c00002p1f, -0x1.400002p1f, -0x1.c00002p0f, -0x1.400002p0f, -0x1.800002p-1f,
+               -0x1.000002p-2f, 0.0f, 0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f},
+    .map = {15, 14, 13, 12, 11, 10, 9, 0, 0, 1, 2, 3, 4, 5, 6, 7},
+};
 
 /* ---- numbers ---- */
 
@@ -47,10 +70,7 @@ static uint32_t bits_of(float value) {
 
 /* Rounds to the dtype of the weights. */
 static float rounded(const encoder *self, float value) {
-    if (self->job->from == SL_F32) return value;
-    if (self->job->from == SL_F16) return float_of(f16_to_f32(f32_to_f16(bits_of(value))));
-    const float one = 1.0f;
-    sl_encode_scalar.divide(&value, 1, 1, NULL, &one, SL_BF16, &value);
+    sl_encode_scalar.quotients(&value, 1, 1.0f, self->job->from, &value);
     return value;
 }
 
@@ -70,13 +90,6 @@ static void from_file_order(float *values, size_t count) {
     uint8_t low;
     memcpy(&low, &probe, sizeof low);
     for (size_t i = 0; i < count && low == 0; i++) values[i] = float_of(load32(values, i));
-}
-
-static uint8_t e4m3_of(float value) {
-    uint8_t code;
-    value = value > E4M3_MOST ? E4M3_MOST : value;
-    sl_encode_scalar.e4m3(&value, 1, &code);
-    return code;
 }
 
 /* The value of a code without a sign. */
@@ -128,166 +141,183 @@ static int mlx_exponent(float value) {
 }
 
 /* MLX's affine mode: the scale makes the extreme of larger magnitude an exact code. */
-static block mlx_block(float least, float most, float codes) {
+static void decide_mlx(float least, float most, float codes, float *out_scale, float *out_bias) {
     bool below = size_of(least) > size_of(most);
     float scale = (most - least) / codes, edge = below ? least : most;
     scale = scale > 1e-7f ? scale : 1e-7f;
     scale = below ? scale : -scale;
     float steps = to_integer(edge / scale);
-    if (steps == 0) return (block){.scale = scale};
-    return (block){.scale = edge / steps, .bias = edge};
+    *out_scale = steps == 0 ? scale : edge / steps;
+    *out_bias = steps == 0 ? 0.0f : edge;
 }
 
-/* Decides about a block and stores its scale at `at`. Returns false if the scale is not finite. */
-static bool decide(const encoder *self, sl_extremes extreme, bool partial, uint64_t at, block *out) {
+/* compressed-tensors' integers and its FP8: scales that are stored in the dtype of the weights, none of them 0. */
+static void decide_rounded(const encoder *self, const extremes *of, size_t count, blocks *out) {
     const sl_encoding *job = self->job;
-    float absmax = float_of(extreme.absmax), scale = 0, bias = 0;
-    uint8_t code = 0;
-    block result = {0};
-    switch (job->method) {
-    case SL_ENCODE_INT: scale = rounded(self, absmax / ((float)((1 << job->bits) - 1) / 2.0f)); break;
-    case SL_ENCODE_FP8: scale = rounded(self, absmax / E4M3_MOST); break;
-    case SL_ENCODE_INT_ZERO: {
-        float least = extreme.least < 0 ? extreme.least : 0, most = extreme.most > 0 ? extreme.most : 0;
-        scale = rounded(self, rounded(self, most - least) / (float)((1 << job->bits) - 1));
-        result.zero = zero_point(self, least, scale);
-        break;
-    }
-    case SL_ENCODE_FP8_INVERSE:
-        result.scale = absmax > 0 ? 1.0f / absmax * E4M3_MOST : 1.0f;
-        scale = is_finite(result.scale) ? 1.0f / result.scale : result.scale;
-        break;
-    case SL_ENCODE_NVFP4:
-        scale = job->global * rounded(self, absmax / E2M1_MOST);
-        code = e4m3_of(scale);
-        code = code == 0 ? 0x20 : code;
-        result.scale = of_e4m3(code) / job->global;
-        break;
-    case SL_ENCODE_MXFP4: {
-        int exponent = mxfp4_exponent(self, absmax);
-        result.scale = job->from == SL_F16 ? rounded(self, power(exponent)) : power(exponent);
-        if (result.scale == 0) {
-            result.scale = 1.0f;
-            exponent = 127;
+    float codes = (float)((1 << job->bits) - 1);
+    if (job->method == SL_ENCODE_INT_ZERO) {
+        for (size_t k = 0; k < count; k++) {
+            float least = of->least[k] < 0 ? of->least[k] : 0, most = of->most[k] > 0 ? of->most[k] : 0;
+            out->stored[k] = rounded(self, rounded(self, most - least) / codes);
+            out->zeros[k] = zero_point(self, least, out->stored[k]);
         }
-        code = (uint8_t)exponent;
-        break;
+    } else {
+        float divisor = job->method == SL_ENCODE_FP8 ? E4M3_MOST : codes / 2.0f;
+        self->steps.quotients(of->absmax, count, divisor, job->from, out->stored);
     }
-    case SL_ENCODE_MLX:
-        result = mlx_block(extreme.least, extreme.most, (float)((1 << job->bits) - 1));
-        scale = result.scale;
-        bias = result.bias;
-        break;
+    for (size_t k = 0; k < count; k++)
+        out->scales[k] = out->stored[k] = out->stored[k] == 0 ? epsilon(job->from) : out->stored[k];
+}
+
+/* NVFP4 of both libraries: scales are codes of E4M3. compressed-tensors has none of 0. */
+static void decide_nvfp4(const encoder *self, const extremes *of, size_t count, blocks *out) {
+    const float factor = self->job->method == SL_ENCODE_NVFP4 ? self->job->global : 1.0f;
+    const sl_encode_blocks all = {.group = count, .from = SL_F32, .multiplies = true, .scales = &factor};
+    self->steps.quotients(of->absmax, count, E2M1_MOST, self->job->from, out->stored);
+    self->steps.e4m3(out->stored, count, &all, out->codes);
+    for (size_t k = 0; k < count; k++) {
+        if (self->job->method == SL_ENCODE_NVFP4 && out->codes[k] == 0) out->codes[k] = 0x20;
+        out->scales[k] = self->e4m3[out->codes[k]];
+    }
+}
+
+static void decide_exponents(const encoder *self, const extremes *of, size_t count, blocks *out) {
+    const sl_encoding *job = self->job;
+    if (job->method != SL_ENCODE_MXFP4)
+        self->steps.quotients(of->absmax, count, job->method == SL_ENCODE_MLX_MXFP8 ? E4M3_MOST : E2M1_MOST, job->from,
+                              out->stored);
+    for (size_t k = 0; k < count; k++) {
+        int exponent = job->method == SL_ENCODE_MXFP4 ? mxfp4_exponent(self, of->absmax[k])
+                                                      : mlx_exponent(out->stored[k]);
+        /* The smallest f16 is 2^-24. compressed-tensors has 1 for scales that would be 0. */
+        if (job->method == SL_ENCODE_MXFP4 && job->from == SL_F16 && exponent < 103) exponent = 127;
+        out->codes[k] = (uint8_t)exponent;
+        out->scales[k] = power(exponent);
+    }
+}
+
+/* Decides about the blocks of a segment; `partial` if the last is smaller. */
+static void decide(const encoder *self, const extremes *of, size_t count, bool partial, blocks *out) {
+    const sl_encoding *job = self->job;
+    memset(out->stored, 0, count * sizeof *out->stored);
+    memset(out->biases, 0, count * sizeof *out->biases);
+    memset(out->zeros, 0, count * sizeof *out->zeros);
+    memset(out->codes, 0, count);
+    switch (job->method) {
+    case SL_ENCODE_INT:
+    case SL_ENCODE_INT_ZERO:
+    case SL_ENCODE_FP8: decide_rounded(self, of, count, out); break;
+    case SL_ENCODE_NVFP4:
+    case SL_ENCODE_MLX_NVFP4: decide_nvfp4(self, of, count, out); break;
+    case SL_ENCODE_MXFP4:
     case SL_ENCODE_MLX_MXFP4:
-    case SL_ENCODE_MLX_MXFP8: {
-        float most = job->method == SL_ENCODE_MLX_MXFP4 ? E2M1_MOST : E4M3_MOST;
-        code = (uint8_t)mlx_exponent(rounded(self, absmax / most));
-        result.scale = power(code);
+    case SL_ENCODE_MLX_MXFP8: decide_exponents(self, of, count, out); break;
+    case SL_ENCODE_FP8_INVERSE:
+        for (size_t k = 0; k < count; k++) {
+            out->scales[k] = of->absmax[k] > 0 ? 1.0f / of->absmax[k] * E4M3_MOST : 1.0f;
+            out->stored[k] = is_finite(out->scales[k]) ? 1.0f / out->scales[k] : out->scales[k];
+        }
+        break;
+    case SL_ENCODE_MLX:
+        for (size_t k = 0; k < count; k++) {
+            decide_mlx(of->least[k], of->most[k], (float)((1 << job->bits) - 1), &out->scales[k], &out->biases[k]);
+            out->stored[k] = out->scales[k];
+        }
+        break;
+    default: /* SL_ENCODE_TABLE: whole blocks multiply by the reciprocal */
+        for (size_t k = 0; k < count; k++) {
+            bool last = partial && k + 1 == count;
+            float scale = of->absmax[k] < SMALLEST_ABSMAX ? SMALLEST_ABSMAX : of->absmax[k];
+            out->stored[k] = last ? scale : of->absmax[k];
+            out->scales[k] = last ? scale : 1.0f / scale;
+        }
         break;
     }
-    case SL_ENCODE_MLX_NVFP4:
-        code = e4m3_of(rounded(self, absmax / E2M1_MOST));
-        result.scale = of_e4m3(code);
-        if (code == 0) result.scale = float_of(SL_F32_INFINITY); /* all codes are 0 */
-        break;
-    default: /* SL_ENCODE_TABLE */
-        scale = partial && absmax < SMALLEST_ABSMAX ? SMALLEST_ABSMAX : absmax;
-        result.scale = absmax < SMALLEST_ABSMAX ? SMALLEST_ABSMAX : absmax;
-        break;
+}
+
+/* Stores the scales of blocks from `at` on; returns how many are before the first that is not finite. */
+static size_t store(const encoder *self, const blocks *all, size_t count, uint64_t at) {
+    const sl_encoding *job = self->job;
+    for (size_t k = 0; k < count; k++) {
+        if (!is_finite(all->stored[k]) || !is_finite(all->biases[k])) return k;
+        if (job->scales != NULL) job->scales[at + k] = all->stored[k];
+        if (job->biases != NULL) job->biases[at + k] = all->biases[k];
+        if (job->zeros != NULL) job->zeros[at + k] = (int8_t)all->zeros[k];
+        if (job->scale_codes != NULL) job->scale_codes[at + k] = all->codes[k];
     }
-    bool divides = job->method == SL_ENCODE_INT || job->method == SL_ENCODE_INT_ZERO || job->method == SL_ENCODE_FP8;
-    if (divides) result.scale = scale = scale == 0 ? epsilon(job->from) : scale;
-    if (!is_finite(scale) || !is_finite(bias)) return false;
-    if (job->scales != NULL) job->scales[at] = scale;
-    if (job->biases != NULL) job->biases[at] = bias;
-    if (job->zeros != NULL) job->zeros[at] = (int8_t)result.zero;
-    if (job->scale_codes != NULL) job->scale_codes[at] = code;
-    *out = result;
-    return true;
+    return count;
 }
 
 /* ---- codes ---- */
 
 /* The codes of a tile, a byte for each. */
-static void codes_of(const encoder *self, blocks *how, const float *values, size_t count, uint8_t *codes) {
+static void codes_of(const encoder *self, const blocks *how, const float *values, size_t count, uint8_t *codes) {
     const sl_encoding *job = self->job;
     const sl_encode_steps *steps = &self->steps;
-    size_t group = (size_t)job->group;
-    float x[TILE];
+    sl_encode_blocks all = {.group = (size_t)job->group, .from = job->from, .scales = how->scales};
     int32_t half = 1 << (job->bits - 1);
     switch (job->method) {
     case SL_ENCODE_INT:
     case SL_ENCODE_INT_ZERO:
-        steps->divide(values, count, group, NULL, how->scales, job->from, x);
-        if (job->method == SL_ENCODE_INT_ZERO) steps->divide(x, count, group, how->zeros, self->ones, job->from, x);
-        steps->round(x, count, (float)-half, (float)(half - 1), job->is_signed ? 0 : half, codes);
-        break;
-    case SL_ENCODE_FP8:
-    case SL_ENCODE_MLX_MXFP8:
-        steps->divide(values, count, group, NULL, how->scales, job->method == SL_ENCODE_FP8 ? job->from : SL_F32, x);
-        steps->multiply(x, count, group, self->ones, E4M3_MOST, x);
-        steps->e4m3(x, count, codes);
-        break;
-    case SL_ENCODE_FP8_INVERSE:
-        steps->multiply(values, count, group, how->scales, E4M3_MOST, x);
-        steps->e4m3(x, count, codes);
+        if (job->method == SL_ENCODE_INT_ZERO) all.zeros = how->zeros;
+        steps->integers(values, count, &all, (float)-half, (float)(half - 1), job->is_signed ? 0 : half, codes);
         break;
     case SL_ENCODE_MLX:
-        steps->divide(values, count, group, how->biases, how->scales, SL_F32, x);
-        steps->round(x, count, 0.0f, (float)((1 << job->bits) - 1), 0, codes);
+        all.from = SL_F32;
+        all.biases = how->biases;
+        steps->integers(values, count, &all, 0.0f, (float)((1 << job->bits) - 1), 0, codes);
         break;
-    case SL_ENCODE_NVFP4:
-    case SL_ENCODE_MLX_MXFP4:
-    case SL_ENCODE_MLX_NVFP4:
-        steps->divide(values, count, group, NULL, how->scales, SL_F32, x);
-        steps->e2m1(x, count, job->method == SL_ENCODE_NVFP4, codes);
+    case SL_ENCODE_FP8: steps->e4m3(values, count, &all, codes); break;
+    case SL_ENCODE_MLX_MXFP8:
+        all.from = SL_F32;
+        steps->e4m3(values, count, &all, codes);
         break;
-    case SL_ENCODE_MXFP4:
-        steps->divide(values, count, group, NULL, how->scales, job->from, x);
-        steps->e2m1(x, count, true, codes);
+    case SL_ENCODE_FP8_INVERSE:
+        all.multiplies = true;
+        steps->e4m3(values, count, &all, codes);
         break;
-    default: { /* whole blocks multiply by the reciprocal */
-        size_t whole = count / group * group;
-        float factors[MOST_BLOCKS];
-        for (size_t k = 0; k * group < whole; k++) factors[k] = 1.0f / how->scales[k];
-        steps->multiply(values, whole, group, factors, 1.0f, x);
-        steps->divide(values + whole, count - whole, group, NULL, how->scales + whole / group, SL_F32, x + whole);
-        steps->bucket(x, count, self->bounds, self->map, codes);
+    case SL_ENCODE_TABLE: {
+        size_t whole = count / all.group * all.group;
+        all.from = SL_F32;
+        all.multiplies = true;
+        steps->ranks(values, whole, &all, self->ranking.bounds, self->ranking.map, codes);
+        all.multiplies = false;
+        all.scales = how->scales + whole / all.group;
+        steps->ranks(values + whole, count - whole, &all, self->ranking.bounds, self->ranking.map, codes + whole);
         break;
     }
+    default: /* E2M1 */
+        if (job->method != SL_ENCODE_MXFP4) all.from = SL_F32;
+        steps->ranks(values, count, &all, self->ranking.bounds, self->ranking.map, codes);
+        break;
     }
 }
 
-/* Moves 8 codes of a byte each together; the bits above are 0. */
-static uint64_t joined(uint64_t codes, uint32_t bits) {
-    codes = (codes & 0x00ff00ff00ff00ffu) | (codes & 0xff00ff00ff00ff00u) >> (8 - bits);
-    codes = (codes & 0x0000ffff0000ffffu) | (codes & 0xffff0000ffff0000u) >> (16 - 2 * bits);
-    return (codes & 0x00000000ffffffffu) | (codes & 0xffffffff00000000u) >> (32 - 4 * bits);
-}
-
-/* Joins codes to bytes, the first in the lowest bits (4 bits with high_first: in the highest). */
-static void pack_codes(const encoder *self, const uint8_t *codes, size_t count, uint8_t *out) {
+/* Encodes the values of a tile to the bytes of its codes. */
+static void write_codes(const encoder *self, const blocks *how, const float *values, size_t count, uint8_t *out) {
     const sl_encoding *job = self->job;
-    uint32_t bits = (uint32_t)job->bits;
-    if (bits == 8) {
+    uint8_t codes[TILE + SL_ENCODE_LANES];
+    bool fits = count % SL_ENCODE_LANES == 0 && (job->group % SL_ENCODE_LANES == 0 || job->group >= count);
+    if (job->bits == 8 && fits) { /* steps write nothing past the last code */
+        codes_of(self, how, values, count, out);
+        return;
+    }
+    codes_of(self, how, values, count, codes);
+    if (job->bits == 8) {
         memcpy(out, codes, count);
         return;
     }
-    if (bits == 4) {
-        int first = job->high_first ? 4 : 0;
-        self->steps.nibbles(codes, count / 2 * 2, job->high_first, out);
-        if (count % 2) out[count / 2] = (uint8_t)(codes[count - 1] << first | job->filler << (4 - first));
-        return;
-    }
-    for (size_t i = 0; i < count; i += 8) { /* rows of these are whole groups */
-        uint64_t bytes = joined(sl_load_le64(codes + i), bits);
-        for (uint32_t k = 0; k < bits; k++) *out++ = (uint8_t)(bytes >> 8 * k);
-    }
+    size_t unit = job->bits == 4 ? 2 : 8, whole = count / unit * unit; /* rows of other bits are whole groups */
+    self->steps.pack(codes, whole, (uint32_t)job->bits, job->high_first, out);
+    if (whole == count) return;
+    int first = job->high_first ? 4 : 0;
+    out[count / 2] = (uint8_t)(codes[count - 1] << first | job->filler << (4 - first));
 }
 
 /* ---- tiles ---- */
 
-static const float *load(const encoder *self, uint64_t row, uint64_t column, size_t count, float *room) {
+/* Values of a row as numbers; `room` has SL_ENCODE_LANES more than `count`, which become 0. */
+static void load(const encoder *self, uint64_t row, uint64_t column, size_t count, float *room) {
     const sl_encoding *job = self->job;
     uint64_t index = row * job->columns + column;
     if (self->load == NULL)
@@ -295,32 +325,18 @@ static const float *load(const encoder *self, uint64_t row, uint64_t column, siz
     else
         self->load((const uint8_t *)job->weights + 2 * index, room, count);
     from_file_order(room, count);
-    return room;
-}
-
-/* Adds the blocks of a tile to their extremes. */
-static void measure(const encoder *self, const float *values, size_t count, sl_extremes *found, bool first) {
-    size_t group = (size_t)self->job->group;
-    for (size_t at = 0, k = 0; at < count; at += group, k++) {
-        sl_extremes own = self->steps.range(values + at, count - at < group ? count - at : group);
-        if (!first) {
-            own.absmax = found[k].absmax > own.absmax ? found[k].absmax : own.absmax;
-            own.least = found[k].least < own.least ? found[k].least : own.least;
-            own.most = found[k].most > own.most ? found[k].most : own.most;
-        }
-        found[k] = own;
-    }
+    memset(room + count, 0, SL_ENCODE_LANES * sizeof *room);
 }
 
 /* The first value in rows and columns that is not finite; the first value of all if there is none. */
 static uint64_t culprit(const encoder *self, uint64_t row, uint64_t rows, uint64_t column, uint64_t columns) {
-    float room[TILE];
+    float room[TILE + SL_ENCODE_LANES];
     for (uint64_t r = row; r < row + rows; r++)
         for (uint64_t c = column; c < column + columns; c += TILE) {
             size_t count = (size_t)(column + columns - c < TILE ? column + columns - c : TILE);
-            const float *values = load(self, r, c, count, room);
+            load(self, r, c, count, room);
             for (size_t i = 0; i < count; i++)
-                if (!is_finite(values[i])) return r * self->job->columns + c + i;
+                if (!is_finite(room[i])) return r * self->job->columns + c + i;
         }
     return row * self->job->columns + column;
 }
@@ -329,50 +345,62 @@ static uint64_t culprit(const encoder *self, uint64_t row, uint64_t rows, uint64
 static int32_t encode_segment(const encoder *self, uint64_t row, uint64_t rows, uint64_t begin, uint64_t end,
                               uint64_t *position) {
     const sl_encoding *job = self->job;
-    uint64_t groups = (job->columns + job->group - 1) / job->group;
-    float room[TILE];
-    uint8_t codes[TILE];
-    sl_extremes found[MOST_BLOCKS];
+    const uint64_t group = job->group, per_row = (job->columns + group - 1) / group;
+    const size_t count = (size_t)((end - begin + group - 1) / group);
+    float values[TILE + SL_ENCODE_LANES];
+    extremes of;
     blocks how;
-    const float *values = NULL;
+    for (size_t k = 0; k < count; k++) {
+        of.absmax[k] = 0;
+        of.least[k] = float_of(SL_F32_INFINITY);
+        of.most[k] = -of.least[k];
+    }
     for (uint64_t r = row; r < row + rows; r++)
         for (uint64_t c = begin; c < end; c += TILE) {
-            size_t count = (size_t)(end - c < TILE ? end - c : TILE);
-            values = load(self, r, c, count, room);
-            measure(self, values, count, found, r == row && c == begin);
+            size_t size = (size_t)(end - c < TILE ? end - c : TILE);
+            load(self, r, c, size, values);
+            self->steps.extremes(values, size, (size_t)group, of.absmax, self->ranged ? of.least : NULL,
+                                 self->ranged ? of.most : NULL);
         }
-    for (uint64_t c = begin, k = 0; c < end; c += job->group, k++) {
-        uint64_t width = end - c < job->group ? end - c : job->group,
-                 at = row / job->row_block * groups + c / job->group;
-        block own = {0};
-        bool usual = found[k].absmax < SL_F32_INFINITY && decide(self, found[k], width < job->group, at, &own);
-        how.scales[k] = own.scale;
-        how.biases[k] = own.bias;
-        how.zeros[k] = -own.zero;
-        if (usual) continue;
-        *position = culprit(self, row, rows, c, width);
+    size_t usual = 0;
+    while (usual < count && is_finite(of.absmax[usual])) usual++;
+    decide(self, &of, usual, usual == count && (end - begin) % group != 0, &how);
+    usual = store(self, &how, usual, row / job->row_block * per_row + begin / group);
+    if (usual < count) {
+        uint64_t first = begin + usual * group;
+        *position = culprit(self, row, rows, first, end - first < group ? end - first : group);
         return SL_E_RANGE;
     }
     bool held = rows == 1 && end - begin <= TILE;
     for (uint64_t r = row; r < row + rows && job->codes != NULL; r++)
         for (uint64_t c = begin; c < end; c += TILE) {
-            size_t count = (size_t)(end - c < TILE ? end - c : TILE);
-            if (!held) values = load(self, r, c, count, room);
-            codes_of(self, &how, values, count, codes);
-            pack_codes(self, codes, count, job->codes + r * job->row_bytes + c * (uint64_t)job->bits / 8);
+            size_t size = (size_t)(end - c < TILE ? end - c : TILE);
+            if (!held) load(self, r, c, size, values);
+            write_codes(self, &how, values, size, job->codes + r * job->row_bytes + c * (uint64_t)job->bits / 8);
         }
     return SL_OK;
 }
 
-static void prepare_buckets(encoder *self) {
+static void prepare_ranking(encoder *self) {
     const sl_encoding *job = self->job;
+    ranking *own = &self->ranking;
+    *own = job->method == SL_ENCODE_MLX_MXFP4 || job->method == SL_ENCODE_MLX_NVFP4 ? E2M1_SMALLER : E2M1_EVEN;
     if (job->table == NULL) return;
     for (uint8_t i = 0; i < 16; i++) { /* a stable order of the codes by their values */
         uint8_t at = i;
-        for (; at > 0 && job->table[self->map[at - 1]] > job->table[i]; at--) self->map[at] = self->map[at - 1];
-        self->map[at] = i;
+        for (; at > 0 && job->table[own->map[at - 1]] > job->table[i]; at--) own->map[at] = own->map[at - 1];
+        own->map[at] = i;
     }
-    for (int k = 0; k < 15; k++) self->bounds[k] = (job->table[self->map[k]] + job->table[self->map[k + 1]]) / 2.0f;
+    for (int k = 0; k < 15; k++) own->bounds[k] = (job->table[own->map[k]] + job->table[own->map[k + 1]]) / 2.0f;
+}
+
+static void prepare_e4m3(encoder *self) {
+    if (self->job->method != SL_ENCODE_NVFP4 && self->job->method != SL_ENCODE_MLX_NVFP4) return;
+    for (uint8_t code = 0; code < 128; code++) {
+        float number = of_e4m3(code);
+        self->e4m3[code] = self->job->method == SL_ENCODE_NVFP4 ? number / self->job->global : number;
+    }
+    if (self->job->method == SL_ENCODE_MLX_NVFP4) self->e4m3[0] = float_of(SL_F32_INFINITY); /* all codes are 0 */
 }
 
 int32_t sl_encode(int32_t tier, const sl_encoding *job, uint64_t *position) {
@@ -381,9 +409,10 @@ int32_t sl_encode(int32_t tier, const sl_encoding *job, uint64_t *position) {
     if (job->group < 16 && job->group < job->columns) return SL_E_ARGUMENT;
     encoder self = {.job = job,
                     .steps = sl_tier_encode(tier),
-                    .load = job->from == SL_F32 ? NULL : sl_tier_convert(tier, job->from, SL_F32)};
-    for (int k = 0; k < MOST_BLOCKS; k++) self.ones[k] = 1.0f;
-    prepare_buckets(&self);
+                    .load = job->from == SL_F32 ? NULL : sl_tier_convert(tier, job->from, SL_F32),
+                    .ranged = job->method == SL_ENCODE_MLX || job->method == SL_ENCODE_INT_ZERO};
+    prepare_ranking(&self);
+    prepare_e4m3(&self);
     uint64_t width = job->group >= TILE ? job->group : TILE / job->group * job->group;
     for (uint64_t row = 0; row < job->rows; row += job->row_block) {
         uint64_t rows = job->rows - row < job->row_block ? job->rows - row : job->row_block;

@@ -2,92 +2,70 @@
 #include "kernels/encode.h"
 #include "kernels/scalar.h"
 
-static float bf16_of(float value) {
+/* The largest E4M3. */
+#define MOST 448.0f
+
+static float rounded(float value, int32_t from) {
     uint32_t bits;
+    if (from == SL_F32 || value != value) return value;
     memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return value;
+    if (from == SL_F16) return float_of(f16_to_f32(f32_to_f16(bits)));
     return float_of((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
 
-static float f16_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return float_of(f16_to_f32(f32_to_f16(bits)));
-}
-
-static sl_extremes range(const float *values, size_t count) {
-    sl_extremes found = {0, values[0], values[0]};
+static void extremes(const float *values, size_t count, size_t group, float *absmax, float *least, float *most) {
     for (size_t i = 0; i < count; i++) {
-        uint32_t bits;
+        size_t k = i / group;
+        uint32_t bits, top;
         memcpy(&bits, &values[i], sizeof bits);
-        bits &= 0x7fffffff;
-        found.absmax = bits > found.absmax ? bits : found.absmax;
-        found.least = values[i] < found.least ? values[i] : found.least;
-        found.most = values[i] > found.most ? values[i] : found.most;
-    }
-    return found;
-}
-
-static void divide(const float *values, size_t count, size_t group, const float *biases, const float *scales,
-                   int32_t from, float *results) {
-    for (size_t begin = 0, k = 0; begin < count; begin += group, k++) {
-        size_t end = count - begin < group ? count : begin + group;
-        float bias = biases == NULL ? 0.0f : biases[k], scale = scales[k];
-        if (from == SL_BF16)
-            for (size_t i = begin; i < end; i++) results[i] = bf16_of((values[i] - bias) / scale);
-        else if (from == SL_F16)
-            for (size_t i = begin; i < end; i++) results[i] = f16_of((values[i] - bias) / scale);
-        else
-            for (size_t i = begin; i < end; i++) results[i] = (values[i] - bias) / scale;
+        memcpy(&top, &absmax[k], sizeof top);
+        if ((bits & 0x7fffffff) > top) absmax[k] = float_of(bits & 0x7fffffff);
+        if (least == NULL) continue;
+        least[k] = values[i] < least[k] ? values[i] : least[k];
+        most[k] = values[i] > most[k] ? values[i] : most[k];
     }
 }
 
-static void multiply(const float *values, size_t count, size_t group, const float *factors, float limit,
-                     float *results) {
-    for (size_t begin = 0, k = 0; begin < count; begin += group, k++) {
-        size_t end = count - begin < group ? count : begin + group;
-        for (size_t i = begin; i < end; i++) {
-            float product = values[i] * factors[k];
-            product = product < -limit ? -limit : product;
-            results[i] = product > limit ? limit : product;
-        }
-    }
+static void quotients(const float *values, size_t count, float divisor, int32_t from, float *results) {
+    for (size_t i = 0; i < count; i++) results[i] = rounded(values[i] / divisor, from);
 }
 
-static void round_all(const float *values, size_t count, float least, float most, int32_t offset, uint8_t *codes) {
+/* A value of block k before it is rounded to a code. */
+static float scaled(float value, const sl_encode_blocks *blocks, size_t k) {
+    if (blocks->multiplies) return value * blocks->scales[k];
+    if (blocks->biases != NULL) value -= blocks->biases[k];
+    value = rounded(value / blocks->scales[k], blocks->from);
+    return blocks->zeros == NULL ? value : rounded(value + blocks->zeros[k], blocks->from);
+}
+
+static void integers(const float *values, size_t count, const sl_encode_blocks *blocks, float least, float most,
+                     int32_t offset, uint8_t *codes) {
     for (size_t i = 0; i < count; i++) {
-        float value = values[i] < least ? least : values[i];
+        float value = scaled(values[i], blocks, i / blocks->group);
+        value = value < least ? least : value;
         value = value > most ? most : value;
         codes[i] = (uint8_t)(nearest_int(value) + offset);
     }
 }
 
-static void e2m1(const float *values, size_t count, bool even, uint8_t *codes) {
+static void ranks(const float *values, size_t count, const sl_encode_blocks *blocks, const float bounds[15],
+                  const uint8_t map[16], uint8_t *codes) {
     for (size_t i = 0; i < count; i++) {
-        float x = values[i] < 0 ? -values[i] : values[i];
-        int code = (x > 0.25f) + (x > 1.25f) + (x > 2.5f) + (x > 5.0f);
-        if (even)
-            code += (x >= 0.75f) + (x >= 1.75f) + (x >= 3.5f);
-        else
-            code += (x > 0.75f) + (x > 1.75f) + (x > 3.5f);
-        bool negative = values[i] < 0 && (even || code > 0);
-        codes[i] = (uint8_t)(code | (negative ? 8 : 0));
-    }
-}
-
-static void bucket(const float *values, size_t count, const float bounds[15], const uint8_t map[16], uint8_t *codes) {
-    for (size_t i = 0; i < count; i++) {
+        float value = scaled(values[i], blocks, i / blocks->group);
         int below = 0;
-        for (int k = 0; k < 15; k++) below += bounds[k] < values[i];
+        for (int k = 0; k < 15; k++) below += bounds[k] < value;
         codes[i] = map[below];
     }
 }
 
 /* Adding 2^14, whose last bit is worth 2^-9, rounds to a subnormal. */
-static void e4m3(const float *values, size_t count, uint8_t *codes) {
+static void e4m3(const float *values, size_t count, const sl_encode_blocks *blocks, uint8_t *codes) {
     for (size_t i = 0; i < count; i++) {
+        float value = scaled(values[i], blocks, i / blocks->group);
+        value = value < -MOST ? -MOST : value;
+        value = value > MOST ? MOST : value;
         uint32_t bits, subnormal;
-        memcpy(&bits, &values[i], sizeof bits);
+        memcpy(&bits, &value, sizeof bits);
         uint32_t size = bits & 0x7fffffff, code = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120u << 3);
         if (size < 0x3c800000) { /* 2^-6, the smallest normal */
             float sum = float_of(size) + 0x1p14f;
@@ -98,9 +76,23 @@ static void e4m3(const float *values, size_t count, uint8_t *codes) {
     }
 }
 
-static void nibbles(const uint8_t *codes, size_t count, bool high_first, uint8_t *bytes) {
-    int first = high_first ? 4 : 0;
-    for (size_t i = 0; i < count; i += 2) bytes[i / 2] = (uint8_t)(codes[i] << first | codes[i + 1] << (4 - first));
+/* Moves 8 codes of a byte each together; the bits above are 0. */
+static uint64_t joined(uint64_t codes, uint32_t bits) {
+    codes = (codes & 0x00ff00ff00ff00ffu) | (codes & 0xff00ff00ff00ff00u) >> (8 - bits);
+    codes = (codes & 0x0000ffff0000ffffu) | (codes & 0xffff0000ffff0000u) >> (16 - 2 * bits);
+    return (codes & 0x00000000ffffffffu) | (codes & 0xffffffff00000000u) >> (32 - 4 * bits);
 }
 
-const sl_encode_steps sl_encode_scalar = {range, divide, multiply, round_all, e2m1, bucket, e4m3, nibbles};
+static void pack(const uint8_t *codes, size_t count, uint32_t bits, bool high_first, uint8_t *bytes) {
+    int first = high_first ? 4 : 0;
+    if (bits == 4) {
+        for (size_t i = 0; i < count; i += 2) *bytes++ = (uint8_t)(codes[i] << first | codes[i + 1] << (4 - first));
+        return;
+    }
+    for (size_t i = 0; i < count; i += 8) {
+        uint64_t all = joined(sl_load_le64(codes + i), bits);
+        for (uint32_t k = 0; k < bits; k++) *bytes++ = (uint8_t)(all >> 8 * k);
+    }
+}
+
+const sl_encode_steps sl_encode_scalar = {extremes, quotients, integers, ranks, e4m3, pack};

@@ -22,12 +22,12 @@ static const struct {
     bool (*available)(void);     /* on this processor; NULL if the compiler does not support the tier */
     int32_t below;               /* the tier to fall back to */
     const sl_kernel *convert[5]; /* tables, NULL-terminated */
-    const sl_quant *quant;       /* may hold NULLs, like `restore` */
+    const sl_quant *quant;       /* may hold NULLs, like `restore` and `encode` */
     const sl_weighted_kernel *weighted;
     const sl_restore *restore;
     const sl_lanes_kernel *stats;
     sl_difference_fn difference;
-    const sl_encode_steps *encode; /* NULL: of the tier below */
+    const sl_encode_steps *encode;
     sl_merge_fn merge;
 } TIERS[SL_TIER_COUNT] = {
     [SL_TIER_SCALAR] = {"scalar",
@@ -63,7 +63,7 @@ static const struct {
                         &sl_restore_avx512,
                         sl_lanes_avx512,
                         sl_difference_avx512,
-                        NULL,
+                        &sl_encode_avx512,
                         sl_merge_avx512},
 #else
     [SL_TIER_AVX2] = {.name = "avx2", .below = SL_TIER_SCALAR},
@@ -79,7 +79,7 @@ static const struct {
                       &sl_restore_neon,
                       sl_lanes_neon,
                       sl_difference_neon,
-                      NULL,
+                      &sl_encode_neon,
                       sl_merge_neon},
 #else
     [SL_TIER_NEON] = {.name = "neon", .below = SL_TIER_SCALAR},
@@ -157,10 +157,20 @@ sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from) {
 }
 
 sl_encode_steps sl_tier_encode(int32_t tier) {
+    sl_encode_steps found = {0};
     FOR_EACH(t, tier) {
-        if (TIERS[t].encode != NULL) return *TIERS[t].encode;
+        const sl_encode_steps *own = TIERS[t].encode;
+        if (own == NULL) continue;
+#define TAKE(step) found.step = found.step != NULL ? found.step : own->step
+        TAKE(extremes);
+        TAKE(quotients);
+        TAKE(integers);
+        TAKE(ranks);
+        TAKE(e4m3);
+        TAKE(pack);
+#undef TAKE
     }
-    return sl_encode_scalar;
+    return found;
 }
 
 sl_difference_fn sl_tier_difference(int32_t tier) {
