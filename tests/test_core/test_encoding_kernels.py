@@ -8,6 +8,7 @@ from safeload.base import dtypes, native, packing
 from safeload.base.preset import PRESETS
 from safeload.operations.quantize import encoding
 from safeload.operations.quantize.encoding import Encoding
+from safeload.operations.quantize.weights import in_memory
 
 TIERS = [tier for tier in range(1, native.lib.SL_TIER_COUNT) if native.lib.sl_tier_available(tier)]
 
@@ -16,8 +17,8 @@ def encode(name, dtype, weights, tier, monkeypatch):
     monkeypatch.setattr(encoding, "TIER", tier)
     row = dtypes.BY_NAME[dtype]
     flat = weights.reshape(-1)
-    read = lambda begin, end: flat[begin:end]  # noqa: E731
-    return encoding.encode(Encoding("x", PRESETS[name], weights.shape, row), read, largest=4.0, threads=1)
+    values = in_memory(flat)
+    return encoding.encode(Encoding("x", PRESETS[name], weights.shape, row), values, largest=4.0, threads=1)
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -14,7 +14,7 @@ from builders.models import small, write_folder
 from builders.paths import ROOT
 
 import safeload
-from safeload.base.preset import PRESET_NAMES
+from safeload.base.preset import PRESET_NAMES, PRESETS
 from safeload.cli import main
 from safeload.errors import FormatError, RangeError, TensorNotFoundError, UnsupportedError
 from safeload.numpy import load_file, save_file
@@ -107,15 +107,37 @@ def test_scales_are_computed_again_if_they_take_much_memory(llama, tmp_path, mon
 
 
 @pytest.mark.parametrize("name", PRESET_NAMES)
-def test_reading_in_strips_does_not_change_the_result(name, monkeypatch):
+def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path):
     weights = {"x.weight": matrix(260, 256, 5)}
     if name in ANY_SHAPE:
         weights["y.weight"] = matrix(131, 77, 6)
     if name == "deepseek_fp8":
         weights["x.weight"] = matrix(384, 256, 5)
+    save_file(weights, tmp_path / "x.safetensors")
     whole = safeload.load_quantized(weights, name)
-    monkeypatch.setattr("safeload.operations.quantize.encoding._STRIP", 2000)
-    assert safeload.load_quantized(weights, name) == whole
+    monkeypatch.setattr("safeload.operations.quantize.weights._LOCAL", 2000)
+    for threads in (1, 3):
+        assert safeload.load_quantized(weights, name, threads=threads) == whole
+        assert safeload.load_quantized(tmp_path / "x.safetensors", name, threads=threads) == whole
+
+
+@pytest.mark.parametrize("columns", [4096 + 1, 4096 + 63, 3 * 4096 + 9, 64, 63, 1])
+def test_the_last_block_of_bitsandbytes_may_be_small(columns):
+    weights = matrix(12, columns, 7)[9:10]
+    parts = safeload.load_quantized({"x.weight": weights}, "bnb_nf4")["x.weight"].roles
+    blocks = np.zeros((-(-columns // 64), 64), np.float32)
+    blocks.reshape(-1)[:columns] = weights
+    scales = np.abs(blocks).max(1)
+    np.testing.assert_array_equal(parts["scale"], scales)
+    table = np.array(PRESETS["bnb_nf4"].table, np.float32)
+    bounds = (table[1:] + table[:-1]) / 2
+    factors = np.float32(1) / scales
+    scaled = blocks * factors[:, None]
+    if columns % 64:  # only whole blocks are multiplied by the reciprocal
+        scaled[-1] = blocks[-1] / scales[-1]
+    codes = np.searchsorted(bounds, scaled.reshape(-1)[:columns]).astype(np.uint8)
+    codes = np.append(codes, np.uint8(7))[: columns + columns % 2]  # the code of 0
+    np.testing.assert_array_equal(parts["codes"].reshape(-1), codes[::2] << 4 | codes[1::2])
 
 
 @pytest.mark.parametrize("name", ["w4a16", "nvfp4a16", "mlx4"])

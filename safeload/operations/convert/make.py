@@ -38,13 +38,13 @@ from ...stores.files import Location
 from ..architectures.restructured import RestructuredCatalog
 from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
-from ..quantize.encoding import Encoding, Reader, encode, global_scale, largest_in
-from ..quantize.engine_loading import strip_reader
+from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.engine_rules import EngineRules
 from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
 from ..quantize.importance import read_importance, vector_for
 from ..quantize.quantize import Rounding, quantize_source
 from ..quantize.stack import fill, plan
+from ..quantize.weights import Rooms, Weights, in_memory, weights_of
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .decide import Decider, Decision
@@ -325,6 +325,7 @@ class Maker:
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch, self._codes = _Scratch(), _Scratch()
+        self._rooms = Rooms()
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -476,7 +477,7 @@ class Maker:
             codes = self._codes.array(shape, dtype)
         parts = encode(
             encoding,
-            self._reader(name, encoding.row),
+            self._weights(name, encoding.row),
             largest=largest,
             codes=codes,
             only_scales=role != packing.CODES,
@@ -493,17 +494,19 @@ class Maker:
         """Return the largest magnitude in a weight and its partners."""
         names = partners or (encoding.name,)
         if names not in self._maxima:
-            weights = (encoding._replace(name=name, shape=self._about(name).shape) for name in names)
-            self._maxima[names] = max(largest_in(each, self._reader(each.name, each.row)) for each in weights)
+            encodings = (encoding._replace(name=name, shape=self._about(name).shape) for name in names)
+            self._maxima[names] = max(
+                largest_in(each, self._weights(each.name, each.row), self._threads) for each in encodings
+            )
         return self._maxima[names]
 
-    def _reader(self, name: str, row: dtypes.Dtype) -> Reader:
-        """Return a reader of a weight; weights with a merged adapter are computed first."""
+    def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
+        """Return the values of a weight; weights with a merged adapter are computed first."""
         if type(self._catalog) is Catalog:
-            return strip_reader(self._values(name, name), row, self._scratch.array, self._threads)
+            value = self._values(name, name)
+            return weights_of(value, row, self._rooms, self._scratch.array, self._threads)
         whole = self._read(name, dtypes.array_dtype(row.number), self._about(name).shape, row)
-        values = jobs.native_order(whole).reshape(-1)
-        return lambda begin, end: values[begin:end]
+        return in_memory(jobs.native_order(whole))
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,24 +15,20 @@ from ...base.arrays import Array, index_of
 from ...base.native import TIER, ffi, lib
 from ...base.preset import Preset, StoredPart
 from ...base.text import subject
-from ...engine.codes.pieces import in_order
 from ...engine.run import jobs
-from ...engine.run.memory import private_array
+from ...engine.run.memory import address_of, private_array
+from ...engine.run.threads import thread_count
 from ...errors import RangeError, UnsupportedError
+from ...stores.thread_group import in_order
+from .weights import Weights
 
 # The dtypes of weights that engines quantize.
 WEIGHTS = ("BF16", "F16", "F32")
-# Weights that are read together, and weights of a task for a thread.
-_STRIP, _TASK = 4 << 20, 1 << 20
 # Columns of a row of weights whose blocks cross rows: whole blocks, and an even number of codes.
 _FLAT = 4096
 # The largest E2M1 times the largest E4M3.
 _NVFP4_MOST = np.float32(2688)
 _NONE = ffi.NULL
-
-
-# Returns the weights of a range in C order, little-endian.
-Reader: TypeAlias = Callable[[int, int], Array]
 
 
 class Encoding(NamedTuple):
@@ -95,7 +91,7 @@ def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
 
 def encode(
     encoding: Encoding,
-    read: Reader,
+    weights: Weights,
     *,
     largest: float | None = None,
     codes: Array | None = None,
@@ -105,7 +101,7 @@ def encode(
     """Return the parts of a matrix by role, except those of `Encoding.constants`.
 
     Args:
-        read: returns the weights of a range, in the order and dtype of the encoding.
+        weights: the values, in the dtype of the encoding.
         largest: for NVFP4: the largest magnitude in the weight and its fused partners.
         codes: memory for the codes; None for new memory.
         only_scales: True to leave out the codes.
@@ -125,11 +121,9 @@ def encode(
     zeros = np.zeros(blocks if packing.ZERO in preset.parts else 0, np.int8)
     scale_codes = np.zeros(blocks, np.uint8)
     tensor_scale = np.float32(0) if largest is None else global_scale(largest, encoding.row)
-    tasks = _Tasks(encoding, float(tensor_scale), (codes, scales, biases, zeros, scale_codes))
-    for strip in _strips(encoding):
-        weights = read(strip.first, strip.first + strip.rows * strip.columns)
-        for _ in in_order(partial(tasks.run, strip, weights), strip.tasks(preset.row_block), threads, weights.nbytes):
-            pass
+    tasks = _Tasks(encoding, weights, float(tensor_scale), (codes, scales, biases, zeros, scale_codes))
+    for _ in in_order(tasks.run, _strips(encoding, weights), _threads(encoding, weights, threads)):
+        pass
     scale_dtype, scale_shape = encoding.stored(packing.SCALE)
     by_code = scale_dtype.itemsize == 1
     scale = scale_codes.view(scale_dtype) if by_code else _little(scales, scale_dtype)
@@ -145,16 +139,18 @@ def encode(
     return parts
 
 
-def largest_in(encoding: Encoding, read: Reader) -> float:
+def largest_in(encoding: Encoding, weights: Weights, threads: int | None = None) -> float:
     """Return the largest magnitude in a matrix; NaN counts as infinity."""
-    bits = np.zeros(1, np.uint32)
-    largest = 0
-    for strip in _strips(encoding):
-        weights = read(strip.first, strip.first + strip.rows * strip.columns)
-        source, number = _pointer(weights, "void *"), encoding.row.number
-        lib.sl_absmax(TIER, number, source, weights.size, ffi.from_buffer("uint32_t[]", bits))
-        largest = max(largest, int(bits[0]))
-    return float(np.array([largest], np.uint32).view(np.float32)[0])
+
+    def largest(strip: _Strip) -> int:
+        bits = ffi.new("uint32_t *")
+        with weights.read(strip.first, strip.end) as values:
+            lib.sl_absmax(TIER, encoding.row.number, _pointer(values, "void *"), values.size, bits)
+        return int(bits[0])
+
+    strips = _strips(encoding, weights)
+    top = max(in_order(largest, strips, _threads(encoding, weights, threads)), default=0)
+    return float(np.array([top], np.uint32).view(np.float32)[0])
 
 
 def global_scale(largest: float, row: dtypes.Dtype) -> np.float32:
@@ -175,19 +171,19 @@ class _Strip(NamedTuple):
     columns: int
     filler: int = 0  # the code after the last, of an odd number
 
-    def tasks(self, row_block: int) -> Iterator[range]:
-        """Yield ranges of rows for a thread each."""
-        step = max(1, _TASK // max(1, self.columns) // row_block) * row_block
-        for begin in range(0, self.rows, step):
-            yield range(begin, min(begin + step, self.rows))
+    @property
+    def end(self) -> int:
+        """The weight after the last."""
+        return self.first + self.rows * self.columns
 
 
-def _strips(encoding: Encoding) -> Iterator[_Strip]:
+def _strips(encoding: Encoding, weights: Weights) -> Iterator[_Strip]:
+    """Yield the strips of a matrix, of about as many weights as are read at once."""
     preset, size = encoding.preset, math.prod(encoding.shape)
     if size == 0:
         return
     rows, columns = (size // _FLAT, _FLAT) if preset.flat else encoding.shape
-    step = max(1, _STRIP // columns // preset.row_block) * preset.row_block
+    step = max(1, weights.step // columns // preset.row_block) * preset.row_block
     for begin in range(0, rows, step):
         yield _Strip(begin * columns, min(step, rows - begin), columns)
     rest = size - rows * columns
@@ -197,6 +193,13 @@ def _strips(encoding: Encoding) -> Iterator[_Strip]:
         yield _Strip(rows * columns, 1, rest, int(order[below]))
 
 
+def _threads(encoding: Encoding, weights: Weights, threads: int | None) -> int:
+    """Return the number of threads that read and quantize strips."""
+    nbytes = encoding.row.nbytes(math.prod(encoding.shape))
+    longest = max((strip.end - strip.first for strip in islice(_strips(encoding, weights), 1)), default=0)
+    return weights.threads(encoding.row.nbytes(longest), thread_count(nbytes, threads))
+
+
 class _Tasks:
     """The fields of ``sl_encoding`` that all tasks share.
 
@@ -204,46 +207,46 @@ class _Tasks:
         arrays: codes (empty to leave out), scales, biases, zeros, scale codes.
     """
 
-    def __init__(self, encoding: Encoding, tensor_scale: float, arrays: tuple[Array, ...]) -> None:
+    def __init__(self, encoding: Encoding, weights: Weights, tensor_scale: float, arrays: tuple[Array, ...]) -> None:
         self._encoding = encoding
+        self._weights = weights
         self._scale = tensor_scale
         self._arrays = arrays
         self._table = np.array(encoding.preset.table, np.float32)
+        types = ("uint8_t *", "float *", "float *", "int8_t *", "uint8_t *")
+        self._parts = [_pointer(array, kind) for array, kind in zip(arrays, types, strict=True)]
 
-    def run(self, strip: _Strip, weights: Array, rows: range) -> None:
-        """Encode a range of rows of a strip; any thread may call this."""
+    def run(self, strip: _Strip) -> None:
+        """Encode a strip; any thread may call this."""
         preset, row = self._encoding.preset, self._encoding.row
-        codes, scales, biases, zeros, scale_codes = self._arrays
+        codes, scales, biases, zeros, scale_codes = self._parts
         job = ffi.new("sl_encoding *")
-        group = min(preset.columns(self._encoding.shape), strip.columns)
-        # The first row of this task in the matrix; blocks that cross rows are never fewer than a row of `_FLAT`.
-        top = strip.first // (_FLAT if preset.flat else strip.columns) + rows.start
-        per_row = -(-(_FLAT if preset.flat else strip.columns) // group)
-        row_bytes = strip.columns * preset.bits // 8 if preset.flat else codes.nbytes // max(1, self._encoding.shape[0])
-        block = top // preset.row_block * per_row
+        # The first row of the strip; blocks that cross rows are never fewer than a row of `_FLAT`.
+        columns = _FLAT if preset.flat else strip.columns
+        group, top = preset.columns(self._encoding.shape), strip.first // columns
+        row_bytes = columns * preset.bits // 8
+        if not preset.flat:
+            row_bytes = self._arrays[0].nbytes // max(1, self._encoding.shape[0])
+        block = top // preset.row_block * -(-columns // group)
         job.method, job.bits, job.is_signed, job.filler = preset.method, preset.bits, preset.signed, strip.filler
         setattr(job, "from", row.number)
         setattr(job, "global", self._scale)
         job.high_first = preset.flat
-        job.rows, job.columns, job.row_block, job.group = len(rows), strip.columns, preset.row_block, group
+        job.rows, job.columns, job.row_block, job.group = strip.rows, strip.columns, preset.row_block, group
         job.row_bytes = row_bytes
         job.table = _pointer(self._table, "float *")
-        job.weights = _pointer(weights, "uint8_t *") + rows.start * strip.columns * weights.itemsize
-        job.scales = _pointer(scales, "float *") + block
-        job.scale_codes = _pointer(scale_codes, "uint8_t *") + block
-        if codes.size:
-            above = top * _FLAT * preset.bits // 8 if preset.flat else top * row_bytes
-            job.codes = _pointer(codes, "uint8_t *") + above
-        if biases.size:
-            job.biases = _pointer(biases, "float *") + block
-        if zeros.size:
-            job.zeros = _pointer(zeros, "int8_t *") + block
+        job.scales, job.scale_codes = scales + block, scale_codes + block
+        job.codes = codes + top * row_bytes if codes else _NONE
+        job.biases = biases + block if biases else _NONE
+        job.zeros = zeros + block if zeros else _NONE
         position = ffi.new("uint64_t *")
-        status = lib.sl_encode(TIER, job, position)
-        assert status in (lib.SL_OK, lib.SL_E_RANGE)
-        if status == lib.SL_E_RANGE:
-            at = rows.start * strip.columns + position[0]
-            self._raise(strip.first + at, float(jobs.native_order(weights.reshape(-1)[at : at + 1])[0]))
+        with self._weights.read(strip.first, strip.end) as weights:
+            job.weights = _pointer(weights, "void *")
+            status = lib.sl_encode(TIER, job, position)
+            assert status in (lib.SL_OK, lib.SL_E_RANGE)
+            if status == lib.SL_E_RANGE:
+                value = float(jobs.native_order(weights[position[0] : position[0] + 1])[0])
+                self._raise(strip.first + position[0], value)
 
     def _raise(self, position: int, value: float) -> None:
         index = list(index_of(position, self._encoding.shape))
@@ -254,20 +257,30 @@ class _Tasks:
 
 
 def _pointer(array: Array, kind: str) -> Any:
-    return ffi.cast(kind, array.ctypes.data) if array.size else _NONE
+    return ffi.cast(kind, address_of(array)) if array.size else _NONE
 
 
 def _little(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return float32 rounded to a dtype, in file byte order."""
-    return jobs.native_order(values.astype(dtype))
+    numbers = jobs.native_order(values)
+    row = dtypes.row_of(dtype)
+    assert row is not None
+    if row.number == lib.SL_F32:
+        return numbers
+    result = np.empty(values.shape, dtype)
+    source, target = _pointer(numbers, "void *"), _pointer(result, "void *")
+    status = lib.sl_convert(TIER, lib.SL_F32, row.number, source, target, values.size)
+    assert status == lib.SL_OK
+    return result
 
 
 def _packed_zeros(zeros: Array, bits: int) -> Array:
     """Pack zero points down the rows into words, the first row in the lowest bits."""
     per_word, half = 32 // bits, 1 << bits - 1
     rows, columns = zeros.shape
-    padded = np.zeros((-(-rows // per_word), per_word, columns), np.uint32)
-    padded.reshape(-1, columns)[:rows] = zeros.astype(np.int32) + half
-    shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
-    words = np.bitwise_or.reduce(padded << shifts[:, None], axis=1)
+    padded = np.zeros((-(-rows // per_word), per_word, columns), np.uint8)
+    padded.reshape(-1, columns)[:rows] = zeros + np.int8(half)
+    words = np.zeros((len(padded), columns), np.uint32)
+    for k in range(per_word):
+        words |= padded[:, k].astype(np.uint32) << np.uint32(bits * k)
     return jobs.native_order(words.view(np.int32))

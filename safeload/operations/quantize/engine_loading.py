@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress, reporter
@@ -19,8 +15,9 @@ from ...models.choosing import choose
 from ...packed.in_memory import names_of, packing_of
 from ..sources.catalog import Catalog, read_values
 from ..sources.description import TensorDescription
-from .encoding import Encoding, Reader, encode, largest_in
+from .encoding import Encoding, encode, largest_in
 from .engine_rules import EngineRules
+from .weights import Rooms, Weights, weights_of
 
 
 class EncodedTensors(NamedTuple):
@@ -30,30 +27,6 @@ class EncodedTensors(NamedTuple):
     quantized: dict[str, str]  # the format of each quantized tensor
     kept: dict[str, str]  # why each other tensor is unquantized
     abouts: dict[str, TensorDescription]  # of the source
-
-
-def strip_reader(
-    value: Source | QuantizedTensor,
-    row: dtypes.Dtype,
-    memory: Callable[[tuple[int, ...], np.dtype[Any]], Array],
-    threads: int | None,
-) -> Reader:
-    """Return a reader of a tensor's values as a dtype; values that cannot be read in parts are read first.
-
-    Args:
-        memory: returns an array to fill, which the next call may overwrite.
-    """
-    dtype = dtypes.array_dtype(row.number)
-    if isinstance(value, Source) and value.packed is None:
-        plain = value
-
-        def read(begin: int, end: int) -> Array:
-            part = plain._replace(shape=(end - begin,), offset=plain.offset + plain.row.nbytes(begin))
-            return jobs.native_order(read_values(part, row, memory(part.shape, dtype), threads))
-
-        return read
-    whole = jobs.native_order(read_values(value, row, memory(value.shape, dtype), threads)).reshape(-1)
-    return lambda begin, end: whole[begin:end]
 
 
 def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, progress: Progress) -> EncodedTensors:
@@ -90,6 +63,7 @@ class _EngineLoader:
     ) -> None:
         self._catalog, self._rules, self._abouts, self._threads = catalog, rules, abouts, threads
         self._maxima: dict[tuple[str, ...], float] = {}
+        self._rooms = Rooms()
 
     def encoded(self, name: str, quantized: dict[str, str]) -> QuantizedTensor:
         """Return a quantized weight."""
@@ -100,12 +74,12 @@ class _EngineLoader:
         if packing.GLOBAL in preset.parts:
             partners = self._rules.partners(name, quantized)
             if partners not in self._maxima:
+                encodings = [Encoding(partner, preset, self._abouts[partner].shape, row) for partner in partners]
                 self._maxima[partners] = max(
-                    largest_in(Encoding(partner, preset, self._abouts[partner].shape, row), self._reader(partner, row))
-                    for partner in partners
+                    largest_in(each, self._weights(each.name, row), self._threads) for each in encodings
                 )
             largest = self._maxima[partners]
-        parts = encode(encoding, self._reader(name, row), largest=largest, threads=self._threads)
+        parts = encode(encoding, self._weights(name, row), largest=largest, threads=self._threads)
         parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
         return QuantizedTensor.of_parts(packing_of(preset, name, parts), names_of(preset, name), parts)
 
@@ -119,9 +93,9 @@ class _EngineLoader:
             return value
         return self._values(name, row)
 
-    def _reader(self, name: str, row: dtypes.Dtype) -> Reader:
+    def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
         value = self._catalog.restoring(name) or self._catalog.source(name)
-        return strip_reader(value, row, private_array, self._threads)
+        return weights_of(value, row, self._rooms, private_array, self._threads)
 
     def _values(self, name: str, row: dtypes.Dtype) -> Array:
         array = private_array(self._abouts[name].shape, dtypes.array_dtype(row.number))

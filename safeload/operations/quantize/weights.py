@@ -1,0 +1,101 @@
+"""Read the values of a weight in ranges, on several threads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array
+from ...engine.codes.pieces import memory_of
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Source
+from ...engine.run import jobs
+from ...engine.run.memory import address_of, private_array
+from ..sources.catalog import read_values
+
+# Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
+_LOCAL, _REMOTE = 1 << 20, 4 << 20
+# Threads that read from a network: one reads, while another quantizes.
+_REMOTE_READERS = 2
+# Bytes of the ranges that all threads read.
+_MOST_BYTES = 32 << 20
+
+
+class Weights(NamedTuple):
+    """The values of a weight, in C order and little-endian.
+
+    ``read`` returns a range, valid until its context ends; any thread may call it.
+    """
+
+    read: Callable[[int, int], AbstractContextManager[Array]]
+    step: int  # values to read at once
+    readers: int | None = None  # most threads
+
+    def threads(self, nbytes: int, count: int) -> int:
+        """Return how many of ``count`` threads may read ranges of this many bytes."""
+        limit = count if self.readers is None else min(count, self.readers)
+        return max(1, min(limit, _MOST_BYTES // max(1, nbytes)))
+
+
+class Rooms:
+    """Memory that threads borrow; it is reused from weight to weight."""
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+
+    @contextmanager
+    def borrowed(self, nbytes: int) -> Iterator[Array]:
+        """Lend memory of this many bytes."""
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = np.empty(0, np.uint8)
+        if room.nbytes < nbytes:
+            room = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
+            room = private_array((nbytes,), np.dtype(np.uint8))
+        try:
+            yield room[:nbytes]
+        finally:
+            self._free.append(room)
+
+
+def in_memory(values: Array) -> Weights:
+    """Return little-endian values in memory."""
+    flat = values.reshape(-1)
+    return Weights(lambda begin, end: nullcontext(flat[begin:end]), _LOCAL)
+
+
+def weights_of(
+    value: Source | QuantizedTensor,
+    row: dtypes.Dtype,
+    rooms: Rooms,
+    whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],
+    threads: int | None,
+) -> Weights:
+    """Return the values of a tensor as a dtype.
+
+    Args:
+        whole: returns an array to fill; for values that cannot be read in ranges.
+    """
+    dtype = dtypes.array_dtype(row.number)
+    if not isinstance(value, Source) or value.packed is not None:
+        return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))
+    if value.file is None and value.row.number == row.number and value.size:
+        stored = memory_of(value)
+        if stored.nbytes == value.size and address_of(stored) == value.offset and value.offset % dtype.alignment == 0:
+            return in_memory(stored.view(dtype))
+    source = value
+
+    @contextmanager
+    def read(begin: int, end: int) -> Iterator[Array]:
+        part = source._replace(shape=(end - begin,), offset=source.offset + source.row.nbytes(begin))
+        with rooms.borrowed((end - begin) * dtype.itemsize) as room:
+            yield jobs.native_order(read_values(part, row, room.view(dtype), 1))
+
+    if source.file is not None and source.file.remote:
+        return Weights(read, _REMOTE, _REMOTE_READERS)
+    return Weights(read, _LOCAL)
