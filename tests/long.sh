@@ -3,8 +3,9 @@
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
 #   - random examples, what a byte or a key may be instead, and where a conversion to a store is killed: CI tries a part of it
 #     (tests/builders/thorough.py);
-#   - operations on packed tensors: CI tries a checkpoint of each kind (tests/builders/quantized.py), this all of them;
+#   - packed tensors: CI tries a checkpoint of each kind with one value of an option (tests/builders/quantized.py), this all;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
+#   - torch and JAX: CI runs a part of their tests, this all, and upstream's (tests/frameworks/run.sh);
 #   - Windows: CI runs a part of the suite under Wine (tests/windows/README.md), this the whole;
 #   - clients: the test suites of libraries that load with safetensors (tests/clients/run.sh), which take an hour;
 #   - AArch64 (tests/aarch64/README.md) and other versions of Python and of packages (tests/pythons/README.md);
@@ -19,9 +20,12 @@ set -eu
 here=$(dirname "$0")
 mkdir -p "$1"
 kept=$(cd "$1" && pwd)
-SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_engine" "$here/test_formats" "$here/test_faults.py" \
-    "$here/test_packed" "$here/test_operations/test_destinations.py" "$here/test_operations/test_linear.py" \
-    "$here/test_operations/test_packed_tensors.py"
+SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_core/test_dequantization.py" "$here/test_engine" \
+    "$here/test_formats" "$here/test_faults.py" "$here/test_packed" "$here/test_base/test_forking.py" \
+    "$here/test_stores/test_descriptor_budget.py" "$here/test_operations/test_destinations.py" \
+    "$here/test_operations/test_differences_in_blocks.py" "$here/test_operations/test_linear.py" \
+    "$here/test_operations/test_packed_tensors.py" "$here/test_saving"
+"$here/frameworks/run.sh" "$kept/frameworks"
 SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
 SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
