@@ -72,15 +72,20 @@ def test_what_is_well_formed_is_accepted(name, tmp_path):
     assert list_all(path) == sorted(expected)
 
 
-@pytest.mark.parametrize("length", range(len(build())))
-def test_truncation_at_every_byte_is_refused(length, tmp_path):
+def test_truncation_at_every_byte_is_refused(tmp_path):
     path = tmp_path / "cut.safetensors"
-    path.write_bytes(build()[:length])
-    for way in (*WAYS.values(), lambda path: load(path.read_bytes())):
-        if length == 0 and way is safeload.open:  # told as an empty file, see test_index.py
-            continue
-        with pytest.raises(FormatError):
-            way(path)
+    accepted = []
+    for length in range(len(build())):
+        path.write_bytes(build()[:length])
+        for name, way in {**WAYS, "bytes": lambda path: load(path.read_bytes())}.items():
+            if length == 0 and way is safeload.open:  # told as an empty file, see test_index.py
+                continue
+            try:
+                way(path)
+            except FormatError:
+                continue
+            accepted.append((length, name))
+    assert accepted == []
 
 
 @pytest.mark.parametrize(
