@@ -4,7 +4,6 @@ import doctest
 import json
 import os
 import shutil
-import subprocess
 import sysconfig
 import tarfile
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from builders.dcp_build import Checkpoint, grid
 from builders.models import small, write_folder
 from builders.orbax_build import OrbaxCheckpoint
 from builders.paths import ROOT
+from builders.shell import output_of
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 from safeload.numpy import save_file
 
@@ -34,6 +34,8 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _PROMPT = "$ "
 _END = "\x1eend of output"
 _DOCUMENT = "<<'END'"
+# Pages whose commands use libraries with threads, which do not survive a fork.
+_WITH_OTHER_LIBRARIES = ("remote.md", "several-machines.md")
 
 
 def _sessions(document: Document) -> Iterator[Region]:
@@ -55,16 +57,9 @@ def _run_console(example: Example) -> str | None:
     # One shell for the block, so that a later line sees $? and variables.
     script = "".join(f"{command}\nstatus=$?; echo '{_END}'; (exit $status)\n" for command in commands)
     scripts = sysconfig.get_path("scripts")
-    done = subprocess.run(
-        ["bash", "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        encoding="utf-8",
-        env={**os.environ, "COLUMNS": "80", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
-        check=False,
-    )
-    outputs = done.stdout.split(f"{_END}\n")[:-1]
+    environment = {**os.environ, "COLUMNS": "80", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    output = output_of(script, environment, forks=Path(example.path).name not in _WITH_OTHER_LIBRARIES)
+    outputs = output.split(f"{_END}\n")[:-1]
     for command, want, got in zip(commands, wanted, outputs, strict=True):
         if not OutputChecker().check_output(want, got, doctest.ELLIPSIS):
             return f"$ {command}\nexpected:\n{want}\ngot:\n{got}"
