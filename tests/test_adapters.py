@@ -19,6 +19,8 @@ from builders.paths import ROOT
 import safeload
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.any_python
+
 BASE = DATA / "base.safetensors"
 CASES = sorted(path.parent.name for path in DATA.glob("*/adapter_config.json"))
 

@@ -7,6 +7,8 @@ import pytest
 from builders.paths import DATA, TESTS
 from safetensors import safe_open
 
+pytestmark = pytest.mark.any_python
+
 LINE = re.compile(r"  (\S+) (\w+) \[([\d, ]*)\] (\d+) (\d+) ([0-9a-f]{16})")
 
 

@@ -11,7 +11,7 @@ from builders.paths import ROOT
 
 import safeload
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 MANIFEST = (ROOT / "MANIFEST.in").read_text("utf-8")
 # What tests and builds leave in these folders.

@@ -20,7 +20,7 @@ import safeload
 from safeload import gguf
 from safeload.numpy import load_file, save_file
 
-pytestmark = pytest.mark.any_python
+pytestmark = [pytest.mark.no_core, pytest.mark.any_python]
 
 READING = {
     "open": safeload.open,

@@ -23,6 +23,8 @@ from safeload.cli import main as cli
 from safeload.errors import RemoteError
 from safeload.stores import foreign_errors, retries
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 try:
     import fsspec
 except ImportError:

@@ -3,6 +3,7 @@
 `tests/data/quantized/README.md` says what each of them shows; `tests/data/quantized/make` made them.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from builders.paths import DATA
-from builders.thorough import THOROUGH
+from builders.thorough import THOROUGH, part_of
 
 FOLDER = DATA / "quantized"
 EXPECTED = FOLDER / "expected"
@@ -102,3 +103,20 @@ def each_kind(*left_out: str) -> pytest.MarkDecorator:
     """Parametrizes ``fixture`` with `KINDS`, or with all fixtures when there is time, but for those left out."""
     names = [name for name in (FIXTURES if THOROUGH else KINDS) if name not in left_out]
     return pytest.mark.parametrize("fixture", [FIXTURES[name] for name in names], ids=names)
+
+
+def each_kind_with(names: str, values: Mapping[str, object], *left_out: str) -> pytest.MarkDecorator:
+    """Parametrizes ``fixture`` and other names, whose values are dealt out to the kinds; every pair when there is time.
+
+    Args:
+        names: separated by commas, as `pytest.mark.parametrize` takes them.
+        values: a value for each id, or a tuple where there are several names.
+        left_out: fixtures that are not tried.
+    """
+    fixtures = [name for name in (FIXTURES if THOROUGH else KINDS) if name not in left_out]
+    cases = []
+    for k, fixture in enumerate(fixtures):
+        for id in part_of(list(values), k % len(values), len(values)):
+            more = values[id] if "," in names else (values[id],)
+            cases.append(pytest.param(FIXTURES[fixture], *more, id=f"{fixture}-{id}"))
+    return pytest.mark.parametrize(f"fixture, {names}", cases)

@@ -11,6 +11,7 @@ from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, TRUNCATE, armed
 import safeload
 from safeload import SafeloadError
 
+STEP = 1 if THOROUGH else 3
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 
 
@@ -50,7 +51,7 @@ def test_interrupted_reads_change_nothing(case):
 def test_a_failing_disk_is_an_error_that_names_file_and_offset(case, action):
     folder, operation, expected = case
     failures = 0
-    for shot, result, error in sweep(operation, folder, READ, action, errno.EIO):
+    for shot, result, error in sweep(operation, folder, READ, action, errno.EIO, step=STEP):
         if error is None:
             # What is read again because the fast way gives no reason may come the second time.
             assert result == expected
@@ -97,7 +98,7 @@ def whole(files):
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_file_and_offset(case, whole, length):
     folder, operation, expected = case
     failures = 0
-    for _shot, result, error in sweep(operation, folder, READ, TRUNCATE, length, before=whole):
+    for _shot, result, error in sweep(operation, folder, READ, TRUNCATE, length, before=whole, step=STEP):
         if error is None:
             assert result == expected  # all that was wanted had been read
             continue

@@ -972,7 +972,7 @@ CONFIGS = [
 def test_shapes(dtype, names, tmp_path):
     place = (F8, U8, I8, U32, I32).index(dtype) + ord(names[0][1]) + len(names[1])
     for k, shape in enumerate(SHAPES):
-        for j, scale in enumerate(part_of(SCALES, k + place, 3)):
+        for j, scale in enumerate(part_of(SCALES, k + place, 6)):
             scales = np.ones(scale, (F32, U8, E8M0)[(j + k) % 3])
             tensors = {names[0]: np.zeros(shape, dtype), names[1]: scales}
             for config in CONFIGS[(j + k) % 3 :: 3]:

@@ -17,6 +17,8 @@ import safeload
 import safeload.numpy as ours
 from safeload.errors import RemoteError, unsaved
 
+pytestmark = pytest.mark.no_core
+
 TENSORS = {"a": np.ones(3, np.float32)}
 
 

@@ -13,6 +13,8 @@ import safetensors.numpy as upstream
 import safeload
 import safeload.numpy as ours
 
+pytestmark = pytest.mark.no_core
+
 MODULES = {"safetensors": "safeload", **{f"safetensors.{name}": f"safeload.{name}" for name in ("numpy", "torch")}}
 MODULES["safetensors.flax"] = "safeload.jax"
 RAW = ["TensorSpec", "deserialize", "safe_open", "serialize", "serialize_file"]

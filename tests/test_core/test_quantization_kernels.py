@@ -319,6 +319,7 @@ def test_blocks_are_those_of_ggml_as_compiled(ggml, name, scheme):
     np.testing.assert_array_equal(quantize(SCALAR, scheme, x), ggml_reference.quantize(ggml, scheme, x))
 
 
+@pytest.mark.no_core
 @ALL_GGML_SCHEMES
 @EVERY_DISTRIBUTION
 def test_blocks_are_those_of_gguf_py(name, scheme):

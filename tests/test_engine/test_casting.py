@@ -8,6 +8,8 @@ from builders.random import rng
 import safeload
 from safeload import astype
 
+pytestmark = pytest.mark.any_python
+
 ComplexWarning = getattr(np, "exceptions", np).ComplexWarning  # of numpy itself before 1.25
 FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 OTHERS = [np.int8, np.uint16, np.int32, np.int64, np.uint64, np.bool_, np.complex64]

@@ -22,6 +22,8 @@ from safeload.errors import FormatError
 from safeload.numpy import load_file, save_file
 from safeload.stores.local import direct_of, open_local
 
+pytestmark = pytest.mark.any_python
+
 CHUNK = 3 << 20
 # Around what reads past the cache move: pages and chunks; below 1 MiB tensors share memory.
 SIZES = [1, PAGE - 1, PAGE, PAGE + 1, (1 << 20) - 1, (1 << 20) + 5, CHUNK - 3, CHUNK, 2 * CHUNK + 1, 0]

@@ -18,6 +18,8 @@ from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, RemoteError
 from safeload.stores import thread_group
 
+pytestmark = pytest.mark.any_python
+
 F32 = dtypes.BY_CODE["F32"].number
 URL = "mem://model/model.safetensors"
 HEAD = 128 << 10

@@ -12,6 +12,8 @@ from builders.random import rng
 import safeload
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.any_python
+
 TARGETS = (
     *("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),  # the core
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float6_e2m3fn", "float4_e2m1fn"),  # ml_dtypes, from float32

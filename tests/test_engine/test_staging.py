@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.paths import DATA
-from builders.quantized import FIXTURES, FOLDER, each_kind
+from builders.quantized import FIXTURES, FOLDER, each_kind_with
 from builders.threads import threads
 
 import safeload
@@ -17,9 +17,12 @@ from safeload.engine.read.plan import entries_of
 from safeload.engine.run.memory import ALIGNMENT, aligned_bytes
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.any_python
+
 MIB = 1 << 20
 PLAIN = [path for path in (*DATA.glob("*.safetensors"), *DATA.glob("torch/*.pt*")) if path.name != "broken.pt"]
 PLAIN.sort()
+DTYPES = ("float32", "bfloat16")
 
 
 def ring_of(size, count=3, wait=None):
@@ -60,9 +63,7 @@ def assert_staged_as_loaded(path, dtype, size):
     return alone
 
 
-@pytest.mark.parametrize("size", [4096, 1 << 16])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@each_kind()
+@each_kind_with("dtype, size", {f"{dtype}-{size}": (dtype, size) for dtype in DTYPES for size in (4096, 1 << 16)})
 def test_packed_tensors(fixture, dtype, size):
     assert_staged_as_loaded(fixture.folder, dtype, size)
 

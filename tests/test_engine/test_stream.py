@@ -890,6 +890,7 @@ def run_program(code, path, **options):
     return done
 
 
+@pytest.mark.no_core
 @pytest.mark.parametrize(
     "code",
     ["", "sys.exit(0)", "stream.itself = stream; del stream", "sys.kept = stream", "kept = [next(stream)]; del stream"],

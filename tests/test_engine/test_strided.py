@@ -15,6 +15,8 @@ from safeload.checkpoint import Checkpoint
 from safeload.engine.run.weight_file import open_without_table
 from safeload.formats.opening import OpenedPath
 
+pytestmark = pytest.mark.any_python
+
 MIB = 1 << 20
 
 

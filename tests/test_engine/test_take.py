@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from builders import torch_build
 from builders.holes import extend
-from builders.quantized import each_kind
+from builders.quantized import each_kind_with
 from builders.random import rng
 from builders.remote import Served
 from builders.torch_build import Storage, tensor
@@ -18,6 +18,8 @@ import safeload.numpy
 from safeload import QuantizedTensor, UnsupportedError
 from safeload.errors import FormatError, TensorNotFoundError
 from safeload.operations.quantize.quantize import quantize
+
+pytestmark = pytest.mark.any_python
 
 COUNT = 37
 WEIGHTS = {
@@ -106,10 +108,7 @@ def taken_as_stored(checkpoint, name, rows):
         return error
 
 
-@each_kind()
-@pytest.mark.parametrize(
-    "select", [SELECTIONS[name] for name in ("list", "duplicates", "empty", "all", "mask", "many")]
-)
+@each_kind_with("select", {name: SELECTIONS[name] for name in ("list", "duplicates", "empty", "all", "mask", "many")})
 def test_rows_of_quantized_checkpoints_are_those_of_the_loaded_tensors(fixture, select):
     with safeload.open(fixture.path) as checkpoint:
         for name, info in checkpoint.tensors.items():

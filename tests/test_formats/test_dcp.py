@@ -27,6 +27,8 @@ from safeload.errors import (
 from safeload.stores import assembled
 from safeload.stores.local import LocalStore
 
+pytestmark = pytest.mark.no_core
+
 # tests/data/dcp/compare.sh lets torch write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_DCP_FIXTURES") or ROOT / "tests" / "data" / "dcp")
 FIXTURES = sorted(path.name for path in DATA.glob("*_[0-9]"))

@@ -21,7 +21,7 @@ import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
 from safeload.formats import flax
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 # tests/data/flax/compare.sh lets flax write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_FLAX_FIXTURES") or ROOT / "tests" / "data" / "flax")

@@ -16,6 +16,8 @@ from safeload.numpy import save_file
 
 gguf = pytest.importorskip("gguf")
 
+pytestmark = pytest.mark.no_core
+
 
 def put(folder, *names):
     """Safetensors files, each with a tensor called as the file."""

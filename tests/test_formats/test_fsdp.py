@@ -24,6 +24,8 @@ from safeload.errors import (
     UnsupportedError,
 )
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 # tests/data/fsdp/compare.sh lets torch write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_FSDP_FIXTURES") or ROOT / "tests" / "data" / "fsdp")
 FIXTURES = sorted(path.stem for path in DATA.glob("*.safetensors"))

@@ -9,7 +9,7 @@ from builders.paths import ROOT
 
 import safeload
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 # tests/data/megatron/compare.sh lets Megatron write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_MEGATRON_FIXTURES") or ROOT / "tests" / "data" / "megatron")

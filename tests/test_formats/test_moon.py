@@ -13,6 +13,8 @@ import safeload
 from safeload import FormatError, moon
 from safeload.formats import moon as moon_format
 
+pytestmark = pytest.mark.any_python
+
 HEAD = struct.pack("<II", 0x4D4F4F4E, 2)
 
 
@@ -177,6 +179,7 @@ def test_truncated_at_every_byte(path):
 # ---- many tensors ----
 
 
+@pytest.mark.no_core
 def test_many_tiny_tensors_take_little_memory(path):
     count = 50_000
     path.write_bytes(HEAD + b"".join(entry(b"%06x" % k, ()) for k in range(count)))

@@ -37,7 +37,7 @@ from safeload.formats.format import MAX_FOLDERS
 from safeload.formats.onnx import model as onnx_model
 from safeload.formats.onnx import wire
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 # tests/data/onnx/compare.sh lets onnx and torch write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_ONNX_FIXTURES") or ROOT / "tests" / "data" / "onnx")

@@ -25,7 +25,7 @@ from safeload.errors import FormatError, LimitError, SafeloadError, TensorNotFou
 from safeload.formats.crc32c import crc32c
 from safeload.formats.orbax import chunks, ocdbt
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 # tests/data/orbax/compare.sh lets Orbax write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_ORBAX_FIXTURES") or ROOT / "tests" / "data" / "orbax")

@@ -16,7 +16,7 @@ from builders.random import rng
 import safeload
 from safeload.errors import ForbiddenError, FormatError, MissingShardError, SafeloadError, UnsupportedError
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 # tests/data/paddle/compare.sh lets Paddle write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_PADDLE_FIXTURES") or ROOT / "tests" / "data" / "paddle")

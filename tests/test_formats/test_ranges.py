@@ -14,7 +14,7 @@ from builders.thorough import THOROUGH
 import safeload.numpy
 from safeload.errors import FormatError, MissingShardError, UnsupportedError
 
-pytestmark = pytest.mark.any_python
+pytestmark = [pytest.mark.no_core, pytest.mark.any_python]
 
 URL = "mem://model"
 FILES = sorted(

@@ -22,6 +22,8 @@ from safeload.errors import (
     UnsupportedError,
 )
 
+pytestmark = pytest.mark.any_python
+
 # tests/data/deepspeed/compare.sh lets DeepSpeed write all fixtures anew.
 DATA = Path(os.environ.get("SAFELOAD_ZERO_FIXTURES") or ROOT / "tests" / "data" / "deepspeed")
 FIXTURES = sorted(path.name for path in DATA.glob("zero?_?"))

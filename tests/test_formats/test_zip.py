@@ -13,6 +13,8 @@ from safeload.engine.run.weight_file import open_without_table
 from safeload.formats import zip as zips
 from safeload.formats.zip import Archive
 
+pytestmark = pytest.mark.no_core
+
 BYTES = (0, 1, 2, 8, 0x50, 0x7F, 0xFF)
 
 
@@ -92,7 +94,7 @@ def test_any_byte_may_change(name, k, tmp_path, monkeypatch):
     places = [at for info in infos for at in range(info.header_offset, info.header_offset + 34)]
     places += range(start, len(content))
     good, changed = found(opened(tmp_path / "a.zip", content), ahead=True), 0
-    for at in part_of(places, k, 4):
+    for at in part_of(places, k, 8):
         for value in BYTES:
             if content[at] != value:
                 file = opened(tmp_path / "a.zip", content[:at] + bytes((value,)) + content[at + 1 :])
@@ -100,7 +102,7 @@ def test_any_byte_may_change(name, k, tmp_path, monkeypatch):
                 assert columns == single, (at, value)
                 changed += columns != good
                 file.close()
-    assert changed > 50
+    assert changed > 25
 
 
 def test_any_end_may_be_cut_off(tmp_path, monkeypatch):

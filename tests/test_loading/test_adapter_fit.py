@@ -12,6 +12,8 @@ from builders.random import rng
 import safeload
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.any_python
+
 # Every layer of this model may be square: [out, in], or [in, out] where it is Conv1D.
 SHAPES = {"square": (6, 6), "wide": (6, 18), "tall": (18, 6)}
 

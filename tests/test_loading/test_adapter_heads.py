@@ -14,6 +14,8 @@ from safeload.cli import main
 from safeload.models import tied
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.any_python
+
 EMBED, HEAD, OTHER = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 W, NEW, NEWER = (rng.standard_normal((12, 8), np.float32) for _ in range(3))
 A, B = rng.standard_normal((2, 8), np.float32), rng.standard_normal((12, 2), np.float32)

@@ -9,6 +9,8 @@ import pytest
 from safeload import FormatError
 from safeload.operations.sources.codec import decode, encode
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 
 class Row(NamedTuple):
     """A list."""

@@ -18,6 +18,7 @@ from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, convert, quantize
+from safeload.cli import main
 from safeload.formats import npz
 from safeload.formats.gguf.file import values_of
 from safeload.layouts import MOONDREAM2
@@ -363,6 +364,7 @@ def test_memory_is_one_tensor_and_little_more(large, tmp_path, name, options):
     assert int(done.stdout) < (32 << 20) + (64 << 20)
 
 
+@pytest.mark.no_core
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL")
 def test_killed_at_any_moment_there_is_no_half_file(large, tmp_path):
     out = tmp_path / "x.safetensors"
@@ -403,49 +405,53 @@ def test_options_that_mean_the_same_make_the_same_plan(one, other, tmp_path):
 # ---- command line ----
 
 
-def command(*arguments, cwd=None):
-    code = "import sys; from safeload.cli import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code, "convert", *map(str, arguments)], capture_output=True, text=True, cwd=cwd
-    )
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs ``safeload convert`` in the folder of the test; its exit status, stdout and stderr."""
+
+    def run(*arguments):
+        status = main(["convert", *map(str, arguments)])
+        return (status, *capsys.readouterr())
+
+    monkeypatch.chdir(tmp_path)
+    return run
 
 
-def test_command_line(source, tmp_path):
-    status, out, err = command(source, "out.safetensors", "--dtype", "float16", cwd=tmp_path)
+def test_command_line(source, tmp_path, command):
+    status, out, err = command(source, "out.safetensors", "--dtype", "float16")
     assert (status, out, err) == (0, "out.safetensors: safetensors, 6 tensors, 35 KiB\n", "")
     same(load_file(tmp_path / "out.safetensors"), load_file(source, dtype="float16"))
-    status, out, err = command(source, "out.safetensors", cwd=tmp_path)
+    status, out, err = command(source, "out.safetensors")
     assert (status, out, err) == (1, "", "safeload: out.safetensors already exists; pass --overwrite to replace it\n")
-    status, out, _ = command(source, "shards", "--max-shard-size", "10KB", "--quantize", "int8", "--json", cwd=tmp_path)
+    status, out, _ = command(source, "shards", "--max-shard-size", "10KB", "--quantize", "int8", "--json")
     assert status == 0
     assert json.loads(out)["tensors"] == 7  # with the tied head
-    status, out, err = command(source, "x.pth", cwd=tmp_path)
+    status, out, err = command(source, "x.pth")
     assert status == 2
     assert err.startswith("safeload: 'x.pth': the suffix must be one of")
-    status, out, err = command(tmp_path / "missing", "x.npz", cwd=tmp_path)
+    status, out, err = command(tmp_path / "missing", "x.npz")
     assert (status, out) == (1, "")
     assert err == f"safeload: No such file or directory: {tmp_path / 'missing'}\n"
     (tmp_path / "bad.safetensors").write_bytes(source.read_bytes()[:-7])
-    status, out, err = command("bad.safetensors", "x.npz", cwd=tmp_path)
+    status, out, err = command("bad.safetensors", "x.npz")
     assert (status, out) == (1, "")
     assert "truncated" in err
-    status, out, err = command(source, "x.npz", "--name", "ids", "--name", "empty", cwd=tmp_path)
+    status, out, err = command(source, "x.npz", "--name", "ids", "--name", "empty")
     assert (status, out) == (0, "x.npz: npz, 2 tensors, 598 B\n")
 
 
-def test_layouts_on_the_command_line(tmp_path):
+def test_layouts_on_the_command_line(tmp_path, command):
     save_file(moondream(), tmp_path / "m.safetensors")
-    status, out, err = command("m.safetensors", "m.bin", "--layout", "moondream2", cwd=tmp_path)
+    status, out, err = command("m.safetensors", "m.bin", "--layout", "moondream2")
     assert (status, err) == (0, "")
     assert out.startswith("m.bin: moon, 36 tensors")
-    status, _, err = command("m.safetensors", "n.bin", "--dtype", "float16", cwd=tmp_path)
+    status, _, err = command("m.safetensors", "n.bin", "--dtype", "float16")
     assert status == 2
     assert err.endswith(".npy, .moon, or pass --format moon if you mean MOON\n")
-    status, out, err = command("m.safetensors", "n.bin", "--dtype", "float16", "--format", "moon", cwd=tmp_path)
+    status, out, err = command("m.safetensors", "n.bin", "--dtype", "float16", "--format", "moon")
     assert (status, out.split(",")[0]) == (0, "n.bin: moon"), err
     (tmp_path / "layout.json").write_text('{"name": "x", "tensors": [{"name": "n", "source": "model.text.wte"}]}')
-    status, out, err = command("m.safetensors", "n.npz", "--layout", "layout.json", cwd=tmp_path)
+    status, out, err = command("m.safetensors", "n.npz", "--layout", "layout.json")
     assert (status, err) == (0, "")
     assert list(np.load(tmp_path / "n.npz")) == ["n"]
 
@@ -567,7 +573,7 @@ def test_vectors_in_gguf_are_float32(tmp_path, dtype, source):
     assert load_file(tmp_path / "x.safetensors")["v"].dtype == got["m"].dtype
 
 
-def test_a_gguf_file_that_no_engine_loads_is_told_so(source, tmp_path, caplog):
+def test_a_gguf_file_that_no_engine_loads_is_told_so(source, tmp_path, caplog, command):
     convert(source, tmp_path / "x.gguf", dtype="float16")
     (record,) = caplog.records
     for part in ("x.gguf: no engine will load", "no general.architecture", "model.norm.weight is a Hugging Face name"):
@@ -578,7 +584,7 @@ def test_a_gguf_file_that_no_engine_loads_is_told_so(source, tmp_path, caplog):
     convert(tmp_path / "y.gguf", tmp_path / "z.gguf")
     convert(source, tmp_path / "z.safetensors")
     assert not caplog.records
-    status, _, err = command(source, "w.gguf", "--dtype", "float16", cwd=tmp_path)
+    status, _, err = command(source, "w.gguf", "--dtype", "float16")
     assert status == 0
     assert err.startswith(
         "safeload: warning: w.gguf: no engine will load this file: the metadata has no general.architecture"
@@ -623,15 +629,15 @@ def test_the_config_of_a_folder_is_true_of_it(tmp_path, config, dtype, want):
     assert json.loads((tmp_path / "in" / "config.json").read_text()) == config
 
 
-def test_the_command_line_prints_what_was_quantized(source, tmp_path):
-    status, out, err = command(source, "q.safetensors", "--quantize", "q8_0", cwd=tmp_path)
+def test_the_command_line_prints_what_was_quantized(source, tmp_path, command):
+    status, out, err = command(source, "q.safetensors", "--quantize", "q8_0")
     assert (status, err) == (0, "")
     assert (
         out.splitlines()[1] == f"{sum(x.nbytes for x in model().values()):,} bytes became 23,208 (1.35 times smaller)"
     )
     assert "     3 quantized to q8_0: model.layers.0.up_proj.weight, ..." in out
     assert "     1 kept: matches *embed*: model.embed_tokens.weight" in out
-    status, out, _ = command(source, "r.safetensors", "--quantize", "q8_0", "--json", cwd=tmp_path)
+    status, out, _ = command(source, "r.safetensors", "--quantize", "q8_0", "--json")
     assert json.loads(out)["quantized"]["lm_head.weight"] == "q8_0"
     assert json.loads(out)["kept"]["ids"] == "is int64, not floating"
 

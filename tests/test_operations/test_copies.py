@@ -19,6 +19,8 @@ from safeload.numpy import load_file, save_file
 from safeload.operations.convert import convert as operation
 from safeload.stores.files import Location
 
+pytestmark = pytest.mark.any_python
+
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
 
 

@@ -21,6 +21,8 @@ from safeload.cli import main
 from safeload.models import gguf_architectures
 from safeload.numpy import load_file, save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 SHARDS = [f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)]
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 MATRIX = "model.layers.1.mlp.up_proj.weight"

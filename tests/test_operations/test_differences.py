@@ -13,6 +13,8 @@ import safeload
 from safeload import TensorDiff, diff
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.any_python
+
 EQUAL = TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
 
 

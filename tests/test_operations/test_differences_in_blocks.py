@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.remote import Served
+from builders.thorough import THOROUGH
 
 import safeload
 from safeload import TensorDiff, diff
@@ -14,6 +15,8 @@ from safeload.errors import FormatError
 from safeload.numpy import save_file
 from safeload.operations.measure import diff_blocks
 from safeload.stores.files import Location
+
+pytestmark = pytest.mark.any_python
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int8", "uint16", "bool", "complex64")
 SHAPES = [(), (0, 3), (1,), (7,), (2, 3), (3, 1, 5), (64, 64), (100, 300)]
@@ -87,9 +90,9 @@ def files(tmp_path):
     return tmp_path / "a.safetensors", tmp_path / "b.safetensors"
 
 
+@pytest.mark.parametrize("seed", range(3) if THOROUGH else range(1))
 @pytest.mark.parametrize("size", [1024, 1 << 19])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
 def test_random_tables(tmp_path, monkeypatch, size, threads, seed):
     """In files, in memory, and one of each; in small and in large blocks."""
     monkeypatch.setattr(diff_blocks, "BYTES", size)

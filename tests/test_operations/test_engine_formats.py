@@ -19,6 +19,8 @@ from safeload.cli import main
 from safeload.errors import FormatError, RangeError, TensorNotFoundError, UnsupportedError
 from safeload.numpy import load_file, save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 EXPECTED = json.loads((ROOT / "tests/data/engines/expected.json").read_text())
 ALL = [(name, *case.split("/")[:2]) for case in EXPECTED for name in [case.split("/")[2]]]
 

@@ -12,6 +12,8 @@ from safeload import diff
 from safeload.cli import main
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.any_python
+
 EDGES = [0, 1, -1, 2**52, 2**53, 2**53 + 1, -(2**53) - 1, 2**60, 2**60 + 1, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1]
 NUMBERS = {
     "i8": EDGES,

@@ -16,6 +16,8 @@ from safeload import FormatError
 from safeload.numpy import save_file
 from safeload.operations.folders import folder as destination
 
+pytestmark = pytest.mark.no_core
+
 LIMIT = "60KB"
 
 

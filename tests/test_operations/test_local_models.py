@@ -12,6 +12,8 @@ import safeload.gguf
 from safeload.cli import main
 from safeload.numpy import save, save_file
 
+pytestmark = pytest.mark.no_core
+
 WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
 COMMITS = ["a" * 40, "b" * 40]
 

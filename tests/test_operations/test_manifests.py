@@ -14,6 +14,8 @@ from safeload.cli import main
 from safeload.numpy import save_file
 from safeload.operations.validate import manifest
 
+pytestmark = pytest.mark.no_core
+
 QUANTIZED = DATA / "quantized"
 X = np.float32(rng.standard_normal((64, 64)) * np.arange(1, 65)[:, None] / 64)
 

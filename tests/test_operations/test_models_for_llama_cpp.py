@@ -10,7 +10,7 @@ from builders import llama_models
 
 import safeload
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 pytest.importorskip("tokenizers")
 

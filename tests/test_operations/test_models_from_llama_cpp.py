@@ -9,7 +9,7 @@ from builders import llama_models
 import safeload
 from safeload import gguf
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 pytest.importorskip("tokenizers")
 

@@ -13,6 +13,8 @@ import safeload
 from safeload.engine.run.atomic_file import AtomicFile
 from safeload.numpy import load_file, save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OLD = {f"l.{k}.w": np.zeros((8, 8), np.float32) for k in range(6)}
 NEW = {name: np.ones((8, 8), np.float32) for name in OLD}

@@ -13,6 +13,8 @@ from builders.paths import DATA
 import safeload
 from safeload.numpy import load_file, save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OLD = {"model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": GPTQ}
 NEW = {"l.0.weight": np.ones((8, 8), np.float32), "l.1.ids": np.arange(4), "l.1.mask": np.ones(4, bool)}

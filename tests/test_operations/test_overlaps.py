@@ -9,6 +9,8 @@ from safeload import Layout, QuantizedTensor, StackedTensor, quantize, stack
 from safeload.engine.run.memory import overlapping
 from safeload.numpy import load_file, save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 ONE = Layout("one", [StackedTensor("w", "w")])
 TURNED = Layout("turned", [StackedTensor("w", "w", transpose=True)])
 TWO = Layout("two", [StackedTensor("w", "l.{}.w")])

@@ -8,7 +8,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.quantized import FIXTURES, IN_GGUF, each_kind
+from builders.quantized import FIXTURES, IN_GGUF, each_kind, each_kind_with
 from builders.rooms import without_room
 
 import safeload
@@ -41,8 +41,7 @@ def first_packed(fixture):
 # ---- reading ----
 
 
-@any_fixture
-@pytest.mark.parametrize("histogram", [False, True])
+@each_kind_with("histogram", {"plain": False, "histogram": True})
 def test_stats(fixture, histogram):
     want = safeload.stats(fixture.expected(), histogram=histogram)
     with safeload.open(fixture.path) as opened:
@@ -113,8 +112,7 @@ def test_stack_of_layers():
     np.testing.assert_array_equal(got["w"], want[names[0]])
 
 
-@any_fixture
-@pytest.mark.parametrize("scheme", ["q8_0", "q4_0", "int8"])
+@each_kind_with("scheme", {scheme: scheme for scheme in ("q8_0", "q4_0", "int8")})
 def test_load_quantized(fixture, scheme):
     want = fixture.expected()
 
@@ -235,8 +233,7 @@ def test_rows_of_a_packed_tensor_in_a_file_open_alone(fixture, tmp_path):
             same(safeload.load(tmp_path / "x.safetensors", dtype="float32"), {name: want[name][1:]})
 
 
-@each_kind("bitnet_online", *IN_GGUF)
-@pytest.mark.parametrize("suffix", ["npz", "moon", "gguf"])
+@each_kind_with("suffix", {suffix: suffix for suffix in ("npz", "moon", "gguf")}, "bitnet_online", *IN_GGUF)
 def test_formats_without_packed_tensors_refuse_them(fixture, suffix, tmp_path):
     for given in (fixture.path, safeload.load(fixture.path)):
         with pytest.raises(UnsupportedError, match=r"pass dtype=") as caught:
@@ -254,8 +251,7 @@ def test_save_functions_refuse_them(fixture, tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@any_fixture
-@pytest.mark.parametrize("suffix", ["safetensors", "npz", "gguf"])
+@each_kind_with("suffix", {suffix: suffix for suffix in ("safetensors", "npz", "gguf")})
 def test_a_file_with_dtype_has_the_weights(fixture, suffix, tmp_path):
     want = {name: array for name, array in fixture.expected().items() if array.size}
     for dtype in ("float32", "float16"):
@@ -348,8 +344,7 @@ def test_nested_quantizations_are_dropped(nested, key, tmp_path):
     same(safeload.load(tmp_path / "out"), FIXTURES["ct_pack_w4_g32_sym"].expected())
 
 
-@packed_fixtures
-@pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
+@each_kind_with("suffix", {suffix: suffix for suffix in ("gguf", "safetensors")}, "bitnet_online")
 def test_quantize(fixture, suffix, tmp_path):
     want = fixture.expected()
     name = next((name for name in packed_of(safeload.open(fixture.path)) if want[name].shape[-1] % 32 == 0), None)

@@ -22,7 +22,7 @@ from safeload.operations.sources import executors, piece_files
 from safeload.operations.validate import manifest
 from safeload.stores.local import LocalStore
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import safeload
 from safeload.cli import main
 from safeload.numpy import save_file
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 SIGNED = DATA / "signatures"
 

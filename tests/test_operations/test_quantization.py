@@ -17,6 +17,8 @@ import safeload
 from safeload import QuantizedTensor, RangeError, load_quantized, quantization_error, quantize
 from safeload.numpy import load_file, save_file
 
+pytestmark = pytest.mark.any_python
+
 SCHEMES = ["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int16]
 

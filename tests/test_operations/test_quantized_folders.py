@@ -13,6 +13,8 @@ from safeload import FormatError, QuantizedTensor
 from safeload.formats.safetensors.quantized import KEY
 from safeload.numpy import load_file, save_file
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 NAME = "h.0.w.weight"
 WEIGHTS = {
     f"h.{k}.{n}.weight": np.random.default_rng(k).normal(size=(8, 256)).astype("f4") for k in range(2) for n in "wv"

@@ -15,6 +15,8 @@ import safeload
 from safeload import RangeError
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.no_core
+
 INDEX = "model.safetensors.index.json"
 SHARDS = 4
 LIMIT = {"max_shard_size": "17KB"}  # one of the tensors, 16 KiB each

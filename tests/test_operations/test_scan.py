@@ -29,6 +29,8 @@ from safeload.formats.unpickle import trace as tracing
 from safeload.formats.unpickle.trace import trace
 from safeload.numpy import save
 
+pytestmark = pytest.mark.no_core
+
 
 def call(name, argument="echo owned", protocol=0):
     """A pickle that calls a function with a text."""

@@ -24,6 +24,8 @@ from safeload.numpy import save_file
 from safeload.operations.measure.stats import _RECORD
 from safeload.operations.measure.stats_table import HISTOGRAM_EDGES
 
+pytestmark = pytest.mark.any_python
+
 SCALAR = lib.SL_TIER_SCALAR
 TIERS = pytest.mark.parametrize("tier", [tier for tier in available_tiers() if tier != SCALAR], ids=tier_name)
 REAL = [

@@ -7,7 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.quantized import FIXTURES, IN_GGUF, each_kind
+from builders.quantized import FIXTURES, IN_GGUF, each_kind, each_kind_with
 
 import safeload
 from safeload import QuantizedTensor, UnsupportedError
@@ -15,6 +15,8 @@ from safeload.checkpoint import codes_of
 from safeload.cli import main
 from safeload.numpy import save_file
 from safeload.packed.companions import IGNORED
+
+pytestmark = pytest.mark.no_core
 
 F8 = ml_dtypes.float8_e4m3fn
 X = "model.layers.0.mlp.down_proj"
@@ -56,8 +58,7 @@ SUFFIXES = [
 ]  # fmt: skip
 
 
-@each_kind(*IN_GGUF)
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@each_kind_with("suffix", {suffix: suffix for suffix in SUFFIXES}, *IN_GGUF)
 def test_a_family_that_does_not_read_a_companion_refuses_that_module_alone(fixture, suffix, tmp_path):
     path = tmp_path / "x"
     name = with_companion(fixture, path, suffix)

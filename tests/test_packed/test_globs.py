@@ -9,6 +9,8 @@ import pytest
 from safeload import UnsupportedError
 from safeload.packed.patterns import Globs
 
+pytestmark = pytest.mark.no_core
+
 ATOMS = ["a", "b", ".", "*", "?", "[ab]", "[!a]", "[a-c]", "[", "]", "**", "[]a]", "[!]a]", "\\", "[\\a]", "[^a]", "-"]
 
 

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from builders.quantized import FIXTURES, IN_GGUF, each_kind
+from builders.quantized import FIXTURES, IN_GGUF, each_kind_with
 
 import safeload
 import safeload.numpy
@@ -15,6 +15,8 @@ from safeload.checkpoint import codes_of
 from safeload.cli import main
 from safeload.packed.methods import METHODS
 from safeload.packed.quantization import quantization_of
+
+pytestmark = pytest.mark.no_core
 
 
 def changed(fixture, path, change):
@@ -49,8 +51,9 @@ def assert_refused(path, what, stored):
     assert main(["info", str(path)]) == 0
 
 
-@each_kind(*IN_GGUF, "bitnet_online")
-@pytest.mark.parametrize("value", [True, 2, "yes", [1], {"a": 1}], ids=["true", "2", "text", "list", "mapping"])
+@each_kind_with(
+    "value", {"true": True, "2": 2, "text": "yes", "list": [1], "mapping": {"a": 1}}, *IN_GGUF, "bitnet_online"
+)
 def test_a_key_that_no_writer_has_is_refused(fixture, value, tmp_path):
     path = tmp_path / "x"
     if not changed(fixture, path, lambda said: said.update(inverse_weight_scaling=value)):
@@ -64,8 +67,7 @@ def test_a_key_that_no_writer_has_is_refused(fixture, value, tmp_path):
         safeload.load(path, dtype="float32")
 
 
-@each_kind(*IN_GGUF)
-@pytest.mark.parametrize("value", [None, False, "", [], {}], ids=["null", "false", "no text", "no list", "no mapping"])
+@each_kind_with("value", {"null": None, "false": False, "no text": "", "no list": [], "no mapping": {}}, *IN_GGUF)
 def test_a_key_that_is_not_set_is_not_refused(fixture, value, tmp_path):
     if changed(fixture, tmp_path / "x", lambda said: said.update(inverse_weight_scaling=value)):
         assert_expected(tmp_path / "x", fixture)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.quantized import FIXTURES, IN_GGUF, each_kind, every_fixture
+from builders.quantized import FIXTURES, IN_GGUF, each_kind, each_kind_with, every_fixture
 
 import safeload
 from safeload import QuantizedTensor, TensorNotFoundError
@@ -55,8 +55,9 @@ def test_float32_is_what_the_reader_of_the_family_computes(fixture):
     is_expected(safeload.load(fixture.path, dtype="float32"), fixture)
 
 
-@any_fixture
-@pytest.mark.parametrize(("backend", "threads"), [("mmap", 3), ("pread", 1), ("pread", 3), ("direct", 3)])
+@each_kind_with(
+    "backend, threads", {"mmap": ("mmap", 3), "one": ("pread", 1), "pread": ("pread", 3), "direct": ("direct", 3)}
+)
 def test_backends_and_threads_change_no_value(fixture, backend, threads):
     is_expected(safeload.load(fixture.path, dtype="float32", backend=backend, threads=threads), fixture)
 
@@ -71,8 +72,7 @@ def is_expected(got, fixture):
         assert array.flags.aligned
 
 
-@any_fixture
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64], ids=["bf16", "f16", "f64"])
+@each_kind_with("dtype", {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f64": np.float64})
 def test_other_dtypes_are_float32_rounded_once(fixture, dtype):
     got, want = safeload.load(fixture.path, dtype=dtype), fixture.expected()
     with np.errstate(over="ignore"):
@@ -113,8 +113,7 @@ def test_progress_ends_with_everything(fixture):
 # ---- as they are stored ----
 
 
-@any_fixture
-@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
+@each_kind_with("backend", {backend: backend for backend in ("mmap", "pread", "direct")})
 def test_without_dtype_packed_tensors_hold_what_is_stored(fixture, backend):
     want, stored = fixture.expected(), fixture.stored()
     with safeload.open(fixture.path) as opened:

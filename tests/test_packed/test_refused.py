@@ -14,6 +14,8 @@ from safeload import UnsupportedError
 from safeload.numpy import save_file
 from safeload.packed.refused import REFUSALS
 
+pytestmark = pytest.mark.no_core
+
 P = "model.layers.0.mlp.up_proj"
 
 

@@ -11,6 +11,8 @@ from safeload import UnsupportedError
 from safeload.cli import main
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.no_core
+
 F16, F32, I16, I32, I8, U8 = np.float16, np.float32, np.int16, np.int32, np.int8, np.uint8
 
 # As the writers store a matrix of 64 rows and 128 columns: name, shape and dtype, of which the first are the codes.

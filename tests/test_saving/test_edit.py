@@ -168,6 +168,7 @@ def test_an_edit_of_a_file_that_is_its_own_source(path):
     np.testing.assert_array_equal(safeload.load(path)["copy"], np.arange(5.0))
 
 
+@pytest.mark.no_core
 def test_100000_changes_take_linear_time(tmp_path):
     count = 100_000
     safeload.save({f"t{k}": np.ones(1, np.int8) for k in range(count)}, tmp_path / "a.safetensors", durable=False)

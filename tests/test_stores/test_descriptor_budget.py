@@ -5,11 +5,15 @@ import sys
 
 import numpy as np
 import pytest
+from builders.thorough import part_of
 
 from safeload.numpy import save_file
 
 resource = pytest.importorskip("resource")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_NOFILE and /proc as Linux has them")
+pytestmark = [
+    pytest.mark.any_python,
+    pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_NOFILE and /proc as Linux has them"),
+]
 
 SHARDS = 120
 
@@ -151,8 +155,11 @@ def shards(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("limit", [64, 256])
-@pytest.mark.parametrize("case", CASES)
+# With few and with many to share; each case has one of them unless there is time.
+LIMITS = [(case, limit) for k, case in enumerate(CASES) for limit in part_of([64, 256], k, 2)]
+
+
+@pytest.mark.parametrize(("case", "limit"), LIMITS)
 def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_path):
     folder = tmp_path / "model"
     folder.symlink_to(shards)

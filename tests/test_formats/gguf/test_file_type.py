@@ -6,6 +6,8 @@ import pytest
 import safeload
 from safeload import gguf
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 KEY = "general.file_type"
 
 

@@ -13,6 +13,8 @@ from safeload import RangeError, UnsupportedError, gguf
 from safeload.formats.gguf import mixtures
 from safeload.formats.gguf.mixtures import ModelSizes
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 FIXTURES = DATA / "llama_quantize"
 TYPES = json.loads((FIXTURES / "types.json").read_text("utf-8"))
 FILES = json.loads((FIXTURES / "files.json").read_text("utf-8"))

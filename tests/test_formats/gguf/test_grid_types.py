@@ -14,6 +14,8 @@ import safeload
 from safeload import QuantizedTensor
 from safeload.base import dtypes
 
+pytestmark = pytest.mark.any_python
+
 PATH = DATA / "gguf" / "iq.gguf"
 
 

@@ -10,6 +10,8 @@ from safeload import FormatError, SafeloadError, gguf
 from safeload.formats.gguf import imatrix
 from safeload.operations.quantize.importance import read_importance, vector_for
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 
 def entry(name, calls, values):
     return struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, len(values)) + np.float32(values).tobytes()

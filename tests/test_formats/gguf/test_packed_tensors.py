@@ -14,6 +14,8 @@ import safeload
 from safeload import FormatError, QuantizedTensor, SafeloadError, UnsupportedError
 from safeload.gguf import save_file
 
+pytestmark = pytest.mark.any_python
+
 NVFP4 = peer.GGMLQuantizationType.NVFP4
 
 

@@ -8,6 +8,8 @@ import safeload
 
 gguf = pytest.importorskip("gguf")
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+
 # Methods of gguf-py's writer by the key that they write.
 METHODS = {
     "general.name": "add_name",

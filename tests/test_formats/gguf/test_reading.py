@@ -44,6 +44,7 @@ def blocks(kind, shape):
 # ---- metadata ----
 
 
+@pytest.mark.no_core
 @pytest.mark.parametrize("name", ["ggml-vocab-bert-bge.gguf", "ggml-vocab-phi-3.gguf"])
 def test_vocabularies_have_the_metadata_that_gguf_py_reads(name, shared):
     path = shared / "gguf" / name

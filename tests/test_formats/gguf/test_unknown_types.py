@@ -11,6 +11,8 @@ import safeload
 from safeload import FormatError, UnsupportedError
 from safeload.cli import main
 
+pytestmark = pytest.mark.any_python
+
 A, Z = np.arange(8, dtype=np.float32), np.arange(64, dtype=np.float32).reshape(8, 8)
 REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 36: "IQ4_NL_4_4", 38: "IQ4_NL_8_8"}
 SIZE = 608

@@ -15,6 +15,8 @@ from safeload.base import dtypes
 from safeload.engine.read.lazy import Lazy, LazyQuantized
 from safeload.formats.gguf.values import F32, F64, I8, I64, NUMBERS, U8, U16, U32
 
+pytestmark = pytest.mark.any_python
+
 VOCABULARIES = sorted((SHARED / "gguf").glob("*.gguf"))
 T = peer.GGUFValueType
 ELEMENTS = {

@@ -35,6 +35,8 @@ from builders.torch_build import (
 import safeload
 from safeload import ForbiddenError, FormatError, LimitError, TensorNotFoundError, UnsupportedError
 
+pytestmark = pytest.mark.no_core
+
 KEPT_INERT = "tensors_when_unknown_objects_are_kept_inert"
 
 
