@@ -18,6 +18,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..base.text import plural, show
@@ -158,7 +159,9 @@ class PickleFinder:
         elif head.startswith(b"\x89HDF"):
             yield from self._text(content, place, _LAMBDA, "a Keras Lambda layer, which holds code")
         if (
-            head[:4] != b"PK\x03\x04" and head[257:262] != b"ustar" and next(_directory(content), None) is not None
+            head[:4] != b"PK\x03\x04"
+            and head[257:262] != b"ustar"
+            and any(entries for _, entries in islice(_archives(content), 1))
         ):  # a file that is two at once
             yield from self._zip(content, place, level)
 
@@ -201,10 +204,10 @@ class PickleFinder:
         at, overlap = begin, 64
         beyond = begin  # no pickle before this offset is followed again
         while at < content.size:
-            self._searched += _CHUNK
+            data = content.read_at(at, _CHUNK + overlap)
+            self._searched += len(data)
             if self._searched > MAX_SEARCHED:
                 break
-            data = content.read_at(at, _CHUNK + overlap)
             for pattern in (_PROTOCOL, _TEXT_GLOBAL):
                 for match in pattern.finditer(data):
                     start = at + match.start()
@@ -286,21 +289,22 @@ class PickleFinder:
         return b"".join(chunks)[:room], fault
 
     def _zip(self, content: Readable, place: str, level: int) -> Iterator[PickleSite]:
-        """Enter the entries of a zip archive: those of its directory, and local headers between these."""
-        entries = {entry.at: entry for entry in _directory(content)}
+        """Enter the entries of a zip archive and of archives right before it: those of the directories, and others."""
+        archives = list(_archives(content))
         at = 0
-        names = [entry.name for entry in entries.values()]
-        storages = any(name.endswith(("data.pkl", ".data/version")) for name in names)
-        for begin in sorted(entries):
-            yield from self._between(content, place, level, at, begin)
-            entry, data, size = _local(content, entries[begin])
-            at = max(at, data + size)
-            if storages and _STORAGE.search(entry.name) and entry.method == 0:
-                continue  # the bytes of a tensor
-            yield from self._entry(ContentRange(content, data, size), place, level, entry)
-        end = _end_of_zip(content)
-        yield from self._between(content, place, level, at, content.size if end is None else end)
-        if end is None:
+        for end, entries in reversed(archives):
+            storages = any(entry.name.endswith(("data.pkl", ".data/version")) for entry in entries.values())
+            for begin in sorted(entries):
+                yield from self._between(content, place, level, at, begin)
+                entry, data, size = _local(content, entries[begin])
+                at = max(at, data + size)
+                if storages and _STORAGE.search(entry.name) and entry.method == 0:
+                    continue  # the bytes of a tensor
+                yield from self._entry(ContentRange(content, data, size), place, level, entry)
+            yield from self._between(content, place, level, at, end)
+            at = max(at, end)
+        if not archives:
+            yield from self._between(content, place, level, 0, content.size)
             yield PickleSite(place, 0, None, fault="the zip archive has no directory: it is cut or damaged")
 
     def _between(self, content: Readable, place: str, level: int, begin: int, end: int) -> Iterator[PickleSite]:
@@ -310,8 +314,8 @@ class PickleFinder:
         gap = ContentRange(content, begin, end - begin)
         at = 0
         while at < gap.size and self._searched <= MAX_SEARCHED:
-            self._searched += _CHUNK
             data = gap.read_at(at, _CHUNK + 4)
+            self._searched += len(data)
             for match in re.finditer(rb"PK\x03\x04", data):
                 if self._members > MAX_MEMBERS:
                     return
@@ -436,18 +440,33 @@ class ArchiveMember(NamedTuple):
     packed: int  # bytes
 
 
+def _archives(content: Readable) -> Iterator[tuple[int, dict[int, ArchiveMember]]]:
+    """Yield the archives in a content, the last one first: the offset of the end record, and the entries by offset.
+
+    Checkpoints of torch.distributed have an archive for each chunk, one right after another.
+    """
+    end, members = content.size, 0
+    while (record := _end_of_zip(ContentRange(content, 0, end))) is not None and members < MAX_MEMBERS:
+        entries = {entry.at: entry for entry in _directory(ContentRange(content, 0, end), record)}
+        yield record, entries
+        members += len(entries) + 1
+        end = min((begin for begin in entries if begin >= 0), default=record)
+        if end >= record:
+            return
+
+
 def _end_of_zip(content: Readable) -> int | None:
     """Return the offset of the last end record."""
+    last = content.size - 22
+    if last >= 0 and (record := content.read_at(last, 22)).startswith(b"PK\x05\x06") and record.endswith(b"\0\0"):
+        return last
     start = max(0, content.size - 22 - 0xFFFF)
     at = content.read_at(start, content.size - start).rfind(b"PK\x05\x06")
     return None if at < 0 else start + at
 
 
-def _directory(content: Readable) -> Iterator[ArchiveMember]:
-    """Iterate over the entries of the directory, as far as it can be read."""
-    end = _end_of_zip(content)
-    if end is None:
-        return
+def _directory(content: Readable, end: int) -> Iterator[ArchiveMember]:
+    """Iterate over the entries of the directory before an end record, as far as it can be read."""
     record = content.read_at(end, 22)
     if len(record) < 22:
         return
@@ -455,11 +474,13 @@ def _directory(content: Readable) -> Iterator[ArchiveMember]:
     first = end - size
     locator = content.read_at(max(0, end - 20), 20) if end >= 20 else b""
     if locator[:4] == b"PK\x06\x07":
-        at64 = struct.unpack_from("<Q", locator, 8)[0]
-        record64 = content.read_at(min(at64, content.size), 56)
-        if record64[:4] == b"PK\x06\x06" and len(record64) == 56:
-            size, offset = struct.unpack_from("<QQ", record64, 40)
-            first = at64 - size
+        # The locator counts from the begin of its archive, before which other bytes can lie.
+        for at64 in (end - 20 - 56, struct.unpack_from("<Q", locator, 8)[0]):
+            record64 = content.read_at(min(at64, content.size), 56) if at64 >= 0 else b""
+            if record64[:4] == b"PK\x06\x06" and len(record64) == 56:
+                size, offset = struct.unpack_from("<QQ", record64, 40)
+                first = at64 - size
+                break
     shift = first - offset if content.read_at(max(0, first), 4) == b"PK\x01\x02" and first >= 0 else 0
     at = first if shift else offset
     for _ in range(MAX_MEMBERS):

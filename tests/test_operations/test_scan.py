@@ -21,6 +21,7 @@ import zlib
 
 import numpy as np
 import pytest
+from builders.paths import ROOT
 
 import safeload
 from safeload.cli import main
@@ -463,6 +464,22 @@ def test_members_are_bounded(tmp_path, monkeypatch):
     report = scanned(tmp_path, "x.zip", zipped({f"{k}": b"x" for k in range(50)}))
     assert report.verdict == "unknown"
     assert "more than 10 members" in report.unreadable[-1][1]
+
+
+def test_archives_one_after_another_are_each_entered_once(tmp_path):
+    archive = zipped({f"archive/{name}": content for name, content in {"data.pkl": FINE, "data/0": EVIL}.items()})
+    report = scanned(tmp_path, "x.distcp", archive * 300)
+    assert (report.verdict, report.pickles, report.unreadable) == ("harmless", 300, [])
+    report = scanned(tmp_path, "x.distcp", archive * 100 + zipped({"archive/data.pkl": EVIL}) + archive * 100)
+    assert (report.verdict, report.pickles, report.unreadable) == ("dangerous", 201, [])
+
+
+@pytest.mark.parametrize("fixture", ["plain_4", "separate_2", "old_2", "safetensors_4"])
+def test_checkpoints_of_torch_distributed_are_harmless(fixture):
+    report = safeload.scan(ROOT / "tests" / "data" / "dcp" / fixture)
+    assert report.ok, report
+    with safeload.open(ROOT / "tests" / "data" / "dcp" / fixture) as opened:
+        assert 0 < report.pickles < 4 * (len(opened) + 10)
 
 
 def local_headers(count, method):

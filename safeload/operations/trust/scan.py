@@ -14,6 +14,7 @@ from ...base.text import plural, printable, show
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import SafeloadError, one_line
 from ...formats.contents import PickleFinder, PickleSite
+from ...formats.dcp.records import RECORDS
 from ...formats.opening import Paths
 from ...formats.torch.globals import ALLOWED
 from ...formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
@@ -26,6 +27,8 @@ from ...stores.remote import RemoteStore
 MAX_FINDINGS, _ROWS = 10_000, 8
 _READ = 1 << 16
 _HEAD = ("global", "verdict", "in", "why")
+# Globals that safeload reads pickles with: those of any pickle, and of the metadata of torch.distributed.checkpoint.
+_ALLOWED = {**ALLOWED, **RECORDS}
 
 
 class ScanFinding(NamedTuple):
@@ -264,7 +267,7 @@ def _judged(site: PickleSite, path: str) -> list[ScanFinding]:
         reason = "runs when the model is loaded"
         return [ScanFinding(path, site.place, site.offset, site.code, DANGEROUS, reason)] if site.code else []
     called = site.traced.called
-    judged = (judge(name, ALLOWED, called=name in called) for name in site.traced.names)
+    judged = (judge(name, _ALLOWED, called=name in called) for name in site.traced.names)
     return [
         ScanFinding(path, site.place, site.offset, show(name)[1:-1] if len(name) > 300 else name, verdict, reason)
         for name, verdict, reason in judged
