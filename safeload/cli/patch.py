@@ -28,7 +28,10 @@ def register(parser: Any) -> None:
     parser.add_argument("base", metavar="BASE", help="the old file, or its URL")
     parser.add_argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch")
     parser.add_argument(
-        "destination", metavar="DESTINATION", nargs="?", help="make: the patch; apply: the result, or none for BASE"
+        "destination",
+        metavar="DESTINATION",
+        nargs="?",
+        help="make: the patch; apply: the result; default: replace BASE",
     )
     parser.add_argument(
         "--no-check", action="store_true", help="apply: do not compare digests, which patches of TRL do not have"

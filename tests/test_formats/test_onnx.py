@@ -93,7 +93,9 @@ def test_graphs_in_nodes_have_their_names_and_constants_a_root():
     path = DATA / "nested.onnx"
     opened = safeload.open(path)
     assert list(opened) == ["choice.else_branch.w", "choice.then_branch.w", "a"]
-    assert opened.notes == ['Constant nodes have 3 tensors more: root="constants" opens these']
+    assert opened.notes == [
+        'Constant nodes hold 3 tensors that are not opened: pass root="constants" for these instead'
+    ]
     constants = safeload.open(path, root="constants")
     assert set(constants) == {"c", "choice.then_branch.then_c", "choice.else_branch.else_c"}
     assert constants["c"].tolist() == [0, 1, 2]

@@ -113,7 +113,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 def _notes(model: OnnxModel, request: OpenRequest) -> list[str]:
     if request.root is not None or not model.constants:
         return []
-    return [f'Constant nodes have {plural(len(model.constants), "tensor")} more: root="{CONSTANTS}" opens these']
+    count = plural(len(model.constants), "tensor")
+    return [f'Constant nodes hold {count} that are not opened: pass root="{CONSTANTS}" for these instead']
 
 
 class TensorPlacer:

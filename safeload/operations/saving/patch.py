@@ -19,7 +19,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.text import plural
+from ...base.text import plural, size
 from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, cut_traceback
@@ -59,7 +59,7 @@ class PatchReport(NamedTuple):
         >>> old = {"w": np.zeros(1000, np.float32)}
         >>> new = {"w": np.where(np.arange(1000) == 7, np.float32(1), old["w"])}
         >>> print(safeload.make_patch(old, new, "step-1.safetensors"))
-        1 of 1000 elements in 1 tensor changed: 8 bytes
+        1 of 1,000 elements in 1 tensor changed: 8 B
     """
 
     changed: int
@@ -70,8 +70,10 @@ class PatchReport(NamedTuple):
     result: str
 
     def __str__(self) -> str:
+        if not self.tensors:
+            return f"no change in {plural(self.elements, 'element')}"
         tensors = plural(self.tensors, "tensor")
-        return f"{self.changed} of {self.elements} elements in {tensors} changed: {self.nbytes} bytes"
+        return f"{self.changed:,} of {self.elements:,} elements in {tensors} changed: {size(self.nbytes)}"
 
 
 def make_patch(
@@ -130,8 +132,8 @@ def make_patch(
             tensors, report = difference.tensors, difference.report()
             header = changed.header
             tensors[HEADER] = np.frombuffer(header.rstrip(b" "), np.uint8)
-            size = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
-            facts = PatchFacts(VERSION, report.base, report.result, len(header), size, "")
+            total = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
+            facts = PatchFacts(VERSION, report.base, report.result, len(header), total, "")
             facts = facts._replace(digest=own_digest(DictSide(tensors, "patch"), facts))
             texts = {
                 "sparse": "True",
