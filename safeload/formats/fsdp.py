@@ -24,12 +24,12 @@ from typing import Any
 
 from ..base.messages import error_about
 from ..base.text import show
-from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
+from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ..stores.assembled import Box
 from .boxed import BoxedListing, assemble
 from .rank_files import RankFile, open_rank
 from .registry import Candidate, Content, OpenRequest
-from .torch.flatten import Tree
+from .torch.flatten import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .torch.globals import PickledTensor
 from .unpickle.machine import Foreign, Inert, describe
 
@@ -42,6 +42,8 @@ _KNOWN = re.compile(
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 # Levels of dicts in a state dict.
 MAX_DEPTH = 64
+# Values that a pickle of any size can have; others take a byte at least.
+VALUES_FREE = 10_000
 
 
 def rank_files(names: Sequence[str]) -> list[str]:
@@ -121,22 +123,42 @@ def _join(
                 boxes[name] += listing.boxes
     if root is not None and not tensors:
         raise error_about(TensorNotFoundError, f"no container {show(root)} with tensors", path=path)
-    return tensors, Tree(rest, path, ranks[0].pickled.size).metadata()
+    tree = Tree(rest, path, ranks[0].pickled.size)
+    inner = next(tree.tensors(), None)
+    if inner is not None:
+        text = "is in a list or another object, where safeload does not look for parts of tensors"
+        raise error_about(UnsupportedError, text, path=ranks[0].file.path, tensor=inner[0])
+    return tensors, tree.metadata()
 
 
 def _items(value: dict[Any, Any], rank: RankFile, root: str | None) -> Iterator[tuple[str, Any]]:
     """Iterate over dotted names and values, below a container."""
     waiting: list[tuple[str, Any, int]] = [("", value, 0)]
     prefix = "" if root is None else f"{root}."
+    values = text = 0
     while waiting:
         name, item, depth = waiting.pop()
-        if type(item) is dict and (item or not depth) and depth <= MAX_DEPTH:
+        if type(item) is dict and (item or not depth):
+            values, text = values + len(item), text + len(item) * (len(name) + 1)
+            _check_limits(depth, values, text, rank)
             for key, child in reversed(item.items()):
                 if type(key) is not str and type(key) is not int:
                     raise FormatError(f"a name must be text, got {describe(key)}", rank.file.path)
                 waiting.append((f"{name}.{key}" if depth else str(key), child, depth + 1))
         elif name.startswith(prefix):
             yield name[len(prefix) :], item
+
+
+def _check_limits(depth: int, values: int, text: int, rank: RankFile) -> None:
+    """Refuse dicts that are nested too deep, and shared dicts, each of which is unfolded wherever it occurs."""
+    size = rank.pickled.size
+    for count, limit, unit in (
+        (depth, MAX_DEPTH, "levels of dicts"),
+        (values, VALUES_FREE + size, "values when shared dicts are unfolded"),
+        (text, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE, "characters in the names of values"),
+    ):
+        if count > limit:
+            raise error_about(LimitError, f"the pickle has more than {limit:,} {unit}", path=rank.file.path)
 
 
 def _is_sharded(value: Any) -> bool:

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import shutil
+import zipfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import safeload
 from safeload.errors import (
     ForbiddenError,
     FormatError,
+    LimitError,
     MissingShardError,
     SafeloadError,
     TensorNotFoundError,
@@ -135,7 +137,13 @@ def two(first=None, **spec):
 
 ONE = WHOLE[:2].copy()
 ORDER = (Call(Ref("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry"), 0, (1, 0)),)
+NESTED = {}
+for _ in range(66):
+    NESTED = {"a": NESTED or 1}
+PART = dtensor(ONE, (2, 3), ["r"], (2,), (0,))
 FAULTS = {
+    "too deep": (two(NESTED), LimitError, "more than 64 levels of dicts"),
+    "in a list": (two({"a": [1, PART]}), UnsupportedError, "in a list or another object"),
     "two values of a name": (two({1: dtensor(ONE, (2, 3), ["r"], (2,), (0,)), "1": 5}), FormatError, "named 'w.1'"),
     "strided": (two(dtensor(ONE, (4, 3), ["s0"], (2,), (0,))), UnsupportedError, "placed as '_StridedShard' of axis 0"),
     "another axis": (two(dtensor(ONE, (4, 3), ["2"], (2,), (0,))), UnsupportedError, "'Shard' of axis 2"),
@@ -163,6 +171,19 @@ FAULTS = {
         r"is F32 \[3\] here, but F32 \[2\] in another file",
     ),
 }
+
+
+def test_shared_dicts_are_a_limit(tmp_path):
+    shared = b"}X\1\0\0\0xK\1s"  # {"x": 1}, and 40 times a dict that has the last one twice
+    pickled = b"\x80\2" + shared
+    for k in range(40):
+        get = b"j" + k.to_bytes(4, "little")
+        pickled += b"r" + get[1:] + b"0}(X\1\0\0\0a" + get + b"X\1\0\0\0b" + get + b"u"
+    with zipfile.ZipFile(tmp_path / "model_world_size_1_rank_0.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", pickled + b".")
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(LimitError, match="values when shared dicts are unfolded"):
+        safeload.open(tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

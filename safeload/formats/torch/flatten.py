@@ -33,7 +33,7 @@ MAX_NAME_TEXT = 100_000_000
 BYTES_A_TENSOR = 8
 MAX_NAME_TEXT_A_BYTE = 20
 # Tensors and characters that a pickle of any size can have.
-_TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
+_TENSORS_FREE, NAME_TEXT_FREE = 10_000, 1_000_000
 
 # Containers of up to this many scalars are not remembered, but scanned again in each container that holds them.
 _FLAT = 4
@@ -101,7 +101,7 @@ class Tree:
             (MAX_VALUES, "values when shared containers are unfolded"),
             (min(MAX_TENSORS, _TENSORS_FREE + size // BYTES_A_TENSOR), "names of tensors"),
             (
-                min(MAX_NAME_TEXT, _NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE),
+                min(MAX_NAME_TEXT, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE),
                 "characters in the names of tensors",
             ),
         )
