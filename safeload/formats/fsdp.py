@@ -18,6 +18,7 @@ The file of process 0 stands for all files.
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
-from ..stores.assembled import Box
+from ..stores.assembled import MAX_RANK, Box
 from .boxed import BoxedListing, assemble
 from .rank_files import RankFile, open_rank
 from .registry import Candidate, Content, OpenRequest
@@ -104,14 +105,18 @@ def _join(
     rest: dict[str, Any] = {}
     for number, rank in enumerate(ranks):
         names: set[str] = set()
+        parts, limit = 0, VALUES_FREE + rank.pickled.size
         for name, value in _items(rank.value, rank, root):
             if name in names:
                 raise FormatError(f"two values are named {show(name)}", rank.file.path)
             names.add(name)
-            parts = list(_parts(name, value, rank))
-            if not parts and not number and not _is_sharded(value):
+            if not number and not _is_sharded(value):
                 rest[name] = value
-            for listing in parts:
+            for listing in _parts(name, value, rank):
+                parts += 1
+                if parts > limit:  # each takes a byte at least, unless tensors share a list
+                    text = f"with {show(name)} its tensors have more than {limit:,} parts"
+                    raise error_about(LimitError, text, path=rank.file.path)
                 record = tensors.get(name)
                 if record is None:
                     boxes[name] = []
@@ -187,19 +192,18 @@ def _kind(value: Any) -> str:
     return str(value.name.rpartition(".")[2]) if type(value) in (Inert, Foreign) else ""
 
 
-def _state(value: Any) -> dict[Any, Any]:
-    """Return the attributes of a placeholder or of a state: dicts, or tuples of a dict and of slots."""
+def _state(value: Any) -> Mapping[Any, Any]:
+    """Return the attributes of a placeholder or of a state: a dict, or a tuple of a dict and of slots."""
     state = value.state if type(value) is Inert else value
-    merged: dict[Any, Any] = {}
-    for part in state if type(state) is tuple else (state,):
-        if type(part) is dict:
-            merged.update(part)
-    return merged
+    parts = state[1::-1] if type(state) is tuple else (state,)
+    dicts = [part for part in parts if type(part) is dict]
+    return dicts[0] if len(dicts) == 1 else ChainMap(*dicts)  # not copied: tensors can share a large state
 
 
 def _shape(value: Any, name: str, rank: RankFile) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
-        text = f": a shape or position must be numbers, got {describe(value)}"
+    valid = isinstance(value, (tuple, list)) and len(value) <= MAX_RANK
+    if not valid or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        text = f": a shape or position must be up to {MAX_RANK} numbers, got {describe(value)}"
         raise error_about(FormatError, text, path=rank.file.path, tensor=name)
     return tuple(value)
 
@@ -241,7 +245,7 @@ def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
 def _mesh_sizes(mesh: Mapping[Any, Any], name: str, rank: RankFile) -> tuple[int, ...]:
     """Return the number of processes along each axis of a mesh."""
     layout = _state(mesh.get("_layout"))
-    if "axes" in layout and isinstance(layout["axes"], (tuple, list)):
+    if "axes" in layout and isinstance(layout["axes"], (tuple, list)) and len(layout["axes"]) <= MAX_RANK:
         axes = [_state(axis).get("shape") for axis in layout["axes"]]
     elif "shape" in layout:
         axes = list(layout["shape"]) if isinstance(layout["shape"], (tuple, list)) else [layout["shape"]]
@@ -254,9 +258,14 @@ def _mesh_sizes(mesh: Mapping[Any, Any], name: str, rank: RankFile) -> tuple[int
 
 def _check_order(order: Any, name: str, rank: RankFile) -> None:
     """Refuse an order of placements other than from left to right."""
-    for entry in order if isinstance(order, (tuple, list)) else ():
-        axes = entry.args[1] if type(entry) is Inert and len(entry.args) == 2 else None
-        if not isinstance(axes, tuple) or any(type(axis) is not int for axis in axes) or list(axes) != sorted(axes):
+    for entry in order[: MAX_RANK + 1] if isinstance(order, (tuple, list)) else ():
+        axes = entry.args[1] if type(entry) is Inert and len(entry.args) == 2 and len(order) <= MAX_RANK else None
+        if (
+            not isinstance(axes, tuple)
+            or len(axes) > MAX_RANK
+            or any(type(axis) is not int for axis in axes)
+            or list(axes) != sorted(axes)
+        ):
             text = "divides an axis in another order than its mesh, which safeload does not join"
             raise error_about(UnsupportedError, text, path=rank.file.path, tensor=name)
 

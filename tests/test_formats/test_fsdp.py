@@ -142,6 +142,7 @@ for _ in range(66):
     NESTED = {"a": NESTED or 1}
 PART = dtensor(ONE, (2, 3), ["r"], (2,), (0,))
 FAULTS = {
+    "long positions": (two(dtensor(ONE, (4, 3), ["0"], (2,), (0,) * 32)), FormatError, "up to 31 numbers"),
     "too deep": (two(NESTED), LimitError, "more than 64 levels of dicts"),
     "in a list": (two({"a": [1, PART]}), UnsupportedError, "in a list or another object"),
     "two values of a name": (two({1: dtensor(ONE, (2, 3), ["r"], (2,), (0,)), "1": 5}), FormatError, "named 'w.1'"),
@@ -158,7 +159,7 @@ FAULTS = {
         "but F32 .* in another file",
     ),
     "huge": (two(dtensor(ONE, (1 << 61, 3), ["0"], (2,), (0,))), FormatError, "should have"),
-    "negative": (two(dtensor(ONE, (-4, 3), ["0"], (2,), (0,))), FormatError, "must be numbers"),
+    "negative": (two(dtensor(ONE, (-4, 3), ["0"], (2,), (0,))), FormatError, "must be up to 31 numbers"),
     "no mesh": (two(mesh=None), UnsupportedError, "mesh of unknown size"),
     "no placements": (two(placements=None), FormatError, "placements on a mesh"),
     "no tensor": (two(Call(Ref("torch._tensor", "_rebuild_from_type_v2"), 1, 2, 3)), UnsupportedError, "does not know"),

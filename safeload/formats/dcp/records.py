@@ -22,7 +22,8 @@ from ...base.messages import error_about
 from ...base.paths import is_bare
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError, LimitError, UnsupportedError
+from ...stores.assembled import MAX_RANK
 from ..torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from ..torch.legacy_file import pickle_at
 from ..unpickle.machine import Built, Fault, Global, describe
@@ -152,15 +153,17 @@ def describe_all(files: Iterable[WeightFile], inert: bool) -> Description:
     for file in files:
         record, pickled = read_records(file, inert)
         whole.named_globals.update(dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False))
-        _RecordReader(file.path, whole).add(record)
+        _RecordReader(file.path, pickled.size, whole).add(record)
     return whole
 
 
 class _RecordReader:
     """Adds the records of a file to a description."""
 
-    def __init__(self, path: str, into: Description) -> None:
+    def __init__(self, path: str, size: int, into: Description) -> None:
         self._path = path
+        self._size = size  # bytes of the pickle
+        self._chunks = 0
         self._into = into
 
     def add(self, record: Record) -> None:
@@ -224,6 +227,11 @@ class _RecordReader:
         chunks = fields.get("chunks")
         if not isinstance(chunks, (list, tuple)):
             raise self._fault(name, f"chunks must be a list, got {describe(chunks)}")
+        self._chunks += len(chunks)
+        if self._chunks > self._size:  # each takes a byte at least, unless tensors share a list
+            raise error_about(
+                LimitError, f"with {show(name)} its tensors have more than {self._size:,} chunks", path=self._path
+            )
         record = self._into.tensors.setdefault(name, TensorRecord(row, shape, []))
         if (record.row, record.shape) != (row, shape):
             text = f"is {row.code} {list(shape)} here, but {record.row.code} {list(record.shape)} in another file"
@@ -263,6 +271,9 @@ class _RecordReader:
         return value
 
     def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
+        if isinstance(values, (tuple, list)) and len(values) > MAX_RANK:
+            text = f": {label} has {len(values):,} axes, more than {MAX_RANK}"
+            raise error_about(LimitError, text, path=self._path, tensor=name)
         if not isinstance(values, (tuple, list)) or any(type(value) is not int for value in values):
             raise self._fault(name, f"{label} must be integers, got {describe(values)}")
         if any(not 0 <= value < 1 << 62 for value in values):

@@ -33,7 +33,7 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
-from ...stores.assembled import Box
+from ...stores.assembled import MAX_RANK, Box
 from ..boxed import BoxedListing, assemble
 from ..rank_files import RankFile, open_rank
 from ..registry import Candidate, Content, OpenRequest
@@ -138,10 +138,14 @@ class _Zero:
         if root is not None:
             text = f"no container {show(root)}; containers: module"
             raise error_about(TensorNotFoundError, text, path=self._path)
-        groups = [self._shapes(shapes) for shapes in self._model.field("param_shapes", (list, tuple))]
-        trained = {name: shape for shapes in groups for name, shape in shapes.items()}
-        if len(trained) != sum(map(len, groups)):
-            raise FormatError("two groups of param_shapes have a parameter of the same name", self._model.file.path)
+        groups: list[dict[str, tuple[int, ...]]] = []
+        trained: set[str] = set()
+        for fields in self._model.field("param_shapes", (list, tuple)):
+            shapes = self._shapes(fields)
+            if not trained.isdisjoint(shapes):
+                raise FormatError("two groups of param_shapes have a parameter of the same name", self._model.file.path)
+            groups.append(shapes)
+            trained.update(shapes)
         shared = self._model.value.get("shared_params") or {}
         if type(shared) is not dict or any(type(name) is not str for pair in shared.items() for name in pair):
             raise FormatError(f"shared_params must map names to names, got {describe(shared)}", self._model.file.path)
@@ -168,8 +172,8 @@ class _Zero:
         if type(shapes) is not dict:
             raise FormatError(f"shapes must be a dict, got {describe(shapes)}", self._model.file.path)
         for name, shape in shapes.items():
-            valid = isinstance(shape, (tuple, list)) and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
-            if type(name) is not str or not valid:
+            valid = isinstance(shape, (tuple, list)) and len(shape) <= MAX_RANK
+            if type(name) is not str or not valid or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape):
                 text = f"shape {describe(shape)} of parameter {describe(name)} is malformed"
                 raise FormatError(text, self._model.file.path)
         return {name: tuple(shape) for name, shape in shapes.items()}
