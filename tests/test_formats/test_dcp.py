@@ -463,10 +463,10 @@ def test_a_file_cut_or_missing_is_an_error_and_never_another_value(fixture, tmp_
     for source in sorted((DATA / fixture).iterdir()):
         content = source.read_bytes()
         sizes = sorted({0, 1, len(content) // 2, len(content) - 1, *map(int, rng.integers(0, len(content), 4))})
-        for size in [None, *sizes]:
+        for nbytes in [None, *sizes]:
             folder = tmp_path / "cut"
             shutil.copytree(DATA / fixture, folder)
-            (folder / source.name).unlink() if size is None else (folder / source.name).write_bytes(content[:size])
+            (folder / source.name).unlink() if nbytes is None else (folder / source.name).write_bytes(content[:nbytes])
             try:
                 with safeload.open(folder) as opened:
                     arrays = opened.load()
@@ -474,8 +474,8 @@ def test_a_file_cut_or_missing_is_an_error_and_never_another_value(fixture, tmp_
             except (SafeloadError, FileNotFoundError):
                 pass
             else:  # of sharded safetensors a missing last shard of rows goes unnoticed, and so does a whole tensor's
-                assert size is None or size == len(content) or all(equal(a, want[n]) for n, a in arrays.items())
-                assert size is not None or fixture.startswith(("hf", "separate"))
+                assert nbytes is None or nbytes == len(content) or all(equal(a, want[n]) for n, a in arrays.items())
+                assert nbytes is not None or fixture.startswith(("hf", "separate"))
             shutil.rmtree(folder)
 
 
@@ -558,7 +558,7 @@ def test_chunks_that_tensors_share_are_limited_by_the_pickle(tmp_path):
     about = record("TensorStorageMetadata", fields)
     metadata = {"state_dict_metadata": {f"t{k}": about for k in range(500)}, "storage_data": {}, "planner_data": None}
     (tmp_path / ".metadata").write_bytes(dump(record("Metadata", metadata), 4))
-    with pytest.raises(LimitError, match="its tensors have more than .* chunks"):
+    with pytest.raises(LimitError, match=r"its tensors have more than .* chunks"):
         safeload.open(tmp_path / ".metadata", format="dcp")
 
 
