@@ -9,8 +9,9 @@ r"""Tar archives, such as NeMo's ``.nemo``: find the members, which are then rea
 4. Kinds: "0", NUL and "7" are files, "5" folders. "x" describes the next member and "g" all following ones in records
    ``LENGTH KEY=VALUE\n`` (pax), of which ``path`` and ``size`` replace fields. "L" holds the name of the next member
    and "K" the name of its link (GNU).
-5. Refused by name: links, devices, sparse members ("S", or keys ``GNU.sparse.*``), volumes of an archive ("M"), names
-   that are absolute or lead out of the archive, two members of one name. Readers disagree about them, or follow them.
+5. Refused by name: links, devices, sparse members ("S", or keys ``GNU.sparse.*``), volumes of an archive ("M"), folders
+   with a size, names that are absolute or lead out of the archive, two members of one name. Readers disagree about
+   them, or follow them.
 6. Compressed archives are refused: no member could be read without unpacking all bytes before it.
 """
 
@@ -93,6 +94,11 @@ def _members(file: WeightFile) -> Iterator[tuple[str, Member]]:
             text = f"tar member {show(header.name)} is of the unknown kind {show(header.kind.decode('latin-1'))}"
             raise error_about(UnsupportedError, text, path=file.path)
         is_folder = header.kind == _FOLDER
+        if is_folder and header.size:
+            text = (
+                f"the tar member {show(header.name)} is a folder of {header.size:,} bytes: readers disagree about these"
+            )
+            raise FormatError(text, file.path, header.at)
         if name in seen and not (is_folder and seen[name]):
             raise FormatError(f"two tar members are named {show(name)}", file.path, header.at)
         seen[name] = is_folder

@@ -375,6 +375,16 @@ def test_too_many_members_are_refused(tmp_path, monkeypatch):
         safeload.open(path)
 
 
+def test_a_folder_with_a_size_is_refused(tmp_path):
+    data = plain_tar(tmp_path)[1]
+    header = bytearray(data[:512])
+    header[:100], header[124:136], header[156:157] = b"d".ljust(100, b"\0"), b"%011o\0" % 512, b"5"
+    path = tmp_path / "folder.tar"
+    path.write_bytes(bytes(with_checksum(header)) + data)  # a member of this folder, or one that is skipped?
+    with pytest.raises(FormatError, match="is a folder of 512 bytes"):
+        safeload.open(path)
+
+
 def test_a_long_description_is_refused(tmp_path):
     data = bytearray(plain_tar(tmp_path)[1])
     header = bytearray(data[:512])

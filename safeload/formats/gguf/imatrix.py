@@ -97,8 +97,8 @@ def of_gguf(path: str, tensors: Mapping[str, Array], metadata: Mapping[Any, Any]
     datasets = metadata[_DATASETS]
     texts = tuple(map(str, datasets)) if isinstance(datasets, (list, tuple, np.ndarray)) else ()
     chunks = metadata[_CHUNK_COUNT]
-    if isinstance(chunks, bool) or not hasattr(chunks, "__index__"):
-        raise FormatError(f"{_CHUNK_COUNT} must be an integer, got {show(chunks)}", path)
+    if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or not 0 <= chunks < 1 << 32:
+        raise FormatError(f"{_CHUNK_COUNT} must be an unsigned integer of 32 bits, got {show(chunks)}", path)
     return checked(path, vectors, texts, int(chunks))
 
 

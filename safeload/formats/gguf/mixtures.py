@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...base.messages import error_about
 from ...base.scheme import SCHEMES
 from ...base.text import nearest, show
 from ...errors import UnsupportedError
@@ -394,11 +395,8 @@ class _Chooser:
         if kind in (_UP, _GATE, _DOWN) and self._sizes.experts > 1:
             index = _layer_of(name, -1)
             if not 0 <= index < layers:
-                raise UnsupportedError(
-                    f"tensor {show(name)} is in none of the {layers} layers, but llama.cpp's file types depend on the "
-                    "layer of an expert's tensor",
-                    tensor=name,
-                )
+                text = f"is in none of the {layers} layers, but llama.cpp's file types depend on the layer of an "
+                raise error_about(UnsupportedError, f"{text}expert's tensor", tensor=name)
         return index, layers
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ...base import dtypes, log, packing
 from ...base.arrays import Array, foreign_order
 from ...base.gc_pause import paused
+from ...base.messages import error_about
 from ...base.packing import MLX, Part
 from ...base.preset import PRESETS
 from ...base.scheme import SCHEMES, usual_axis
@@ -371,7 +372,8 @@ class Maker:
             return self._kept(source, tensor)
         row = tensor.row if decision.dtype is None else dtypes.BY_CODE[decision.dtype]
         if row.packed:
-            raise UnsupportedError(f"tensor {show(source)} is {row.code}, which NumPy does not support: pass dtype=")
+            text = f"is {row.code}, which NumPy does not support: pass dtype="
+            raise error_about(UnsupportedError, text, tensor=source)
         dtype, shape = dtypes.array_dtype(row.number), tensor.shape
         staged = self._staged(source, decision.dtype, row)
         return Lazy(dtype, shape, lambda: self._read(source, dtype, shape, row), staged)
@@ -517,9 +519,8 @@ class Maker:
         kind = packed.packing if packed is not None else None if value is None else value.packing
         assert kind is not None
         if self._format != SAFETENSORS and (self._format, kind.family) != ("gguf", packing.GGUF):
-            raise UnsupportedError(
-                f"tensor {show(name)} is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
-            )
+            text = f"is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
+            raise error_about(UnsupportedError, text, tensor=name)
         if packed is not None:  # read in chunks, never mapped
             lazy = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
             return LazyPacked(packed.packing, packed.names(name), lazy)

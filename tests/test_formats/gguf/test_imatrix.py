@@ -111,7 +111,14 @@ def test_damaged_files_are_refused(folder, content, message):
         ({"w.in_sum2": [[1.0]], "w.counts": [[np.inf]]}, METADATA, "a count of 'w' is not finite"),
         ({"w.in_sum2": [[np.inf]], "w.counts": [[1.0]]}, METADATA, "importance of 'w' is inf at 0"),
         ({"w.in_sum2": [[1.0]], "w.counts": [[1.0]]}, {}, "the metadata has no imatrix.datasets"),
-        ({"w.in_sum2": [[1.0]], "w.counts": [[1.0]]}, METADATA | {"imatrix.chunk_count": "2"}, "must be an integer"),
+        *(
+            (
+                {"w.in_sum2": [[1.0]], "w.counts": [[1.0]]},
+                METADATA | {"imatrix.chunk_count": count},
+                "must be an unsigned",
+            )
+            for count in ("2", -1, np.int64(1 << 32), np.array([1, 2], np.uint32))
+        ),
     ],
 )
 def test_files_that_are_no_matrix_are_refused(folder, tensors, metadata, message):
