@@ -29,6 +29,7 @@ extern const sl_kernel sl_quant_kernels_avx512[];
 extern const sl_kernel sl_quant_kernels_neon[];
 extern const sl_kernel sl_quant_k_kernels_scalar[]; /* super-blocks: quant_k.h */
 extern const sl_kernel sl_quant_k_kernels_avx2[];
+extern const sl_kernel sl_quant_k_kernels_avx512[];
 extern const sl_kernel sl_quant_k_kernels_neon[];
 extern const sl_kernel sl_dequant_kernels_scalar[]; /* blocks to f32: dequant.h */
 extern const sl_kernel sl_dequant_kernels_avx2[];

@@ -1,7 +1,7 @@
 /* Quantization. Scalar C is the reference; every other tier produces the same bits.
  *
- * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0; to SL_Q4_1,
- * SL_Q5_0, SL_Q5_1, SL_TQ1_0 and SL_TQ2_0 (ggml's rounding) in scalar C only; to SL_Q2_K, ... SL_Q6_K (quant_k.h); to
+ * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX; to SL_Q4_0, SL_Q4_1, SL_Q5_0, SL_Q5_1, SL_Q8_0,
+ * SL_TQ1_0 and SL_TQ2_0 with ggml's rounding; to SL_Q2_K, ... SL_Q6_K (quant_k.h); to
  * SL_IQ4_NL, SL_IQ4_XS and SL_MXFP4 (quant_blocks.h). Dequantization is in dequant.h. Each block of SL_QK elements has
  * its own scale d, an f16. d is NaN or infinite if and only if an element is, or the scale does not fit into f16; for
  * SL_MXFP4 the exponent is SL_E8M0_NAN. sl_blocks_finite finds such blocks, and their codes are meaningless.
@@ -114,6 +114,7 @@ typedef struct sl_weighted_kernel {
 
 extern const sl_weighted_kernel sl_weighted_scalar[];
 extern const sl_weighted_kernel sl_weighted_avx2[];
+extern const sl_weighted_kernel sl_weighted_avx512[];
 extern const sl_weighted_kernel sl_weighted_neon[];
 
 extern const sl_quant sl_quant_scalar;

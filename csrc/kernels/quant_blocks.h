@@ -1,82 +1,56 @@
-/* Quantization to ggml's types with blocks of 32, for the tiers; see quant_runs.h. Eight blocks are quantized at a
- * time, each in a lane. Types without importance are in quant_scalar.c. */
+/* Quantization to ggml's types with blocks of 32, for the tiers; see quant_runs.h. LANES blocks are quantized at a
+ * time, each in a lane. Without importance, other types are in quant_scalar.c, quant_avx2.c and so on. */
 #ifndef SL_QUANT_BLOCKS_H
 #define SL_QUANT_BLOCKS_H
 
 #include "kernels/quant_runs.h"
 
-#define EIGHT (LANES * SL_QK) /* elements of eight blocks */
-
-/* Eight blocks; missing blocks are zeros. */
-typedef struct eight_blocks {
-    const uint8_t *x;
-    const float *importance; /* NULL: none */
-    size_t count;
-    uint8_t padded[4 * EIGHT];
-    float padded_importance[EIGHT];
-} eight_blocks;
-
-SL_INLINE void take_eight(eight_blocks *self, const void *row, const float *importance, size_t first, size_t count) {
-    size_t left = (count - first) / SL_QK;
-    self->x = (const uint8_t *)row + 4 * first;
-    self->importance = importance == NULL ? NULL : importance + first;
-    self->count = left < LANES ? left : LANES;
-    if (left >= LANES) return;
-    memset(self->padded, 0, sizeof self->padded);
-    memcpy(self->padded, self->x, 4 * SL_QK * left);
-    self->x = self->padded;
-    if (importance == NULL) return;
-    memset(self->padded_importance, 0, sizeof self->padded_importance);
-    memcpy(self->padded_importance, self->importance, sizeof(float) * SL_QK * left);
-    self->importance = self->padded_importance;
-}
-
 /* Returns true if the block has no NaN or infinity. */
 SL_INLINE bool block_finite(const uint8_t *x) { return sl_quant_scalar.absmax_f32(x, SL_QK) < SL_F32_INFINITY; }
 
-/* ---- with importance: codes and scales of eight blocks ---- */
+/* ---- with importance: codes and scales of a group of blocks ---- */
 
-typedef struct eight_results {
-    uint8_t codes[EIGHT];
+typedef struct group_results {
+    uint8_t codes[GROUP];
     float scales[LANES], minima[LANES];
-} eight_results;
+} group_results;
 
-TARGET SL_INLINE void quantize_linear(const eight_blocks *blocks, float mean, float most, eight_results *out) {
+TARGET SL_INLINE void quantize_linear(const run_group *blocks, float mean, float most, group_results *out) {
     lanes x[SL_QK], weights[SL_QK], codes[SL_QK];
     transposed(blocks->x, SL_QK, x);
-    weigh(x, blocks->importance, SL_QK, mean, weights);
+    weigh(x, blocks->importance, SL_QK, all_of(mean), weights);
     put(out->scales, find_linear(x, weights, SL_QK, most, codes));
     put_codes(codes, SL_QK, out->codes);
 }
 
-TARGET SL_INLINE void quantize_range(const eight_blocks *blocks, float mean, const search *how, eight_results *out) {
+TARGET SL_INLINE void quantize_range(const run_group *blocks, float mean, search how, group_results *out) {
     lanes x[SL_QK], weights[SL_QK];
     affine_runs found;
     transposed(blocks->x, SL_QK, x);
-    weigh(x, blocks->importance, SL_QK, mean, weights);
+    weigh(x, blocks->importance, SL_QK, all_of(mean), weights);
     find_affine(x, weights, how, &found);
     put(out->scales, found.scale);
     put(out->minima, found.minimum);
     put_codes(found.codes, SL_QK, out->codes);
 }
 
-SL_INLINE void store_q4_0(sl_q4_0 *block, const eight_results *found, size_t k) {
+SL_INLINE void store_q4_0(sl_q4_0 *block, const group_results *found, size_t k) {
     store_scale(block->d, found->scales[k]);
     store_nibbles(found->codes + SL_QK * k, block->codes);
 }
 
-SL_INLINE void store_q4_1(sl_q4_1 *block, const eight_results *found, size_t k) {
+SL_INLINE void store_q4_1(sl_q4_1 *block, const group_results *found, size_t k) {
     store_scale(block->d, found->scales[k]);
     store_scale(block->m, found->minima[k]);
     store_nibbles(found->codes + SL_QK * k, block->codes);
 }
 
-SL_INLINE void store_q5_0(sl_q5_0 *block, const eight_results *found, size_t k) {
+SL_INLINE void store_q5_0(sl_q5_0 *block, const group_results *found, size_t k) {
     store_scale(block->d, found->scales[k]);
     store_five_bits(found->codes + SL_QK * k, block->high, block->codes);
 }
 
-SL_INLINE void store_q5_1(sl_q5_1 *block, const eight_results *found, size_t k) {
+SL_INLINE void store_q5_1(sl_q5_1 *block, const group_results *found, size_t k) {
     store_scale(block->d, found->scales[k]);
     store_scale(block->m, found->minima[k]);
     store_five_bits(found->codes + SL_QK * k, block->high, block->codes);
@@ -90,19 +64,19 @@ static const search SEARCH_Q5_1 = {SL_QK, 31.0f, -0.9f, 0.05f, 36, false};
     TARGET static void WEIGHTED(type)(const void *row, const float *importance, void *out, size_t count) { \
         sl_##type *blocks = out;                                                                           \
         float mean = squares_of(row, count) / (float)count;                                                \
-        for (size_t first = 0; first < count; first += EIGHT) {                                            \
-            eight_blocks eight;                                                                            \
-            eight_results found;                                                                           \
-            take_eight(&eight, row, importance, first, count);                                             \
+        for (size_t first = 0; first < count; first += GROUP) {                                            \
+            run_group group;                                                                               \
+            group_results found;                                                                           \
+            take_runs(&group, row, importance, first, count);                                              \
             quantize;                                                                                      \
-            for (size_t k = 0; k < eight.count; k++) store_##type(&blocks[first / SL_QK + k], &found, k);  \
+            for (size_t k = 0; k < group.count; k++) store_##type(&blocks[first / SL_QK + k], &found, k);  \
         }                                                                                                  \
     }
 
-DEFINE_WEIGHTED(q4_0, quantize_linear(&eight, mean, 8.0f, &found))
-DEFINE_WEIGHTED(q4_1, quantize_range(&eight, mean, &SEARCH_Q4_1, &found))
-DEFINE_WEIGHTED(q5_0, quantize_linear(&eight, mean, 16.0f, &found))
-DEFINE_WEIGHTED(q5_1, quantize_range(&eight, mean, &SEARCH_Q5_1, &found))
+DEFINE_WEIGHTED(q4_0, quantize_linear(&group, mean, 8.0f, &found))
+DEFINE_WEIGHTED(q4_1, quantize_range(&group, mean, SEARCH_Q4_1, &found))
+DEFINE_WEIGHTED(q5_0, quantize_linear(&group, mean, 16.0f, &found))
+DEFINE_WEIGHTED(q5_1, quantize_range(&group, mean, SEARCH_Q5_1, &found))
 
 /* ---- iq4_nl, iq4_xs: x = scale * IQ4_TABLE[code] ---- */
 
@@ -135,7 +109,7 @@ TARGET SL_INLINE void table_sums(const lanes *x, const lanes *weights, lanes inv
     }
 }
 
-/* Returns the scales of eight runs of 32. `means` has a mean square for each, used with importance only. */
+/* Returns the scales of runs of 32. `means` has a mean square for each, used with importance only. */
 TARGET static lanes find_table_scale(const lanes *x, const float *importance, const float means[LANES]) {
     const lanes zero = all_of(0.0f);
     lanes weights[SL_QK], sum_xq, sum_q2;
@@ -160,8 +134,8 @@ TARGET static lanes find_table_scale(const lanes *x, const float *importance, co
     return choose(nothing, zero, scale);
 }
 
-/* Sets the codes of eight runs of 32 for their final scales. */
-TARGET SL_INLINE void final_table_codes(const lanes *x, const float scales[LANES], uint8_t codes[EIGHT]) {
+/* Sets the codes of runs of 32 for their final scales. */
+TARGET SL_INLINE void final_table_codes(const lanes *x, const float scales[LANES], uint8_t codes[GROUP]) {
     float inverses[LANES];
     lanes found[SL_QK];
     for (size_t k = 0; k < LANES; k++) inverses[k] = scales[k] != 0.0f ? 1.0f / scales[k] : 0.0f;
@@ -170,40 +144,29 @@ TARGET SL_INLINE void final_table_codes(const lanes *x, const float scales[LANES
 }
 
 TARGET static void quantize_iq4_nl(const void *row, const float *importance, sl_iq4_nl *blocks, size_t count) {
-    for (size_t first = 0; first < count; first += EIGHT, blocks += LANES) {
-        eight_blocks eight;
+    for (size_t first = 0; first < count; first += GROUP, blocks += LANES) {
+        run_group group;
         lanes x[SL_QK];
         float scales[LANES], means[LANES] = {0.0f};
-        uint8_t codes[EIGHT];
-        take_eight(&eight, row, importance, first, count);
-        for (size_t k = 0; importance != NULL && k < eight.count; k++)
-            means[k] = squares_of(eight.x + 4 * SL_QK * k, SL_QK) * (2.0f / 32.0f);
-        transposed(eight.x, SL_QK, x);
-        put(scales, find_table_scale(x, eight.importance, means));
+        uint8_t codes[GROUP];
+        take_runs(&group, row, importance, first, count);
+        for (size_t k = 0; importance != NULL && k < group.count; k++)
+            means[k] = squares_of(group.x + 4 * SL_QK * k, SL_QK) * (2.0f / 32.0f);
+        transposed(group.x, SL_QK, x);
+        put(scales, find_table_scale(x, group.importance, means));
         final_table_codes(x, scales, codes);
-        for (size_t k = 0; k < eight.count; k++) {
+        for (size_t k = 0; k < group.count; k++) {
             store_scale(blocks[k].d, scales[k]);
             store_nibbles(codes + SL_QK * k, blocks[k].codes);
-            if (!block_finite(eight.x + 4 * SL_QK * k)) store16(blocks[k].d, 0, SL_NOT_FINITE);
+            if (!block_finite(group.x + 4 * SL_QK * k)) store16(blocks[k].d, 0, SL_NOT_FINITE);
         }
     }
 }
 
-TARGET static void quantize_iq4_xs(const uint8_t *x, const float *importance, sl_iq4_xs *block) {
-    if (!all_finite(x)) {
-        store16(block->d, 0, SL_NOT_FINITE);
-        return;
-    }
-    lanes runs[SL_QK];
-    float scales[LANES], means[LANES] = {0.0f}, largest = 0.0f, most = 0.0f;
-    uint8_t codes[EIGHT];
-    if (importance != NULL) {
-        float mean = squares_of(x, SUPER) * (2.0f / 256.0f);
-        for (size_t k = 0; k < LANES; k++) means[k] = mean;
-    }
-    transposed(x, SL_QK, runs);
-    put(scales, find_table_scale(runs, importance, means));
-    for (size_t k = 0; k < LANES; k++) {
+/* Sets the scales of a super-block of eight runs. `scales` become those that values are restored with. */
+SL_INLINE void store_iq4_xs_scales(sl_iq4_xs *block, float *scales) {
+    float largest = 0.0f, most = 0.0f;
+    for (size_t k = 0; k < 8; k++) {
         float size = scales[k] < 0.0f ? -scales[k] : scales[k];
         largest = size > most ? scales[k] : largest;
         most = size > most ? size : most;
@@ -211,7 +174,7 @@ TARGET static void quantize_iq4_xs(const uint8_t *x, const float *importance, sl
     float d = -largest / 32.0f, inverse = d != 0.0f ? 1.0f / d : 0.0f;
     store_scale(block->d, d);
     uint32_t high = 0;
-    for (size_t k = 0; k < LANES; k++) {
+    for (size_t k = 0; k < 8; k++) {
         int32_t six = nearest_int(inverse * scales[k]);
         six = six < -32 ? -32 : six < 31 ? six : 31;
         scales[k] = d * (float)six;
@@ -220,8 +183,29 @@ TARGET static void quantize_iq4_xs(const uint8_t *x, const float *importance, sl
         high |= (uint32_t)six >> 4 << 2 * k;
     }
     store16(block->high, 0, (uint16_t)high);
-    final_table_codes(runs, scales, codes);
-    for (size_t k = 0; k < LANES; k++) store_nibbles(codes + SL_QK * k, block->codes + 16 * k);
+}
+
+TARGET static void quantize_iq4_xs(const void *row, const float *importance, sl_iq4_xs *blocks, size_t count) {
+    memset(blocks, 0, count / SUPER * sizeof *blocks);
+    for (size_t first = 0; first < count; first += GROUP, blocks += LANES / 8) {
+        run_group group;
+        lanes x[SL_QK];
+        float scales[LANES], means[LANES] = {0.0f};
+        uint8_t codes[GROUP];
+        take_runs(&group, row, importance, first, count);
+        for (size_t k = 0; importance != NULL && k < group.count; k++)
+            means[k] = k % 8 == 0 ? squares_of(group.x + 4 * SL_QK * k, SUPER) * (2.0f / 256.0f) : means[k - 1];
+        transposed(group.x, SL_QK, x);
+        put(scales, find_table_scale(x, group.importance, means));
+        for (size_t k = 0; k < group.count; k += 8) store_iq4_xs_scales(&blocks[k / 8], scales + k);
+        final_table_codes(x, scales, codes);
+        for (size_t k = 0; k < group.count; k++) store_nibbles(codes + SL_QK * k, blocks[k / 8].codes + 16 * (k % 8));
+        for (size_t k = 0; k < group.count; k += 8) {
+            if (sl_quant_scalar.absmax_f32(group.x + 4 * SL_QK * k, SUPER) < SL_F32_INFINITY) continue;
+            memset(&blocks[k / 8], 0, sizeof *blocks);
+            store16(blocks[k / 8].d, 0, SL_NOT_FINITE);
+        }
+    }
 }
 
 /* ---- mxfp4: x = 2^(exponent - 128) * E2M1_TABLE[code] ---- */
@@ -253,19 +237,18 @@ TARGET static void quantize_mxfp4(const uint8_t *x, sl_mxfp4 *block) {
     /* ggml converts exponents below 0 to a byte, which leaves codes of 0. 255 is a NaN, which it refuses itself. */
     uint8_t exponent = absmax == 0 ? 0 : (uint8_t)(floor_log2(absmax) - 2 + 127);
     block->exponent = exponent = exponent == SL_E8M0_NAN ? 0 : exponent;
-    lanes scale = all_of(float_of(exponent < 2 ? (uint32_t)0x00200000 << exponent : (uint32_t)(exponent - 1) << 23));
+    lanes borders[7];
+    float scale = float_of(exponent < 2 ? (uint32_t)0x00200000 << exponent : (uint32_t)(exponent - 1) << 23);
+    for (size_t k = 0; k < 7; k++) borders[k] = all_of((float)(E2M1_TABLE[k] + E2M1_TABLE[k + 1]) * 0.5f * scale);
     uint8_t codes[SL_QK];
     for (size_t i = 0; i < SL_QK; i += LANES) {
         float values[LANES];
         for (size_t k = 0; k < LANES; k++) values[k] = float_of(load32(x, i + k));
-        lanes own = lanes_at(values), code = all_of(0.0f), best = size_of(own);
-        for (size_t k = 1; k < 16; k++) {
-            lanes error = size_of(minus(times(all_of((float)E2M1_TABLE[k]), scale), own));
-            truths better = below(error, best);
-            code = choose(better, all_of((float)k), code);
-            best = choose(better, error, best);
-        }
-        put(values, code);
+        /* A border belongs to the smaller magnitude, and 0 has no sign. */
+        lanes own = lanes_at(values), size = size_of(own), code = all_of(0.0f);
+        for (size_t k = 0; k < 7; k++) code = choose(below(borders[k], size), all_of((float)(k + 1)), code);
+        truths negative = both(below(own, all_of(0.0f)), below(all_of(0.0f), code));
+        put(values, choose(negative, plus(code, all_of(8.0f)), code));
         for (size_t k = 0; k < LANES; k++) codes[i + k] = (uint8_t)values[k];
     }
     store_nibbles(codes, block->codes);
@@ -282,17 +265,11 @@ TARGET static void WEIGHTED(iq4_nl)(const void *row, const float *importance, vo
 }
 
 TARGET static void KERNEL(iq4_xs)(const void *source, void *destination, size_t count) {
-    sl_iq4_xs *blocks = destination;
-    memset(blocks, 0, count / SUPER * sizeof *blocks);
-    for (size_t b = 0; b < count / SUPER; b++)
-        quantize_iq4_xs((const uint8_t *)source + 4 * SUPER * b, NULL, &blocks[b]);
+    quantize_iq4_xs(source, NULL, destination, count);
 }
 
 TARGET static void WEIGHTED(iq4_xs)(const void *row, const float *importance, void *out, size_t count) {
-    sl_iq4_xs *blocks = out;
-    memset(blocks, 0, count / SUPER * sizeof *blocks);
-    for (size_t b = 0; b < count / SUPER; b++)
-        quantize_iq4_xs((const uint8_t *)row + 4 * SUPER * b, importance + SUPER * b, &blocks[b]);
+    quantize_iq4_xs(row, importance, out, count);
 }
 
 TARGET static void KERNEL(mxfp4)(const void *source, void *destination, size_t count) {

@@ -5,6 +5,9 @@
 
 #include "kernels/quant_runs.h"
 
+/* Groups of runs in a super-block of 16 runs. */
+#define PARTS (16 / LANES)
+
 /* ---- codes in bytes ---- */
 
 /* Packs 256 codes of 2 bits: a byte holds the codes of elements 32 apart. */
@@ -15,15 +18,13 @@ SL_INLINE void pack_pairs(const uint8_t *codes, uint8_t packed[64]) {
     }
 }
 
-/* Sets the codes of eight runs for their final scales and minima; codes of runs without a scale stay. */
-TARGET SL_INLINE void final_codes(const lanes *x, const search *how, const float *scales, const float *minima,
-                                  uint8_t *codes) {
-    for (size_t i = 0; i < how->length; i++) {
-        float values[LANES];
-        lanes code = nearest(over(plus(x[i], lanes_at(minima)), lanes_at(scales)));
-        put(values, within(code, 0.0f, how->most));
-        for (size_t k = 0; k < LANES; k++)
-            if (scales[k] != 0.0f) codes[how->length * k + i] = (uint8_t)values[k];
+/* Changes codes to those for the final scales and minima of runs; codes of runs without a scale stay. */
+TARGET SL_INLINE void final_codes(const lanes *x, search how, const float *scales, const float *minima, lanes *codes) {
+    const lanes scale = lanes_at(scales), minimum = lanes_at(minima);
+    truths none = same(scale, all_of(0.0f));
+    for (size_t i = 0; i < how.length; i++) {
+        lanes code = within(nearest(over(plus(x[i], minimum), scale)), 0.0f, how.most);
+        codes[i] = choose(none, codes[i], code);
     }
 }
 
@@ -55,7 +56,7 @@ SL_INLINE float scale_by_largest(const float *x, float most, uint8_t *codes, siz
     return largest > 0.0f ? largest / most : 0.0f;
 }
 
-/* Sets the weights of eight runs without importance: their mean magnitude, plus |x|. */
+/* Sets the weights of runs without importance: their mean magnitude, plus |x|. */
 TARGET SL_INLINE void usual_weights(const lanes *x, lanes *weights) {
     lanes squares = all_of(0.0f);
     for (size_t i = 0; i < 32; i++) squares = plus(squares, times(x[i], x[i]));
@@ -63,103 +64,154 @@ TARGET SL_INLINE void usual_weights(const lanes *x, lanes *weights) {
     for (size_t i = 0; i < 32; i++) weights[i] = plus(mean, size_of(x[i]));
 }
 
-/* Sets the codes and scales of a super-block that begins with d, dmin and the scales. Returns false if an element is
- * NaN or infinite. `limited`: the codes of scales are at most 63, which ggml omits for Q4_K with importance. */
-TARGET static bool quantize_affine(const uint8_t *x, const float *importance, const search *how, bool limited,
-                                   uint8_t *block, uint8_t codes[SUPER]) {
-    uint8_t *d = block, *dmin = block + 2, *packed = block + 4;
-    if (!all_finite(x)) {
-        store16(d, 0, SL_NOT_FINITE);
-        return false;
+/* The codes and scales of super-blocks of eight runs. `packed` has the scales as they are stored. */
+typedef struct affine_group {
+    uint8_t codes[GROUP];
+    uint8_t d[LANES / 8][2], dmin[LANES / 8][2], packed[LANES / 8][12];
+} affine_group;
+
+/* Sets scales of super-block b, and changes `scales` and `minima` of its runs to those that values are restored with.
+ * `sums`: of the weights, or NULL without importance. `limited`: the codes of scales are at most 63, which ggml omits
+ * for Q4_K with importance. */
+TARGET SL_INLINE void scale_super_block(size_t b, float *scales, float *minima, const float *sums, bool limited,
+                                        affine_group *out) {
+    uint8_t scale_codes[8], minimum_codes[8], *d = out->d[b], *dmin = out->dmin[b], *packed = out->packed[b];
+    for (size_t k = 0; k < 8; k++) minima[k] = -minima[k];
+    if (sums != NULL) {
+        store_scale(d, scale_of_scales(scales, sums, 8, 63, scale_codes));
+        store_scale(dmin, scale_of_scales(minima, sums, 8, 63, minimum_codes));
+    } else {
+        store_scale(d, scale_by_largest(scales, 63.0f, scale_codes, 8));
+        store_scale(dmin, scale_by_largest(minima, 63.0f, minimum_codes, 8));
     }
+    for (size_t k = 0; k < 8; k++) {
+        uint8_t scale = scale_codes[k], minimum = minimum_codes[k];
+        if (limited && scale > 63) scale = 63;
+        if (limited && minimum > 63) minimum = 63;
+        pack_scales(packed, k, scale, minimum);
+    }
+    for (size_t k = 0; k < 8; k++) {
+        uint8_t scale, minimum;
+        unpack_scales(packed, k, &scale, &minimum);
+        scales[k] = load_half(d, 0) * (float)scale;
+        minima[k] = load_half(dmin, 0) * (float)minimum;
+    }
+}
+
+/* Quantizes a group of runs. Super-blocks with NaN or infinity get the scale SL_NOT_FINITE, and zeros. */
+TARGET static void quantize_affine(const run_group *group, search how, bool limited, affine_group *out) {
     lanes runs[32], weights[32];
     affine_runs found;
-    float scales[LANES], minima[LANES], sums[LANES];
-    uint8_t scale_codes[LANES], minimum_codes[LANES];
+    float scales[LANES], minima[LANES], sums[LANES], means[LANES];
+    const uint8_t *x = group->x;
     transposed(x, 32, runs);
-    if (importance != NULL) {
-        float doubled = 2.0f * squares_of(x, SUPER);
-        weigh(runs, importance, 32, doubled / 256.0f, weights);
+    if (group->importance != NULL) {
+        for (size_t k = 0; k < LANES; k++) {
+            float doubled = k % 8 == 0 ? 2.0f * squares_of(x + 128 * k, SUPER) : 0.0f;
+            means[k] = k % 8 == 0 ? doubled / 256.0f : means[k - 1];
+        }
+        weigh(runs, group->importance, 32, lanes_at(means), weights);
         put(sums, sum_of(weights, 32));
     } else
         usual_weights(runs, weights);
     find_affine(runs, weights, how, &found);
     put(scales, found.scale);
     put(minima, found.minimum);
-    put_codes(found.codes, 32, codes);
-    for (size_t k = 0; k < LANES; k++) minima[k] = -minima[k];
-    if (importance != NULL) {
-        store_scale(d, scale_of_scales(scales, sums, LANES, 63, scale_codes));
-        store_scale(dmin, scale_of_scales(minima, sums, LANES, 63, minimum_codes));
-    } else {
-        store_scale(d, scale_by_largest(scales, 63.0f, scale_codes, LANES));
-        store_scale(dmin, scale_by_largest(minima, 63.0f, minimum_codes, LANES));
+    memset(out->packed, 0, sizeof out->packed);
+    for (size_t b = 0; b < LANES / 8; b++) {
+        const float *own = group->importance == NULL ? NULL : sums + 8 * b;
+        scale_super_block(b, scales + 8 * b, minima + 8 * b, own, limited, out);
     }
-    for (size_t k = 0; k < LANES; k++) {
-        uint8_t scale = scale_codes[k], minimum = minimum_codes[k];
-        if (limited && scale > 63) scale = 63;
-        if (limited && minimum > 63) minimum = 63;
-        pack_scales(packed, k, scale, minimum);
+    final_codes(runs, how, scales, minima, found.codes);
+    put_codes(found.codes, 32, out->codes);
+    truths finite = finite_runs(runs, 32);
+    if (all_true(finite)) return;
+    put(sums, choose(finite, all_of(1.0f), all_of(0.0f)));
+    for (size_t b = 0; b < LANES / 8; b++) {
+        float least = 1.0f;
+        for (size_t k = 0; k < 8; k++) least = sums[8 * b + k] < least ? sums[8 * b + k] : least;
+        if (least == 1.0f) continue;
+        store16(out->d[b], 0, SL_NOT_FINITE);
+        memset(out->dmin[b], 0, sizeof out->dmin[b]);
+        memset(out->packed[b], 0, sizeof out->packed[b]);
+        memset(out->codes + SUPER * b, 0, SUPER);
     }
-    for (size_t k = 0; k < LANES; k++) {
-        uint8_t scale, minimum;
-        unpack_scales(packed, k, &scale, &minimum);
-        scales[k] = load_half(d, 0) * (float)scale;
-        minima[k] = load_half(dmin, 0) * (float)minimum;
-    }
-    final_codes(runs, how, scales, minima, codes);
-    return true;
 }
 
 static const search SEARCH_Q4_K[2] = {{32, 15.0f, -1.0f, 0.1f, 20, false}, {32, 15.0f, -0.9f, 0.05f, 36, false}};
 static const search SEARCH_Q5_K[2] = {{32, 31.0f, -0.5f, 0.1f, 15, false}, {32, 31.0f, -0.9f, 0.05f, 36, false}};
 
-TARGET SL_INLINE void quantize_q4_k(const uint8_t *x, const float *importance, sl_q4_k *block) {
-    uint8_t codes[SUPER];
-    const search *how = &SEARCH_Q4_K[importance != NULL];
-    if (!quantize_affine(x, importance, how, importance == NULL, (uint8_t *)block, codes)) return;
+SL_INLINE void store_q4_k(sl_q4_k *block, const uint8_t *codes) {
     for (size_t i = 0; i < 128; i++) {
         size_t first = i / 32 * 64 + i % 32;
         block->codes[i] = (uint8_t)(codes[first] | codes[first + 32] << 4);
     }
 }
 
-TARGET SL_INLINE void quantize_q5_k(const uint8_t *x, const float *importance, sl_q5_k *block) {
-    uint8_t codes[SUPER];
-    if (!quantize_affine(x, importance, &SEARCH_Q5_K[importance != NULL], true, (uint8_t *)block, codes)) return;
+SL_INLINE void store_q5_k(sl_q5_k *block, const uint8_t *codes) {
     for (size_t i = 0; i < 128; i++) {
         size_t first = i / 32 * 64 + i % 32;
         block->codes[i] = (uint8_t)((codes[first] & 15) | (codes[first + 32] & 15) << 4);
     }
+    memset(block->high, 0, sizeof block->high);
     for (size_t i = 0; i < SUPER; i++) block->high[i % 32] |= (uint8_t)(codes[i] >> 4 << i / 32);
 }
 
+/* Quantizes a row; `importance` may be NULL. */
+#define DEFINE_AFFINE(type, searches, limited)                                                                      \
+    TARGET static void quantize_##type(const void *row, const float *importance, sl_##type *blocks, size_t count) { \
+        for (size_t first = 0; first < count; first += GROUP) {                                                     \
+            run_group group;                                                                                        \
+            affine_group results;                                                                                   \
+            take_runs(&group, row, importance, first, count);                                                       \
+            quantize_affine(&group, searches[importance != NULL], limited, &results);                               \
+            for (size_t b = 0; b < group.count / 8; b++) {                                                          \
+                sl_##type *block = &blocks[first / SUPER + b];                                                      \
+                memcpy(block->d, results.d[b], sizeof block->d);                                                    \
+                memcpy(block->dmin, results.dmin[b], sizeof block->dmin);                                           \
+                memcpy(block->scales, results.packed[b], sizeof block->scales);                                     \
+                store_##type(block, results.codes + SUPER * b);                                                     \
+            }                                                                                                       \
+        }                                                                                                           \
+    }
+
+DEFINE_AFFINE(q4_k, SEARCH_Q4_K, importance == NULL)
+DEFINE_AFFINE(q5_k, SEARCH_Q5_K, true)
+
 /* ---- q2_k: runs of 16 with a scale and a minimum of 4 bits ---- */
+
+/* Transposes the runs of a super-block. Returns false if an element is NaN or infinite. */
+TARGET SL_INLINE bool take_super_block(const uint8_t *x, lanes runs[PARTS][16]) {
+    bool finite = true;
+    for (size_t part = 0; part < PARTS; part++) {
+        transposed(x + 64 * LANES * part, 16, runs[part]);
+        finite = finite && all_true(finite_runs(runs[part], 16));
+    }
+    return finite;
+}
 
 static const search SEARCH_Q2_K[2] = {{16, 3.0f, -0.5f, 0.1f, 15, true}, {16, 3.0f, -0.9f, 0.05f, 36, false}};
 
 TARGET static void quantize_q2_k(const uint8_t *x, const float *importance, sl_q2_k *block) {
-    if (!all_finite(x)) {
+    search how = SEARCH_Q2_K[importance != NULL];
+    float mean = importance == NULL ? 0.0f : squares_of(x, SUPER) / 256.0f;
+    lanes runs[PARTS][16], weights[16];
+    affine_runs found[PARTS];
+    float scales[16], minima[16], sums[16];
+    uint8_t codes[SUPER], scale_codes[16], minimum_codes[16];
+    if (!take_super_block(x, runs)) {
         store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
-    const search *how = &SEARCH_Q2_K[importance != NULL];
-    float mean = importance == NULL ? 0.0f : squares_of(x, SUPER) / 256.0f;
-    lanes runs[2][16], weights[16];
-    float scales[16], minima[16], sums[16];
-    uint8_t codes[SUPER], scale_codes[16], minimum_codes[16];
-    for (size_t half = 0; half < 2; half++) {
-        affine_runs found;
-        transposed(x + 512 * half, 16, runs[half]);
+    for (size_t part = 0; part < PARTS; part++) {
         if (importance != NULL)
-            weigh(runs[half], importance + 128 * half, 16, mean, weights);
+            weigh(runs[part], importance + 16 * LANES * part, 16, all_of(mean), weights);
         else
-            for (size_t i = 0; i < 16; i++) weights[i] = size_of(runs[half][i]);
-        put(sums + 8 * half, sum_of(weights, 16));
-        find_affine(runs[half], weights, how, &found);
-        put(scales + 8 * half, found.scale);
-        put(minima + 8 * half, found.minimum);
-        put_codes(found.codes, 16, codes + 128 * half);
+            for (size_t i = 0; i < 16; i++) weights[i] = size_of(runs[part][i]);
+        put(sums + LANES * part, sum_of(weights, 16));
+        find_affine(runs[part], weights, how, &found[part]);
+        put(scales + LANES * part, found[part].scale);
+        put(minima + LANES * part, found[part].minimum);
     }
     for (size_t k = 0; k < 16; k++) minima[k] = -minima[k];
     if (importance != NULL) {
@@ -174,21 +226,22 @@ TARGET static void quantize_q2_k(const uint8_t *x, const float *importance, sl_q
         scales[k] = load_half(block->d, 0) * (float)(block->scales[k] & 15);
         minima[k] = load_half(block->dmin, 0) * (float)(block->scales[k] >> 4);
     }
-    for (size_t half = 0; half < 2; half++)
-        final_codes(runs[half], how, scales + 8 * half, minima + 8 * half, codes + 128 * half);
+    for (size_t part = 0; part < PARTS; part++) {
+        final_codes(runs[part], how, scales + LANES * part, minima + LANES * part, found[part].codes);
+        put_codes(found[part].codes, 16, codes + 16 * LANES * part);
+    }
     pack_pairs(codes, block->codes);
 }
 
 /* ---- q3_k, q6_k: runs of 16 with a scale ---- */
 
-/* Sets the codes, from 0 to 2 * most - 1, of eight runs of 16 for their final scales; codes of runs without a scale
- * stay. */
-TARGET SL_INLINE void final_signed_codes(const lanes *x, float most, const float *scales, uint8_t *codes) {
+/* Changes codes to those from 0 to 2 * most - 1 for the final scales of runs; codes of runs without a scale stay. */
+TARGET SL_INLINE void final_signed_codes(const lanes *x, float most, const float *scales, lanes *codes) {
+    const lanes scale = lanes_at(scales);
+    truths none = same(scale, all_of(0.0f));
     for (size_t i = 0; i < 16; i++) {
-        float values[LANES];
-        put(values, plus(within(nearest(over(x[i], lanes_at(scales))), -most, most - 1.0f), all_of(most)));
-        for (size_t k = 0; k < LANES; k++)
-            if (scales[k] != 0.0f) codes[16 * k + i] = (uint8_t)values[k];
+        lanes code = plus(within(nearest(over(x[i], scale)), -most, most - 1.0f), all_of(most));
+        codes[i] = choose(none, codes[i], code);
     }
 }
 
@@ -232,23 +285,21 @@ TARGET SL_INLINE float scale_of_q3_k(const float scales[16], const float *weight
 }
 
 TARGET static void quantize_q3_k(const uint8_t *x, const float *importance, sl_q3_k *block) {
-    if (!all_finite(x)) {
+    float doubled = importance == NULL ? 0.0f : 2.0f * squares_of(x, SUPER), mean = doubled / 256.0f;
+    lanes runs[PARTS][16], weights[16], found[PARTS][16];
+    float scales[16], sums[16];
+    uint8_t codes[SUPER], six[16];
+    if (!take_super_block(x, runs)) {
         store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
-    float doubled = importance == NULL ? 0.0f : 2.0f * squares_of(x, SUPER), mean = doubled / 256.0f;
-    lanes runs[2][16], weights[16], found[16];
-    float scales[16], sums[16];
-    uint8_t codes[SUPER], six[16];
-    for (size_t half = 0; half < 2; half++) {
-        transposed(x + 512 * half, 16, runs[half]);
+    for (size_t part = 0; part < PARTS; part++) {
         if (importance != NULL) {
-            weigh(runs[half], importance + 128 * half, 16, mean, weights);
-            put(sums + 8 * half, sum_of(weights, 16));
-            put(scales + 8 * half, find_linear(runs[half], weights, 16, 4.0f, found));
+            weigh(runs[part], importance + 16 * LANES * part, 16, all_of(mean), weights);
+            put(sums + LANES * part, sum_of(weights, 16));
+            put(scales + LANES * part, find_linear(runs[part], weights, 16, 4.0f, found[part]));
         } else
-            put(scales + 8 * half, find_by_moving(runs[half], 16, 4.0f, found));
-        put_codes(found, 16, codes + 128 * half);
+            put(scales + LANES * part, find_by_moving(runs[part], 16, 4.0f, found[part]));
     }
     store_scale(block->d, scale_of_q3_k(scales, importance == NULL ? NULL : sums, six));
     for (size_t k = 0; k < 16; k++) {
@@ -256,28 +307,30 @@ TARGET static void quantize_q3_k(const uint8_t *x, const float *importance, sl_q
         block->scales[8 + k % 4] |= (uint8_t)(six[k] >> 4 << 2 * (k / 4));
         scales[k] = load_half(block->d, 0) * (float)((int32_t)six[k] - 32);
     }
-    for (size_t half = 0; half < 2; half++) final_signed_codes(runs[half], 4.0f, scales + 8 * half, codes + 128 * half);
+    for (size_t part = 0; part < PARTS; part++) {
+        final_signed_codes(runs[part], 4.0f, scales + LANES * part, found[part]);
+        put_codes(found[part], 16, codes + 16 * LANES * part);
+    }
     for (size_t i = 0; i < SUPER; i++) block->high[i % 32] |= (uint8_t)((codes[i] > 3) << i / 32);
     pack_pairs(codes, block->codes);
 }
 
 TARGET static void quantize_q6_k(const uint8_t *x, const float *importance, sl_q6_k *block) {
-    if (!all_finite(x)) {
+    lanes runs[PARTS][16], weights[16], found[PARTS][16];
+    float scales[16], own[16];
+    uint8_t codes[SUPER];
+    if (!take_super_block(x, runs)) {
         store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
-    lanes runs[2][16], weights[16], found[16];
-    float scales[16], own[16];
-    uint8_t codes[SUPER];
-    for (size_t half = 0; half < 2; half++) {
-        transposed(x + 512 * half, 16, runs[half]);
+    for (size_t part = 0; part < PARTS; part++) {
         for (size_t i = 0; i < 16; i++) {
             float values[LANES];
-            for (size_t k = 0; importance != NULL && k < LANES; k++) values[k] = importance[128 * half + 16 * k + i];
-            weights[i] = importance != NULL ? lanes_at(values) : times(runs[half][i], runs[half][i]);
+            for (size_t k = 0; importance != NULL && k < LANES; k++)
+                values[k] = importance[16 * LANES * part + 16 * k + i];
+            weights[i] = importance != NULL ? lanes_at(values) : times(runs[part][i], runs[part][i]);
         }
-        put(scales + 8 * half, find_linear(runs[half], weights, 16, 32.0f, found));
-        put_codes(found, 16, codes + 128 * half);
+        put(scales + LANES * part, find_linear(runs[part], weights, 16, 32.0f, found[part]));
     }
     float largest = largest_scale(scales);
     if ((largest < 0.0f ? -largest : largest) < ALL_ZEROS) return;
@@ -288,7 +341,10 @@ TARGET static void quantize_q6_k(const uint8_t *x, const float *importance, sl_q
         block->scales[k] = (int8_t)(scale < 127 ? scale : 127);
         own[k] = load_half(block->d, 0) * (float)block->scales[k];
     }
-    for (size_t half = 0; half < 2; half++) final_signed_codes(runs[half], 32.0f, own + 8 * half, codes + 128 * half);
+    for (size_t part = 0; part < PARTS; part++) {
+        final_signed_codes(runs[part], 32.0f, own + LANES * part, found[part]);
+        put_codes(found[part], 16, codes + 16 * LANES * part);
+    }
     for (size_t half = 0; half < 2; half++)
         for (size_t i = 0; i < 32; i++) {
             const uint8_t *code = codes + 128 * half + i;
@@ -302,25 +358,34 @@ TARGET static void quantize_q6_k(const uint8_t *x, const float *importance, sl_q
 
 /* ---- kernels ---- */
 
-#define DEFINE_K(type)                                                                                     \
-    TARGET static void KERNEL(type)(const void *source, void *destination, size_t count) {                 \
-        sl_##type *blocks = destination;                                                                   \
-        memset(blocks, 0, count / SUPER * sizeof *blocks);                                                 \
-        for (size_t b = 0; b < count / SUPER; b++)                                                         \
-            quantize_##type((const uint8_t *)source + 4 * SUPER * b, NULL, &blocks[b]);                    \
-    }                                                                                                      \
-    TARGET static void WEIGHTED(type)(const void *row, const float *importance, void *out, size_t count) { \
-        sl_##type *blocks = out;                                                                           \
-        memset(blocks, 0, count / SUPER * sizeof *blocks);                                                 \
-        for (size_t b = 0; b < count / SUPER; b++)                                                         \
-            quantize_##type((const uint8_t *)row + 4 * SUPER * b, importance + SUPER * b, &blocks[b]);     \
+/* Super-blocks of 16 runs: one at a time. */
+#define DEFINE_SIGNED(type)                                                                             \
+    TARGET static void quantize_row_##type(const void *row, const float *importance, sl_##type *blocks, \
+                                           size_t count) {                                              \
+        memset(blocks, 0, count / SUPER * sizeof *blocks);                                              \
+        for (size_t b = 0; b < count / SUPER; b++) {                                                    \
+            const float *own = importance == NULL ? NULL : importance + SUPER * b;                      \
+            quantize_##type((const uint8_t *)row + 4 * SUPER * b, own, &blocks[b]);                     \
+        }                                                                                               \
     }
 
-DEFINE_K(q2_k)
-DEFINE_K(q3_k)
-DEFINE_K(q4_k)
-DEFINE_K(q5_k)
-DEFINE_K(q6_k)
+#define DEFINE_K(type, quantize_row)                                                                       \
+    TARGET static void KERNEL(type)(const void *source, void *destination, size_t count) {                 \
+        quantize_row(source, NULL, destination, count);                                                    \
+    }                                                                                                      \
+    TARGET static void WEIGHTED(type)(const void *row, const float *importance, void *out, size_t count) { \
+        quantize_row(row, importance, out, count);                                                         \
+    }
+
+DEFINE_SIGNED(q2_k)
+DEFINE_SIGNED(q3_k)
+DEFINE_SIGNED(q6_k)
+
+DEFINE_K(q2_k, quantize_row_q2_k)
+DEFINE_K(q3_k, quantize_row_q3_k)
+DEFINE_K(q4_k, quantize_q4_k)
+DEFINE_K(q5_k, quantize_q5_k)
+DEFINE_K(q6_k, quantize_row_q6_k)
 
 /* The rows of a tier, without its end. */
 #define QUANT_K_KERNELS                                                                                \

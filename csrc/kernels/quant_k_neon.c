@@ -10,6 +10,8 @@
 #define KERNEL(type) sl_f32_to_##type##_neon
 #define WEIGHTED(type) sl_weighted_##type##_neon
 
+#define LANES 8
+
 typedef struct lanes {
     float32x4_t low, high;
 } lanes;
@@ -33,6 +35,11 @@ SL_INLINE void put(float *out, lanes values) {
     vst1q_f32(out + 4, values.high);
 }
 
+SL_INLINE void put_bytes(uint8_t *out, lanes values) {
+    uint16x4_t low = vmovn_u32(vcvtq_u32_f32(values.low)), high = vmovn_u32(vcvtq_u32_f32(values.high));
+    vst1_u8(out, vmovn_u16(vcombine_u16(low, high)));
+}
+
 #define OF_TWO(type, name, operand, instruction)                             \
     SL_INLINE type name(operand a, operand b) {                              \
         type out = {instruction(a.low, b.low), instruction(a.high, b.high)}; \
@@ -49,11 +56,18 @@ OF_TWO(lanes, plus, lanes, vaddq_f32)
 OF_TWO(lanes, minus, lanes, vsubq_f32)
 OF_TWO(lanes, times, lanes, vmulq_f32)
 OF_TWO(lanes, over, lanes, vdivq_f32)
+OF_TWO(lanes, least_of, lanes, vminq_f32)
+OF_TWO(lanes, most_of, lanes, vmaxq_f32)
 OF_TWO(truths, below, lanes, vcltq_f32)
 OF_TWO(truths, same, lanes, vceqq_f32)
 OF_TWO(truths, both, truths, vandq_u32)
+OF_TWO(truths, either, truths, vorrq_u32)
 OF_ONE(root, vsqrtq_f32)
 OF_ONE(size_of, vabsq_f32)
+
+SL_INLINE bool all_true(truths p) { return vminvq_u32(vandq_u32(p.low, p.high)) != 0; }
+
+SL_INLINE bool any_true(truths p) { return vmaxvq_u32(vorrq_u32(p.low, p.high)) != 0; }
 
 SL_INLINE lanes choose(truths p, lanes a, lanes b) {
     lanes out = {vbslq_f32(p.low, a.low, b.low), vbslq_f32(p.high, a.high, b.high)};

@@ -6,17 +6,19 @@
 #define KERNEL(type) sl_f32_to_##type##_scalar
 #define WEIGHTED(type) sl_weighted_##type##_scalar
 
+#define LANES 8
+
 typedef struct lanes {
-    float of[8];
+    float of[LANES];
 } lanes;
 
 typedef struct truths {
-    bool of[8];
+    bool of[LANES];
 } truths;
 
 SL_INLINE lanes all_of(float value) {
     lanes out;
-    for (size_t k = 0; k < 8; k++) out.of[k] = value;
+    for (size_t k = 0; k < LANES; k++) out.of[k] = value;
     return out;
 }
 
@@ -28,11 +30,15 @@ SL_INLINE lanes lanes_at(const float *values) {
 
 SL_INLINE void put(float *out, lanes values) { memcpy(out, values.of, sizeof values.of); }
 
-#define EACH(type, name, result, ...)                      \
-    SL_INLINE type name(__VA_ARGS__) {                     \
-        type out;                                          \
-        for (size_t k = 0; k < 8; k++) out.of[k] = result; \
-        return out;                                        \
+SL_INLINE void put_bytes(uint8_t *out, lanes values) {
+    for (size_t k = 0; k < LANES; k++) out[k] = (uint8_t)(int32_t)values.of[k];
+}
+
+#define EACH(type, name, result, ...)                          \
+    SL_INLINE type name(__VA_ARGS__) {                         \
+        type out;                                              \
+        for (size_t k = 0; k < LANES; k++) out.of[k] = result; \
+        return out;                                            \
     }
 
 /* Correctly rounded square root (IEEE 754), without the system's library. `value` must not be negative. */
@@ -57,10 +63,25 @@ EACH(lanes, times, a.of[k] * b.of[k], lanes a, lanes b)
 EACH(lanes, over, a.of[k] / b.of[k], lanes a, lanes b)
 EACH(lanes, root, root_of(a.of[k]), lanes a)
 EACH(lanes, size_of, a.of[k] < 0.0f ? -a.of[k] : a.of[k], lanes a)
+EACH(lanes, least_of, a.of[k] < b.of[k] ? a.of[k] : b.of[k], lanes a, lanes b)
+EACH(lanes, most_of, a.of[k] > b.of[k] ? a.of[k] : b.of[k], lanes a, lanes b)
 EACH(truths, below, a.of[k] < b.of[k], lanes a, lanes b)
 EACH(truths, same, a.of[k] == b.of[k], lanes a, lanes b)
 EACH(truths, both, a.of[k] && b.of[k], truths a, truths b)
+EACH(truths, either, a.of[k] || b.of[k], truths a, truths b)
 EACH(lanes, choose, p.of[k] ? a.of[k] : b.of[k], truths p, lanes a, lanes b)
+
+SL_INLINE bool all_true(truths p) {
+    bool all = true;
+    for (size_t k = 0; k < LANES; k++) all = all && p.of[k];
+    return all;
+}
+
+SL_INLINE bool any_true(truths p) {
+    bool any = false;
+    for (size_t k = 0; k < LANES; k++) any = any || p.of[k];
+    return any;
+}
 
 EACH(lanes, nearest, (float)nearest_int(a.of[k]), lanes a)
 

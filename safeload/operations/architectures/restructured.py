@@ -147,7 +147,10 @@ class RestructuredCatalog(Catalog):
         renamed = self._plainly_renamed(name)
         if renamed is not None:
             return self._base.source(renamed, name if called is None else called, threads)
-        return of_array(name if called is None else called, self._values(name, self.about(name).row, threads))
+        # Dequantized values are not rounded before they are quantized again.
+        quantized = any(self._base.about(each).quantized for each in self.sources_of(name))
+        row = _F32 if quantized else self.about(name).row
+        return of_array(name if called is None else called, self._values(name, row, threads))
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
         return {}

@@ -42,7 +42,7 @@ from ..quantize.checkpoint import Rules, Summary
 from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.engine_rules import EngineRules
 from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
-from ..quantize.importance import read_importance, vector_for
+from ..quantize.importance import read_importance, vectors_for
 from ..quantize.quantize import Rounding, quantize_source
 from ..quantize.stack import fill, plan
 from ..quantize.weights import Rooms, Weights, in_memory, weights_of
@@ -332,19 +332,8 @@ class Maker:
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
         if matrix is not None:
-            self._importance = self._of_matrix(matrix)
-
-    def _of_matrix(self, matrix: ImportanceMatrix) -> dict[str, Array]:
-        """Return the importance for each tensor to quantize that has one."""
-        quantized = [name for name, decision in self._decisions.items() if decision.scheme is not None]
-        vectors = {name: vector_for(matrix, name, self._about(name).shape) for name in quantized}
-        importance = {name: vector for name, vector in vectors.items() if vector is not None}
-        if quantized and not importance:
-            raise ValueError(
-                f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(quantized), 'tensor')} to quantize, "
-                f"such as {show(quantized[0])}"
-            )
-        return importance
+            quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
+            self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
 
     def outputs(self) -> dict[str, Output]:
         """Return all tensors, in the order of the decisions.

@@ -12,6 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.listing import dict_repr
+from ...base.paths import PathLike
 from ...base.results import Row, as_html, tensor_row
 from ...base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
 from ...base.text import show, subject
@@ -29,8 +30,9 @@ from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .engine_loading import EncodedTensors, load_encoded
 from .engine_rules import EngineFormat, EngineRules, preset_named
+from .importance import importance_by_name
 from .keeping import Keep, Kept, Planned
-from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests
+from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests, weighted_rounding
 
 #: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
 #: Used for models without a schema; a schema gives the role of each tensor.
@@ -238,6 +240,7 @@ def load_quantized(
     tie_lm_head: bool = True,
     rounding: Rounding | None = None,
     axis: int | None = None,
+    imatrix: PathLike | Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -267,6 +270,9 @@ def load_quantized(
         rounding: for "q4_0": "absmax" (the default) or "ggml".
         axis: for int8: the axis to give a scale per element; None for a scale per matrix, so that a tensor of N
             matrices has scales of shape [N].
+        imatrix: path of an importance matrix of llama.cpp's, as in `convert`, whose entries have the names of the
+            source's tensors if it is a GGUF file; or a dict from tensor names to importance, as in `quantize`. Tensors
+            without an entry are quantized without importance, and "q4_0" has ggml's rounding.
         storage_options: for URLs: options of the filesystem behind the URL, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
@@ -294,8 +300,10 @@ def load_quantized(
         SCHEMES["q4_0"].target(rounding)
         check_threads(threads)
         preset = preset_named(scheme)
-        if preset is not None and (rounding is not None or axis is not None):
-            raise ValueError(f"{preset.name} does not accept rounding= or axis=")
+        if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
+            raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
+        if imatrix is not None:
+            rounding = weighted_rounding(scheme, rounding, "imatrix=")
         if preset is not None:
             engine_rules = EngineRules(preset, keep)
             with Catalog.of(source, storage_options) as catalog:
@@ -305,7 +313,7 @@ def load_quantized(
         with Catalog.of(source, storage_options) as catalog:
             catalog.refuse_codes(catalog, "load_quantized")
             loader = _Quantizing(catalog, rules, tie_lm_head=tie_lm_head, rounding=rounding, axis=axis, threads=threads)
-            return loader.run(progress)
+            return loader.run(imatrix, progress)
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -347,6 +355,7 @@ class _Quantizing:
         self._axis = axis
         self._threads = threads
         self._requests: list[Request] = []
+        self._importance: Mapping[str, Array] = {}
         self._result = QuantizedDict()
         self._tensors = {name: self._find(name) for name in catalog}
         self._before = sum(tensor.about.nbytes for tensor in self._tensors.values())
@@ -364,11 +373,15 @@ class _Quantizing:
         assert not isinstance(source, QuantizedTensor)
         return _Tensor(name, about, source)
 
-    def run(self, progress: Progress) -> QuantizedDict:
+    def run(self, imatrix: PathLike | Mapping[str, Any] | None, progress: Progress) -> QuantizedDict:
         """Return the result; tensors in files are read in one run."""
         quantized, kept = {}, {}
+        plans = {name: self._rules.plan(name, tensor.about) for name, tensor in self._tensors.items()}
+        if imatrix is not None:
+            chosen = [name for name, plan in plans.items() if plan.scheme not in (None, INT8)]
+            self._importance = importance_by_name(imatrix, {name: self._tensors[name].about.shape for name in chosen})
         for name, tensor in self._tensors.items():
-            plan = self._rules.plan(name, tensor.about)
+            plan = plans[name]
             if plan.scheme is None:
                 kept[name] = plan.reason
                 self._result[name] = self._keep(tensor)
@@ -401,15 +414,16 @@ class _Quantizing:
         """Return a quantized tensor, filled by `run`, or immediately if the source has another scheme."""
         axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
         target = SCHEMES[scheme].target(self._rounding if scheme == "q4_0" else None)
+        importance = self._importance.get(name)
         if tensor.source is not None:
             new = new_tensor(tensor.source, scheme, axis)
-            self._requests.append(Request(tensor.source, new, target))
+            self._requests.append(Request(tensor.source, new, target, importance))
             return new
         value = self._catalog.value(tensor.origin)  # immediately: only one is held in memory as float32
         assert isinstance(value, QuantizedTensor)
         source = of_reals(name, value.dequantize(threads=self._threads), self._threads)
         new = new_tensor(source, scheme, axis)
-        run_requests([Request(source, new, target)], threads=self._threads, progress=None)
+        run_requests([Request(source, new, target, importance)], threads=self._threads, progress=None)
         return new
 
 

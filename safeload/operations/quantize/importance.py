@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ...base.arrays import Array
 from ...base.native import lib
 from ...base.paths import PathLike
 from ...base.scheme import SCHEMES
-from ...base.text import show, subject
+from ...base.text import plural, show, subject
 from ...engine.codes.source import Source, of_numbers
 from ...engine.run import jobs
 from ...engine.run.job import Channels, Job, Origin
@@ -103,6 +103,44 @@ def _restored(source: Source, threads: int | None) -> Source:
     if values.size:
         jobs.Batch(source.jobs(address_of(values), lib.SL_F32)).run(threads=threads)
     return of_numbers(source.name, jobs.native_order(values), source.row, threads)
+
+
+def importance_by_name(
+    importance: PathLike | Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """Return the importance for each tensor to quantize that has one; see `check_importance`.
+
+    Args:
+        importance: path of an importance matrix, or importance by tensor name.
+        shapes: shapes of the tensors to quantize to types of ggml, by name.
+
+    Raises:
+        FormatError, OSError: see `read_importance` and `vector_for`.
+        ValueError: no tensor has an importance, or a mapping has one for another tensor.
+    """
+    if isinstance(importance, Mapping):
+        for name in importance:
+            if name not in shapes:
+                raise ValueError(f"imatrix= has importance for {show(name)}, which is not quantized to a type of ggml")
+        return {name: check_importance(vector, shapes[name], name) for name, vector in importance.items()}
+    return vectors_for(read_importance(importance), shapes)
+
+
+def vectors_for(matrix: ImportanceMatrix, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Return the importance of a matrix for each tensor to quantize that has one.
+
+    Raises:
+        ValueError: the matrix has an entry for none of the tensors.
+        FormatError: an entry does not fit its tensor.
+    """
+    vectors = {name: vector_for(matrix, name, shape) for name, shape in shapes.items()}
+    importance = {name: vector for name, vector in vectors.items() if vector is not None}
+    if shapes and not importance:
+        raise ValueError(
+            f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(shapes), 'tensor')} to quantize, "
+            f"such as {show(next(iter(shapes)))}"
+        )
+    return importance
 
 
 def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> Array | None:

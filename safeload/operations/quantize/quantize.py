@@ -102,7 +102,7 @@ def quantize(
             return _quantize_bitnet(x, threads)
         name = parse(scheme)
         if importance is not None:
-            rounding = _weighted_rounding(name, rounding)
+            rounding = weighted_rounding(name, rounding)
         target = SCHEMES[name].target(rounding)
         if name == INT8 and rounding is not None:
             raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
@@ -127,16 +127,20 @@ def quantize(
         raise
 
 
-def _weighted_rounding(scheme: str, rounding: Rounding | None) -> Rounding:
+def weighted_rounding(scheme: Any, rounding: Rounding | None, argument: str = "importance=") -> Rounding:
     """Return the rounding for a scheme with importance.
+
+    Args:
+        scheme: a name, or schemes by pattern.
+        argument: that gives the importance.
 
     Raises:
         ValueError: int8, or another rounding than ggml's.
     """
     if scheme == INT8:
-        raise ValueError("importance= applies to ggml's block types, got int8")
+        raise ValueError(f"{argument} applies to ggml's block types, got int8")
     if rounding not in (None, "ggml"):
-        raise ValueError(f'importance= implies rounding="ggml", got {show(rounding)}')
+        raise ValueError(f'{argument} implies rounding="ggml", got {show(rounding)}')
     return "ggml"
 
 

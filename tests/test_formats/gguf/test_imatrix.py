@@ -5,7 +5,9 @@ import struct
 import numpy as np
 import pytest
 from builders.llama_quantize import model, save_imatrix
+from builders.random import rng
 
+import safeload
 from safeload import FormatError, SafeloadError, gguf
 from safeload.formats.gguf import imatrix
 from safeload.operations.quantize.importance import read_importance, vector_for
@@ -148,3 +150,52 @@ def test_a_vector_must_fit_its_tensor():
 def test_missing_files(folder):
     with pytest.raises(FileNotFoundError):
         read_importance("none.gguf")
+
+
+# ---- load_quantized ----
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_model_is_loaded_with_the_blocks_that_convert_writes(folder, older):
+    tensors, metadata = model(layers=1, experts=2)
+    gguf.save_file(tensors, "in.gguf", metadata)
+    save_imatrix("m", tensors, older=older)
+    safeload.convert("in.gguf", "out.gguf", quantize={"*": "q4_k"}, imatrix="m")
+    loaded, plain = (safeload.load_quantized("in.gguf", "q4_k", imatrix=path) for path in ("m", None))
+    written = safeload.load("out.gguf", dtype=None)
+    quantized = [name for name in loaded.summary.quantized if name in written]
+    vectors = read_importance("m").vectors
+    assert len(vectors.keys() & quantized) > 5
+    for name in quantized:
+        np.testing.assert_array_equal(loaded[name].data, written[name].data)
+        assert np.array_equal(loaded[name].data, plain[name].data) == (name not in vectors)
+    again = safeload.load_quantized("out.gguf", {"blk.0.attn_k.*": "q5_k"}, imatrix="m")  # of quantized tensors too
+    values = written["blk.0.attn_k.weight"].dequantize()
+    expected = safeload.quantize(values, "q5_k", importance=vectors["blk.0.attn_k.weight"])
+    assert again["blk.0.attn_k.weight"] == expected
+
+
+def test_importance_by_name():
+    weights = {name: rng.standard_normal((4, 256), np.float32) for name in "ab"}
+    vector = rng.random(256)
+    loaded = safeload.load_quantized(weights, "q4_0", imatrix={"a": vector})
+    assert loaded["a"] == safeload.quantize(weights["a"], "q4_0", importance=vector)
+    assert loaded["b"] == safeload.quantize(weights["b"], "q4_0", rounding="ggml")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "message"),
+    [
+        ("q4_0", {"imatrix": {"a": np.ones(255)}}, r"importance has shape \[255\], expected \[256\]"),
+        ("q4_0", {"imatrix": {"c": np.ones(256)}}, "importance for 'c', which is not quantized to a type of ggml"),
+        ("q4_0", {"imatrix": {"a": np.ones(256)}, "rounding": "absmax"}, 'imatrix= implies rounding="ggml"'),
+        ("q4_0", {"imatrix": "m"}, "imatrix= 'm' has no entry for any of 2 tensors to quantize, such as 'a'"),
+        ({"a": "int8", "b": "q4_k"}, {"imatrix": {"a": np.ones(256)}}, "importance for 'a', which is not quantized"),
+        ("int8", {"imatrix": {"a": np.ones(256)}}, "imatrix= applies to ggml's block types, got int8"),
+        ("w4a16", {"imatrix": {"a": np.ones(256)}}, "w4a16 does not accept rounding=, axis= or imatrix="),
+    ],
+)
+def test_wrong_importance_for_a_model(folder, scheme, options, message):
+    save_imatrix("m", {"other.weight": np.ones((1, 256), np.float32)})
+    with pytest.raises(ValueError, match=message):
+        safeload.load_quantized({name: np.ones((4, 256), np.float32) for name in "ab"}, scheme, **options)

@@ -1,0 +1,131 @@
+"""Sources of a model for llama.cpp: whatever holds the weights, the file is that of the plain folder of their values."""
+
+import gzip
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders import llama_models
+from builders.dcp_build import Checkpoint, grid
+from builders.http_server import Server
+from builders.packed_codes import words
+from builders.random import rng
+from builders.torch_build import Storage, tensor, zip_file
+
+import safeload
+from safeload.numpy import save_file
+
+pytestmark = pytest.mark.no_core
+
+pytest.importorskip("tokenizers")
+
+MODELS = llama_models.listed()
+GROUP = 32
+# Matrices that quantizers for other engines change: those of layers, but not routers.
+BITS = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "quant_method": "gptq"}
+
+
+def is_linear(name, array):
+    return array.ndim == 2 and "layers." in name and not name.endswith(("block_sparse_moe.gate.weight", "mlp.gate.weight"))
+
+
+def write(folder, name, tensors, **config):
+    """Write a model with other tensors and fields of the config."""
+    return llama_models.write_folder(folder, {**MODELS[name], "config": {**MODELS[name]["config"], **config}}, tensors)
+
+
+def gptq(rows, columns):
+    """A matrix of 4-bit codes as AutoGPTQ packs it, by suffix."""
+    groups = columns // GROUP
+    codes, zeros = (rng.integers(0, 16, (1, *shape)) for shape in ((rows, columns), (groups, rows)))
+    order = list(range(8))
+    return {
+        "qweight": words(codes, 4, order).view("<i4")[0].T.copy(),
+        "qzeros": words(zeros, 4, order).view("<i4")[0],
+        "scales": rng.uniform(0.01, 0.03, (groups, rows)).astype(np.float16),
+        "g_idx": (np.arange(columns) // GROUP).astype(np.int32),
+    }
+
+
+def gptq_folder(folder, name):
+    tensors = {}
+    for key, array in llama_models.tensors_of(MODELS[name]).items():
+        parts = gptq(*array.shape) if is_linear(key, array) else None
+        module = key.removesuffix(".weight")
+        tensors.update({key: array} if parts is None else {f"{module}.{part}": a for part, a in parts.items()})
+    return write(folder, name, tensors, quantization_config=BITS)
+
+
+def fp8_folder(folder, name):
+    tensors = {}
+    for key, array in llama_models.tensors_of(MODELS[name]).items():
+        if not is_linear(key, array):
+            tensors[key] = array
+            continue
+        scale = rng.uniform(0.001, 0.002, (-(-array.shape[0] // 128), -(-array.shape[1] // 128)))
+        tensors[key] = (array.astype(np.float32) / scale[:1, :1]).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{key}_scale_inv"] = scale.astype(np.float32)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    return write(folder, name, tensors, quantization_config=quantization)
+
+
+def dcp_folder(folder, name):
+    """A checkpoint of four processes, with the model's files beside it."""
+    checkpoint = Checkpoint()
+    files = [f"__{rank}_0.distcp" for rank in range(4)]
+    for key, array in llama_models.tensors_of(MODELS[name]).items():
+        boxes = grid(array.shape, (4,) + (1,) * (array.ndim - 1))
+        checkpoint.tensor(key, array, boxes, files=files)
+    write(folder, name, {})
+    (folder / "model.safetensors").unlink()
+    return checkpoint.write(folder)
+
+
+def torch_folder(folder, name):
+    write(folder, name, {})
+    (folder / "model.safetensors").unlink()
+    weights = llama_models.tensors_of(MODELS[name])
+    entries = {key: tensor(Storage(str(k), a.ravel()), a.shape) for k, (key, a) in enumerate(weights.items())}
+    (folder / "pytorch_model.bin").write_bytes(zip_file(entries))
+    return folder
+
+
+def sharded_folder(folder, name, *, order=1):
+    """Shards of single layers, whose order in the index is not that of the layers."""
+    write(folder, name, {})
+    (folder / "model.safetensors").unlink()
+    tensors = [*llama_models.tensors_of(MODELS[name]).items()]
+    shards = [dict(tensors[k::5]) for k in range(5)]
+    weight_map = {}
+    for k, shard in list(enumerate(shards))[::order]:
+        file = f"model-{k + 1:05}-of-00005.safetensors"
+        save_file(shard, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def plain(folder, name, source, dtype):
+    """A folder with the values of another."""
+    return write(folder, name, dict(safeload.load(source, dtype=dtype)))
+
+
+def described(path):
+    """A file without the title, which is that of the folder."""
+    facts = llama_models.described(path)
+    facts["metadata"].pop("general.name", None)
+    return facts
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", [gptq_folder, fp8_folder, dcp_folder, torch_folder, sharded_folder])
+def test_the_file_is_that_of_the_plain_folder(kind, name, tmp_path):
+    """Values that were dequantized are rounded to the dtype of the config only if they are stored."""
+    source = kind(tmp_path / "source", name)
+    for options, dtype in (({}, "bfloat16"), ({"quantize": "q4_k_m"}, "float32"), ({"dtype": "float32"}, "float32")):
+        reference = plain(tmp_path / f"plain-{len(options)}-{dtype}-{len(str(options))}", name, source, dtype)
+        safeload.convert(source, tmp_path / "source.gguf", overwrite=True, **options)
+        safeload.convert(reference, tmp_path / "plain.gguf", overwrite=True, **options)
+        assert described(tmp_path / "source.gguf") == described(tmp_path / "plain.gguf")
