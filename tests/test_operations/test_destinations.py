@@ -1,5 +1,6 @@
 """Conversions into folders of a store: the bytes of a local one, and never a mixture, whatever fails or is killed."""
 
+import io
 import json
 import logging
 import os
@@ -266,6 +267,7 @@ REFUSED = [
     ("ftp://host/a", UnsupportedError, "needs storage_options="),
     (Path("s3://bucket/model"), ValueError, "pathlib drops a slash"),
     (7, TypeError, "got int"),
+    (io.BytesIO(), TypeError, "got BytesIO; safeload.save and safeload.Writer write to file objects"),
     (b"abc\0", TypeError, "expected a path, got the content"),
 ]
 

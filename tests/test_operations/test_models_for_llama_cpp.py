@@ -130,6 +130,10 @@ def test_configs_are_refused_by_name(config, match, folder):
     refused(folder("llama3", **config), match)
 
 
+def test_no_more_experts_are_used_than_there_are(folder):
+    refused(folder("mixtral", num_experts_per_tok=5), "5 of 4 experts are used")
+
+
 def test_a_separate_head_must_be_there(folder):
     refused(folder("llama2", tensors={"lm_head.weight": None}), "lm_head.weight is missing")
 

@@ -1,15 +1,14 @@
-"""Sources of a model for llama.cpp: whatever holds the weights, the file is that of the plain folder of their values."""
+"""Sources of a model for llama.cpp: the file is that of the plain folder of the values, whatever holds them."""
 
-import gzip
 import json
-import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
 from builders import llama_models
 from builders.dcp_build import Checkpoint, grid
-from builders.http_server import Server
+from builders.http_server import CERTIFICATE, Server
+from builders.hub import Hub, Repository
 from builders.packed_codes import words
 from builders.random import rng
 from builders.torch_build import Storage, tensor, zip_file
@@ -28,7 +27,7 @@ BITS = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "quant_
 
 
 def is_linear(name, array):
-    return array.ndim == 2 and "layers." in name and not name.endswith(("block_sparse_moe.gate.weight", "mlp.gate.weight"))
+    return array.ndim == 2 and "layers." in name and not name.endswith("block_sparse_moe.gate.weight")
 
 
 def write(folder, name, tensors, **config):
@@ -92,14 +91,14 @@ def torch_folder(folder, name):
     return folder
 
 
-def sharded_folder(folder, name, *, order=1):
-    """Shards of single layers, whose order in the index is not that of the layers."""
+def sharded_folder(folder, name):
+    """Every layer in all shards, which the index lists from the last to the first."""
     write(folder, name, {})
     (folder / "model.safetensors").unlink()
     tensors = [*llama_models.tensors_of(MODELS[name]).items()]
     shards = [dict(tensors[k::5]) for k in range(5)]
     weight_map = {}
-    for k, shard in list(enumerate(shards))[::order]:
+    for k, shard in reversed([*enumerate(shards)]):
         file = f"model-{k + 1:05}-of-00005.safetensors"
         save_file(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
@@ -129,3 +128,61 @@ def test_the_file_is_that_of_the_plain_folder(kind, name, tmp_path):
         safeload.convert(source, tmp_path / "source.gguf", overwrite=True, **options)
         safeload.convert(reference, tmp_path / "plain.gguf", overwrite=True, **options)
         assert described(tmp_path / "source.gguf") == described(tmp_path / "plain.gguf")
+
+
+def test_a_model_behind_https(tmp_path):
+    source = sharded_folder(tmp_path / "source", "llama3")
+    safeload.convert(source, tmp_path / "local.gguf", quantize="q4_k_m")
+    with Server(source, tls=True) as server:
+        url = server.url("/model.safetensors.index.json")
+        options = {"verify": str(CERTIFICATE)}
+        safeload.convert(url, tmp_path / "remote.gguf", quantize="q4_k_m", storage_options=options)
+        weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        assert server.sent < weights + 3 * sum(file.stat().st_size for file in source.glob("*.json"))
+    assert described(tmp_path / "remote.gguf") == described(tmp_path / "local.gguf")
+
+
+@pytest.mark.store_packages
+def test_a_model_of_the_hub(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    for key in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    source = sharded_folder(tmp_path / "source", "qwen3")
+    safeload.convert(source, tmp_path / "local.gguf")
+    with Hub() as hub:
+        hub.repositories["owner/name"] = Repository()
+        hub.repositories["owner/name"].commit({file.name: file.read_bytes() for file in source.iterdir()})
+        options = {"endpoint": hub.url(), "token": hub.token}
+        safeload.convert("hf://owner/name", tmp_path / "remote.gguf", storage_options=options)
+    assert described(tmp_path / "remote.gguf") == described(tmp_path / "local.gguf")
+
+
+# ---- models at the edge ----
+
+
+def single_expert(tensors):
+    """Experts without a choice."""
+    kept = {key: array for key, array in tensors.items() if ".experts." not in key or ".experts.0." in key}
+    return {key: array[:1] if key.endswith("block_sparse_moe.gate.weight") else array for key, array in kept.items()}
+
+
+def test_a_single_layer_and_a_single_expert(tmp_path):
+    tensors = llama_models.tensors_of(MODELS["mixtral"])
+    first = {key: array for key, array in tensors.items() if ".layers.1." not in key}
+    fields = {"num_local_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+    source = write(tmp_path / "source", "mixtral", single_expert(first), **fields)
+    safeload.convert(source, tmp_path / "x.gguf", quantize="q4_k_m")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["llama.block_count"] == file.metadata["llama.expert_count"] == 1
+        assert file.tensors["blk.0.ffn_up_exps.weight"].shape == (1, 96, 64)
+    assert safeload.check(tmp_path / "x.gguf").errors == []
+
+
+def test_a_value_that_is_not_finite_is_told_by_its_name_in_the_result(tmp_path):
+    tensors = llama_models.tensors_of(MODELS["llama3"])
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    source = write(tmp_path / "source", "llama3", tensors)
+    with pytest.raises(safeload.RangeError, match=r"'blk.1.ffn_up.weight': element \[3, 5\] is nan"):
+        safeload.convert(source, tmp_path / "x.gguf", quantize="q4_k_m")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -131,6 +131,9 @@ def settings_of(config: ModelConfig, source: GgufSource) -> Settings:
         value = _value(config, key)
         if value is not None:
             metadata[f"{architecture}.{key.key}"] = value
+    experts, used = (metadata.get(f"{architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
+    if used > experts:
+        raise config.fault(f"{used} of {experts} experts are used")
     if architecture == "llama":
         metadata["llama.rope.dimension_count"] = values.U32(config.head_dim)
     rope = Rope.of(config)

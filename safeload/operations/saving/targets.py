@@ -23,7 +23,16 @@ from ...formats.safetensors.header import ROOM
 from ...formats.safetensors.quantized import pack
 from ...stores.files import Location
 from ..folders import journal, unfinished
-from ..folders.destinations import USUAL_SIZE, Destination, file_in_store, is_folder, of, replacement_of, where
+from ..folders.destinations import (
+    USUAL_SIZE,
+    Destination,
+    file_in_store,
+    is_folder,
+    is_written_to,
+    of,
+    replacement_of,
+    where,
+)
 from ..folders.folder import Folder, check_free
 from ..folders.replacement import OldShards
 from ..folders.shards import Beside, divide, weight_map, write_beside, write_shard, write_shards, writer_of
@@ -309,10 +318,10 @@ def target_of(dst: SaveDestination, options: SaveOptions) -> FileTarget | Folder
         ValueError: the suffix belongs to another format.
         UnsupportedError: the store is read-only.
     """
-    if not isinstance(dst, (str, os.PathLike)) and callable(getattr(dst, "write", None)) and not hasattr(dst, "fs"):
+    if is_written_to(dst):
         if options.max_shard_size is not None:
             raise ValueError("max_shard_size writes a folder, but the destination is a file object")
-        return ObjectTarget(dst)
+        return ObjectTarget(cast(BinaryWriter, dst))
     location = where(cast(Destination, dst), options.storage_options)
     if not location.files.remote:
         location = Location(location.files, _absolute(location.path))
