@@ -406,7 +406,9 @@ static void prepare_e4m3(encoder *self) {
 int32_t sl_encode(int32_t tier, const sl_encoding *job, uint64_t *position) {
     if (!sl_tier_available(tier) || job->group == 0 || job->row_block == 0) return SL_E_ARGUMENT;
     if (job->from != SL_F32 && job->from != SL_BF16 && job->from != SL_F16) return SL_E_ARGUMENT;
-    if (job->group < 16 && job->group < job->columns) return SL_E_ARGUMENT;
+    if ((job->group < 16 || job->group % 8 != 0) && job->group < job->columns) return SL_E_ARGUMENT;
+    if (job->bits < 2 || job->bits > 8 || job->bits == 7) return SL_E_ARGUMENT;
+    if (job->bits != 4 && job->bits != 8 && job->columns % 8 != 0) return SL_E_ARGUMENT;
     encoder self = {.job = job,
                     .steps = sl_tier_encode(tier),
                     .load = job->from == SL_F32 ? NULL : sl_tier_convert(tier, job->from, SL_F32),

@@ -6,7 +6,7 @@
  */
 #include <math.h>
 
-#include "inputs.h"
+#include "encoded.h"
 #include "kernels/copy2d.h"
 #include "kernels/quant.h"
 
@@ -508,6 +508,99 @@ static void check_all_restored(void) {
     }
 }
 
+/* ---- codes of other engines ---- */
+
+/* What a tier makes of a matrix, with margins around each part. */
+typedef struct parts {
+    uint8_t *codes, *scale_codes, *zeros, *scales, *biases;
+    int32_t status;
+    uint64_t position;
+} parts;
+
+static uint8_t *margins(size_t size) {
+    uint8_t *memory = allocate(size + 2 * MARGIN);
+    memset(memory, UNTOUCHED, size + 2 * MARGIN);
+    return memory;
+}
+
+static parts encode_on(int32_t tier, sl_encoding job, size_t codes, size_t blocks) {
+    parts all = {margins(codes), margins(blocks), margins(blocks), margins(4 * blocks), margins(4 * blocks), 0, 0};
+    job.codes = all.codes + MARGIN;
+    job.scale_codes = all.scale_codes + MARGIN;
+    job.zeros = (int8_t *)(all.zeros + MARGIN);
+    job.scales = (float *)(void *)(all.scales + MARGIN);
+    job.biases = (float *)(void *)(all.biases + MARGIN);
+    all.status = sl_encode(tier, &job, &all.position);
+    return all;
+}
+
+static void release(parts *all) {
+    free(all->codes);
+    free(all->scale_codes);
+    free(all->zeros);
+    free(all->scales);
+    free(all->biases);
+}
+
+static uint64_t digest_of_floats(uint64_t state, const uint8_t *memory, size_t count) {
+    uint8_t bytes[4];
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, memory + MARGIN + 4 * i, sizeof bits);
+        store_le32(bytes, bits);
+        state = digest(state, bytes, sizeof bytes);
+    }
+    return state;
+}
+
+static uint64_t check_encoded(uint64_t state, const encoded *how, int32_t from, uint64_t columns, int kind) {
+    uint64_t rows = how->row_block > 1 ? 37 : 3, shift = columns % SHIFTS;
+    size_t size = (size_t)(rows * columns) * encoded_item(from);
+    uint8_t *weights = allocate(size + SHIFTS);
+    fill_encoded(weights + shift, from, rows * columns, kind, columns);
+    sl_encoding job = encoding_of(how, from, rows, columns);
+    job.weights = weights + shift;
+    size_t codes = (size_t)(rows * job.row_bytes), blocks = (size_t)blocks_of(&job);
+    parts wanted = encode_on(SL_TIER_SCALAR, job, codes, blocks);
+    EXPECT(wanted.status == SL_OK || (wanted.status == SL_E_RANGE && kind != USUAL));
+    EXPECT(kind != WITH_INFINITY || wanted.status == SL_E_RANGE);
+    EXPECT(untouched(wanted.codes, MARGIN) && untouched(wanted.codes + MARGIN + codes, MARGIN));
+    for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+        if (!sl_tier_available(tier)) continue;
+        parts got = encode_on(tier, job, codes, blocks);
+        if (got.status != wanted.status || got.position != wanted.position ||
+            memcmp(got.codes, wanted.codes, codes + 2 * MARGIN) != 0 ||
+            memcmp(got.scale_codes, wanted.scale_codes, blocks + 2 * MARGIN) != 0 ||
+            memcmp(got.zeros, wanted.zeros, blocks + 2 * MARGIN) != 0 ||
+            memcmp(got.scales, wanted.scales, 4 * blocks + 2 * MARGIN) != 0 ||
+            memcmp(got.biases, wanted.biases, 4 * blocks + 2 * MARGIN) != 0)
+            FAIL("%s: %s of %s, %" PRIu64 " columns, kind %d", sl_tier_name(tier), how->name, label(from), columns,
+                 kind);
+        release(&got);
+    }
+    state = (state ^ (uint64_t)wanted.status ^ wanted.position) * UINT64_C(0x100000001b3);
+    state = digest(state, wanted.codes + MARGIN, codes);
+    state = digest(state, wanted.scale_codes + MARGIN, blocks);
+    state = digest(state, wanted.zeros + MARGIN, blocks);
+    state = digest_of_floats(state, wanted.scales, blocks);
+    state = digest_of_floats(state, wanted.biases, blocks);
+    release(&wanted);
+    free(weights);
+    return state;
+}
+
+static void check_all_encoded(void) {
+    static const int32_t DTYPES[] = {SL_F32, SL_BF16, SL_F16};
+    for (size_t k = 0; k < COUNT_OF(ENCODED); k++)
+        for (size_t d = 0; d < COUNT_OF(DTYPES); d++) {
+            uint64_t state = DIGEST_START;
+            for (size_t i = 0; i < COUNT_OF(ENCODED_COLUMNS); i++)
+                for (int kind = 0; kind < ENCODED_KINDS && is_encodable(&ENCODED[k], ENCODED_COLUMNS[i]); kind++)
+                    state = check_encoded(state, &ENCODED[k], DTYPES[d], ENCODED_COLUMNS[i], kind);
+            report("encode", label(DTYPES[d]), ENCODED[k].name, state);
+        }
+}
+
 /* ---- strided and transposed copies ---- */
 
 /* A plane of rows * columns within `size` bytes of memory: in C or Fortran order, with gaps, forwards or backwards. */
@@ -630,6 +723,7 @@ int main(void) {
     check_all_statistics();
     check_differences();
     check_all_restored();
+    check_all_encoded();
     check_copies();
     check_merges();
     return failures == 0 ? 0 : 1;

@@ -26,7 +26,8 @@ build memory address,undefined
 program memory address,undefined allocations "${wrapped[@]/#/-Wl,--wrap=}"
 program memory address,undefined operations
 program memory address,undefined packed
-for name in allocations operations packed; do
+program memory address,undefined encoded
+for name in allocations operations packed encoded; do
     ASAN_OPTIONS=detect_leaks=1 "$work/$name"
 done
 

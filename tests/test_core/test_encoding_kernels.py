@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from builders.engine_models import DTYPES, matrix
+from builders.random import rng
 
 from safeload.base import dtypes, native, packing
-from safeload.base.preset import PRESETS
+from safeload.base.preset import PRESET_NAMES, PRESETS
+from safeload.errors import RangeError
 from safeload.operations.quantize import encoding
 from safeload.operations.quantize.encoding import Encoding
 from safeload.operations.quantize.weights import in_memory
@@ -34,6 +36,66 @@ def test_a_tier_gives_the_codes_of_scalar(name, dtype, tier, monkeypatch):
         assert parts.keys() == scalar.keys()
         for role, part in parts.items():
             np.testing.assert_array_equal(part.view(np.uint8), scalar[role].view(np.uint8), err_msg=role)
+
+
+def hostile(kind, dtype, shape):
+    """Finite weights of a kind, from the test's random numbers."""
+    size, item = shape[0] * shape[1], np.dtype(DTYPES[dtype]).itemsize
+    integer = {2: np.uint16, 4: np.uint32}[item]
+    if kind == "any bits":
+        bits = rng.integers(0, 1 << 8 * item, size, dtype=np.uint64).astype(integer)
+    elif kind == "subnormal":
+        sign = rng.integers(0, 2, size, dtype=np.uint64) << np.uint64(8 * item - 1)
+        bits = (rng.integers(0, 1 << 8 * item - 6, size, dtype=np.uint64) | sign).astype(integer)
+    elif kind == "ties":
+        bits = (rng.integers(-48, 49, size) / np.float32(8)).astype(DTYPES[dtype]).view(integer)
+    else:  # blocks of all sizes, with zeros of both signs
+        values = rng.standard_normal(size) * np.exp2(rng.integers(-24, 14, size // 16 + 1).repeat(16)[:size])
+        values *= rng.integers(-1, 2, size)
+        bits = values.astype(DTYPES[dtype]).view(integer)
+    values = bits.view(DTYPES[dtype])
+    return np.where(np.isfinite(values.astype(np.float32)), values, DTYPES[dtype](1)).reshape(shape)
+
+
+def encode_or_error(*arguments):
+    try:
+        return {role: part.tobytes() for role, part in encode(*arguments).items()}
+    except RangeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["any bits", "subnormal", "ties", "blocks"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_a_tier_gives_the_codes_of_scalar_for_hostile_weights(name, dtype, kind, monkeypatch):
+    preset = PRESETS[name]
+    ragged = preset.flat or preset.row_block > 1 or preset.group is None
+    for shape in [(3, 128), (2, 4096 + 128), (130, 257) if ragged else (130, 256)]:
+        weights = hostile(kind, dtype, shape)
+        for bad in (None, np.nan, np.inf, -np.inf):
+            if bad is not None:
+                weights[-1, -3] = bad
+            scalar = encode_or_error(name, dtype, weights, native.lib.SL_TIER_SCALAR, monkeypatch)
+            assert bad is None or isinstance(scalar, str)  # an earlier block may fail
+            for tier in TIERS:
+                assert encode_or_error(name, dtype, weights, tier, monkeypatch) == scalar
+
+
+@pytest.mark.parametrize("tier", [native.lib.SL_TIER_SCALAR, *TIERS])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+def test_codes_are_packed_from_the_lowest_bits(bits, tier, monkeypatch):
+    name = f"mlx{bits}-g32"
+    for columns in (32, 64, 96, 160, 4096, 4128):
+        weights = hostile("blocks", "float32", (3, columns))
+        words = encode(name, "float32", weights, tier, monkeypatch)[packing.CODES].astype("<u4").view(np.uint8)
+        assert words.shape == (3, columns * bits // 8)
+        unpacked = np.unpackbits(words, axis=1, bitorder="little").reshape(3, columns, bits)
+        codes = np.packbits(unpacked, axis=2, bitorder="little")[..., 0]
+        parts = encode(name, "float32", weights, tier, monkeypatch)
+        scales, biases = (parts[role].repeat(32, axis=1) for role in (packing.SCALE, packing.BIAS))
+        with np.errstate(all="ignore"):
+            expected = np.rint((weights - biases) / scales).clip(0, (1 << bits) - 1)
+        np.testing.assert_array_equal(codes, expected)
 
 
 @pytest.mark.parametrize("tier", [native.lib.SL_TIER_SCALAR, *TIERS])
