@@ -54,10 +54,11 @@ class Preset(NamedTuple):
         return self.group or max(1, shape[-1])
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a matrix."""
+        """Return the shape of the scales of a matrix, or of a stack of matrices."""
         if self.flat:
             return (-(-math.prod(shape) // self.columns(shape)),)
-        return -(-shape[0] // self.row_block), -(-shape[1] // self.columns(shape))
+        *stack, rows, columns = shape
+        return *stack, -(-rows // self.row_block), -(-columns // self.columns(shape))
 
     def shape_of(self, role: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a part of a matrix; a part of text has none before it is written."""
@@ -65,7 +66,7 @@ class Preset(NamedTuple):
             return -(-math.prod(shape) // 2), 1
         if role == packing.CODES:
             unit = dtypes.BY_CODE[str(self.parts[role].dtype)].bits
-            return shape[0], -(-shape[1] * self.bits // unit)
+            return *shape[:-1], -(-shape[-1] * self.bits // unit)
         if role == packing.ZERO:
             rows, columns = self.grid(shape)
             return -(-rows * self.bits // 32), columns

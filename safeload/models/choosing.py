@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+from .expert_forms import with_expert_form
 from .reading import built_in
 from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
@@ -35,6 +36,12 @@ class Choice(NamedTuple):
 
 
 def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
+    """Choose a schema, and adapt it to the form of the model's experts; see `_choose`."""
+    choice = _choose(config, format, names)
+    return None if choice is None else choice._replace(schema=with_expert_form(choice.schema, names))
+
+
+def _choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
     """Choose by the config's architectures, else by its model_type, else by its keys; without a config, by the format.
 
     An architecture that no schema lists belongs to the family at the start of its name, and has another head or none:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
@@ -18,10 +19,49 @@ from .quantization import MLX_KEY, QUANTIZATION, Quantization, quantization_of, 
 _ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
 # Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
 
 # ``model_type`` of models whose matrices are all linear modules under the names of their files.
 _DENSE = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"))
 _EXPERTS = frozenset(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
+
+
+_USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+
+
+class MlxExperts(NamedTuple):
+    """How mlx-lm stores and quantizes the experts of a model; source: its ``models``."""
+
+    experts: str  # key of config.json: their number
+    block: str = "mlp"  # module of a layer that holds the experts
+    modules: Mapping[str, str] = MappingProxyType(_USUAL)  # stack of each module
+    router: str | None = None  # format of routers; None for that of other modules
+    keeps_routers: bool = False  # True if routers are not linear modules
+    in_every_layer: bool = False  # True if no layer can be without experts
+    split_heads: bool = False  # True to divide ``kv_b_proj`` by heads
+    dropped: str | None = None  # prefix of tensors that are left out
+    uncast: str | None = None  # suffix of tensors that keep their dtype
+
+
+_ROUTER_FORMAT = "mlx8"  # groups of 64
+MLX_EXPERTS: Mapping[str, MlxExperts] = {
+    "mixtral": MlxExperts(
+        "num_local_experts",
+        "block_sparse_moe",
+        {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+        in_every_layer=True,
+    ),
+    "qwen2_moe": MlxExperts("num_experts", in_every_layer=True),
+    "qwen3_moe": MlxExperts("num_experts", router=_ROUTER_FORMAT),
+    "deepseek_v2": MlxExperts("n_routed_experts", keeps_routers=True),
+    "deepseek_v3": MlxExperts(
+        "n_routed_experts",
+        keeps_routers=True,
+        split_heads=True,
+        dropped="model.layers.61.",
+        uncast=".e_score_correction_bias",
+    ),
+}
 
 # The version of compressed-tensors whose configuration this is.
 _VERSION = "0.19.0"
@@ -45,10 +85,9 @@ ENGINES = {
     COMPRESSED: Engine("vLLM, SGLang and transformers", _DENSE | _EXPERTS),
     FP8: Engine("vLLM, SGLang and transformers", _DENSE | _EXPERTS),
     BITSANDBYTES: Engine("transformers and vLLM", _DENSE | _EXPERTS, quantizes_experts=False),
-    # mlx-lm stacks experts under other names.
     MLX: Engine(
         "mlx-lm",
-        _DENSE,
+        _DENSE | MLX_EXPERTS.keys(),
         quantizes_ends=True,
         casts=True,
         always_indexed=True,
@@ -67,6 +106,11 @@ def is_router(name: str) -> bool:
 def is_expert(name: str) -> bool:
     """Return True for a weight of a numbered expert."""
     return _EXPERT.search(name) is not None
+
+
+def is_fused(name: str) -> bool:
+    """Return True for the weights of all experts of a layer in a single tensor."""
+    return _FUSED_EXPERTS.search(name) is not None
 
 
 # ---- fused partners ----
@@ -91,25 +135,36 @@ def partners_of(name: str) -> tuple[str, ...]:
 # ---- config.json ----
 
 
-def config_for(preset: Preset, config: Mapping[str, Any] | None, left: Sequence[str]) -> dict[str, Any]:
+def config_for(
+    preset: Preset,
+    config: Mapping[str, Any] | None,
+    left: Sequence[str],
+    exceptions: Mapping[str, Preset] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the ``config.json`` of a folder.
 
     Args:
         config: the config of the source.
         left: names of the linear modules that stay unquantized.
+        exceptions: modules with another format of the engine.
     """
     result = without_quantization(config or {})
     if preset.engine != MLX:
         return {**result, QUANTIZATION: settings_of(preset, left)}
     for key in ("_name_or_path", "vision_config"):
         result.pop(key, None)
-    settings = settings_of(preset, left)
+    own = {module: {"group_size": other.group, "bits": other.bits} for module, other in exceptions.items()}
+    settings = {**settings_of(preset, left), **own}
     return dict(sorted({**result, MLX_KEY: settings, QUANTIZATION: settings}.items()))
 
 
-def quantization_for(preset: Preset) -> Quantization:
-    """Return the quantization of a folder, as its reader would parse it."""
-    quantization = quantization_of(config_for(preset, None, ()))
+def quantization_for(preset: Preset, exceptions: Mapping[str, Preset] = MappingProxyType({})) -> Quantization:
+    """Return the quantization of a folder, as its reader would parse it.
+
+    Args:
+        exceptions: see `config_for`.
+    """
+    quantization = quantization_of(config_for(preset, None, (), exceptions))
     assert quantization is not None
     return quantization
 

@@ -9,10 +9,10 @@ from ..base import dtypes, packing
 from ..base.arrays import Array
 from ..base.packing import Packing
 from ..base.preset import Preset
-from .engines import quantization_for
 from .families import FAMILIES, Family, Stored
 from .grid import Misfit
 from .packed_group import GroupContext, PackedGroup, check
+from .quantization import Quantization
 
 
 class _Contents:
@@ -37,11 +37,12 @@ def names_of(preset: Preset, name: str) -> dict[str, str]:
     return {packing.NAME: name, **{role: module + part.suffix for role, part in preset.parts.items()}}
 
 
-def packing_of(preset: Preset, name: str, parts: Mapping[str, Array]) -> Packing:
+def packing_of(preset: Preset, name: str, parts: Mapping[str, Array], quantization: Quantization) -> Packing:
     """Return the packing of a weight.
 
     Args:
         parts: by role.
+        quantization: of the folder.
     """
     names = names_of(preset, name)
     stored, contents = {}, {}
@@ -49,7 +50,6 @@ def packing_of(preset: Preset, name: str, parts: Mapping[str, Array]) -> Packing
         row = dtypes.BY_CODE[preset.parts[role].dtype or dtypes.row_of(array.dtype).code]  # type: ignore[union-attr]
         stored[names[role]] = Stored(row, array.shape)
         contents[names[role]] = array
-    quantization = quantization_for(preset)
     context = GroupContext(stored, quantization, quantization.text(), _Contents(contents))  # type: ignore[arg-type]
     codes = names[packing.CODES]
     for family in FAMILIES:

@@ -6,6 +6,7 @@ import json
 import ml_dtypes
 import numpy as np
 
+from safeload.models import reading
 from safeload.numpy import load_file, save_file
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -90,6 +91,104 @@ def write_model(folder, dtype, widths=USUAL):
     (folder / "config.json").write_text(json.dumps(config(dtype, widths)))
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_QWEN = {**_SMALL, "moe_intermediate_size": 128, "num_experts": 3, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_MLA = {
+    **_SMALL,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "kv_lora_rank": 128,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+}
+# Models with experts; their widths are whole blocks of every format.
+EXPERTS = {
+    "mixtral": {**_SMALL, "num_local_experts": 3, "intermediate_size": 128},
+    "qwen2_moe": {**_QWEN, "shared_expert_intermediate_size": 128, "norm_topk_prob": False},
+    "qwen3_moe": {**_QWEN, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "deepseek_v2": {
+        **_MLA,
+        "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v3": {
+        **_MLA,
+        "q_lora_rank": 128,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+    },
+}
+
+
+def expert_model(kind):
+    """Config and tensors of a model with experts, each alone; the weights are awkward where they have enough rows."""
+    schema = reading.built_in()[kind]
+    settings = {"architectures": [schema.architectures[0]], "model_type": kind, **EXPERTS[kind]}
+    weights = {}
+    for seed, tensor in enumerate(schema.expand(settings, ()).values()):
+        if tensor.required:
+            *rows, columns = tensor.shape
+            values = np.ones(columns) if not rows else matrix(max(rows[0], 12), columns, seed)[-rows[0] :]
+            uncast = tensor.name.endswith("e_score_correction_bias")
+            weights[tensor.name] = values.astype(np.float32 if uncast else ml_dtypes.bfloat16)
+    return settings, weights
+
+
+def write_experts(folder, kind, *, fused=False):
+    """Write a model with experts, which ``fused`` stores as transformers holds them in memory."""
+    folder.mkdir(parents=True)
+    settings, weights = expert_model(kind)
+    save_file(fused_experts(weights) if fused else weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def fused_experts(weights):
+    """The tensors of a model whose experts are fused per layer."""
+    result, layers = {}, {}
+    for name, array in weights.items():
+        layer, found, rest = name.partition(".mlp.experts.")
+        if not found:
+            result[name] = array
+            continue
+        number, module = rest.split(".")[:2]
+        layers.setdefault(layer, {}).setdefault(module, {})[int(number)] = array
+    for layer, modules in layers.items():
+        gate, up, down = (
+            np.stack([modules[f"{name}_proj"][k] for k in range(len(modules["up_proj"]))])
+            for name in ("gate", "up", "down")
+        )
+        result[f"{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        result[f"{layer}.mlp.experts.down_proj"] = down
+    return result
 
 
 def described(path):

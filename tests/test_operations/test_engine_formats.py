@@ -9,7 +9,21 @@ import numpy as np
 import pytest
 from builders.adapters import pair
 from builders.adapters import write as write_adapter
-from builders.engine_models import ANY_SHAPE, DTYPES, RAGGED, USUAL, config, described, matrix, tensors, write_model
+from builders.engine_models import (
+    ANY_SHAPE,
+    DTYPES,
+    EXPERTS,
+    RAGGED,
+    USUAL,
+    config,
+    described,
+    expert_model,
+    fused_experts,
+    matrix,
+    tensors,
+    write_experts,
+    write_model,
+)
 from builders.models import small, write_folder
 from builders.paths import ROOT
 
@@ -18,6 +32,7 @@ from safeload.base.preset import PRESET_NAMES, PRESETS
 from safeload.cli import main
 from safeload.errors import FormatError, RangeError, TensorNotFoundError, UnsupportedError
 from safeload.numpy import load_file, save_file
+from safeload.operations.measure.sizes import sizes
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -29,7 +44,8 @@ ALL = [(name, *case.split("/")[:2]) for case in EXPECTED for name in [case.split
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     kinds = {"usual": USUAL, "ragged": RAGGED}
-    return {(kind, dtype): write_model(folder / kind / dtype, dtype, kinds[kind]) for kind in kinds for dtype in DTYPES}
+    dense = {(kind, type): write_model(folder / kind / type, type, kinds[kind]) for kind in kinds for type in DTYPES}
+    return {**dense, **{(kind, "bfloat16"): write_experts(folder / kind, kind) for kind in EXPERTS}}
 
 
 @pytest.fixture
@@ -200,6 +216,160 @@ def test_partners_may_lie_in_other_shards(tmp_path):
     safeload.convert(source, tmp_path / "one", quantize="nvfp4a16")
     safeload.convert(source, tmp_path / "shards", quantize="nvfp4a16", max_shard_size="40KB", resume=True)
     assert safeload.diff(tmp_path / "one", tmp_path / "shards").same
+
+
+# ---- experts ----
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_stacked_experts_are_read_checked_and_measured(models, tmp_path, kind):
+    source = models[kind, "bfloat16"]
+    report = safeload.convert(source, tmp_path / "out", quantize="mlx4")
+    assert safeload.check(tmp_path / "out").ok
+    quantized, stored = safeload.load_quantized(source, "mlx4"), safeload.load(tmp_path / "out")
+    assert quantized.keys() == stored.keys()
+    for key, value in quantized.items():
+        assert np.array_equal(value, stored[key]) if isinstance(value, np.ndarray) else value == stored[key]
+    errors = safeload.quantization_error(source, tmp_path / "out")
+    assert errors.keys() == report.summary.quantized.keys()
+    assert min(error.snr_db for error in errors.values()) > 10
+    assert sizes(source).schemes["mlx4"] == sum(value.nbytes for value in quantized.values())
+
+
+@pytest.mark.parametrize("name", ["mlx4", "w4a16", "fp8_block", "nvfp4a16", "deepseek_fp8"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_fused_experts_give_the_folder_of_separate_ones(models, tmp_path, kind, name):
+    fused = write_experts(tmp_path / "fused", kind, fused=True)
+    safeload.convert(models[kind, "bfloat16"], tmp_path / "expected", quantize=name)
+    safeload.convert(fused, tmp_path / "out", quantize=name)
+    assert described(tmp_path / "out/model.safetensors") == described(tmp_path / "expected/model.safetensors")
+    assert read_config(tmp_path / "out") == read_config(tmp_path / "expected")
+    assert sizes(fused).schemes[name] == sizes(models[kind, "bfloat16"]).schemes[name]
+
+
+def test_bitsandbytes_leaves_fused_experts(tmp_path):
+    fused = write_experts(tmp_path / "fused", "qwen3_moe", fused=True)
+    report = safeload.convert(fused, tmp_path / "out", quantize="bnb_nf4")
+    assert report.summary.kept["model.layers.0.mlp.experts.gate_up_proj"] == "is an expert"
+    assert safeload.check(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("name", ["mlx4", "nvfp4a16"])
+def test_pieces_write_experts_as_one_process(tmp_path, name):
+    fused = write_experts(tmp_path / "fused", "qwen3_moe", fused=True)
+    arguments = {"quantize": name, "max_shard_size": "60KB"}
+    safeload.convert(fused, tmp_path / "one", **arguments)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        safeload.convert(fused, tmp_path / "out", **arguments, executor=executor)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert len(files) > 6
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+
+
+def test_adapters_are_merged_into_experts_first(models, tmp_path):
+    source = models["qwen3_moe", "bfloat16"]
+    adapter = write_adapter(tmp_path / "adapter", pair(128, 128, module="model.layers.0.mlp.experts.1.up_proj"))
+    safeload.convert(source, tmp_path / "merged", adapters=adapter, dtype="bfloat16")
+    safeload.convert(tmp_path / "merged", tmp_path / "expected", quantize="mlx4")
+    safeload.convert(source, tmp_path / "out", quantize="mlx4", adapters=adapter)
+    safeload.convert(source, tmp_path / "pieces", quantize="mlx4", adapters=adapter, resume=True)
+    ours, theirs = (described(tmp_path / folder / "model.safetensors") for folder in ("out", "expected"))
+    assert {key for key in ours if ours[key] != theirs[key]} <= {key for key in ours if "switch_mlp.up_proj" in key}
+    assert described(tmp_path / "pieces/model.safetensors") == ours
+
+
+def test_a_stack_is_ignored_as_a_whole(models, tmp_path):
+    source, stack = models["qwen3_moe", "bfloat16"], "model.layers.0.mlp.switch_mlp.up_proj.weight"
+    for ignore in ("*.switch_mlp.up_proj", "*.experts.*.up_proj", "re:.*experts.*up_proj"):
+        report = safeload.convert(source, tmp_path / "out", quantize="mlx4", ignore=ignore, overwrite=True)
+        assert {name for name in report.summary.kept if "switch_mlp" in name} == {stack}
+        assert safeload.load(tmp_path / "out")[stack].shape == (3, 128, 128)
+    with pytest.raises(UnsupportedError, match="select all or none") as caught:
+        safeload.convert(source, tmp_path / "out", quantize="mlx4", ignore="*.experts.1.*", overwrite=True)
+    assert "switch_mlp" in caught.value.tensor
+    kept = safeload.load_quantized(source, "mlx4", keep=lambda name: ".experts." in name).summary.kept
+    assert sum("switch_mlp" in name for name in kept) == 3
+
+
+def broken_experts(fault):
+    settings, weights = expert_model("qwen2_moe")
+    first = "model.layers.0.mlp.experts.0.up_proj.weight"
+    if fault == "missing":
+        del weights[first]
+    elif fault == "shape":
+        weights[first] = weights[first][:64]
+    elif fault == "dense":
+        weights = {name: array for name, array in weights.items() if ".layers.1.mlp.experts." not in name}
+    elif fault == "count":
+        settings["num_experts"] = "3"
+    elif fault == "layer":
+        weights["model.layers.2.mlp.gate.weight"] = weights["model.layers.1.mlp.gate.weight"]
+    elif fault == "bias":
+        weights["model.layers.0.mlp.experts.0.up_proj.bias"] = weights["model.norm.weight"]
+    elif fault == "width":
+        weights = fused_experts(weights)
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        weights[name] = weights[name][:, 1:]
+    return settings, weights
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", "needs 3 experts, but expert 0 is missing"),
+        ("shape", "have different shapes"),
+        ("dense", "layer 1 has no experts"),
+        ("count", "num_experts must be a positive integer"),
+        ("layer", "mlx-lm does not load layer 2"),
+        ("bias", "mlx-lm has no tensor"),
+        ("width", "does not hold experts"),
+    ],
+)
+def test_experts_that_mlx_does_not_load_are_refused(tmp_path, fault, message):
+    source = write_folder(tmp_path, *broken_experts(fault), shards=1)
+    for convert in (
+        lambda: safeload.convert(source, tmp_path / "out", quantize="mlx4"),
+        lambda: safeload.load_quantized(source, "mlx4"),
+    ):
+        with pytest.raises((FormatError, UnsupportedError), match=message):
+            convert()
+    assert "mlx4" not in sizes(source).schemes
+    assert not (tmp_path / "out").exists()
+
+
+def test_groups_that_do_not_divide_a_router_are_refused(tmp_path):
+    settings, weights = expert_model("qwen3_moe")
+    gate = "model.layers.0.mlp.gate.weight"
+    source = write_folder(tmp_path, settings, {**weights, gate: weights[gate][:, :96]}, shards=1)
+    with pytest.raises(UnsupportedError, match="blocks of 64 columns") as caught:
+        safeload.convert(source, tmp_path / "out", quantize="mlx-nvfp4")
+    assert caught.value.tensor == gate
+
+
+@pytest.mark.parametrize("name", ["w4a16", "mlx4"])
+def test_experts_without_a_row_are_refused(tmp_path, name):
+    source = write_folder(tmp_path, *small("gpt_oss"))
+    with pytest.raises(UnsupportedError, match="gpt_oss"):
+        safeload.convert(source, tmp_path / "out", quantize=name)
+
+
+def test_a_forged_recipe_is_refused(models, tmp_path):
+    plan = safeload.cluster.plan_convert(models["mixtral", "bfloat16"], tmp_path / "out", quantize="mlx4")
+    piece = json.loads(json.dumps(dict(plan.pieces[0])))
+    name, recipe = next(iter(piece["recipes"].items()))
+    shape, moves, *rest = recipe
+    source, read, written = moves[0]
+    for forged in (
+        [[9, *shape[1:]], moves, *rest],
+        [[-1, *shape[1:]], moves, *rest],
+        [shape, moves[1:], *rest],
+        [shape, [[source, read, [7, *written[1:]]], *moves[1:]], *rest],
+        [shape, [[source, [None, [0, 1, 0], False], written], *moves[1:]], *rest],
+        [shape, [["nothing", read, written], *moves[1:]], *rest],
+        [shape, 3],
+    ):
+        with pytest.raises((FormatError, TensorNotFoundError)):
+            safeload.cluster.run_piece({**piece, "recipes": {**piece["recipes"], name: forged}})
 
 
 # ---- choices ----

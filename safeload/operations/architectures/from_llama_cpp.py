@@ -14,9 +14,9 @@ from ...models.gguf_sources import ENDS, SOURCES, Experts, GgufSource
 from ...packed.quantization import without_quantization
 from ...stores.json_file import parse_json
 from ..sources.catalog import Catalog
+from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
+from ..sources.restructured import RestructuredCatalog
 from .foreign_config import class_of, config_of
-from .recipes import Move, TensorRecipe, TensorView
-from .restructured import RestructuredCatalog
 from .to_llama_cpp import CONFIG_KEY, FORM_KEY, check_tensors
 from .tokenizer_files import tokenizer_files
 
@@ -204,7 +204,7 @@ class _Restored:
         moves = []
         for k in range(shape[0]):
             for part, name in enumerate((gate, up)):
-                rows = slice(part, None, 2) if experts.interleaved else slice(part * half, (part + 1) * half)
+                rows = RowRange(part, None, 2) if experts.interleaved else RowRange(part * half, (part + 1) * half)
                 moves.append(Move(name, TensorView(k), TensorView(k, rows, experts.interleaved)))
         if suffix == "bias":
             return f"{layer}{experts.fused}_bias", TensorRecipe((shape[0], 2 * half), tuple(moves))

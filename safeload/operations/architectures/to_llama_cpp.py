@@ -15,9 +15,9 @@ from ...models.gguf_architectures import is_kept_f32, schema_of
 from ...models.gguf_sources import BUFFERS, ENDS, HEAD, SOURCES, Experts, GgufSource
 from ...stores.files import Location
 from ..sources.catalog import Catalog
+from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
+from ..sources.restructured import RestructuredCatalog
 from .general import general_keys
-from .recipes import Move, TensorRecipe, TensorView
-from .restructured import RestructuredCatalog
 from .settings import ModelConfig, settings_of
 from .special_tokens import SpecialTokens, skeleton
 from .tokenizer import TokenizerFiles, vocabulary_of
@@ -237,7 +237,7 @@ class _Recipes:
         half = rows // 2
         columns = shape[1 if experts.interleaved else 2 : axes - 1 if experts.interleaved else axes]
         for k, role in enumerate(("gate", "up")):
-            part = slice(k, None, 2) if experts.interleaved else slice(k * half, (k + 1) * half)
+            part = RowRange(k, None, 2) if experts.interleaved else RowRange(k * half, (k + 1) * half)
             moves = tuple(
                 Move(name, TensorView(item, part, experts.interleaved), TensorView(item)) for item in range(shape[0])
             )

@@ -19,7 +19,6 @@ from ...formats.gguf.mixtures import sort_key
 from ...formats.registry import SAFETENSORS
 from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
-from ..architectures.restructured import RestructuredCatalog
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Rules, Summary, described
 from ..quantize.encoding import WEIGHTS
@@ -31,6 +30,8 @@ from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.piece_files import FileVersion, PlannedPath
 from ..sources.plan import PlannedPiece, bare_name
+from ..sources.recipes import TensorRecipe
+from ..sources.restructured import RestructuredCatalog
 from .request import ConvertRequest
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -75,7 +76,7 @@ class Decider:
         self._engine = rules if isinstance(rules, EngineRules) else None
         if self._engine is not None:
             chosen_by = names is not None or only is not None
-            self._engine.set_model(model.schema, catalog.config, model.names, chosen=chosen_by)
+            self._engine.set_model(model.schema, catalog, chosen=chosen_by)
         # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
         ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
         tied = model.tied_heads() if rules is not None and names is None and ties else {}
@@ -110,7 +111,7 @@ class Decider:
             names: of tensors in the result, by their names before ``rename``.
         """
         config = config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
-        return config if self._engine is None else self._engine.config(config, self._kept, names)
+        return config if self._engine is None else self._engine.config(config, self._quantized, self._kept, names)
 
     @property
     def restored(self) -> bool:
@@ -307,6 +308,7 @@ class ConversionPiece(PlannedPiece):
     metadata: dict[str, str] | None = None
     rename: tuple[tuple[str, str], ...] = ()  # patterns and replacements
     adapters: tuple[Any, ...] = ()  # `merged.PlannedAdapter`, decoded only if there are any
+    recipes: dict[str, TensorRecipe] = field(default_factory=dict)  # of tensors that an engine shapes differently
     continued: bool = False  # True if the shard is complete and its sources are gone
     id: str  # hash of options and sources
     plan: str  # id of the plan

@@ -36,18 +36,19 @@ from ...formats.registry import SAFETENSORS, row_of
 from ...models.layout import Layout
 from ...packed.quantization import is_kept_by
 from ...stores.files import Location
-from ..architectures.restructured import RestructuredCatalog
 from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
 from ..quantize.encoding import Encoding, encode, global_scale, largest_in
+from ..quantize.engine_layout import EngineCatalog, arranged
 from ..quantize.engine_rules import EngineRules
 from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
 from ..quantize.importance import read_importance, vectors_for
 from ..quantize.quantize import Rounding, quantize_source
 from ..quantize.stack import fill, plan
-from ..quantize.weights import Rooms, Weights, in_memory, weights_of
+from ..quantize.weights import Rooms, Weights, weights_in
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
+from ..sources.restructured import RestructuredCatalog
 from .decide import Decider, Decision
 from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
 
@@ -163,7 +164,10 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     Raises:
         ValueError: an option selects or renames tensors, so the result would not be a model.
     """
-    options = request.options
+    options, rules = request.options, request.engine_rules
+    if rules is not None and not is_restored(catalog, request):
+        chosen = options.get("names") is not None or options.get("only") is not None
+        return catalog if chosen else arranged(catalog, rules.preset)
     if options.get("raw") or (request.format != "gguf" and not is_restored(catalog, request)):
         return catalog
     from ..architectures.from_llama_cpp import from_llama_cpp  # only here: most conversions need no architecture
@@ -177,12 +181,15 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     target = request.target
     if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
         raise UnsupportedError(f'llama.cpp does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
-    return to_llama_cpp(catalog) if request.format == "gguf" else from_llama_cpp(catalog)
+    if request.format == "gguf":
+        return to_llama_cpp(catalog)
+    model = from_llama_cpp(catalog)
+    return model if rules is None else arranged(model, rules.preset)
 
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     """Return the request with names of the result in place of patterns that match names of the source only."""
-    if not isinstance(catalog, RestructuredCatalog):
+    if not isinstance(catalog, RestructuredCatalog) or isinstance(catalog, EngineCatalog):
         return request
     options: ConvertOptions = {**request.options}
     quantize, keep = options.get("quantize"), options.get("keep")
@@ -492,12 +499,7 @@ class Maker:
         return self._maxima[names]
 
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
-        """Return the values of a weight; weights with a merged adapter are computed first."""
-        if type(self._catalog) is Catalog:
-            value = self._values(name, name)
-            return weights_of(value, row, self._rooms, self._scratch.array, self._threads)
-        whole = self._read(name, dtypes.array_dtype(row.number), self._about(name).shape, row)
-        return in_memory(jobs.native_order(whole))
+        return weights_in(self._catalog, name, row, self._rooms, self._scratch.array, threads=self._threads)
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""

@@ -24,6 +24,7 @@ from ..folders import journal, unfinished
 from ..folders.destinations import Destination, replacement_of
 from ..folders.folder import Folder
 from ..folders.shards import divide, weight_map
+from ..quantize.engine_layout import EngineCatalog
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import decode, encode
 from ..sources.piece_files import FileVersion, Sources, path_in_plan
@@ -184,7 +185,7 @@ def _plan(
     if request.options.get("adapters") is not None:
         from .merged import planned_adapters  # only here: most conversions merge nothing
 
-        adapters = planned_adapters(prepared.catalog)
+        adapters = planned_adapters(_stored(prepared.catalog))
     pieces = _pieces(prepared, request, options, adapters)
     plan_id = _id_of([__version__, options, [piece.id for piece in pieces]])
     in_place = None
@@ -224,7 +225,7 @@ def _pieces(
     prepared: Outputs, request: ConvertRequest, options: Mapping[str, Any], adapters: tuple[Any, ...]
 ) -> list[ConversionPiece]:
     """Return a piece for each shard, without its plan and folder."""
-    sources = Sources(prepared.catalog, "a conversion in pieces")
+    sources = Sources(_stored(prepared.catalog), "a conversion in pieces")
     shards = divide(prepared.tensors, request.limit)
     weight_map(shards)  # refuses two tensors with the same name
     decided = dict(zip(prepared.tensors, prepared.decisions.items(), strict=True))
@@ -233,22 +234,32 @@ def _pieces(
     pieces = []
     for file, shard in shards.items():
         decisions = dict(decided[name] for name in shard)
+        names = dict.fromkeys(name for decision in decisions.values() for name in decision.reads)
+        catalog = prepared.catalog
+        arranged = catalog if isinstance(catalog, EngineCatalog) else None
+        reads = names if arranged is None else [source for name in names for source in arranged.sources_of(name)]
         piece = ConversionPiece(
             operation="convert",
             id="",
             plan="",
             folder="",
-            sources=sources.of(name for decision in decisions.values() for name in decision.reads),
+            sources=sources.of(reads),
             file=file,
             nbytes=sum(output.nbytes for output in shard.values()),
             tensors=runs_of(decisions),
             metadata=metadata,
             rename=renames,
             adapters=adapters,
+            recipes={} if arranged is None else arranged.recipes_of(names),
         )
         # A shard depends on the sources of its own piece, not on those of other pieces.
         pieces.append(replace(piece, id=_id_of([options, encode(piece)])))
     return pieces
+
+
+def _stored(catalog: Catalog) -> Catalog:
+    """Return the catalog with the names of the sources."""
+    return catalog.base if isinstance(catalog, EngineCatalog) else catalog
 
 
 def _summary(prepared: Outputs) -> PlannedSummary | None:

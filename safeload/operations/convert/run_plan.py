@@ -21,6 +21,7 @@ from ..folders.destinations import folder_at, replacement_of
 from ..folders.folder import Folder, LocalFolder, homes_of, shared_identity
 from ..folders.shards import Beside, config_with, open_shard, warn_of_schemes, write_beside, write_shard, writer_of
 from ..quantize.checkpoint import Summary
+from ..quantize.engine_layout import restored
 from ..sources import executors
 from ..sources.catalog import Catalog
 from ..sources.codec import decode, encode
@@ -148,7 +149,13 @@ def _write(
 ) -> tuple[int, str, list[int] | None]:
     """Write a shard; return its size, SHA-256 and identity."""
     decisions, file = decisions_of(piece.tensors), piece.file
-    names = [name for decision in decisions.values() for name in decision.reads]
+    reads = [name for decision in decisions.values() for name in decision.reads]
+    # In the order of the plan, which numbers the first tensor of each file.
+    names = [
+        source
+        for name in dict.fromkeys(reads)
+        for source in (dict.fromkeys(piece.recipes[name].sources) if name in piece.recipes else (name,))
+    ]
     with ExitStack() as stack, Digest() as digest:
         if piece.adapters:
             from .merged import decode_adapters, reopened, stored_names  # only here: most conversions merge nothing
@@ -158,6 +165,8 @@ def _write(
             catalog: Catalog = reopened(stack, stored, adapters, frozenset(names))
         else:
             catalog = stack.enter_context(opened(piece.sources, names, storage_options))
+        if piece.recipes:
+            catalog = restored(catalog, piece.recipes, reads)
         outputs = Maker(catalog, decisions, SAFETENSORS, threads=threads).outputs()
         new = renamed(outputs, piece.rename)
         outputs = {new[name]: output for name, output in outputs.items()}

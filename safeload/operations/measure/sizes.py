@@ -12,10 +12,11 @@ from ...base.names import NUMBER
 from ...base.preset import PRESET_NAMES, PRESETS
 from ...base.scheme import SCHEMES, usual_axis
 from ...engine.codes.quantized_tensor import storage_of
-from ...errors import UnsupportedError
+from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema
 from ..quantize.checkpoint import ModelRules, Rules, check_restorable, heads_to_quantize
 from ..quantize.encoding import Encoding
+from ..quantize.engine_layout import EngineCatalog, arranged
 from ..quantize.engine_rules import EngineRules
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog, Given
@@ -89,7 +90,9 @@ def sizes(source: Given) -> Sizes:
             return sum(kind.number * _quantized(kind, rules) for kind in (*kinds, *untied))
 
         def encoded(preset: str) -> int:
-            return _encoded(kinds, EngineRules(PRESETS[preset], None), model)
+            layout = arranged(catalog, PRESETS[preset])
+            own = kinds if layout is catalog else [_Kind(name, layout.about(name), 1) for name in layout]
+            return _encoded(own, EngineRules(PRESETS[preset], None), model, layout)
 
         schemes = {**_totals(SCHEMES, quantized), **_totals(PRESET_NAMES, encoded)}
         return Sizes(stored, _totals(DTYPES, converted), schemes)
@@ -98,7 +101,7 @@ def sizes(source: Given) -> Sizes:
 def _totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]:
     totals = {}
     for name in names:
-        with suppress(UnsupportedError):  # blocks without a kernel
+        with suppress(UnsupportedError, FormatError):  # blocks without a kernel, or experts that no engine loads
             totals[name] = total(name)
     return totals
 
@@ -135,20 +138,25 @@ def _converted(kind: _Kind, width: int) -> int:
     return width * math.prod(about.shape)
 
 
-def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules) -> int:
+def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, catalog: Catalog) -> int:
     """Return the bytes of all tensors in the format of an engine.
+
+    Args:
+        catalog: the tensors as the engine names them.
 
     Raises:
         UnsupportedError: the engine does not support the model or a weight.
     """
-    rules.set_model(model.schema, model.config, model.names, chosen=model.config is None)
+    schema = ModelRules.of(catalog).schema if isinstance(catalog, EngineCatalog) else model.schema
+    rules.set_model(schema, catalog, chosen=model.config is None)
     total, quantized = 0, False
     for name, about, number in kinds:
         if rules.drops(name):
             continue
-        if rules.plan(name, about).scheme is not None:
+        scheme = rules.plan(name, about).scheme
+        if scheme is not None:
             quantized = True
-            total += number * Encoding(name, rules.preset, about.shape, rules.weight_dtype(about, None)).nbytes
+            total += number * Encoding(name, PRESETS[scheme], about.shape, rules.weight_dtype(about, None)).nbytes
             continue
         row = rules.kept_dtype(about, None)
         total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))

@@ -32,7 +32,7 @@ _NONE = ffi.NULL
 
 
 class Encoding(NamedTuple):
-    """A matrix to quantize."""
+    """A matrix, or a stack of matrices, to quantize."""
 
     name: str  # of the weight, for messages
     preset: Preset
@@ -182,7 +182,8 @@ def _strips(encoding: Encoding, weights: Weights) -> Iterator[_Strip]:
     preset, size = encoding.preset, math.prod(encoding.shape)
     if size == 0:
         return
-    rows, columns = (size // _FLAT, _FLAT) if preset.flat else encoding.shape
+    columns = _FLAT if preset.flat else encoding.shape[-1]
+    rows = size // columns
     step = max(1, weights.step // columns // preset.row_block) * preset.row_block
     for begin in range(0, rows, step):
         yield _Strip(begin * columns, min(step, rows - begin), columns)
@@ -226,7 +227,7 @@ class _Tasks:
         group, top = preset.columns(self._encoding.shape), strip.first // columns
         row_bytes = columns * preset.bits // 8
         if not preset.flat:
-            row_bytes = self._arrays[0].nbytes // max(1, self._encoding.shape[0])
+            row_bytes = self._arrays[0].nbytes // max(1, math.prod(self._encoding.shape[:-1]))
         block = top // preset.row_block * -(-columns // group)
         job.method, job.bits, job.is_signed, job.filler = preset.method, preset.bits, preset.signed, strip.filler
         setattr(job, "from", row.number)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
+from ...base.preset import PRESETS
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run import jobs
 from ...engine.run.memory import private_array
@@ -16,8 +17,9 @@ from ...packed.in_memory import names_of, packing_of
 from ..sources.catalog import Catalog, read_values
 from ..sources.description import TensorDescription
 from .encoding import Encoding, encode, largest_in
+from .engine_layout import arranged
 from .engine_rules import EngineRules
-from .weights import Rooms, Weights, weights_of
+from .weights import Rooms, Weights, weights_in
 
 
 class EncodedTensors(NamedTuple):
@@ -36,9 +38,10 @@ def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, prog
         UnsupportedError: the engine does not support the model or a weight.
         SafeloadError, OSError: see `safeload.load_quantized`.
     """
+    catalog = arranged(catalog, rules.preset)
     choice = choose(catalog.config, catalog.format, dict.fromkeys(catalog).keys())
     schema = None if choice is None else choice.schema
-    rules.set_model(schema, catalog.config, dict.fromkeys(catalog).keys(), chosen=catalog.config is None)
+    rules.set_model(schema, catalog, chosen=catalog.config is None)
     abouts = {name: catalog.about(name) for name in catalog if not rules.drops(name)}
     rules.kept.check(abouts)
     plans = {name: rules.plan(name, about) for name, about in abouts.items()}
@@ -48,9 +51,9 @@ def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, prog
     total, done = sum(about.nbytes for about in abouts.values()), 0
     tensors: dict[str, QuantizedTensor | Array] = {}
     with reporter(progress, total) as report:
-        loader = _EngineLoader(catalog, rules, abouts, threads)
+        loader = _EngineLoader(catalog, rules, abouts, quantized, threads=threads)
         for name, about in abouts.items():
-            tensors[name] = loader.encoded(name, quantized) if name in quantized else loader.kept(name)
+            tensors[name] = loader.encoded(name) if name in quantized else loader.kept(name)
             done += about.nbytes
             report(done)
     kept = {name: plan.reason for name, plan in plans.items() if plan.scheme is None}
@@ -59,20 +62,27 @@ def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, prog
 
 class _EngineLoader:
     def __init__(
-        self, catalog: Catalog, rules: EngineRules, abouts: dict[str, TensorDescription], threads: int | None
+        self,
+        catalog: Catalog,
+        rules: EngineRules,
+        abouts: dict[str, TensorDescription],
+        quantized: dict[str, str],
+        *,
+        threads: int | None,
     ) -> None:
         self._catalog, self._rules, self._abouts, self._threads = catalog, rules, abouts, threads
+        self._quantized, self._quantization = quantized, rules.quantization(quantized)
         self._maxima: dict[tuple[str, ...], float] = {}
         self._rooms = Rooms()
 
-    def encoded(self, name: str, quantized: dict[str, str]) -> QuantizedTensor:
+    def encoded(self, name: str) -> QuantizedTensor:
         """Return a quantized weight."""
-        about, preset = self._abouts[name], self._rules.preset
+        about, preset = self._abouts[name], PRESETS[self._quantized[name]]
         row = self._rules.weight_dtype(about, None)
         encoding = Encoding(name, preset, about.shape, row)
         largest = None
         if packing.GLOBAL in preset.parts:
-            partners = self._rules.partners(name, quantized)
+            partners = self._rules.partners(name, self._quantized)
             if partners not in self._maxima:
                 encodings = [Encoding(partner, preset, self._abouts[partner].shape, row) for partner in partners]
                 self._maxima[partners] = max(
@@ -81,7 +91,9 @@ class _EngineLoader:
             largest = self._maxima[partners]
         parts = encode(encoding, self._weights(name, row), largest=largest, threads=self._threads)
         parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
-        return QuantizedTensor.of_parts(packing_of(preset, name, parts), names_of(preset, name), parts)
+        return QuantizedTensor.of_parts(
+            packing_of(preset, name, parts, self._quantization), names_of(preset, name), parts
+        )
 
     def kept(self, name: str) -> Array:
         """Return an unquantized tensor."""
@@ -94,8 +106,7 @@ class _EngineLoader:
         return self._values(name, row)
 
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
-        value = self._catalog.restoring(name) or self._catalog.source(name)
-        return weights_of(value, row, self._rooms, private_array, self._threads)
+        return weights_in(self._catalog, name, row, self._rooms, private_array, threads=self._threads)
 
     def _values(self, name: str, row: dtypes.Dtype) -> Array:
         array = private_array(self._abouts[name].shape, dtypes.array_dtype(row.number))

@@ -12,9 +12,22 @@ from ...errors import UnsupportedError
 from ...models.config_dtype import dtype_in
 from ...models.schema import Schema
 from ...models.tied import tied_heads
-from ...packed.engines import ENGINES, config_for, is_expert, is_router, partners_of
+from ...packed.engines import (
+    ENGINES,
+    MLX_EXPERTS,
+    MlxExperts,
+    config_for,
+    is_expert,
+    is_fused,
+    is_router,
+    partners_of,
+    quantization_for,
+)
+from ...packed.quantization import Quantization
+from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .encoding import WEIGHTS, check_columns
+from .engine_layout import EngineCatalog
 from .keeping import Keep, Kept, Planned
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -42,23 +55,28 @@ class EngineRules:
     def __init__(self, preset: Preset, keep: Keep) -> None:
         self.preset = preset
         self.engine = ENGINES[preset.engine]
+        self._keep = keep
         self.kept = Kept(keep)
         self.schema: Schema | None = None
         self._config: Mapping[str, Any] | None = None
+        self._arranged: EngineCatalog | None = None
+        self._experts: MlxExperts | None = None
         self._tied: Collection[str] = ()
 
-    def set_model(
-        self, schema: Schema | None, config: Mapping[str, Any] | None, names: Collection[str], *, chosen: bool
-    ) -> None:
+    def set_model(self, schema: Schema | None, catalog: Catalog, *, chosen: bool) -> None:
         """Set the model.
 
         Args:
+            catalog: the tensors, as `engine_layout.arranged` returns them.
             chosen: the caller has chosen the tensors, so that any model is supported.
 
         Raises:
             UnsupportedError: the model is not supported.
         """
-        self._config = config
+        self._config = config = catalog.config
+        self._arranged = catalog if isinstance(catalog, EngineCatalog) else None
+        if self._arranged is not None:
+            self.kept = Kept(self._arranged.kept(self._keep))
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and isinstance(model_type, str) and model_type in self.engine.model_types
         if not supported and not chosen:
@@ -69,7 +87,9 @@ class EngineRules:
                 f"{self.preset.name} does not support {what}: choose the tensors to quantize with only="
             )
         self.schema = schema if supported else None
-        self._tied = tied_heads(config, names)
+        self._tied = tied_heads(config, dict.fromkeys(catalog).keys())
+        experts = MLX_EXPERTS.get(model_type) if self.preset.engine == MLX and isinstance(model_type, str) else None
+        self._experts = experts if supported else None
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
         """Decide about a tensor.
@@ -83,7 +103,8 @@ class EngineRules:
         if reason is not None:
             return Planned(None, reason)
         preset, shape = self.preset, about.shape
-        if len(shape) != 2 or not name.endswith(_WEIGHT):
+        stacked = self._arranged is not None and not self._arranged.is_unchanged(name) and preset.engine == MLX
+        if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
             what = f"has {len(shape)} axes" if len(shape) != 2 else f"has no name that ends in {_WEIGHT}"
             raise UnsupportedError(
                 f"tensor {show(name)} {what}, and {preset.name} stores the weights of linear modules: "
@@ -94,6 +115,8 @@ class EngineRules:
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
         if preset.engine == MLX and shape[-1] % preset.columns(shape):
             return Planned(None, f"rows of {shape[-1]} elements are not whole groups of {preset.group}")
+        if self._experts is not None and self._experts.router is not None and is_router(name):
+            preset = PRESETS[self._experts.router]
         check_columns(name, preset, shape)
         return Planned(preset.name)
 
@@ -110,13 +133,16 @@ class EngineRules:
             return ends[role]
         if role in ("norm", "bias", "buffer"):
             return f"is a {role}"
+        if (is_expert(name) or is_fused(name)) and not self.engine.quantizes_experts:
+            return "is an expert"
+        if role is None and is_fused(name):
+            return None  # `plan` refuses its axes
         if role is None:
             return "is not in the schema of the model"
         if self.schema is not None and len(shape) == 1:
             return "is 1-D, not 2-D"
-        if is_router(name):
-            return "is a router"
-        return "is an expert" if is_expert(name) and not self.engine.quantizes_experts else None
+        quantizes_routers = self._experts is not None and not self._experts.keeps_routers
+        return "is a router" if is_router(name) and not quantizes_routers else None
 
     def drops(self, name: str) -> bool:
         """Return True for a stored tensor that the engine's tool leaves out."""
@@ -130,6 +156,8 @@ class EngineRules:
 
     def kept_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype | None:
         """Return the dtype for an unquantized tensor; None leaves it as it is."""
+        if self._experts is not None and about.name.endswith(self._experts.uncast or "\0") and about.scheme is None:
+            return None
         if target is None and (about.scheme is not None or self.engine.casts):
             return self._usual_dtype() or (None if about.scheme is None else _F32)
         return target
@@ -146,14 +174,19 @@ class EngineRules:
         return tuple(other for other in partners_of(name) if other in quantized)
 
     def config(
-        self, config: Mapping[str, Any] | None, kept: Mapping[str, str], names: Mapping[str, str]
+        self,
+        config: Mapping[str, Any] | None,
+        quantized: Mapping[str, str],
+        kept: Mapping[str, str],
+        names: Mapping[str, str],
     ) -> dict[str, Any]:
         """Return the ``config.json`` of the folder.
 
         Args:
             config: of the source, with the dtype of the result.
-            kept: why each unquantized tensor was kept, by name in the source.
-            names: in the result, by name in the source.
+            quantized: the format of each quantized tensor, by name before ``rename``.
+            kept: why each unquantized tensor was kept, by name before ``rename``.
+            names: in the result, by name before ``rename``.
         """
         linear = {name: reason for name, reason in kept.items() if reason.startswith(_LINEAR)}
         left = [names.get(name, name).removesuffix(_WEIGHT) for name in linear if name.endswith(_WEIGHT)]
@@ -161,7 +194,19 @@ class EngineRules:
         chosen = [reason for reason in linear.values() if not reason.startswith(_LINEAR[:3])]
         if self.preset.engine == BITSANDBYTES and not chosen:
             left = []  # the default of transformers: the head, also if it is tied
-        return config_for(self.preset, config, list(dict.fromkeys(left)))
+        return config_for(self.preset, config, list(dict.fromkeys(left)), self._exceptions(quantized, names))
+
+    def quantization(self, quantized: Mapping[str, str]) -> Quantization:
+        """Return the quantization of a folder with these formats, by name."""
+        return quantization_for(self.preset, self._exceptions(quantized, {}))
+
+    def _exceptions(self, quantized: Mapping[str, str], names: Mapping[str, str]) -> dict[str, Preset]:
+        """Return the modules with another format than the usual one."""
+        return {
+            names.get(name, name).removesuffix(_WEIGHT): PRESETS[scheme]
+            for name, scheme in quantized.items()
+            if scheme != self.preset.name
+        }
 
 
 def preset_named(scheme: object) -> Preset | None:

@@ -14,7 +14,19 @@ from ...errors import TensorNotFoundError
 Keep = str | Iterable[str] | Callable[[str], object] | None
 
 # Begins a regular expression, which must match a name from its start, as in compressed-tensors.
-_EXPRESSION = "re:"
+EXPRESSION = "re:"
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern that begins with `EXPRESSION`.
+
+    Raises:
+        ValueError: the expression is not valid.
+    """
+    try:
+        return re.compile(pattern.removeprefix(EXPRESSION))
+    except re.error as error:
+        raise ValueError(f"keep={show(pattern)} is not a regular expression: {error}") from None
 
 
 class Planned(NamedTuple):
@@ -40,11 +52,8 @@ class Kept:
         self._patterns = patterns
         self._expressions: dict[str, re.Pattern[str]] = {}
         for pattern in patterns:
-            if isinstance(pattern, str) and pattern.startswith(_EXPRESSION):
-                try:
-                    self._expressions[pattern] = re.compile(pattern.removeprefix(_EXPRESSION))
-                except re.error as error:
-                    raise ValueError(f"keep={show(pattern)} is not a regular expression: {error}") from None
+            if isinstance(pattern, str) and pattern.startswith(EXPRESSION):
+                self._expressions[pattern] = compiled(pattern)
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor is kept, or None."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -15,7 +16,9 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
-from ..sources.catalog import read_values
+from ..sources.catalog import Catalog, read_values
+from ..sources.recipes import TensorRecipe
+from .engine_layout import EngineCatalog
 
 # Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
 _LOCAL, _REMOTE = 1 << 20, 4 << 20
@@ -99,3 +102,51 @@ def weights_of(
     if source.file is not None and source.file.remote:
         return Weights(read, _REMOTE, _REMOTE_READERS)
     return Weights(read, _LOCAL)
+
+
+def weights_in(
+    catalog: Catalog,
+    name: str,
+    row: dtypes.Dtype,
+    rooms: Rooms,
+    whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],
+    *,
+    threads: int | None,
+) -> Weights:
+    """Return the values of a weight of a model; weights with a merged adapter are computed first.
+
+    Args:
+        whole: see `weights_of`.
+    """
+    base = catalog.base if isinstance(catalog, EngineCatalog) else catalog
+    if isinstance(catalog, EngineCatalog) and not catalog.is_unchanged(name):
+        items = catalog.items(name)
+        if len(items) > 1:
+            packed = any(base.about(source).packed for source in catalog.sources_of(name))
+            return _of_items(catalog, items, row, rooms, alone=packed or type(base) is not Catalog)
+    elif type(base) is Catalog:
+        return weights_of(catalog.restoring(name) or catalog.source(name), row, rooms, whole, threads)
+    values = whole(catalog.about(name).shape, dtypes.array_dtype(row.number))
+    catalog.read_into(name, row, values, threads)
+    return in_memory(jobs.native_order(values))
+
+
+def _of_items(
+    catalog: EngineCatalog, items: Sequence[TensorRecipe], row: dtypes.Dtype, rooms: Rooms, *, alone: bool
+) -> Weights:
+    """Return the values of a stack, of which each strip makes one item."""
+    dtype, shape = dtypes.array_dtype(row.number), items[0].shape
+    size = math.prod(shape)
+
+    @contextmanager
+    def read(begin: int, end: int) -> Iterator[Array]:
+        with rooms.borrowed((end - begin) * dtype.itemsize) as room:
+            values = room.view(dtype)
+            for number in range(begin // size, end // size):
+                item = values[number * size - begin : (number + 1) * size - begin]
+                catalog.fill_item(items[number], row, item.reshape(shape))
+            if end == size * len(items):
+                catalog.release()
+            yield jobs.native_order(values)
+
+    return Weights(read, size, 1 if alone else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from builders.engine_models import ANY_SHAPE, DTYPES, RAGGED, USUAL, described, write_model
+from builders.engine_models import ANY_SHAPE, DTYPES, EXPERTS, RAGGED, USUAL, described, write_experts, write_model
 
 from safeload.numpy import load_file, save_file
 
@@ -17,6 +17,8 @@ COMPRESSED = ("w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block"
 MLX = {f"mlx{bits}": (bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)}
 MLX |= {f"mlx{bits}-g{group}": (bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 128)}
 MLX |= {"mlx-mxfp4": (4, 32, "mxfp4"), "mlx-nvfp4": (4, 16, "nvfp4"), "mlx-mxfp8": (8, 32, "mxfp8")}
+# Formats that mlx-lm writes of models with experts.
+MLX_EXPERTS = ("mlx4", "mlx3-g128", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8")
 KEPT = ("lm_head.weight", "model.embed_tokens.weight")
 
 
@@ -46,10 +48,15 @@ def compressed(source, out, name):
 
 
 def mlx(source, out, name):
+    import mlx.core as mx
+    from mlx.utils import tree_map_with_path
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     bits, group, mode = MLX[name]
     model, config = load_model(source, lazy=True)
+    cast = getattr(model, "cast_predicate", lambda _: True)  # as in mlx_lm.convert
+    dtype = getattr(mx, config["torch_dtype"])
+    model.update(tree_map_with_path(lambda key, x: x.astype(dtype) if cast(key) else x, model.parameters()))
     model, config = quantize_model(model, config, group, bits, mode=mode)
     save_model(out, model)
     save_config(config, out / "config.json")
@@ -82,8 +89,24 @@ def bitsandbytes(key, weight, name):
     return {key: to_numpy(codes), **parts}
 
 
+def record(out, name):
+    """Return what a tool has written."""
+    result = {"tensors": described(out / "model.safetensors")}
+    if (out / "config.json").exists():
+        result["quantization_config"] = json.loads((out / "config.json").read_text())["quantization_config"]
+    if name in MLX:
+        result["index"] = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]
+    return result
+
+
 def main(folder):
     expected = {}
+    for kind in EXPERTS:
+        source = write_experts(folder / kind, kind)
+        for name in MLX_EXPERTS:
+            out = folder / f"{kind}-{name}"
+            mlx(source, out, name)
+            expected[f"{kind}/bfloat16/{name}"] = record(out, name)
     for dtype in DTYPES:
         for widths, kind in ((USUAL, "usual"), (RAGGED, "ragged")):
             source = write_model(folder / kind / dtype, dtype, widths)
@@ -94,12 +117,7 @@ def main(folder):
                 out = folder / f"{kind}-{dtype}-{name}"
                 write = compressed if name in COMPRESSED else mlx if name in MLX else each_weight
                 write(source, out, name)
-                found = {"tensors": described(out / "model.safetensors")}
-                if (out / "config.json").exists():
-                    found["quantization_config"] = json.loads((out / "config.json").read_text())["quantization_config"]
-                if name in MLX:
-                    found["index"] = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]
-                expected[f"{kind}/{dtype}/{name}"] = found
+                expected[f"{kind}/{dtype}/{name}"] = record(out, name)
     text = json.dumps(expected, separators=(",", ":"), sort_keys=True).replace('},"', '},\n"')
     (Path(__file__).parent / "expected.json").write_text(text + "\n")
 

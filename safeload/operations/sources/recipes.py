@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 from ...base.arrays import Array
 
-_ALL = slice(None)
+
+class RowRange(NamedTuple):
+    """The arguments of a slice, as plans can store them."""
+
+    begin: int | None = None
+    end: int | None = None
+    step: int | None = None
+
+
+_ALL = RowRange()
 
 
 class TensorView(NamedTuple):
     """A part of a tensor."""
 
     item: int | None = None  # index of the first axis; None for the whole tensor
-    rows: slice = _ALL  # of the item, after it is transposed
+    rows: RowRange = _ALL  # of the item, after it is transposed
     transposed: bool = False
 
     @property
@@ -30,7 +42,7 @@ class TensorView(NamedTuple):
     def in_item(self, item: Array) -> Array:
         """Return the part of the item."""
         part: Array = item.swapaxes(-1, -2) if self.transposed and item.ndim > 1 else item
-        return part if self.rows == _ALL else part[self.rows]
+        return part if self.rows == _ALL else part[slice(*self.rows)]
 
 
 class Move(NamedTuple):
@@ -61,6 +73,31 @@ class TensorRecipe(NamedTuple):
         if len(self.moves) != 1 or self.heads or self.shift or self.moves[0][1:] != (TensorView(), TensorView()):
             return None
         return self.moves[0].source
+
+    def fits(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Return True if the moves fill the tensor from sources of these shapes."""
+        filled = 0
+        try:
+            result = np.broadcast_to(np.uint8(0), self.shape)
+            for move in self.moves:
+                read = move.read.of(np.broadcast_to(np.uint8(0), shapes[move.source]))
+                if read.shape != move.written.of(result).shape:
+                    return False
+                filled += read.size
+        except (IndexError, ValueError):
+            return False
+        return filled == math.prod(self.shape) and not self.heads and not self.shift
+
+    @property
+    def items(self) -> tuple[TensorRecipe, ...]:
+        """The recipe of each item of the first axis, or the recipe itself if items cannot be made alone."""
+        by_item: dict[int, list[Move]] = {}
+        for move in self.moves:
+            item = move.written.item
+            if item is None or self.heads or (move.read.item is None and not move.read.whole):
+                return (self,)
+            by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
+        return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
 
     def arranged(self, array: Array) -> Array:
         """Return the array with its rows in the order of the result."""

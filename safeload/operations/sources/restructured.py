@@ -19,8 +19,8 @@ from ...engine.run.cast import astype
 from ...errors import FormatError
 from ...models.config_dtype import dtype_in
 from ...packed.codes_without_scale import Codes
-from ..sources.catalog import Catalog, TensorPlace
-from ..sources.description import TensorDescription
+from .catalog import Catalog, TensorPlace
+from .description import TensorDescription
 from .recipes import TensorRecipe
 
 _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
@@ -143,6 +143,12 @@ class RestructuredCatalog(Catalog):
     def find_codes(self, quantization: Any) -> Mapping[str, Codes]:
         return {}  # sources with codes are refused
 
+    def array(self, name: str, threads: int | None = None) -> Array:
+        source = self._renamed(name)
+        return (
+            self._values(name, self.about(name).row, threads) if source is None else self._base.array(source, threads)
+        )
+
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         renamed = self._plainly_renamed(name)
         if renamed is not None:
@@ -165,7 +171,8 @@ class RestructuredCatalog(Catalog):
     def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
         if name in self._constants:
             return False
-        self._make(name, row, out, threads)
+        self._make(self._recipes[name], row, out, threads)
+        self._whole = None
         return True
 
     def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
@@ -189,12 +196,24 @@ class RestructuredCatalog(Catalog):
         if name in self._constants:
             return astype(self._constants[name], row.name)
         out: Array = np.empty(self._recipes[name].shape, dtypes.array_dtype(row.number))
-        self._make(name, row, out, threads)
+        self._make(self._recipes[name], row, out, threads)
+        self._whole = None
         return out
 
-    def _make(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+    def items(self, name: str) -> tuple[TensorRecipe, ...]:
+        """Return the recipes of a tensor's items; see `TensorRecipe.items`."""
+        return self._recipes[name].items
+
+    def release(self) -> None:
+        """Free the memory of a source that was read as a whole."""
+        self._whole = None
+
+    def fill_item(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array) -> None:
+        """Fill an array with an item; several threads may call this unless a source is packed."""
+        self._make(recipe, row, out, 1)
+
+    def _make(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
         """Fill an array with a tensor."""
-        recipe = self._recipes[name]
         for move in recipe.moves:
             target = move.written.of(out)
             if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
@@ -209,14 +228,13 @@ class RestructuredCatalog(Catalog):
             if recipe.shift:
                 array = astype(array + np.float32(recipe.shift), row.name, threads=threads)
             target[...] = array
-        self._whole = None
 
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
-        """Return an item of a source; packed sources, which are read as a whole, are kept for the next item."""
-        if item is None or not self._base.about(name).packed:
+        """Return an item of a source; sources that are read as a whole are kept for the next item."""
+        if item is not None and not self._base.about(name).packed:
             return self._base.read_item(name, item, row, threads)
         if self._whole is None or self._whole[:2] != (name, row.code):
             self._whole = None  # frees its memory first
             self._whole = name, row.code, self._base.read_item(name, None, row, threads)
-        part: Array = self._whole[2][item]
+        part: Array = self._whole[2] if item is None else self._whole[2][item]
         return part

@@ -1,0 +1,291 @@
+"""Present a model with experts under the names and shapes that an engine loads: stacked for MLX, separate for others.
+
+Transformers stores experts one by one, or fused: ``gate_up_proj`` [experts, 2 * width, columns] and ``down_proj``.
+llm-compressor divides fused experts; mlx-lm stacks separate experts. Source: mlx-lm ``models/*.py``, ``sanitize``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset
+from ...base.text import show
+from ...errors import FormatError, UnsupportedError
+from ...packed.engines import MLX_EXPERTS, MlxExperts
+from ..sources.catalog import Catalog
+from ..sources.description import TensorDescription
+from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
+from ..sources.restructured import RestructuredCatalog
+from .keeping import EXPRESSION, Keep, compiled
+
+_WEIGHT, _STACK = ".weight", ".switch_mlp."
+_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
+# Fused experts of a layer, and the separate experts in it.
+_FUSED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)", re.ASCII)
+_FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
+# More experts than this in a layer are a mistake; published models have at most 512.
+_MAX_EXPERTS = 1 << 16
+
+
+class SourcePart(NamedTuple):
+    """A matrix of the model that is a tensor of the source, or a part of it."""
+
+    source: str
+    view: TensorView
+    shape: tuple[int, ...]
+
+
+class EngineCatalog(RestructuredCatalog):
+    """The tensors of a model as an engine names and shapes them.
+
+    Args:
+        recipes: of all tensors.
+    """
+
+    def __init__(self, base: Catalog, recipes: Mapping[str, TensorRecipe]) -> None:
+        super().__init__(base, recipes, constants={}, metadata=base.metadata, config=base.config, format=base.format)
+        self.texts = base.texts if isinstance(base, RestructuredCatalog) else {}
+
+    def recipes_of(self, names: Iterable[str]) -> dict[str, TensorRecipe]:
+        """Return the recipes of tensors that are not tensors of the source, for `restored`."""
+        return {name: self._recipes[name] for name in names if not self.is_unchanged(name)}
+
+    def about(self, name: str) -> TensorDescription:
+        source = self._renamed(name)
+        return super().about(name) if source is None else self.base.about(source)._replace(name=name)
+
+    def is_unchanged(self, name: str) -> bool:
+        """Return True if a tensor of the source has these values."""
+        return self._renamed(name) is not None
+
+    def read_item(self, name: str, item: int | None, row: Any, threads: int | None = None) -> Any:
+        source = self._renamed(name)
+        if source is None:
+            return super().read_item(name, item, row, threads)
+        return self.base.read_item(source, item, row, threads)
+
+    def kept(self, keep: Keep) -> Keep:
+        """Return ``keep`` in names of this catalog.
+
+        Raises:
+            UnsupportedError: it selects some experts of a stack; the message names the stack.
+        """
+        if keep is None:
+            return None
+        if callable(keep):
+            function = keep
+            return [name for name in self if self._selects(name, lambda text: bool(function(text)))]
+        patterns = [keep] if isinstance(keep, str) else list(keep)
+        return [name for pattern in patterns for name in (self._matching(pattern) or [pattern])]
+
+    def _matching(self, pattern: Any) -> list[str]:
+        if not isinstance(pattern, str):
+            return []
+        if pattern.startswith(EXPRESSION):
+            expression = compiled(pattern)
+            return [name for name in self if self._selects(name, lambda text: expression.match(text) is not None)]
+        return [name for name in self if self._selects(name, lambda text: fnmatchcase(text, pattern))]
+
+    def _selects(self, name: str, matches: Callable[[str], bool]) -> bool:
+        """Return True if a name, its module, or all of its sources match."""
+
+        def either(text: str) -> bool:
+            return matches(text) or matches(text.removesuffix(_WEIGHT))
+
+        if either(name):
+            return True
+        sources = self.sources_of(name)
+        selected = [source for source in sources if either(source)]
+        if selected and len(selected) < len(sources):
+            raise UnsupportedError(
+                f"keep= selects {show(selected[0])} and not {show(next(s for s in sources if s not in selected))}, but "
+                f"the engine stores both in {show(name)}: select all or none",
+                tensor=name,
+            )
+        return bool(selected)
+
+
+def arranged(catalog: Catalog, preset: Preset) -> Catalog:
+    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
+
+    Raises:
+        UnsupportedError: the engine does not load the experts of the model; the message says why.
+        FormatError: an expert is missing.
+    """
+    model_type = None if catalog.config is None else catalog.config.get("model_type")
+    if not isinstance(model_type, str):
+        return catalog
+    experts = MLX_EXPERTS.get(model_type) if preset.engine == MLX else None
+    divides = preset.engine != BITSANDBYTES and model_type in _FUSED_TYPES  # bitsandbytes leaves experts
+    if experts is None and not (divides and any(map(_FUSED.fullmatch, catalog))):
+        return catalog
+    catalog.refuse_codes(catalog, f"convert to {preset.name}")
+    parts = _parts(catalog, divides=divides)
+    if experts is None:
+        return EngineCatalog(catalog, {name: _recipe(part) for name, part in parts.items()})
+    return EngineCatalog(catalog, _Stacks(catalog, preset, experts).recipes(parts))
+
+
+def like_stacks(catalog: Catalog, other: Catalog) -> Catalog:
+    """Return the tensors stacked as in mlx-lm if only the other catalog stacks experts, else the catalog itself."""
+    if any(_STACK in name for name in other if isinstance(name, str)) and not any(_STACK in name for name in catalog):
+        return arranged(catalog, PRESETS["mlx4"])
+    return catalog
+
+
+def restored(catalog: Catalog, recipes: Mapping[str, TensorRecipe], names: Iterable[str]) -> Catalog:
+    """Return the catalog of a plan.
+
+    Args:
+        recipes: of the tensors that are not tensors of the source.
+        names: all tensors of a piece.
+
+    Raises:
+        FormatError: a recipe does not fit its sources.
+    """
+    own = {name: TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in names if name not in recipes}
+    for name, recipe in recipes.items():
+        shapes = {source: tuple(catalog.about(source).shape) for source in recipe.sources}
+        if not recipe.fits(shapes):
+            raise FormatError(f"invalid plan: the recipe of {show(name)} does not fit its sources", tensor=name)
+    return EngineCatalog(catalog, {**own, **recipes})
+
+
+def _parts(catalog: Catalog, *, divides: bool) -> dict[str, SourcePart]:
+    """Return all tensors of a model, with separate experts."""
+    parts = {}
+    for name in catalog:
+        shape = tuple(catalog.about(name).shape)
+        match = _FUSED.fullmatch(name) if divides else None
+        if match is None or len(shape) != 3:
+            parts[name] = SourcePart(name, TensorView(), shape)
+            continue
+        modules = _FUSED_PARTS[match[2]]
+        if shape[1] % len(modules) or not 0 < shape[0] <= _MAX_EXPERTS:
+            raise FormatError(f"tensor {show(name)} {list(shape)} does not hold experts", tensor=name)
+        rows = shape[1] // len(modules)
+        for expert in range(shape[0]):
+            for k, module in enumerate(modules):
+                part = RowRange() if len(modules) == 1 else RowRange(k * rows, (k + 1) * rows)
+                full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
+                if full in catalog:
+                    raise FormatError(f"tensor {show(full)} is also a part of {show(name)}", tensor=full)
+                parts[full] = SourcePart(name, TensorView(expert, part), (rows, shape[2]))
+    return parts
+
+
+def _recipe(part: SourcePart) -> TensorRecipe:
+    return TensorRecipe(part.shape, (Move(part.source, part.view),))
+
+
+class _Stacks:
+    """Builds the recipes of a model for mlx-lm.
+
+    Args:
+        experts: how mlx-lm stores the experts.
+    """
+
+    def __init__(self, catalog: Catalog, preset: Preset, experts: MlxExperts) -> None:
+        self._title, self._preset, self._experts = catalog.title, preset, experts
+        self._config = catalog.config or {}
+        names = "|".join(map(re.escape, experts.modules))
+        self._expert = re.compile(
+            rf"(model\.layers\.[0-9]+\.{re.escape(experts.block)})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight",
+            re.ASCII,
+        )
+
+    def recipes(self, parts: Mapping[str, SourcePart]) -> dict[str, TensorRecipe]:
+        """Return the recipes, in the order of their first source."""
+        recipes: dict[str, TensorRecipe] = {}
+        stacks: dict[str, dict[int, SourcePart]] = {}
+        for name, part in parts.items():
+            match = self._expert.fullmatch(name)
+            if self._is_dropped(name):
+                continue
+            if match is not None:
+                stack = f"{match[1]}{_STACK}{self._experts.modules[match[3]]}{_WEIGHT}"
+                recipes.setdefault(stack, TensorRecipe((), ()))
+                stacks.setdefault(stack, {})[int(match[2])] = part
+            elif self._experts.split_heads and name.endswith(".self_attn.kv_b_proj.weight"):
+                recipes.update(self._heads(name, part))
+            elif ".experts." in name:
+                raise UnsupportedError(f"{self._preset.name}: mlx-lm has no tensor {show(name)}", tensor=name)
+            else:
+                recipes[name] = _recipe(part)
+        for stack, members in stacks.items():
+            recipes[stack] = self._stacked(stack, members)
+        self._check_layers(recipes, stacks)
+        return recipes
+
+    def _is_dropped(self, name: str) -> bool:
+        """Return True for a tensor of a layer that mlx-lm leaves out, because it lies beyond the last."""
+        prefix, match = self._experts.dropped, _LAYER.match(name)
+        if prefix is None or match is None or not name.startswith(prefix):
+            return False
+        return int(match[1]) >= self._size("num_hidden_layers")
+
+    def _stacked(self, stack: str, members: Mapping[int, SourcePart]) -> TensorRecipe:
+        count = self._size(self._experts.experts)
+        missing = next((k for k in range(min(count, _MAX_EXPERTS)) if k not in members), None)
+        if missing is not None or len(members) != count:
+            fault = f"expert {missing} is missing" if missing is not None else f"it has {len(members)}"
+            raise FormatError(f"{stack} needs {count} experts, but {fault}", self._title)
+        shapes = {part.shape for part in members.values()}
+        if len(shapes) > 1:
+            raise FormatError(f"the experts of {stack} have different shapes", self._title)
+        moves = tuple(Move(members[k].source, members[k].view, TensorView(k)) for k in range(count))
+        return TensorRecipe((count, *shapes.pop()), moves)
+
+    def _heads(self, name: str, part: SourcePart) -> dict[str, TensorRecipe]:
+        """Divide the up-projection of latent attention by heads."""
+        heads, keys, values = map(self._size, ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+        if len(part.shape) != 2 or heads > _MAX_EXPERTS or part.shape[0] != heads * (keys + values):
+            raise FormatError(
+                f"tensor {show(name)} {list(part.shape)} does not have {heads} heads of {keys} + {values} rows",
+                tensor=name,
+            )
+        module, columns = name.removesuffix("kv_b_proj.weight"), part.shape[1]
+        first = [k * (keys + values) for k in range(heads)]
+        embed = tuple(
+            Move(part.source, TensorView(rows=RowRange(begin, begin + keys)), TensorView(k, transposed=True))
+            for k, begin in enumerate(first)
+        )
+        unembed = tuple(
+            Move(part.source, TensorView(rows=RowRange(begin + keys, begin + keys + values)), TensorView(k))
+            for k, begin in enumerate(first)
+        )
+        return {
+            f"{module}embed_q.weight": TensorRecipe((heads, columns, keys), embed),
+            f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), unembed),
+        }
+
+    def _check_layers(self, recipes: Mapping[str, TensorRecipe], stacks: Iterable[str]) -> None:
+        """Refuse layers that mlx-lm's model does not have.
+
+        Raises:
+            UnsupportedError: a layer lies beyond the last, or has no experts; the message names it.
+        """
+        count = self._size("num_hidden_layers")
+        layers = {int(match[1]) for name in recipes if (match := _LAYER.match(name))}
+        beyond = next((layer for layer in sorted(layers) if layer >= count), None)
+        if beyond is not None:
+            raise UnsupportedError(
+                f"{self._preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
+                f'convert without it first (drop="model.layers.{beyond}.*")'
+            )
+        sparse = {int(match[1]) for name in stacks if (match := _LAYER.match(name))}
+        dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
+        if self._experts.in_every_layer and dense is not None:
+            raise UnsupportedError(
+                f"{self._preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer"
+            )
+
+    def _size(self, key: str) -> int:
+        value = self._config.get(key)
+        if type(value) is not int or value <= 0:
+            raise FormatError(f"config.json: {key} must be a positive integer, got {show(value)}", self._title)
+        return value
