@@ -150,6 +150,6 @@ def preset_of(scheme: object) -> Preset | None:
     name = scheme.lower() if isinstance(scheme, str) else ""
     base, sign, group = name.partition("-g")
     if name not in PRESETS and sign and base in PRESETS:
-        sizes = " or ".join(str(size) for size in _MLX_GROUPS) if base.startswith("mlx") else "no choice of groups"
+        sizes = "groups of 32, 64 or 128" if PRESETS[base].engine == MLX else "no choice of groups"
         raise ValueError(f"unknown scheme {show(scheme)}: {base} has {sizes}, got {show(group)}")
     return PRESETS.get(name)

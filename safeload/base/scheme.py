@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .dtypes import BLOCK_TYPES, BY_CODE, Dtype, is_name
 from .native import lib
-from .preset import PRESETS
+from .preset import PRESET_NAMES, PRESETS
 from .text import nearest, show
 
 
@@ -129,9 +129,14 @@ def parse(scheme: object) -> str:
     if name in PRESETS:
         raise ValueError(f"scheme {show(scheme)} is for whole models: use convert or load_quantized")
     close = nearest(name, SCHEMES)
+    engines = ", ".join(PRESET_NAMES)
     raise ValueError(
         f"unknown scheme {show(scheme)}"
-        + (f": did you mean {close[0]!r}?" if close else f", expected one of {writable}")
+        + (
+            f": did you mean {close[0]!r}?"
+            if close
+            else f", expected one of {writable}; or, for a whole model, the format of an engine: {engines}"
+        )
     )
 
 

@@ -33,6 +33,7 @@ class MlxExperts(NamedTuple):
     """How mlx-lm stores and quantizes the experts of a model; source: its ``models``."""
 
     experts: str  # key of config.json: their number
+    renamed: str | None = None  # that key in transformers 5
     block: str = "mlp"  # module of a layer that holds the experts
     modules: Mapping[str, str] = MappingProxyType(_USUAL)  # stack of each module
     router: str | None = None  # format of routers; None for that of other modules
@@ -47,12 +48,12 @@ _ROUTER_FORMAT = "mlx8"  # groups of 64
 MLX_EXPERTS: Mapping[str, MlxExperts] = {
     "mixtral": MlxExperts(
         "num_local_experts",
-        "block_sparse_moe",
-        {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+        block="block_sparse_moe",
+        modules={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
         in_every_layer=True,
     ),
     "qwen2_moe": MlxExperts("num_experts", in_every_layer=True),
-    "qwen3_moe": MlxExperts("num_experts", router=_ROUTER_FORMAT),
+    "qwen3_moe": MlxExperts("num_experts", "num_local_experts", router=_ROUTER_FORMAT),
     "deepseek_v2": MlxExperts("n_routed_experts", keeps_routers=True),
     "deepseek_v3": MlxExperts(
         "n_routed_experts",
@@ -153,9 +154,30 @@ def config_for(
         return {**result, QUANTIZATION: settings_of(preset, left)}
     for key in ("_name_or_path", "vision_config"):
         result.pop(key, None)
+    result = _as_mlx_reads(result)
     own = {module: {"group_size": other.group, "bits": other.bits} for module, other in exceptions.items()}
     settings = {**settings_of(preset, left), **own}
     return dict(sorted({**result, MLX_KEY: settings, QUANTIZATION: settings}.items()))
+
+
+def _as_mlx_reads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys of transformers 4, which mlx-lm reads; transformers 5 renamed some.
+
+    Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
+    """
+    older: dict[str, Any] = {}
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if rope.get(key) is not None:
+                older[key] = rope[key]
+        if rope.get("rope_type", "default") != "default":
+            older["rope_scaling"] = dict(rope)
+    model_type = config.get("model_type")
+    experts = MLX_EXPERTS.get(model_type) if isinstance(model_type, str) else None
+    if experts is not None and experts.renamed is not None and config.get(experts.renamed) is not None:
+        older[experts.experts] = config[experts.renamed]
+    return {**config, **{key: value for key, value in older.items() if config.get(key) is None}}
 
 
 def quantization_for(preset: Preset, exceptions: Mapping[str, Preset] = MappingProxyType({})) -> Quantization:

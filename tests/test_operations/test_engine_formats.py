@@ -446,8 +446,8 @@ def test_arrays_in_memory_need_only(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "name", "message"),
     [
-        ((256,), "w4a16", "has 1 axes"),
-        ((2, 16, 128), "w4a16", "has 3 axes"),
+        ((256,), "w4a16", "is 1-D, and w4a16 quantizes"),
+        ((2, 16, 128), "w4a16", "is 3-D"),
         ((16, 100), "w4a16", "rows of 100 are not whole blocks"),
         ((16, 24), "nvfp4a16", "blocks of 16 columns"),
         ((16, 48), "mxfp4a16", "blocks of 32 columns"),
@@ -464,13 +464,15 @@ def test_shapes_that_an_engine_does_not_support_are_refused_by_name(tmp_path, sh
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quantize": "mlx4-g48"}, "mlx4 has 32 or 64 or 128"),
+        ({"quantize": "mlx4-g48"}, "mlx4 has groups of 32, 64 or 128"),
         ({"quantize": "w4a16-g32"}, "no choice of groups"),
         ({"quantize": {"*": "w4a16"}}, "for whole models"),
         ({"quantize": "w4a16", "keep": "a", "ignore": "b"}, "another name of keep"),
         ({"quantize": "w4a16", "dtype": "float64"}, "float32, float16 or bfloat16"),
         ({"quantize": "w4a16", "ignore": "re:("}, "not a regular expression"),
         ({"quantize": "w4a16", "format": "gguf"}, "folder|file"),
+        ({"quantize": "w4a17"}, "the format of an engine: w4a16, .*mlx4.*bnb_fp4"),
+        ({"quantize": "mlx4", "layout": safeload.layouts.MOONDREAM2}, "layout= does not apply"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(llama, tmp_path, arguments, message):
@@ -499,6 +501,17 @@ def test_a_folder_can_replace_itself(tmp_path, options):
     assert described(source / "model.safetensors") == described(tmp_path / "expected/model.safetensors")
     assert read_config(source) == read_config(tmp_path / "expected")
     assert (source / "model.safetensors.index.json").exists()
+
+
+def test_a_message_says_why_nothing_is_left(tmp_path):
+    for weights, message in (
+        ({"x.weight": np.ones((16, 101), np.float32)}, "'x.weight' has rows of 101 elements, not whole groups of 64"),
+        ({"x.weight": np.ones((16, 128), np.int32)}, "'x.weight' is int32, not floating"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            safeload.convert(weights, tmp_path / "out", quantize="mlx4", only="*")
+        with pytest.raises(UnsupportedError, match=message):
+            safeload.load_quantized(weights, "mlx4")
 
 
 def test_a_file_is_refused(llama, tmp_path):

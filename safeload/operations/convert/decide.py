@@ -14,7 +14,7 @@ from ...base import dtypes
 from ...base.preset import PRESETS
 from ...base.scheme import SCHEMES
 from ...base.text import show
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError
 from ...formats.gguf.mixtures import sort_key
 from ...formats.registry import SAFETENSORS
 from ...models.layout import Layout, StackedTensor
@@ -22,7 +22,7 @@ from ...packed import codes_without_scale
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Rules, Summary, described
 from ..quantize.encoding import WEIGHTS
-from ..quantize.engine_rules import EngineRules
+from ..quantize.engine_rules import EngineRules, nothing_left
 from ..quantize.file_types import FileTypeRules
 from ..quantize.keeping import Planned
 from ..quantize.stack import Stack, plan
@@ -164,7 +164,7 @@ class Decider:
             UnsupportedError: no tensor is quantized.
         """
         if not self._quantized:
-            raise UnsupportedError(f"{engine.preset.name}: no tensor is left to quantize")
+            raise nothing_left(engine.preset, self._kept)
         for name in self._quantized:
             partners = engine.partners(name, self._quantized)
             decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())

@@ -134,8 +134,8 @@ def _check_engine(request: ConvertRequest, rules: EngineRules) -> None:
     name, target = rules.preset.name, request.target
     if request.folder is None:
         raise ValueError(
-            f"{name} writes a folder for {rules.engine.title}: end {show(request.path)} with a slash, or leave out its "
-            "suffix"
+            f"{name} writes a folder for {rules.engine.title}, got the file {show(request.path)}: pass a path without "
+            "a suffix, or one that ends with a slash"
         )
     if request.options.get("layout") is not None:
         raise ValueError(f"{name} keeps the names of {rules.engine.title}: layout= does not apply")

@@ -229,7 +229,8 @@ class _Stacks:
         return int(match[1]) >= self._size("num_hidden_layers")
 
     def _stacked(self, stack: str, members: Mapping[int, SourcePart]) -> TensorRecipe:
-        count = self._size(self._experts.experts)
+        renamed = self._experts.renamed
+        count = self._size(renamed if renamed is not None and renamed in self._config else self._experts.experts)
         missing = next((k for k in range(min(count, _MAX_EXPERTS)) if k not in members), None)
         if missing is not None or len(members) != count:
             fault = f"expert {missing} is missing" if missing is not None else f"it has {len(members)}"
@@ -275,7 +276,7 @@ class _Stacks:
         if beyond is not None:
             raise UnsupportedError(
                 f"{self._preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
-                f'convert without it first (drop="model.layers.{beyond}.*")'
+                f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
             )
         sparse = {int(match[1]) for name in stacks if (match := _LAYER.match(name))}
         dense = next((layer for layer in sorted(layers) if layer not in sparse), None)

@@ -11,14 +11,13 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress, reporter
-from ...errors import UnsupportedError
 from ...models.choosing import choose
 from ...packed.in_memory import names_of, packing_of
 from ..sources.catalog import Catalog, read_values
 from ..sources.description import TensorDescription
 from .encoding import Encoding, encode, largest_in
 from .engine_layout import arranged
-from .engine_rules import EngineRules
+from .engine_rules import EngineRules, nothing_left
 from .weights import Rooms, Weights, weights_in
 
 
@@ -47,7 +46,7 @@ def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, prog
     plans = {name: rules.plan(name, about) for name, about in abouts.items()}
     quantized = {name: plan.scheme for name, plan in plans.items() if plan.scheme is not None}
     if not quantized:
-        raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
+        raise nothing_left(rules.preset, {name: plan.reason for name, plan in plans.items()})
     total, done = sum(about.nbytes for about in abouts.values()), 0
     tensors: dict[str, QuantizedTensor | Array] = {}
     with reporter(progress, total) as report:

@@ -80,16 +80,22 @@ class EngineRules:
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and isinstance(model_type, str) and model_type in self.engine.model_types
         if not supported and not chosen:
-            what = (
-                f"model_type {show(model_type)}" if model_type is not None else "a source without a known config.json"
-            )
-            raise UnsupportedError(
-                f"{self.preset.name} does not support {what}: choose the tensors to quantize with only="
-            )
+            raise self._unsupported(model_type)
         self.schema = schema if supported else None
         self._tied = tied_heads(config, dict.fromkeys(catalog).keys())
         experts = MLX_EXPERTS.get(model_type) if self.preset.engine == MLX and isinstance(model_type, str) else None
         self._experts = experts if supported else None
+
+    def _unsupported(self, model_type: object) -> UnsupportedError:
+        advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
+        if model_type is None:
+            return UnsupportedError(
+                f"{self.preset.name} needs the config.json of a model, which a folder has: pass the folder, or {advice}"
+            )
+        supported = ", ".join(sorted(self.engine.model_types))
+        return UnsupportedError(
+            f"{self.preset.name} does not support model_type {show(model_type)} (supported: {supported}): {advice}"
+        )
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
         """Decide about a tensor.
@@ -105,16 +111,16 @@ class EngineRules:
         preset, shape = self.preset, about.shape
         stacked = self._arranged is not None and not self._arranged.is_unchanged(name) and preset.engine == MLX
         if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
-            what = f"has {len(shape)} axes" if len(shape) != 2 else f"has no name that ends in {_WEIGHT}"
+            what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
             raise UnsupportedError(
-                f"tensor {show(name)} {what}, and {preset.name} stores the weights of linear modules: "
+                f"tensor {show(name)} {what}, and {preset.name} quantizes the 2-D weights of linear modules: "
                 "pass ignore= with its name to leave it unquantized",
                 tensor=name,
             )
         if any(side % preset.sides for side in shape):
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
         if preset.engine == MLX and shape[-1] % preset.columns(shape):
-            return Planned(None, f"rows of {shape[-1]} elements are not whole groups of {preset.group}")
+            return Planned(None, f"has rows of {shape[-1]} elements, not whole groups of {preset.group}")
         if self._experts is not None and self._experts.router is not None and is_router(name):
             preset = PRESETS[self._experts.router]
         check_columns(name, preset, shape)
@@ -194,7 +200,7 @@ class EngineRules:
         chosen = [reason for reason in linear.values() if not reason.startswith(_LINEAR[:3])]
         if self.preset.engine == BITSANDBYTES and not chosen:
             left = []  # the default of transformers: the head, also if it is tied
-        return config_for(self.preset, config, list(dict.fromkeys(left)), self._exceptions(quantized, names))
+        return config_for(self.preset, config, sorted(dict.fromkeys(left)), self._exceptions(quantized, names))
 
     def quantization(self, quantized: Mapping[str, str]) -> Quantization:
         """Return the quantization of a folder with these formats, by name."""
@@ -207,6 +213,17 @@ class EngineRules:
             for name, scheme in quantized.items()
             if scheme != self.preset.name
         }
+
+
+def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
+    """Return the error for a conversion that quantizes nothing.
+
+    Args:
+        kept: why each tensor is kept.
+    """
+    name, reason = next(iter(kept.items()), ("", ""))
+    why = f": tensor {show(name)} {'is kept by ' if reason.startswith('keep=') else ''}{reason}" if reason else ""
+    return UnsupportedError(f"{preset.name}: no tensor is left to quantize{why}")
 
 
 def preset_named(scheme: object) -> Preset | None:

@@ -59,6 +59,14 @@ def mlx_logits(folder, name=None):
     return model(mx.array([TOKENS])).astype(mx.float32)
 
 
+def attempt(load, *arguments):
+    """The logits, or the error as text."""
+    try:
+        return load(*arguments)
+    except RuntimeError as error:
+        return str(error)
+
+
 def of_experts(folder):
     """Compare models with experts; transformers fails to load some formats, whoever has written them."""
     source = write_experts(folder / "qwen3_moe", "qwen3_moe")
@@ -67,13 +75,7 @@ def of_experts(folder):
         for path in (ours, out):
             shutil.rmtree(path, ignore_errors=True)
         safeload.convert(source, ours, quantize=name)
-        results = []
-        for load in (lambda: logits(ours), lambda: of_compressed(source, out, name)):  # noqa: B023 # called at once
-            try:
-                results.append(load())
-            except RuntimeError as error:
-                results.append(str(error))
-        first, second = results
+        first, second = attempt(logits, ours), attempt(of_compressed, source, out, name)
         same = first == second if isinstance(first, str) else torch.equal(first, second)
         assert same, name
         print(name, "loads" if torch.is_tensor(first) else "does not load in transformers")
