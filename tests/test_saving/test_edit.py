@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -421,6 +422,29 @@ def test_gguf_metadata_changes_and_keeps_its_types(gguf):
     with safeload.edit(gguf) as file:
         del file.metadata["tokens"], file.metadata["added"]
     assert "tokens" not in metadata_of(gguf)
+
+
+def described(name, length, kind, offset):
+    """The description of a tensor with one axis."""
+    return struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, length, kind, offset)
+
+
+@pytest.mark.parametrize("kinds", [(0, 0), (250, 0), (250, 250)], ids=["known", "a new type first", "new types"])
+@pytest.mark.parametrize("gap", [0, 64])
+def test_bytes_before_the_first_known_tensor_of_a_gguf_file_stay(kinds, gap, tmp_path):
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + described(b"a", 8, kinds[0], gap)
+    head += described(b"b", 8, kinds[1], gap + 32)
+    data = bytes(range(gap + 64))
+    (tmp_path / "m.gguf").write_bytes(head + bytes(-len(head) % 32) + data)
+    for name in ("x", "y", "a much longer name" * 20):
+        with safeload.edit(tmp_path / "m.gguf") as file:
+            file.metadata["general.name"] = name
+        content = (tmp_path / "m.gguf").read_bytes()
+        assert content.endswith(data)
+        assert (len(content) - len(data)) % 32 == 0
+        if kinds[1] == 0:
+            with safeload.open(tmp_path / "m.gguf", stored=True) as opened:
+                assert opened.load(only=["b"])["b"].tobytes() == data[gap + 32 :]
 
 
 def test_only_the_metadata_of_a_gguf_file_can_be_edited(gguf):

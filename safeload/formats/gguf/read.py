@@ -92,6 +92,11 @@ class Metadata(Mapping[str, Any]):
         data: bytes = self._bytes[begin:]
         return data
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head: everything before the padding that precedes the tensors."""
+        return len(self._bytes)
+
     def type_of(self, key: str) -> int:
         """Return the number of the stored type of a value."""
         return self._entries[key][0]

@@ -274,6 +274,11 @@ def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
         raise type(error)(f"metadata {show(key)}: {error}") from None
 
 
+def data_begin(metadata: Metadata) -> int:
+    """Return the byte of the file that the offsets of its tensors count from; no tensor needs to begin there."""
+    return metadata.nbytes + -metadata.nbytes % _alignment(metadata)
+
+
 def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
     """Return the head of a file, padded to the tensors, with changed metadata.
 
@@ -425,4 +430,4 @@ def _numbers(number: int, values: Sequence[Any]) -> bytes:
                     raise OverflowError
             return np.array(values, dtype).tobytes()
     except (OverflowError, FloatingPointError):  # a caller made the instance of a class of values.py
-        raise SafeloadError(f"a number is too large for {dtype.name}") from None
+        raise SafeloadError(f"a number does not fit {dtype.name}") from None

@@ -14,7 +14,7 @@ from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.weight_file import open_without_table
 from ...errors import FormatError, UnsupportedError, unsaved
 from ...formats.gguf import read as gguf_reading
-from ...formats.gguf.write import head_with
+from ...formats.gguf.write import data_begin, head_with
 from ...formats.safetensors.file import TensorToWrite, open_file, source_of
 from ...formats.safetensors.header import ROOM, Header
 from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
@@ -218,8 +218,8 @@ class GgufEdit(Edit):
         remove(file.path)  # the journal of an edit that did not damage the header
         self._names = list(table.names)
         self._before = table.metadata()
-        ranges = [begin for begin, _ in table.byte_ranges()]
-        self._begin = min(ranges) if ranges else file.identity.size
+        size = file.identity.size
+        self._begin = min(data_begin(self._before), size) if self._before.tensor_count else size
         self.metadata = self._edited = EditedMetadata(self._before, texts=False)
         self._stack.enter_context(file)
 
