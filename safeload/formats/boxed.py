@@ -40,16 +40,15 @@ def assemble(
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return the file of tensors in boxes. It stands for ``file``, which is closed and should not be used again.
+    """Return the file of tensors in boxes in the place of ``file``, which is closed and should not be used again.
 
     Raises:
         FormatError, LimitError: the boxes of a tensor do not cover it; see `checked`.
     """
     path = file.files.shown(folder)
-    whole_file = boxed_file(file, path, tensors, stores, metadata=metadata, named_globals=named_globals)
-    whole_file.stand_for(file, unpacked=False)
+    boxed = boxed_file(file, path, tensors, stores, metadata=metadata, named_globals=named_globals)
     file.close()
-    return whole_file
+    return boxed
 
 
 def boxed_file(
@@ -61,7 +60,7 @@ def boxed_file(
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return a file of tensors in boxes; ``file`` stays open.
+    """Return a file of tensors in boxes, which stands for ``file``; this stays open.
 
     Raises:
         FormatError, LimitError: see `assemble`.
@@ -77,4 +76,6 @@ def boxed_file(
         Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), whole.begin, whole.begin + whole.nbytes)
         for (name, tensor), whole in zip(tensors.items(), boxed, strict=True)
     )
-    return WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
+    opened = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
+    opened.stand_for(file, unpacked=False)
+    return opened

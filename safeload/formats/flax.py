@@ -101,7 +101,6 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     if not chunked:
         return Content(file)
     beside = boxed_file(file, file.path, chunked, [file.store])
-    beside.stand_for(file, unpacked=False)
     return Content(file, (beside,), list(tensors))
 
 

@@ -61,7 +61,6 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     if not boxed:
         return Content(file, notes=structure.notes)
     beside = boxed_file(file, file.path, boxed, [file.store])
-    beside.stand_for(file, unpacked=False)
     return Content(file, (beside,), list(datasets), structure.notes)
 
 

@@ -140,11 +140,11 @@ class TensorPlacer:
         for file, listings in self._listings.items():
             file.table = ListedTable(listings, model.metadata if file is self._file else None)
         files = list(self._external.values())
+        for file in files:
+            file.stand_for(self._file, unpacked=False)
         if self._boxed:
             stores = [self._file.store, *(file.store for file in files)]
             files.append(boxed_file(self._file, self._file.path, self._boxed, stores))
-        for file in files:
-            file.stand_for(self._file, unpacked=False)
         return Content(self._file, files, names if files else (), notes)
 
     def add(self, name: str, tensor: TensorProto) -> None:
