@@ -15,7 +15,7 @@ _EPILOG = f"""examples:
   safeload verify hf://owner/name
   safeload verify ollama://llama3.2
 
-Without --against, what stands beside the files is used: model.sig, a manifest, or the digests of a cache. A manifest
+Without --against, safeload uses model.sig or a manifest next to the files, or the digests of a cache. A manifest
 and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.
 
 {STATUS}"""
@@ -30,9 +30,7 @@ def register(parser: Any) -> None:
     )
     parser.epilog = _EPILOG
     parser.add_argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name")
-    parser.add_argument(
-        "--against", metavar="FILE", help="manifest or signature; default: what stands beside the files"
-    )
+    parser.add_argument("--against", metavar="FILE", help="manifest or signature; default: the one next to the files")
     add_trusted(parser)
     parser.add_argument(
         "--storage-option", metavar="KEY=VALUE", action="append", help="for URLs: an option of the filesystem"

@@ -528,7 +528,7 @@ def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable
     """Choose the safetensors files of a folder: the index, the single file, the complete set or the only file.
 
     Args:
-        is_unfinished: tells if a conversion to the folder was interrupted.
+        is_unfinished: returns True if a conversion to the folder was interrupted.
     """
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if INDEX in indexes:

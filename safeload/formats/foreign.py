@@ -13,7 +13,7 @@ from ..errors import FormatError
 HEAD_SIZE = 512
 # Largest header of a safetensors file.
 _HEADER_LIMIT = 100_000_000
-# Shorter runs of zeros at the end of a file are no sign of an unfinished download.
+# Shorter runs of zeros at the end of a file do not indicate an unfinished download.
 _MIN_ZEROS = 1024
 # Bytes to check at the beginning and at the end of a long run of zeros.
 _CHECKED_ZEROS = 1 << 20
@@ -165,7 +165,7 @@ _FLAX_EXTENSION = rb"(?s:[\xd4-\xd8]|\xc7.|\xc8..|\xc9....)(?:[\x01\x03]\x93[\x9
 
 
 def is_flax(head: bytes) -> bool:
-    """Return True if a file begins with a MessagePack map, or an array of Flax's, and goes on with such values."""
+    """Return True if a file begins with a MessagePack map, or an array of Flax's, followed by such values."""
     import re
 
     if re.match(_FLAX_EXTENSION, head):

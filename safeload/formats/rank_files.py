@@ -50,7 +50,7 @@ class RankFile(NamedTuple):
         """The dict of the pickle.
 
         Raises:
-            FormatError: it is no dict.
+            FormatError: it is not a dict.
         """
         value = self.pickled.value
         if type(value) is not dict:
@@ -73,7 +73,7 @@ class RankFile(NamedTuple):
         """Return the place of a tensor.
 
         Raises:
-            FormatError, UnsupportedError: it is no tensor, or does not fit its storage.
+            FormatError, UnsupportedError: it is not a tensor, or does not fit its storage.
         """
         if type(tensor) is not PickledTensor:
             raise error_about(

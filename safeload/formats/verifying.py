@@ -33,7 +33,8 @@ from ..stores.store import read_at
 from ..stores.thread_group import each
 from ..stores.verified import VerifiedFiles, read_from
 
-# The argument ``verify=``: True for what stands beside the files, or the path of a manifest or signature.
+# The argument ``verify=``: the path of a manifest or signature, or True for the one next to the files, or for the
+# digests of a cache.
 Verify: TypeAlias = bool | PathLike | Signature | None
 
 _HUB, _OLLAMA = "the Hub's cache", "ollama's store"
@@ -153,7 +154,7 @@ def _signed(document: _Document, signature: Signature, path: str, files: Files) 
 
 
 def _beside(path: str, files: Files) -> Expected:
-    """Return what stands beside the files: a signature, a manifest, or the digests of a cache."""
+    """Return the digests next to the files: of a signature, a manifest or a cache."""
     if path.startswith("hf://") or (not files.remote and _is_snapshot(path)):
         return CachedFiles(_HUB)
     shown = files.shown(path)
@@ -284,7 +285,7 @@ def digests_of(path: str, threads: int) -> dict[str, dict[str, Any]]:
 
 
 def is_apart(name: str, path: str) -> bool:
-    """Return whether a file is no part of a model: a signature, a manifest, or a file of Git."""
+    """Return whether a file does not belong to a model: a signature, a manifest, or a file of Git."""
     first = name.partition("/")[0]
     return name == SIGNATURE_NAME or first in GIT_PATHS or (name.endswith(".json") and starts_as_manifest(path))
 

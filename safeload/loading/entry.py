@@ -163,8 +163,8 @@ def load(
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
         verify: hash every file in the pass that reads it, and return tensors only if all files are as expected: the
-            path of a manifest (``safeload check --write-manifest``) or a `Signature`. True uses what stands beside the
-            files: a manifest, or the digests of the Hub's cache or of ollama. The files that hold the tensors are read
+            path of a manifest (``safeload check --write-manifest``) or a `Signature`. True uses the manifest
+            next to the files, or the digests of the Hub's cache or of ollama. The files that hold the tensors are read
             whole into private memory, whatever ``backend`` and ``only`` say. Adapters are not covered.
 
     Returns:
@@ -179,7 +179,7 @@ def load(
         VerificationError: a file differs or is not covered; there is nothing to verify against, or no key.
         ValueError: an array in ``out`` does not fit, both ``names`` and ``only`` are given, a file object is closed, or
             ``verify`` and ``adapters`` are given.
-        TypeError: ``path`` is no path and no binary file.
+        TypeError: ``path`` is neither a path nor a binary file.
         RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError.
 

@@ -139,7 +139,7 @@ class BoxedTensor:
 
 
 def checked(name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str) -> BoxedTensor:
-    """Return a tensor after checking that its boxes cover it without overlap, as they should.
+    """Return a tensor after checking that its boxes cover it without overlap.
 
     Replicas and empty boxes are dropped.
 

@@ -259,7 +259,7 @@ def check_name(name: Any, path: str) -> str:
     """Check the relative path of a file.
 
     Raises:
-        VerificationError: it is no path, or leads out of the folder.
+        VerificationError: it is not a path, or leads out of the folder.
     """
     good = isinstance(name, str) and name != "" and "\0" not in name and not re.match(r"[A-Za-z]:", name)
     if not good or any(part in ("", ".", "..") for part in name.split("/")):

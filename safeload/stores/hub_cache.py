@@ -108,7 +108,7 @@ class CachedRepository:
         return sizes  # type: ignore[return-value]
 
     def is_complete(self, commit: str) -> bool:
-        """Return whether the weights at the top of a snapshot are complete, so far as the snapshot itself tells.
+        """Return whether the weights at the top of a snapshot are complete, as far as the snapshot tells.
 
         Used for caches of versions that list no trees. A configuration must be there, because it can change values.
         """

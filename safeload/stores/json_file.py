@@ -76,7 +76,7 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
         value = json.loads(content[mark:].decode(), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         offset = mark + len(error.doc[: error.pos].encode())
-        fault = error.msg.removesuffix(" at").removesuffix(" starting")  # Python goes on with line and column
+        fault = error.msg.removesuffix(" at").removesuffix(" starting")  # Python adds line and column
         raise FormatError(f"{what} is not JSON: {fault}", text, offset) from None
     except UnicodeDecodeError as error:
         raise FormatError(f"{what} is not JSON: it is not UTF-8 ({error.reason})", text, mark + error.start) from None

@@ -356,7 +356,7 @@ class VerifiedFiles:
             raise
 
     def check_missing(self, path: str) -> None:
-        """Refuse to go on without a file that should exist.
+        """Refuse the absence of an expected file.
 
         Raises:
             VerificationError: the file is expected.

@@ -1111,7 +1111,7 @@ def test_names_of_folders_stay_in_the_checkpoint(name, tmp_path):
     made = OrbaxCheckpoint(use_ocdbt=False).tensor("w", numbers(2))
     made.metadata["tree_metadata"]["('w',)"]["key_metadata"] = [{"key": name, "key_type": 2}]
     made.write(tmp_path)
-    refused(tmp_path, FormatError, "is no name of a folder in the checkpoint")
+    refused(tmp_path, FormatError, "cannot be the name of a folder in the checkpoint")
 
 
 @pytest.mark.parametrize("fixture", ["ocdbt2_2", "raw3_4", "zarr3_1", "small_4"])

@@ -33,7 +33,7 @@ def on_terminal() -> bool:
 
 
 def _in_notebook() -> bool:
-    """Return True if output goes to a notebook, which can animate bars although it is no terminal."""
+    """Return True if output goes to a notebook, which can animate bars although it is not a terminal."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     return "IPKernelApp" in getattr(shell, "config", ())

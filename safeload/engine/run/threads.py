@@ -52,7 +52,7 @@ def available_cpus() -> int:
 
 
 def check_threads(threads: int | None) -> None:
-    """Check a number of threads: TypeError if it is no integer, ValueError if it is below 1 or too large."""
+    """Check a number of threads: TypeError if it is not an integer, ValueError if it is below 1 or too large."""
     if threads is None:
         return
     number = operator.index(threads)

@@ -51,7 +51,7 @@ class WeightFile:
         """Take `place`, `files` and `identity` from the file that opens this content.
 
         Args:
-            unpacked: False if opening the file again takes little.
+            unpacked: False if reopening the file is cheap.
         """
         self._origin = origin.place, origin.identity
         self._unpacked = unpacked

@@ -231,7 +231,7 @@ def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
 
 
 def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> None:
-    """Check that the bytes of a chunk or value are inside their file, as they should be."""
+    """Check that the bytes of a chunk or value lie inside their file."""
     end = place.offset + place.length
     if end > store.size:
         text = f": bytes [{place.offset:,}, {end:,}) lie outside the file, which has {store.size:,}; is it cut off?"

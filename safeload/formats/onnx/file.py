@@ -152,7 +152,7 @@ class TensorPlacer:
         type_ = TYPES.get(tensor.data_type)
         if type_ is None or not type_.code or tensor.strings:
             kind = f"data type {tensor.data_type}" if type_ is None else type_.name
-            raise self._unsupported(f"has {kind}, which is no dtype of weights", name, tensor)
+            raise self._unsupported(f"has {kind}, which is not a dtype of weights", name, tensor)
         row = dtypes.BY_CODE[type_.code]
         shape = tuple(tensor.dims)
         if not array_fits(shape, max(1, type_.bits // 8)):

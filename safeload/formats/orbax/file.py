@@ -242,7 +242,7 @@ class _OrbaxReader:
         """Return the files of arrays in folders, by their paths."""
         for name in arrays:
             if not all(map(is_bare, name.split("/"))):
-                text = "is no name of a folder in the checkpoint"
+                text = "cannot be the name of a folder in the checkpoint"
                 raise error_about(FormatError, text, path=self._path, tensor=name)
         listings = self._files.each(self._files_of, arrays)
         return {path: Value(path, 0, WHOLE_FILE) for paths in listings for path in paths}

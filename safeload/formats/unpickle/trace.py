@@ -28,7 +28,7 @@ _LONGEST, _LINE = 1000, 10_000
 _LONGEST_LINE = 64 << 20
 # Items of a tuple or dict that are kept: an array's state has fewer.
 _ITEMS = 16
-# Bytes to read at once: few at first, because most candidates of a search are no pickles.
+# Bytes to read at once: few at first, because most candidates of a search are not pickles.
 _FIRST, _WINDOW = 512, 1 << 16
 # Bytes of a line that count as an opcode.
 _CHARGED = 64
@@ -92,7 +92,7 @@ class _Span:
         self.size = size
 
 
-class TraceFault(Exception):  # noqa: N818 - ends a run, and is no error of a caller
+class TraceFault(Exception):  # noqa: N818 - ends a run; callers never see it
     """The pickle cannot be followed further."""
 
 
@@ -574,7 +574,7 @@ def _memoize(t: _Tracer) -> None:
 def _index(t: _Tracer) -> int:
     line = t.line()
     if line is None or not re.fullmatch(rb"[0-9]{1,18}", line.strip()):
-        raise TraceFault("a memo number that is no number")
+        raise TraceFault("a memo index that is not a number")
     return int(line)
 
 

@@ -129,7 +129,7 @@ def _check_engine(request: ConvertRequest, rules: EngineRules) -> None:
     """Refuse options that an engine's format does not have.
 
     Raises:
-        ValueError: the destination is no folder, or layout= or dtype= does not fit.
+        ValueError: the destination is not a folder, or layout= or dtype= does not fit.
     """
     name, target = rules.preset.name, request.target
     if request.folder is None:

@@ -72,7 +72,7 @@ def report(
 
     Raises:
         FileExistsError: ``dst`` exists and is not a page that safeload wrote.
-        ValueError: ``dst`` is a source file or a URL, ``path`` is a pipe, or ``quantize`` is no scheme.
+        ValueError: ``dst`` is a source file or a URL, ``path`` is a pipe, or ``quantize`` is not a scheme.
         OSError: a file cannot be opened or written.
 
     Example:

@@ -40,12 +40,12 @@ def sign(
         shard_size: bytes of the ranges of files to sign one by one; None to sign whole files.
         symlinks: True to sign the files that symbolic links lead to; otherwise links are refused.
         ignore: paths of files and folders, relative to the model, to leave out.
-        overwrite: True to replace a file that is no signature.
+        overwrite: True to replace a file that is not a signature.
 
     Raises:
         SafeloadError: the library refuses the key or a file.
         ModuleNotFoundError: model-signing is not installed.
-        FileExistsError: the output exists and is no signature.
+        FileExistsError: the output exists and is not a signature.
         OSError: a file cannot be read or written.
     """
     if certificate is not None and password is not None:

@@ -156,8 +156,8 @@ def verify(
     Args:
         path: a folder, a file, a URL or an ``ollama://`` name. Of a file or an ``index.json`` only this file is
             compared.
-        against: the path of a manifest written by ``safeload check --write-manifest``, or a `Signature`. None uses what
-            stands beside the files: a manifest, or the digests of the Hub's cache or of ollama.
+        against: the path of a manifest written by ``safeload check --write-manifest``, or a `Signature`. None uses the
+            manifest next to the files, or the digests of the Hub's cache or of ollama.
         storage_options: options of the filesystem behind a URL, see `open`.
         threads: number of threads, each of which hashes a file; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).

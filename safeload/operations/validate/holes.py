@@ -1,7 +1,7 @@
 """Find zeros inside files that no writer meant: blocks that a download, a copy or a disk lost.
 
 Pruned tensors, padding rows and zero initializations are zeros too. A run of zeros counts as damage if its ends follow
-the blocks of the file instead of the rows of a tensor, or if it is long and goes on into another tensor.
+the blocks of the file instead of the rows of a tensor, or if it is long and continues into another tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .findings import Finding, error, warning
 _BLOCK = 4096
 # Shorter runs of zeros are not judged.
 _RUN_AT_LEAST = 64 << 10
-# A run this long is damage if it goes on into another tensor, or if it was never written.
+# A run this long is damage if it continues into another tensor, or if it was never written.
 _LONG = 1 << 20
 # A tensor with fewer bytes of zeros holds no half of a run.
 _HALF = _RUN_AT_LEAST // 2
@@ -139,7 +139,7 @@ class ZeroRun(NamedTuple):
 
 
 def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], str | None]) -> Finding | None:
-    """Judge a run of zeros; return None if it is no sign of damage."""
+    """Judge a run of zeros; return None if it does not indicate damage."""
     parts = [place for place in run.places if min(place.end, run.end) - max(place.begin, run.begin) >= _BLOCK]
     whole = {place.name for place in run.whole}
     touched = [place for place in run.places if place in parts or place.name in whole]
