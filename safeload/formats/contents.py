@@ -364,8 +364,15 @@ class PickleFinder:
         at, pax = 0, 0
         while at + 512 <= content.size:
             header = content.read_at(at, 512)
-            if not header.strip(b"\0"):
-                at += 512
+            if not header.strip(b"\0"):  # archives can follow each other
+                data = content.read_at(at, _CHUNK)
+                self._searched += len(data)
+                if self._searched > MAX_SEARCHED:
+                    text = f"it was searched for members up to byte {at:,}; the rest was not looked at"
+                    yield PickleSite(place, at, None, fault=text)
+                    return
+                zeros = len(data) - len(data.lstrip(b"\0"))
+                at += max(512, zeros - zeros % 512)
                 continue
             size = _tar_number(header[124:136])
             kind = header[156:157]

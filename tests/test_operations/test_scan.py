@@ -503,6 +503,19 @@ def test_hidden_headers_take_bounded_time(tmp_path, monkeypatch):
     assert any("not searched for pickles" in reason for _, reason in report.unreadable)
 
 
+def test_zeros_after_a_tar_archive_are_skipped_and_bounded(tmp_path, monkeypatch):
+    content = tarred({"a.pkl": FINE}) + bytes(3 << 20) + tarred({"b.pkl": EVIL})
+    report = scanned(tmp_path, "x.tar", content)
+    assert (report.verdict, report.pickles, report.unreadable) == ("dangerous", 2, [])
+    path = tmp_path / "sparse.tar"
+    path.write_bytes(tarred({"a.pkl": FINE}))
+    os.truncate(path, 1 << 40)
+    monkeypatch.setattr(contents, "MAX_SEARCHED", 8 << 20)
+    report = safeload.scan(path)
+    assert report.verdict == "unknown"
+    assert "searched for members up to byte" in report.unreadable[0][1]
+
+
 def test_globals_are_bounded(tmp_path):
     content = b"".join(f"cm\nf{k}\n0".encode() for k in range(12_000))
     report = scanned(tmp_path, "x.pkl", b"\x80\x02" + content + EVIL[2:])
