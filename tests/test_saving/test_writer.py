@@ -1,5 +1,6 @@
 """`safeload.Writer` and `safeload.save`: tensors saved as they come."""
 
+import errno
 import io
 import os
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import safeload
+from safeload.engine.run.atomic_file import AtomicFile
 from safeload.formats.safetensors.header import ROOM
 
 upstream = pytest.importorskip("safetensors.numpy")
@@ -287,6 +289,26 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(name, value, error, 
             with pytest.raises(error, match=message):
                 safeload.save(way(items), tmp_path / "a.safetensors", background=background)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_bytes_of_a_tensor_that_failed_are_cut_off(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("safeload.operations.saving.spool._SMALL", 0)
+    written = AtomicFile.write
+
+    def fail(file, pieces):
+        written(file, pieces)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / ("out" if folder else "a.safetensors")
+    first = np.arange(1 << 18, dtype=np.float32)
+    with safeload.Writer(path) as writer:
+        writer.add("first", first)
+        with monkeypatch.context() as patch:
+            patch.setattr(AtomicFile, "write", fail)
+            with pytest.raises(OSError, match="No space left"):
+                writer.add("second", np.ones((1000, 500), np.float32).T)
+    same(safeload.load(path), {"first": first})
 
 
 def test_a_name_twice_is_a_value_error(tmp_path):

@@ -165,6 +165,11 @@ class AtomicFile:
         """Set the byte at which `write` continues; the file must not be `in_order`."""
         self._position = position
 
+    def truncate(self, size: int) -> None:
+        """Cut off bytes after this size, which a failed write can leave; the file must not be `in_order`."""
+        with self._naming():
+            os.ftruncate(self._descriptor, size)
+
     def adopt(self, other: AtomicFile) -> None:
         """Take the content of another new file of the same filesystem, which must not be used afterwards."""
         with self._naming():

@@ -126,6 +126,7 @@ class Spool:
             header.pad_to(_BEGIN)
             self.file.seek(0)
             self.file.write([(header.address, header.nbytes)])
+            self.file.truncate(header.nbytes + self.nbytes)  # a tensor that failed may have been the last
         else:
             header.pad_to(header.nbytes + ROOM)
             self._move(header)
