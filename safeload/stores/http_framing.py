@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
+import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email import errors
 from typing import Any
+
+from urllib3.util.wait import wait_for_read
 
 # A server may send 1xx responses forever; give up after this many heads.
 _HEADS = 10
@@ -17,11 +23,39 @@ _FIELDS = 64 << 10
 _LINE = 4096
 # Over TLS a single receive returns at most a record of 16 KiB; C gathers records faster than a Python loop.
 _RECORDS = 128 << 10
+# A thread sleeps until this many bytes have arrived, or for this many seconds: otherwise it wakes up for every few
+# packets, which takes much of the processor's time if a slow link has many connections.
+_BATCH, _PATIENCE = 256 << 10, 0.05
+# With TLS, part of a record may already be inside OpenSSL; a batch leaves room for it.
+_RECORD = 32 << 10
+# Linux observes the option while it waits; other systems may only observe it while they receive.
+_BATCHES = sys.platform == "linux"
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 # Python stops reading header fields at a malformed line, and reports it only by these defects.
 _LOST = (errors.MissingHeaderBodySeparatorDefect, errors.FirstHeaderLineIsContinuationDefect)
+
+
+_slots: dict[int, threading.BoundedSemaphore] = {}
+
+
+def _decrypting() -> threading.BoundedSemaphore:
+    """Return the slots of this process for threads that decrypt: as many as processors.
+
+    More threads would contend for the GIL at each record. A slot is only held while bytes are decrypted that have
+    arrived. A forked child has slots of its own.
+    """
+    slots = _slots.get(os.getpid())
+    return slots or _slots.setdefault(os.getpid(), threading.BoundedSemaphore(os.cpu_count() or 1))
+
+
+def _arrived(connected: socket.socket) -> int:
+    """Return the number of bytes that a read of a socket would return without waiting, on Linux."""
+    from fcntl import ioctl  # not on Windows
+    from termios import FIONREAD
+
+    return int.from_bytes(ioctl(connected, FIONREAD, bytes(4)), sys.byteorder)
 
 
 class BadResponse(http.client.HTTPException):
@@ -73,7 +107,16 @@ class Response(http.client.HTTPResponse):
             return 0
         if self.chunked:
             return self._receive_chunked(memory)
-        count = self._receive(memory if self.length is None else memory[: self.length])
+        if self.length is None:
+            count = self._receive(memory)
+        else:
+            memory = memory[: self.length]
+            arrived = self._await_batch(len(memory))
+            if self.tls and arrived > _RECORDS:
+                with _decrypting():
+                    count = self.fp.readinto(memory[: arrived - _RECORD])
+            else:
+                count = self._receive(memory)
         if self.length is not None:
             self.length -= count
             if not self.length:
@@ -83,15 +126,31 @@ class Response(http.client.HTTPResponse):
     @contextmanager
     def hurried(self, seconds: float) -> Iterator[None]:
         """Limit the wait for bytes to this many seconds."""
-        socket = getattr(getattr(self.fp, "raw", None), "_sock", None)
-        before = None if socket is None else socket.gettimeout()
-        if socket is not None:
-            socket.settimeout(seconds if before is None else min(seconds, before))
+        connected = self._connected()
+        before = None if connected is None else connected.gettimeout()
+        if connected is not None:
+            connected.settimeout(seconds if before is None else min(seconds, before))
         try:
             yield
         finally:
-            if socket is not None:
-                socket.settimeout(before)
+            if connected is not None:
+                connected.settimeout(before)
+
+    def _connected(self) -> socket.socket | None:
+        connected: socket.socket | None = getattr(getattr(self.fp, "raw", None), "_sock", None)
+        return connected
+
+    def _await_batch(self, size: int) -> int:
+        """Wait a moment for a batch, if the next ``size`` bytes of the body are so many; return what has arrived."""
+        connected = self._connected() if _BATCHES and size >= _BATCH + _RECORD else None
+        if connected is None or not connected.gettimeout():
+            return 0
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _BATCH)
+        try:
+            wait_for_read(connected, _PATIENCE)
+        finally:  # reads wait for any byte
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return _arrived(connected) if self.tls else 0
 
     def _receive(self, memory: memoryview) -> int:
         count: int = self.fp.readinto(memory[:_RECORDS]) if self.tls else self.fp.readinto1(memory)

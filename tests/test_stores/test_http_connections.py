@@ -259,3 +259,67 @@ def test_the_first_error_ends_all_reads():
         assert time.monotonic() - begun < SOON
         slow.close()
         bad.close()
+
+
+# ---- batches ----
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the option is used on Linux")
+LARGE = {"/large": os.urandom(8 * MIB)}
+
+
+def woken(monkeypatch):
+    """Count the reads of bodies, and note the least number of bytes for which each may wait."""
+    framing = importlib.import_module("safeload.stores.http_framing")
+    plain, least = framing.Response.receive, []
+
+    def receive(self, memory):
+        count = plain(self, memory)
+        if (connected := self._connected()) is not None:
+            least.append(connected.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+        return count
+
+    monkeypatch.setattr(framing.Response, "receive", receive)
+    return framing, least
+
+
+@LINUX
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_thread_wakes_up_for_batches(monkeypatch, tls):
+    """A slow link of 16 MB/s gives pieces of 64 KiB."""
+    framing, least = woken(monkeypatch)
+    monkeypatch.setattr(framing, "_PATIENCE", 5)
+    options = {"verify": str(CERTIFICATE)} if tls else {}
+    with serve(files=LARGE, tls=tls, bandwidth=16e6) as there:
+        opened = Web(options).open(there.url("/large", host="localhost"))
+        memory = bytearray(len(LARGE["/large"]))
+        least.clear()
+        opened.read_into(0, memory)
+        assert memory == LARGE["/large"]
+        assert len(least) <= (96 if tls else 48)  # of 128 pieces
+        assert set(least) == {1}  # an answer after it may have a single byte
+        opened.close()
+
+
+@LINUX
+def test_bytes_that_are_no_batch_are_taken_after_a_moment(monkeypatch):
+    """A link of 400 kB/s needs longer for a batch than a thread waits for it."""
+    framing, least = woken(monkeypatch)
+    content = {"/slow": os.urandom(framing._BATCH + framing._RECORD + WINDOW)}
+    with serve(files=content, bandwidth=4e5) as there:
+        opened = Web({"timeout": 0.5}).open(there.url("/slow"))  # a batch takes longer
+        assert read(opened) == content["/slow"][WINDOW:]
+        assert len(least) > 2
+        opened.close()
+
+
+def test_each_process_has_its_own_slots_for_decrypting(monkeypatch):
+    """A forked child lacks the threads that hold its parent's."""
+    framing = importlib.import_module("safeload.stores.http_framing")
+    monkeypatch.setattr(framing, "_slots", {})
+    slots = framing._decrypting()
+    assert slots is framing._decrypting()
+    for _ in range(os.cpu_count() or 1):
+        assert slots.acquire(blocking=False)
+    assert not slots.acquire(blocking=False)
+    monkeypatch.setattr(framing.os, "getpid", lambda: -1)
+    assert framing._decrypting().acquire(blocking=False)
