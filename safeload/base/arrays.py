@@ -168,7 +168,9 @@ def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
     Raises:
         TypeError: the argument is not a mapping.
     """
-    if not isinstance(value, Mapping) and not all(hasattr(value, method) for method in _METHODS):
+    if type(value) is dict or isinstance(value, Mapping):
+        return
+    if not all(hasattr(value, method) for method in _METHODS):
         raise TypeError(f"{what} must be a mapping of {of}, got {type(value).__name__}")
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "LONE_NAME",
     "TIER",
     "Error",
+    "Loaded",
     "Lone",
     "available_tiers",
     "check",
@@ -36,6 +37,7 @@ __all__ = [
     "ffi",
     "kept",
     "lib",
+    "loaded_fields",
     "lone_numbers",
     "mapped_buffer",
     "pointer",
@@ -125,6 +127,11 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_file_close = _bind("sl_file_close")
     sl_stats_merge = _bind("sl_stats_merge")
 
+
+# Makes an ``sl_loaded`` for `short`, and unpacks its fields before the error. Objects of `ffi` would take longer, and
+# without the GIL threads contend for the reference counts of `ffi` and its types.
+Loaded = ctypes.c_char * ffi.sizeof("sl_loaded")
+loaded_fields = struct.Struct("@qQqQQPP").unpack_from
 
 # Makes an ``sl_lone`` for `short`, and unpacks its numbers: they precede its name.
 Lone = ctypes.c_char * ffi.sizeof("sl_lone")

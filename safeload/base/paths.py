@@ -40,6 +40,11 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
     return text, encoded
 
 
+def plain_text(path: str) -> str:
+    """Return a path unless `native_path` refuses it; without the GIL, encoding it takes several times as long."""
+    return path if len(path) <= _LONGEST_BYTES and "\0" not in path else native_path(path)[0]
+
+
 def _refuse_content(path: bytes | bytearray | memoryview) -> None:
     if not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or bytes(1) in path:
         raise TypeError(

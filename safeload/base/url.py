@@ -179,7 +179,7 @@ class WebUrl:
 
 def is_url(path: str) -> bool:
     """Return whether a path is a URL, or an fsspec chain such as ``filecache::s3://bucket/key``."""
-    return _BEGIN.match(path) is not None
+    return ("://" in path or "::" in path) and _BEGIN.match(path) is not None
 
 
 def scheme_of(url: str) -> str:

@@ -210,6 +210,16 @@ def compare(version: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
         raise FormatError(f"the file has changed since it was opened: {what}", path)
 
 
+class OpenedFile(NamedTuple):
+    """The fields of the C core's ``sl_file``."""
+
+    handle: int
+    size: int
+    mtime_ns: int
+    device: int
+    inode: int
+
+
 class LocalStore:
     """A regular file, open for reading until it is closed or no longer referenced.
 
@@ -218,7 +228,7 @@ class LocalStore:
 
     Args:
         path: as the caller wrote it.
-        opened: the C core's ``sl_file``.
+        opened: the C core's ``sl_file``, or its fields.
         brief: True if the file is closed again at once: it gets no `place`, and its descriptor stays open until then.
         shown: the path in messages, if it differs.
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from ..base.paths import PathLike, native_path
+from ..base.paths import PathLike, native_path, plain_text
 from ..base.text import show
 from . import url as urls
 from .files import LOCAL, Files, Location
@@ -66,6 +66,8 @@ def places_of(
         ValueError: a list with files of several stores, or with URLs beside a caller's store; a path with a NUL; a
             closed file object.
     """
+    if len(paths) == 1 and type(path := paths[0]) is str and not urls.is_url(path):  # most calls
+        return [plain_text(path)], LOCAL
     texts: list[str] = []
     files: Files = LOCAL
     url_files: Files | None = None
@@ -74,7 +76,7 @@ def places_of(
         if isinstance(path, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(path, "fs"):
             text = path if isinstance(path, str) else native_path(path)[0]
             if not urls.is_url(text):
-                texts.append(native_path(text)[0])
+                texts.append(plain_text(text))
                 continue
             if "\0" in text:
                 raise ValueError(f"embedded null byte in path {show(urls.shown(text))}")

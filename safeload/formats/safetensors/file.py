@@ -17,12 +17,14 @@ from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ...base.native import (
     LONE_NAME,
     Error,
+    Loaded,
     Lone,
     check,
     content_buffer,
     failure,
     ffi,
     lib,
+    loaded_fields,
     lone_numbers,
     pointer,
     short,
@@ -36,7 +38,7 @@ from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
 from ...errors import SafetensorError, folder_given, unsaved
-from ...stores.local import LocalStore, with_room
+from ...stores.local import LocalStore, OpenedFile, with_room
 from ..registry import Candidate, Content, OpenRequest, explain
 from .header import MAX_HEADER, ROOM, Header, text
 
@@ -51,7 +53,7 @@ _LENGTH = 8
 _SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
 
 _LITTLE = sys.byteorder == "little"
-_LOADED, _TABLE, _FILE = map(ffi.typeof, ("sl_loaded *", "sl_table **", "sl_file *"))
+_LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
 
 # ---- read ----
 
@@ -67,8 +69,8 @@ def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.l
         FormatError: the file breaks the format, or has another format.
         OSError: the file cannot be opened.
     """
-    text, loaded = _loaded(path, 0, folders)
-    return _open_file(text, loaded, brief)
+    text, opened, table, _ = _loaded(path, 0, folders)
+    return WeightFile(text, LocalStore(text, opened, brief=brief), Table(table))
 
 
 class Resident(NamedTuple):
@@ -95,19 +97,27 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     """
     if backend == "pread":
         thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
-    text, loaded = _loaded(path, _SMALL[backend], folders)
-    if not loaded.content:
-        return _open_file(text, loaded, brief=True)
-    table = Table(pointer(loaded.table))
-    return Resident(table, in_memory.views_of(table, content_buffer(loaded.content, loaded.file.size)))
+    text, opened, address, content = _loaded(path, _SMALL[backend], folders)
+    table = Table(address)
+    if not content:
+        return WeightFile(text, LocalStore(text, opened, brief=True), table)
+    return Resident(table, in_memory.views_of(table, content_buffer(ffi.cast("void *", content), opened.size)))
 
 
-def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, Any]:
-    """Return the path as text and the ``sl_loaded`` of the file."""
+def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, OpenedFile, int, int]:
+    """Return the path as text, the open file, and the addresses of its table and its content, or 0."""
     text, encoded = native_path(path)
-    loaded = ffi.new(_LOADED)
-    arguments = encoded, largest, pointer(loaded)
-    status = short.sl_safetensors_load(*arguments)
+    memory = Loaded()
+    status = short.sl_safetensors_load(encoded, largest, memory)
+    if status:
+        _retry(text, (encoded, largest, memory), status, folders)
+    *opened, table, content = loaded_fields(memory)
+    return text, OpenedFile(*opened), table, content
+
+
+def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> None:
+    """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
+    loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
     if status == lib.SL_E_OS:
         status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
@@ -121,12 +131,6 @@ def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, Any]:
     if status == lib.SL_E_FORMAT:
         raise interrupted(text) or explain(text) or failure(status, loaded.error, text)
     check(status, loaded.error, text)
-    return text, loaded
-
-
-def _open_file(text: str, loaded: Any, brief: bool) -> WeightFile:
-    opened = ffi.new(_FILE, loaded.file)
-    return WeightFile(text, LocalStore(text, opened, brief=brief), Table(pointer(loaded.table)))
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
@@ -351,10 +355,11 @@ class FileWriter:
         numbers = bytes([source.row.number for source in self._sources])
         self._header = Header(names, numbers, shapes, metadata, room=room)
         self._order: list[int] = self._header.order.tolist()
-        for name, source, size in zip(names, self._sources, self._header.sizes.tolist(), strict=True):
+        sizes: list[int] = self._header.sizes.tolist()
+        for name, source, size in zip(names, self._sources, sizes, strict=True):
             if isinstance(source.data, Memory):
                 _check_memory(name, source.data, size)
-        self.size: int = self._header.nbytes + int(self._header.sizes.sum())
+        self.size: int = self._header.nbytes + sum(sizes)
 
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
         """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
