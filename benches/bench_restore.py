@@ -240,17 +240,17 @@ def sparse() -> tuple[dict[str, Any], dict[str, Any], Peer]:
 # The part of the limit that DESIGN.md asks for, and how many times a user's own expression.
 FAMILIES = {
     "fp8 128x128": (fp8, 0.8, 4),
-    "nvfp4": (nvfp4, 0.6, 10),
-    "mxfp4": (mxfp4, 0.6, 10),
-    "int4 g128 asym": (int4, 0.6, 10),
+    "nvfp4": (nvfp4, 0.65, 10),
+    "mxfp4": (mxfp4, 0.65, 10),
+    "int4 g128 asym": (int4, 0.65, 10),
     "mlx4 g64": (mlx4, 0.6, 10),
     "nf4 b64": (partial(bitsandbytes, nested=False), 0.6, 10),
     "nf4 b64, nested": (partial(bitsandbytes, nested=True), 0.6, 10),
     "ternary": (bitnet, 0.5, 10),
-    "mxfp4 experts, transposed": (gpt_oss, 0.5, 10),
-    "gptq4 g128": (gptq, 0.5, 10),
-    "gptq4 g128, desc_act": (gptq_order, 0.5, 10),
-    "awq4 g128": (awq, 0.5, 10),
+    "mxfp4 experts, transposed": (gpt_oss, 0.6, 10),
+    "gptq4 g128": (gptq, 0.6, 10),
+    "gptq4 g128, desc_act": (gptq_order, 0.6, 10),
+    "awq4 g128": (awq, 0.6, 10),
     "sparse bf16": (sparse, 0.5, 10),
 }
 

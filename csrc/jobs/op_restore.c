@@ -2,6 +2,7 @@
 #include "jobs/op.h"
 #include "jobs/packed.h"
 #include "kernels/copy2d.h"
+#include "kernels/stream.h"
 
 /* Rows of a tile: a multiple of TILE_ROWS, which is whole words in every column of codes, and at most MOST_ROWS. A
  * column of the tile is stored at once, into its own page, so taller tiles are faster. */
@@ -11,10 +12,13 @@
 #define LONGEST_BLOCK ((uint64_t)256)
 /* Values of a tile with more rows: 12 MiB take some milliseconds, so that threads finish at about the same time. */
 #define TILE_VALUES ((uint64_t)3 << 20)
-/* Columns dequantized at a time: a multiple of the codes in a word. */
+/* Columns dequantized at a time: a multiple of the codes in a word. Of nibbles in words, a whole cache line of each
+ * row. */
 #define TILE_COLUMNS ((uint64_t)64)
+#define NIBBLE_COLUMNS ((uint64_t)128)
 /* The destination of a column is prefetched two columns before it is dequantized. Without the prefetch, each column
- * would wait for memory. Transposing codes is faster than transposing values; non-temporal stores gain nothing. */
+ * would wait for memory. Stores past the cache need no prefetch. Transposing codes is faster than transposing
+ * values. */
 #define AHEAD ((uint64_t)2)
 /* Columns that the kernel of groups dequantizes at a time: a cache line of scales. Gathering column after column would
  * be slower, except for 4 bits without groups. */
@@ -70,6 +74,7 @@ static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
     if (to == NULL || (job->to != SL_F32 && !sl_conversion_find(plan->tier, SL_F32, job->to, &plan->conversion)))
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from f32 to dtype %d", job->to);
     uint64_t unit = (uint64_t)to->block;
+    plan->streams = to->bits > 0 && sl_stream_pays(job->memory, sl_dtype_bytes(to, job->size / sizeof(float)));
     if (sl_packed_in_tiles(job->packed)) return plan_tiles(job, unit, plan, error);
     if (unit < sl_packed_unit(job)) unit = sl_packed_unit(job); /* both are powers of two */
     return sl_plan_pieces(job, unit, unit, unit, plan, error);
@@ -80,13 +85,16 @@ static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
 typedef struct work {
     const sl_job *job;
     const sl_conversion *conversion;
+    bool streams;
 } work;
 
 static int32_t store(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
     const work *self = context;
     const sl_dtype_info *to = sl_dtype_get(self->job->to);
     uint8_t *target = (uint8_t *)self->job->memory + sl_dtype_bytes(to, element);
-    if (self->conversion->first == NULL)
+    if (self->streams)
+        sl_conversion_stream(self->conversion, source, target, (size_t)count);
+    else if (self->conversion->first == NULL)
         memcpy(target, source, (size_t)count * sizeof(float));
     else
         sl_conversion_run(self->conversion, source, target, (size_t)count);
@@ -97,12 +105,20 @@ static int32_t store(void *context, const uint8_t *source, uint64_t element, uin
 
 static int32_t run_in_order(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
     if (plan->conversion.first != NULL) {
-        work self = {job, &plan->conversion};
+        work self = {job, &plan->conversion, plan->streams};
         return sl_each_piece(job, plan, chunk, scratch, store, &self, error);
     }
     uint64_t begin = sl_chunk_begin(job, plan, chunk), end = sl_chunk_begin(job, plan, chunk + 1);
-    return sl_packed_restore(job, plan, begin / 4, (end - begin) / 4, (uint8_t *)job->memory + begin,
-                             scratch + plan->packed, error);
+    uint64_t most = plan->streams ? SL_VALUES * sizeof(float) : end - begin;
+    int32_t status = SL_OK;
+    for (uint64_t some; begin < end && status == SL_OK; begin += some) {
+        some = sl_min_u64(end - begin, most);
+        uint8_t *memory = (uint8_t *)job->memory + begin;
+        status = sl_packed_restore(job, plan, begin / 4, some / 4, plan->streams ? scratch : memory,
+                                   scratch + plan->packed, error);
+        if (plan->streams && status == SL_OK) sl_stream_copy(memory, scratch, (size_t)some);
+    }
+    return status;
 }
 
 /* ---- tiles ---- */
@@ -117,17 +133,52 @@ typedef struct band {
     const uint8_t *bytes;      /* of the first stored row, from column `begin` on */
     uint64_t pitch, begin;     /* bytes between stored rows */
     uint64_t scaled_as;        /* the grid's column in `scaling`, or UINT64_MAX */
-    sl_scaling scaling;        /* of the rows of a column */
+    const float *tiled[3];     /* the scales, zeros and biases of a tile, column by column, or NULL */
+    uint64_t tiled_from;       /* the grid's first column in `tiled` */
+    uint64_t tiled_rows;
+    sl_scaling scaling; /* of the rows of a column */
     uint8_t *turned, *values, *line, *staging;
     float *gathered;
     const uint32_t *groups; /* of each row, relative to `first_group` */
     uint64_t first_group, group_count;
 } band;
 
-/* Gathers a column of `grid` for the rows of a band. */
-static const float *gather(const band *self, const float *grid, uint64_t column, float *out) {
+/* Whether codes are nibbles of 32-bit words, and whether these columns fill whole words. */
+static bool in_nibbles(const sl_packed *packed, uint64_t columns) {
+    return packed->bits == 4 && packed->layout != SL_LAYOUT_COLUMNS && columns % 8 == 0;
+}
+
+/* Transposes the scales of a tile in blocks: gathered column by column, lines of a grid with rows of a power of two
+ * would evict each other before the next column uses them. */
+static void tile_scales(band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
+    const float *grids[3] = {packed->scales, packed->zeros, packed->biases};
+    memset(self->tiled, 0, sizeof self->tiled);
+    bool used = packed->layout == SL_LAYOUT_ROWS && !in_nibbles(packed, columns); /* turn() keeps values there */
+    if (packed->scales == NULL || packed->groups != NULL || used) return;
+    uint64_t first = self->row / packed->row_block, last = (self->row + self->rows - 1) / packed->row_block;
+    uint64_t from = column / packed->column_block, to = (column + columns - 1) / packed->column_block;
+    uint64_t rows = last - first + 1, size = rows * (to - from + 1) * sizeof(float);
+    if (3 * size > TURNED) return;
+    self->tiled_from = from;
+    self->tiled_rows = rows;
+    int64_t step = (int64_t)(packed->grid_columns * sizeof(float));
+    for (size_t k = 0; k < 3; k++) {
+        if (grids[k] == NULL) continue;
+        const float *grid = grids[k] + self->matrix * packed->grid_step + first * packed->grid_columns + from;
+        uint8_t *tiled = self->values + k * size;
+        sl_copy_2d(sizeof(float), rows, to - from + 1, (sl_plane){(uint8_t *)(uintptr_t)grid, step, sizeof(float)},
+                   (sl_plane){tiled, sizeof(float), (int64_t)(rows * sizeof(float))});
+        self->tiled[k] = (const float *)(const void *)tiled;
+    }
+}
+
+/* Gathers a column of grid `k`, at `grid`, for the rows of a band. */
+static const float *gather(const band *self, size_t k, const float *grid, uint64_t column) {
+    const sl_packed *packed = self->job->packed;
+    float *out = self->gathered + k * MOST_ROWS;
     if (grid == NULL) return NULL;
+    if (self->tiled[k] != NULL) return self->tiled[k] + (column - self->tiled_from) * self->tiled_rows;
     grid += self->matrix * packed->grid_step + column;
     if (packed->groups != NULL && sl_packed_by_row(packed)) {
         const uint32_t *groups = packed->groups + self->row;
@@ -135,7 +186,7 @@ static const float *gather(const band *self, const float *grid, uint64_t column,
         return out;
     }
     uint64_t first = self->row / packed->row_block, last = (self->row + self->rows - 1) / packed->row_block;
-    for (uint64_t k = first; k <= last; k++) out[k - first] = grid[k * packed->grid_columns];
+    for (uint64_t r = first; r <= last; r++) out[r - first] = grid[r * packed->grid_columns];
     return out;
 }
 
@@ -147,17 +198,11 @@ static const sl_scaling *scaling_of(band *self, uint64_t column) {
     uint64_t at = packed->groups != NULL && !by_row ? packed->groups[column] : column / packed->column_block;
     if (at != self->scaled_as) {
         uint64_t block = each ? 1 : packed->row_block, first = each ? 0 : self->row % block;
-        self->scaling = (sl_scaling){(size_t)block, (size_t)first, gather(self, packed->scales, at, self->gathered),
-                                     gather(self, packed->zeros, at, self->gathered + MOST_ROWS),
-                                     gather(self, packed->biases, at, self->gathered + 2 * MOST_ROWS)};
+        self->scaling = (sl_scaling){(size_t)block, (size_t)first, gather(self, 0, packed->scales, at),
+                                     gather(self, 1, packed->zeros, at), gather(self, 2, packed->biases, at)};
         self->scaled_as = at;
     }
     return &self->scaling;
-}
-
-/* Whether codes are nibbles of 32-bit words, and whether these columns fill whole words. */
-static bool in_nibbles(const sl_packed *packed, uint64_t columns) {
-    return packed->bits == 4 && packed->layout != SL_LAYOUT_COLUMNS && columns % 8 == 0;
 }
 
 /* Transposes a tile: the words of each column, words with the nibbles of eight columns, or, in other layouts, values.
@@ -220,14 +265,18 @@ static void prefetch(const band *self, uint64_t value, uint64_t count) {
  * cache, because reading them again from memory would have to wait for the stores. */
 static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
     const sl_packed *packed = self->job->packed;
-    work one = {self->job, &self->plan->conversion};
+    work one = {self->job, &self->plan->conversion, self->plan->streams};
+    bool nibbles = in_nibbles(packed, 8);
     for (uint64_t some; column < end; column += some) {
-        some = sl_min_u64(end - column, TILE_COLUMNS);
+        some = sl_min_u64(end - column, nibbles ? NIBBLE_COLUMNS : TILE_COLUMNS);
         if (some > 8) some -= some % 8; /* the last word may be partial */
         turn(self, column, some);
+        tile_scales(self, column, some);
+        self->scaled_as = UINT64_MAX;
         for (uint64_t k = 0; k < some; k++) {
             uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
-            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows, self->rows);
+            if (!one.streams && column + k + AHEAD < packed->columns)
+                prefetch(self, value + AHEAD * packed->rows, self->rows);
             restore_column(self, column, some, k);
             int32_t status = store(&one, self->line, value, self->rows, error);
             if (status != SL_OK) return status;
@@ -308,14 +357,15 @@ static int32_t restore_few(const band *self, const sl_grouped *codes, uint64_t c
                            sl_error *error) {
     const sl_packed *packed = self->job->packed;
     const sl_restore *kernels = &self->plan->restore;
-    work one = {self->job, &self->plan->conversion};
+    work one = {self->job, &self->plan->conversion, self->plan->streams};
     for (uint64_t row = 0, rows; row < self->rows; row += rows) {
         rows = sl_min_u64(self->rows - row, LONGEST_BLOCK);
         uint64_t value = (self->matrix * packed->columns + column) * packed->rows + self->row + row;
         kernels->grouped(codes, (size_t)row, (size_t)(row + rows), (size_t)columns, self->turned, FEW_LINE);
         for (uint64_t k = 0; k < columns; k++, value += packed->rows) {
             uint8_t *line = self->turned + k * FEW_LINE;
-            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows, rows);
+            if (!one.streams && column + k + AHEAD < packed->columns)
+                prefetch(self, value + AHEAD * packed->rows, rows);
             if (packed->factors != NULL) {
                 const sl_scaling factors = {1, 0, packed->factors + self->row + row, NULL, NULL};
                 kernels->scale(line, (size_t)rows, &factors);
@@ -391,7 +441,9 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
 }
 
 static int32_t run_restore(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
-    return (sl_packed_in_tiles(job->packed) ? run_tiles : run_in_order)(job, plan, chunk, scratch, error);
+    int32_t status = (sl_packed_in_tiles(job->packed) ? run_tiles : run_in_order)(job, plan, chunk, scratch, error);
+    if (plan->streams) sl_stream_end();
+    return status;
 }
 
 const sl_op sl_op_restore = {"restore",     SL_TAKES_NONE, SL_TAKES_NONE, SL_NEEDS,

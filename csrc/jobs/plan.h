@@ -38,6 +38,7 @@ typedef struct sl_plan {
     sl_restore restore;       /* of a packed job */
     sl_convert_fn numbers;    /* of its codes; NULL if they have a table */
     int32_t tier;
+    bool streams; /* the results are stored past the cache */
 } sl_plan;
 
 /* The start of a job's source in memory. */

@@ -91,6 +91,20 @@ TARGET static void sl_f8_e4m3_to_f32_avx2(const void *source, void *destination,
     sl_convert_rest(SL_F8_E4M3, SL_F32, in + i, out + 4 * i, count - i);
 }
 
+TARGET static void sl_f8_e8m0_to_f32_avx2(const void *source, void *destination, size_t count) {
+    const __m256i nan = _mm256_set1_epi32(0x7fc00000), least = _mm256_set1_epi32(0x00400000);
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(in + i)));
+        __m256i is_nan = _mm256_cmpeq_epi32(codes, _mm256_set1_epi32(255));
+        __m256i bits = _mm256_max_epi32(_mm256_slli_epi32(codes, 23), least);
+        _mm256_storeu_si256((__m256i *)(void *)(out + 4 * i), _mm256_blendv_epi8(bits, nan, is_nan));
+    }
+    sl_convert_rest(SL_F8_E8M0, SL_F32, in + i, out + 4 * i, count - i);
+}
+
 TARGET static void sl_i8_to_f32_avx2(const void *source, void *destination, size_t count) {
     const uint8_t *in = source;
     uint8_t *out = destination;
@@ -157,15 +171,11 @@ TARGET static void sl_f32_to_bf16_avx2(const void *source, void *destination, si
 }
 
 const sl_kernel sl_kernels_avx2[] = {
-    {SL_BF16, SL_F32, sl_bf16_to_f32_avx2},
-    {SL_F16, SL_F32, sl_f16_to_f32_avx2},
-    {SL_F8_E4M3, SL_F32, sl_f8_e4m3_to_f32_avx2},
-    {SL_F8_E5M2, SL_F32, sl_f8_e5m2_to_f32_avx2},
-    {SL_I8, SL_F32, sl_i8_to_f32_avx2},
-    {SL_U8, SL_F32, sl_u8_to_f32_avx2},
-    {SL_F32, SL_F16, sl_f32_to_f16_avx2},
-    {SL_F32, SL_BF16, sl_f32_to_bf16_avx2},
-    {-1, -1, NULL},
+    {SL_BF16, SL_F32, sl_bf16_to_f32_avx2},       {SL_F16, SL_F32, sl_f16_to_f32_avx2},
+    {SL_F8_E4M3, SL_F32, sl_f8_e4m3_to_f32_avx2}, {SL_F8_E5M2, SL_F32, sl_f8_e5m2_to_f32_avx2},
+    {SL_F8_E8M0, SL_F32, sl_f8_e8m0_to_f32_avx2}, {SL_I8, SL_F32, sl_i8_to_f32_avx2},
+    {SL_U8, SL_F32, sl_u8_to_f32_avx2},           {SL_F32, SL_F16, sl_f32_to_f16_avx2},
+    {SL_F32, SL_BF16, sl_f32_to_bf16_avx2},       {-1, -1, NULL},
 };
 
 #endif

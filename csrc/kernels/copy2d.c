@@ -131,13 +131,16 @@ SL_INLINE void transpose_square(size_t element, sl_plane source, sl_plane destin
 }
 
 /* Transposes the part covered by whole squares, from the first row and column on. The source lines of the next square
- * are prefetched, because the lines of a column are too far apart for the processor's own prefetcher. */
+ * below, or of the one after the next if there is none below, are prefetched, because the lines of a column are too far
+ * apart for the processor's own prefetcher. */
 SL_INLINE void transpose_squares(size_t element, uint64_t rows, uint64_t columns, sl_plane source,
                                  sl_plane destination) {
     const uint64_t side = LINE / element;
     for (uint64_t r = 0; r + side <= rows; r += side)
         for (uint64_t c = 0; c + side <= columns; c += side) {
             for (uint64_t k = 0; k < side && r + side < rows; k++) SL_PREFETCH(at(source, r + side, c + k).memory);
+            for (uint64_t k = 0; k < side && rows < 2 * side && c + 3 * side <= columns; k++)
+                SL_PREFETCH(at(source, r, c + 2 * side + k).memory);
             transpose_square(element, at(source, r, c), at(destination, r, c));
         }
 }

@@ -95,13 +95,14 @@ TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, s
     sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, NULL, out + 4 * i);
 }
 
+TARGET static inline lanes word_lanes(const uint8_t *words, int shift, numbers all) {
+    __m256i codes = _mm256_loadu_si256((const __m256i *)(const void *)words);
+    return look_up(_mm256_srl_epi32(codes, _mm_cvtsi32_si128(shift)), all);
+}
+
 TARGET static inline void words_run(const uint8_t *words, int shift, size_t count, numbers all, uint8_t *out) {
-    __m128i by = _mm_cvtsi32_si128(shift);
     size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        __m256i codes = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(words + 4 * i)), by);
-        store(out + 4 * i, look_up(codes, all));
-    }
+    for (; i + 8 <= count; i += 8) store(out + 4 * i, word_lanes(words + 4 * i, shift, all));
     if (i == count) return;
     float table[16];
     store_numbers(table, all);
@@ -149,6 +150,8 @@ TARGET static inline void square(const sl_grouped *all, size_t row, uint8_t *out
         put_both(out + 2 * line, line, _mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(d, e));
     }
 }
+
+#define nibbles_whole(codes, high_first, count, all, out) nibbles_run(codes, 0, high_first, count, all, out)
 
 #include "kernels/restore_lanes.h"
 

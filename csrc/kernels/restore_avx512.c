@@ -57,6 +57,17 @@ TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool h
     if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
 }
 
+TARGET SL_INLINE void nibbles_whole(const uint8_t *codes, bool high_first, size_t count, numbers all, uint8_t *out) {
+    const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    __m512i by = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    if (high_first) by = _mm512_xor_si512(by, _mm512_set1_epi32(4));
+    for (size_t i = 0; i < count; i += 16, codes += 8) {
+        __m512i held = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)codes));
+        __m512i own = _mm512_srlv_epi32(_mm512_permutexvar_epi32(words, held), by);
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(own, all));
+    }
+}
+
 /* A table of 4 numbers is repeated in the register, so that the bits above the code do not matter. */
 TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, numbers all,
                                     uint8_t *out) {
@@ -72,13 +83,14 @@ TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, s
     sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, NULL, out + 4 * i);
 }
 
+TARGET static inline lanes word_lanes(const uint8_t *words, int shift, numbers all) {
+    __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words), _mm_cvtsi32_si128(shift));
+    return _mm512_permutexvar_ps(codes, all);
+}
+
 TARGET static inline void words_run(const uint8_t *words, int shift, size_t count, numbers all, uint8_t *out) {
-    __m128i by = _mm_cvtsi32_si128(shift);
     size_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words + 4 * i), by);
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(codes, all));
-    }
+    for (; i + 16 <= count; i += 16) _mm512_storeu_ps(out + 4 * i, word_lanes(words + 4 * i, shift, all));
     if (i == count) return;
     float table[16];
     _mm512_storeu_ps(table, all);

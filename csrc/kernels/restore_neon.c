@@ -89,14 +89,14 @@ static void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, n
     sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, NULL, out + 4 * i);
 }
 
+static lanes word_lanes(const uint8_t *words, int shift, numbers all) {
+    uint32x4_t codes = vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(words)), vdupq_n_s32(-shift));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(all, places(vandq_u32(codes, vdupq_n_u32(15)))));
+}
+
 static void words_run(const uint8_t *words, int shift, size_t count, numbers all, uint8_t *out) {
-    uint32x4_t mask = vdupq_n_u32(15);
-    int32x4_t by = vdupq_n_s32(-shift);
     size_t i = 0;
-    for (; i + 4 <= count; i += 4) {
-        uint32x4_t codes = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(words + 4 * i)), by), mask);
-        vst1q_u8(out + 4 * i, vqtbl4q_u8(all, places(codes)));
-    }
+    for (; i + 4 <= count; i += 4) store(out + 4 * i, word_lanes(words + 4 * i, shift, all));
     if (i == count) return;
     float table[16];
     store_numbers(table, all);
@@ -127,6 +127,8 @@ static inline void square(const sl_grouped *all, size_t row, uint8_t *out, size_
     float32x4x4_t turned = vld4q_f32(rows);
     for (size_t i = 0; i < 4; i++) store(out + i * line, turned.val[i]);
 }
+
+#define nibbles_whole(codes, high_first, count, all, out) nibbles_run(codes, 0, high_first, count, all, out)
 
 #include "kernels/restore_lanes.h"
 

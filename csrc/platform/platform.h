@@ -17,6 +17,9 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
  * usual. */
 uint64_t sl_platform_read_direct(int64_t direct, uint64_t offset, void *memory, uint64_t size);
 
+/* Whether the system has provided all pages of a buffer, judged by a sample of them. False if it does not say. */
+bool sl_platform_present(const void *memory, uint64_t size);
+
 /* A monotonic clock in microseconds. */
 uint64_t sl_platform_now_us(void);
 
