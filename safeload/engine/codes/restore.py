@@ -202,7 +202,10 @@ class CodeReader:
             row = dtypes.BY_CODE[self._packed.scale_dtype]
         raw = read_part(part, begin * row.block_bytes, min(count, size) * row.block_bytes)
         array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
-        return array if row is _F32 else astype(array, np.float32, threads=1)
+        if row is _F32:
+            return array
+        # NumPy's memory, which malloc reuses for the scales of the next tensor: new pages take longer than the scales.
+        return astype(array, np.float32, out=np.empty(array.shape, np.float32), threads=1)
 
     def _scales(self, begin: int, count: int) -> Array:
         """Return the scales of elements [begin, begin + count) of the grid."""
