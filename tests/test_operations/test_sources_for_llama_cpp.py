@@ -1,6 +1,8 @@
 """Sources of a model for llama.cpp: the file is that of the plain folder of the values, whatever holds them."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -118,7 +120,7 @@ def described(path):
     return facts
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama3", "mixtral"])
 @pytest.mark.parametrize("kind", [gptq_folder, fp8_folder, dcp_folder, torch_folder, sharded_folder])
 def test_the_file_is_that_of_the_plain_folder(kind, name, tmp_path):
     """Values that were dequantized are rounded to the dtype of the config only if they are stored."""
@@ -186,3 +188,14 @@ def test_a_value_that_is_not_finite_is_told_by_its_name_in_the_result(tmp_path):
     with pytest.raises(safeload.RangeError, match=r"'blk.1.ffn_up.weight': element \[3, 5\] is nan"):
         safeload.convert(source, tmp_path / "x.gguf", quantize="q4_k_m")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_gets_the_bytes_of_the_file(tmp_path):
+    source = write(tmp_path / "source", "llama3", llama_models.tensors_of(MODELS["llama3"]))
+    safeload.convert(source, tmp_path / "x.gguf", quantize="q4_k_m")
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        content = pool.submit((tmp_path / "pipe").read_bytes)
+        safeload.convert(source, tmp_path / "pipe", format="gguf", quantize="q4_k_m", overwrite=True)
+        assert content.result(60) == (tmp_path / "x.gguf").read_bytes()
