@@ -119,8 +119,8 @@ def parse(scheme: object) -> str:
     if of_mixture in SCHEMES:
         raise ValueError(
             f"scheme {show(scheme)} is a llama.cpp mixture: use {of_mixture!r} for all matrices, or a dict "
-            "with a scheme for each name pattern. Mixtures need a whole model that becomes a .gguf file: a GGUF file, or "
-            "a folder with its config.json"
+            "with a scheme for each name pattern. Mixtures need a whole model that becomes a .gguf file: a GGUF file, "
+            "or a folder with its config.json"
         )
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:
