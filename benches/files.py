@@ -92,13 +92,15 @@ def weights() -> bytes:
     return values.astype(ml_dtypes.bfloat16).tobytes()
 
 
-def llama_folder() -> Path:
-    """Llama-3.2-1B as a folder: two shards of `weights`, an index and a config.json."""
-    entries = llama_1b()
-    folder = CACHE / f"llama-1b-v{VERSION}"
+def llama_folder(layers: int = 16) -> Path:
+    """Llama-3.2-1B as a folder: two shards of `weights`, an index and a config.json; or its first layers."""
+    later = tuple(f"model.layers.{i}." for i in range(layers, 16))
+    entries = [entry for entry in llama_1b() if not entry.name.startswith(later)]
+    folder = CACHE / (f"llama-1b-v{VERSION}" if layers == 16 else f"llama-1b-{layers}-layers-v{VERSION}")
     folder.mkdir(parents=True, exist_ok=True)
     weight_map = {}
-    for k, part in enumerate((entries[:60], entries[60:])):
+    half = len(entries) * 60 // 146
+    for k, part in enumerate((entries[:half], entries[half:])):
         file = f"model-{k + 1:05}-of-00002.safetensors"
         make(file, part, path=folder / file, block=weights())
         weight_map |= dict.fromkeys((entry.name for entry in part), file)
@@ -111,10 +113,11 @@ def llama_folder() -> Path:
         "vocab_size": 128256,
         "hidden_size": 2048,
         "intermediate_size": 8192,
-        "num_hidden_layers": 16,
+        "num_hidden_layers": layers,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 64,
+        "rms_norm_eps": 1e-5,
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))

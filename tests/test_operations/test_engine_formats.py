@@ -26,6 +26,7 @@ from builders.engine_models import (
 )
 from builders.models import small, write_folder
 from builders.paths import ROOT
+from builders.remote import Served
 
 import safeload
 from safeload.base.preset import PRESET_NAMES, PRESETS
@@ -137,6 +138,16 @@ def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path
     for threads in (1, 3):
         assert safeload.load_quantized(weights, name, threads=threads) == whole
         assert safeload.load_quantized(tmp_path / "x.safetensors", name, threads=threads) == whole
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8_block", "nvfp4a16", "mlx3", "bnb_fp4"])
+def test_strips_from_a_network_do_not_change_the_result(name, monkeypatch, llama, tmp_path):
+    monkeypatch.setattr("safeload.operations.quantize.weights._REMOTE", 20000)
+    there = Served.folder(llama)
+    safeload.convert(there.at("mem://model/model.safetensors"), tmp_path / "out", quantize=name, only="*_proj.weight")
+    safeload.convert(llama / "model.safetensors", tmp_path / "expected", quantize=name, only="*_proj.weight")
+    assert described(tmp_path / "out/model.safetensors") == described(tmp_path / "expected/model.safetensors")
+    assert there.most <= 32
 
 
 @pytest.mark.parametrize("columns", [4096 + 1, 4096 + 63, 3 * 4096 + 9, 64, 63, 1])
