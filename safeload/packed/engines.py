@@ -19,6 +19,7 @@ from .quantization import MLX_KEY, QUANTIZATION, Quantization, quantization_of, 
 _ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
 # Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+_STACKED = re.compile(r"\.(?:switch_mlp\.[a-z_]+|self_attn\.embed_q|self_attn\.unembed_out)\.weight\Z")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
 
 # ``model_type`` of models whose matrices are all linear modules under the names of their files.
@@ -112,6 +113,11 @@ def is_expert(name: str) -> bool:
 def is_fused(name: str) -> bool:
     """Return True for the weights of all experts of a layer in a single tensor."""
     return _FUSED_EXPERTS.search(name) is not None
+
+
+def is_stack(name: str) -> bool:
+    """Return True for a weight of several matrices, as mlx-lm names it."""
+    return _STACKED.search(name) is not None
 
 
 # ---- fused partners ----

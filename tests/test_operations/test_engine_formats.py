@@ -277,6 +277,25 @@ def test_pieces_write_experts_as_one_process(tmp_path, name):
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
 
 
+@pytest.mark.parametrize("first", ["w4a16", "fp8_block", "mlx8", "int8"])
+def test_quantized_experts_are_dequantized_first(models, tmp_path, first):
+    source = models["qwen3_moe", "bfloat16"]
+    safeload.convert(source, tmp_path / "first", quantize=first)
+    safeload.convert(tmp_path / "first", tmp_path / "plain", dtype="bfloat16")
+    safeload.convert(tmp_path / "plain", tmp_path / "expected", quantize="mlx4")
+    safeload.convert(tmp_path / "first", tmp_path / "out", quantize="mlx4")
+    assert described(tmp_path / "out/model.safetensors") == described(tmp_path / "expected/model.safetensors")
+    assert read_config(tmp_path / "out") == read_config(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_make_the_items_of_a_stack(models, threads):
+    expected = safeload.load_quantized(models["deepseek_v3", "bfloat16"], "mlx3")
+    actual = safeload.load_quantized(models["deepseek_v3", "bfloat16"], "mlx3", threads=threads)
+    for key, value in actual.items():
+        assert np.array_equal(value, expected[key]) if isinstance(value, np.ndarray) else value == expected[key]
+
+
 def test_adapters_are_merged_into_experts_first(models, tmp_path):
     source = models["qwen3_moe", "bfloat16"]
     adapter = write_adapter(tmp_path / "adapter", pair(128, 128, module="model.layers.0.mlp.experts.1.up_proj"))

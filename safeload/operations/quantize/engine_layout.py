@@ -218,7 +218,7 @@ class _Stacks:
                 recipes[name] = _recipe(part)
         for stack, members in stacks.items():
             recipes[stack] = self._stacked(stack, members)
-        self._check_layers(recipes, stacks)
+        self._check_layers(recipes)
         return recipes
 
     def _is_dropped(self, name: str) -> bool:
@@ -264,7 +264,7 @@ class _Stacks:
             f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), unembed),
         }
 
-    def _check_layers(self, recipes: Mapping[str, TensorRecipe], stacks: Iterable[str]) -> None:
+    def _check_layers(self, recipes: Mapping[str, TensorRecipe]) -> None:
         """Refuse layers that mlx-lm's model does not have.
 
         Raises:
@@ -278,7 +278,7 @@ class _Stacks:
                 f"{self._preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
                 f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
             )
-        sparse = {int(match[1]) for name in stacks if (match := _LAYER.match(name))}
+        sparse = {int(match[1]) for name in recipes if _STACK in name and (match := _LAYER.match(name))}
         dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
         if self._experts.in_every_layer and dense is not None:
             raise UnsupportedError(

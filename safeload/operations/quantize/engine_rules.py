@@ -20,6 +20,7 @@ from ...packed.engines import (
     is_expert,
     is_fused,
     is_router,
+    is_stack,
     partners_of,
     quantization_for,
 )
@@ -59,7 +60,6 @@ class EngineRules:
         self.kept = Kept(keep)
         self.schema: Schema | None = None
         self._config: Mapping[str, Any] | None = None
-        self._arranged: EngineCatalog | None = None
         self._experts: MlxExperts | None = None
         self._tied: Collection[str] = ()
 
@@ -74,9 +74,8 @@ class EngineRules:
             UnsupportedError: the model is not supported.
         """
         self._config = config = catalog.config
-        self._arranged = catalog if isinstance(catalog, EngineCatalog) else None
-        if self._arranged is not None:
-            self.kept = Kept(self._arranged.kept(self._keep))
+        if isinstance(catalog, EngineCatalog):
+            self.kept = Kept(catalog.kept(self._keep))
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and isinstance(model_type, str) and model_type in self.engine.model_types
         if not supported and not chosen:
@@ -109,7 +108,7 @@ class EngineRules:
         if reason is not None:
             return Planned(None, reason)
         preset, shape = self.preset, about.shape
-        stacked = self._arranged is not None and not self._arranged.is_unchanged(name) and preset.engine == MLX
+        stacked = self._experts is not None and is_stack(name)
         if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
             what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
             raise UnsupportedError(
