@@ -256,6 +256,8 @@ def test_fused_experts_give_the_folder_of_separate_ones(models, tmp_path, kind, 
     assert described(tmp_path / "out/model.safetensors") == described(tmp_path / "expected/model.safetensors")
     assert read_config(tmp_path / "out") == read_config(tmp_path / "expected")
     assert sizes(fused).schemes[name] == sizes(models[kind, "bfloat16"]).schemes[name]
+    expected = safeload.quantization_error(models[kind, "bfloat16"], tmp_path / "out")
+    assert safeload.quantization_error(fused, tmp_path / "out") == expected
 
 
 def test_bitsandbytes_leaves_fused_experts(tmp_path):
@@ -381,6 +383,16 @@ def test_experts_without_a_row_are_refused(tmp_path, name):
     source = write_folder(tmp_path, *small("gpt_oss"))
     with pytest.raises(UnsupportedError, match="gpt_oss"):
         safeload.convert(source, tmp_path / "out", quantize=name)
+
+
+def test_fused_experts_that_no_tool_divides_are_refused(tmp_path):
+    settings, weights = expert_model("mixtral")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    source = write_folder(tmp_path, settings, {**weights, name: np.ones((3, 256, 128), np.float32)}, shards=1)
+    for quantize, message in (("w4a16", "is 3-D"), ("mlx4", "mlx-lm has no tensor")):
+        with pytest.raises(UnsupportedError, match=message) as caught:
+            safeload.convert(source, tmp_path / "out", quantize=quantize)
+        assert caught.value.tensor == name
 
 
 def test_a_forged_recipe_is_refused(models, tmp_path):

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import dcp_build, llama_models
-from builders.engine_models import config, expert_model, write_experts, write_model
+from builders.engine_models import config, expert_model, fused_experts, write_experts, write_model
 from builders.http_server import Server
 from builders.models import small, write_folder
 from builders.paths import DATA
@@ -93,11 +93,14 @@ def test_training_checkpoints(tmp_path, name, resume):
 
 
 @pytest.mark.parametrize("name", ["w8a8", "mlx-nvfp4"])
-@pytest.mark.parametrize("kind", ["llama3", "qwen3_moe"])
-def test_models_of_llama_cpp(tmp_path, kind, name):
-    source = llama_models.write_folder(tmp_path / "source", llama_models.listed()[kind])
+@pytest.mark.parametrize(("kind", "fused"), [("llama3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+def test_models_of_llama_cpp(tmp_path, kind, fused, name):
+    model = llama_models.listed()[kind]
+    weights = llama_models.tensors_of(model)
+    source = llama_models.write_folder(tmp_path / "source", model, fused_experts(weights) if fused else weights)
     safeload.convert(source, tmp_path / "model.gguf", dtype="bfloat16")
     safeload.convert(tmp_path / "model.gguf", tmp_path / "plain")
+    assert any("gate_up_proj" in key for key in safeload.open(tmp_path / "plain")) == fused
     safeload.convert(tmp_path / "plain", tmp_path / "expected", quantize=name)
     safeload.convert(tmp_path / "model.gguf", tmp_path / "out", quantize=name)
     ours, theirs = contents(tmp_path / "out"), contents(tmp_path / "expected")

@@ -62,12 +62,6 @@ class EngineCatalog(RestructuredCatalog):
         """Return True if a tensor of the source has these values."""
         return self._renamed(name) is not None
 
-    def read_item(self, name: str, item: int | None, row: Any, threads: int | None = None) -> Any:
-        source = self._renamed(name)
-        if source is None:
-            return super().read_item(name, item, row, threads)
-        return self.base.read_item(source, item, row, threads)
-
     def kept(self, keep: Keep) -> Keep:
         """Return ``keep`` in names of this catalog.
 
@@ -130,10 +124,13 @@ def arranged(catalog: Catalog, preset: Preset) -> Catalog:
     return EngineCatalog(catalog, _Stacks(catalog, preset, experts).recipes(parts))
 
 
-def like_stacks(catalog: Catalog, other: Catalog) -> Catalog:
-    """Return the tensors stacked as in mlx-lm if only the other catalog stacks experts, else the catalog itself."""
-    if any(_STACK in name for name in other if isinstance(name, str)) and not any(_STACK in name for name in catalog):
+def like(catalog: Catalog, other: Catalog) -> Catalog:
+    """Return the tensors with experts as the other catalog stores them: stacked or separate."""
+    names, theirs = ([name for name in each if isinstance(name, str)] for each in (catalog, other))
+    if any(_STACK in name for name in theirs) and not any(_STACK in name for name in names):
         return arranged(catalog, PRESETS["mlx4"])
+    if any(map(_FUSED.fullmatch, names)) and not any(map(_FUSED.fullmatch, theirs)):
+        return arranged(catalog, PRESETS["w4a16"])
     return catalog
 
 

@@ -18,7 +18,7 @@ from ...errors import SafeloadError, cut_traceback
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .checkpoint import ModelRules
-from .engine_layout import like_stacks
+from .engine_layout import like
 
 
 class QuantizationStats(NamedTuple):
@@ -150,7 +150,7 @@ def quantization_error(
                 f"quantized must be a QuantizedTensor if source is an array, got {type(quantized).__name__}"
             )
         with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as codes:
-            originals = like_stacks(originals, codes)
+            originals = like(originals, codes)
             tied = ModelRules.of(originals).tied_heads()
             names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
             originals.check(names.values())

@@ -149,6 +149,19 @@ class RestructuredCatalog(Catalog):
             self._values(name, self.about(name).row, threads) if source is None else self._base.array(source, threads)
         )
 
+    def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
+        source = self._renamed(name)
+        if source is not None:
+            return self._base.read_item(source, item, row, threads)
+        items = () if item is None else self._recipes[name].items
+        if item is None or len(items) < 2:
+            whole = self._values(name, row, threads)
+            part: Array = whole if item is None else whole[item]
+            return part
+        out: Array = np.empty(items[item].shape, dtypes.array_dtype(row.number))
+        self._make(items[item], row, out, threads)
+        return out
+
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         renamed = self._plainly_renamed(name)
         if renamed is not None:
@@ -231,7 +244,7 @@ class RestructuredCatalog(Catalog):
 
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""
-        if item is not None and not self._base.about(name).packed:
+        if item is not None and not self._base.about(name).packed and not self._base.is_computed(name):
             return self._base.read_item(name, item, row, threads)
         if self._whole is None or self._whole[:2] != (name, row.code):
             self._whole = None  # frees its memory first
