@@ -9,6 +9,7 @@ from typing import Any
 from ...base import log
 from ...base.paths import PathLike
 from ...base.text import clip, printable
+from ...models.diffusion import model_of
 from ..metadata import as_texts
 from ..registry import Candidate, Content, OpenRequest
 from . import read as reading
@@ -55,6 +56,8 @@ def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> None:
     """Warn if the file lacks what an engine needs, because conversion copies tensors and does not build a model."""
+    if model_of(values) is not None:
+        return
     missing = []
     if not isinstance(values.get(_ARCHITECTURE), str):
         missing.append(f"the metadata has no {_ARCHITECTURE}")

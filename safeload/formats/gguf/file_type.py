@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...models.diffusion import model_of
 from .mixtures import FILE_TYPE, FILE_TYPES
 
 KEY = FILE_TYPE
@@ -35,6 +36,8 @@ def updated(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any,
         if len(tensor.shape) > 1:
             elements[getattr(tensor, "scheme", None) or tensor.dtype.name] += math.prod(tensor.shape)
     commonest = max(elements, key=elements.__getitem__, default=None)
-    rest = {key: value for key, value in metadata.items() if key != KEY}
     number = None if commonest is None else _NUMBERS.get(commonest)
+    if number is not None and model_of(metadata) is not None:
+        return {**metadata, KEY: np.uint32(number)}  # in its place
+    rest = {key: value for key, value in metadata.items() if key != KEY}
     return rest if number is None else {**rest, KEY: np.uint32(number)}

@@ -17,8 +17,8 @@ from ...base.messages import error_about
 from ...base.scheme import SCHEMES
 from ...base.text import nearest, show
 from ...errors import UnsupportedError
+from ...models.diffusion import ARCHITECTURE, model_of
 
-ARCHITECTURE = "general.architecture"
 FILE_TYPE = "general.file_type"
 QUANTIZATION_VERSION = "general.quantization_version"
 # The version of ggml's block layouts, which llama.cpp writes into every quantized file.
@@ -100,7 +100,7 @@ class ModelSizes(NamedTuple):
 
     @classmethod
     def of(cls, metadata: Mapping[Any, Any]) -> ModelSizes | None:
-        """Return the sizes in GGUF metadata, or None if the file is not a model of llama.cpp's."""
+        """Return the sizes in GGUF metadata, or None if the file holds no model; diffusion models have no layers."""
         architecture = metadata.get(ARCHITECTURE)
         if not isinstance(architecture, str):
             return None
@@ -111,6 +111,8 @@ class ModelSizes(NamedTuple):
                 value = value[0] if len(value) else 0
             return 0 if isinstance(value, (str, bool)) or not hasattr(value, "__index__") else int(value)
 
+        if model_of(metadata) is not None:
+            return cls(architecture, 0)
         layers, heads = number("block_count"), number("attention.head_count")
         if layers <= 0:
             return None
@@ -401,10 +403,15 @@ class _Chooser:
 
 
 def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[tuple[str, Any]] = ()) -> dict[Any, Any]:
-    """Return metadata of a file of a file type, with its last keys in llama-quantize's order."""
+    """Return metadata of a file of a file type, with keys in llama-quantize's order.
+
+    In files of diffusion models, which an older llama-quantize writes, keys stay in their places.
+    """
     last = {
         QUANTIZATION_VERSION: np.uint32(CURRENT_VERSION),
         FILE_TYPE: np.uint32(FILE_TYPES[parse(file_type)].number),
         **dict(more),
     }
+    if model_of(metadata) is not None:
+        return {**metadata, **last}
     return {**{key: value for key, value in metadata.items() if key not in last}, **last}

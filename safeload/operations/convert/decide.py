@@ -15,8 +15,8 @@ from ...base.preset import PRESETS
 from ...base.scheme import SCHEMES
 from ...base.text import show
 from ...errors import FormatError
-from ...formats.gguf.mixtures import sort_key
 from ...formats.registry import SAFETENSORS
+from ...models.diffusion import model_of
 from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
 from ..folders.shards import config_with
@@ -69,6 +69,7 @@ class Decider:
         self._target = request.target
         self._format = request.format
         self._rules = rules
+        self._diffusion = model_of(catalog.metadata) is not None
         self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
         options = request.options
         names, only, drop = options.get("names"), options.get("only"), options.get("drop")
@@ -140,7 +141,7 @@ class Decider:
         self._catalog.refuse_unknown(self.descriptions)
         names: Iterable[str] = self.descriptions
         if isinstance(self._rules, FileTypeRules):
-            names = sorted(names, key=sort_key)
+            names = self._rules.ordered(names)
         decisions = {name: self._decide(name, self.descriptions[name]) for name in names}
         if self._engine is not None:
             return self._with_partners(decisions, self._engine)
@@ -216,11 +217,19 @@ class Decider:
             return Decision((name,), kept=kept)
         if self._target is not None and (row.floating or tensor.scheme is not None):
             row = self._target
-        vector = len(tensor.shape) < 2 or name in self._kept_f32
-        if self._format == "gguf" and row.floating and vector and row.block_bytes > 1:
-            row = _F32  # llama.cpp aborts on norms of any other dtype; the writer still refuses unsupported dtypes
+        if self._format == "gguf" and row.floating and row.block_bytes > 1 and self._is_kept_f32(name, tensor):
+            row = _F32  # the writer still refuses unsupported dtypes
         unchanged = row is tensor.row and tensor.scheme is None
         return Decision((name,), None if unchanged else row.code, kept=kept)
+
+    def _is_kept_f32(self, name: str, tensor: TensorDescription) -> bool:
+        """Return True if a tensor of a GGUF file is float32 whatever dtype is requested.
+
+        llama.cpp aborts on norms of any other dtype, ComfyUI does not.
+        """
+        if name in self._kept_f32:
+            return True
+        return len(tensor.shape) < 2 and (not self._diffusion or tensor.row is _F32)
 
 
 def _description_of(stack: Stack) -> TensorDescription:

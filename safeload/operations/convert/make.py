@@ -33,6 +33,7 @@ from ...formats.gguf import file_type
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
+from ...models.diffusion import model_of
 from ...models.layout import Layout
 from ...packed.quantization import is_kept_by
 from ...stores.files import Location
@@ -170,17 +171,26 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
         return catalog if chosen else arranged(catalog, rules.preset)
     if options.get("raw") or (request.format != "gguf" and not is_restored(catalog, request)):
         return catalog
-    from ..architectures.from_llama_cpp import from_llama_cpp  # only here: most conversions need no architecture
+    from ..architectures.comfyui import from_comfyui, recognized, to_comfyui  # only here: most need no architecture
+    from ..architectures.from_llama_cpp import from_llama_cpp
     from ..architectures.to_llama_cpp import source_of, to_llama_cpp
 
+    diffusion = None
+    if request.format != "gguf" and model_of(catalog.metadata) is not None:
+        return from_comfyui(catalog)
     if request.format == "gguf" and source_of(catalog.config) is None:
-        return catalog
+        diffusion = recognized(catalog)
+        if diffusion is None:
+            return catalog
     for key in ("layout", "names", "only", "drop", "rename"):
         if options.get(key) is not None:
             raise ValueError(f"{key}= would leave no complete model: pass raw=True to write single tensors")
     target = request.target
     if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
-        raise UnsupportedError(f'llama.cpp does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
+        engine = "llama.cpp" if diffusion is None else "ComfyUI"
+        raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
+    if diffusion is not None:
+        return to_comfyui(catalog, diffusion)
     if request.format == "gguf":
         return to_llama_cpp(catalog)
     model = from_llama_cpp(catalog)

@@ -115,7 +115,7 @@ def planned(
             catalog = stack.enter_context(open_sources(sources, request.options.get("storage_options")))
             if is_restored(catalog, request):
                 raise UnsupportedError(
-                    f"{catalog.title}: the folder of a model of llama.cpp is written at once, without resume= and "
+                    f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
                     "executor=; raw=True writes the tensors as they are"
                 )
             outputs = prepare(stack, catalog, request)

@@ -24,6 +24,7 @@ from ...formats.registry import (
     row_of,
     written_suffixes,
 )
+from ...models.diffusion import ARCHITECTURE, model_of
 from ...models.layout import Layout
 from ...stores.files import Location
 from ..folders import unfinished
@@ -223,10 +224,12 @@ def open_sources(
 
 
 def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:
-    """Return True if a model of llama.cpp becomes a folder for transformers."""
-    if request.folder is None or request.options.get("raw") or catalog.format != "gguf":
+    """Return True if a GGUF model becomes a folder for transformers, or a diffusion model in any other format."""
+    if request.format == "gguf" or request.options.get("raw") or catalog.format != "gguf":
         return False
-    return isinstance(catalog.metadata.get("general.architecture"), str)
+    if model_of(catalog.metadata) is not None:
+        return True
+    return request.folder is not None and isinstance(catalog.metadata.get(ARCHITECTURE), str)
 
 
 def extras_for(catalog: Catalog, request: ConvertRequest) -> dict[str, Location]:

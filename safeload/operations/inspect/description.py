@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...base.text import clip
+from ...models.diffusion import model_of
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -29,6 +30,8 @@ def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
             _number(metadata, f"{name}.{key}")
             for key in ("block_count", "embedding_length", "vocab_size", "expert_count")
         )
+        if model_of(metadata) is not None:
+            return f"{name}, diffusion model"
         return _line(name, layers=layers, experts=experts, hidden=hidden, words=vocabulary)
     from ...models.choosing import LANGUAGE  # imported here: most files have no config.json
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
 from ...base.text import show
 from ...errors import UnsupportedError
-from ...formats.gguf import mixtures
+from ...formats.gguf import image_types, mixtures
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.gguf.mixtures import FILE_TYPES, FLOAT16, ModelSizes, TensorType
+from ...models.diffusion import DIFFUSION_MODELS, QUANTIZED
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .checkpoint import Rules, check_restorable
@@ -74,10 +75,17 @@ class FileTypeRules(Rules):
             UnsupportedError: llama.cpp has no rule for a tensor, or requires importance that is missing.
         """
         shapes = {name: about.shape for name, about in tensors.items()}
-        self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
+        if self._sizes.architecture in DIFFUSION_MODELS:
+            self._types = image_types.choose(self.file_type, shapes, self._sizes.architecture)
+        else:
+            self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
         for name, chosen in self._types.items():
             if chosen.requires_imatrix and self.plan(name, tensors[name]).scheme == chosen.type:
                 self._check_importance(name, chosen)
+
+    def ordered(self, names: Iterable[str]) -> Iterable[str]:
+        """Return the names in llama-quantize's order."""
+        return names if self._sizes.architecture in DIFFUSION_MODELS else sorted(names, key=mixtures.sort_key)
 
     def _check_importance(self, name: str, chosen: TensorType) -> None:
         if self._matrix is not None and name in self._matrix.vectors:
@@ -120,8 +128,15 @@ def rules_for(
 
     Raises:
         ValueError: an unknown scheme.
+        UnsupportedError: the model is a diffusion model that ComfyUI-GGUF has no rules for.
     """
     sizes = ModelSizes.of(catalog.metadata) if model else None
+    if sizes is not None and sizes.architecture in DIFFUSION_MODELS and sizes.architecture not in QUANTIZED:
+        raise UnsupportedError(
+            f"{catalog.title}: safeload quantizes the diffusion models {', '.join(QUANTIZED)}, not "
+            f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
+            "ComfyUI-GGUF quantizes the result"
+        )
     file_type = file_type_of(scheme, sizes)
     if file_type is None or sizes is None:
         return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types

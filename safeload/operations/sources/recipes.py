@@ -61,6 +61,7 @@ class TensorRecipe(NamedTuple):
     heads: int = 0  # heads of the rows that change places; 0 if rows stay
     inverse: bool = False  # the rows go back
     shift: float = 0.0  # added to each element in float32
+    dtype: str | None = None  # code of the dtype; None for that of the sources
 
     @property
     def sources(self) -> Iterable[str]:

@@ -36,6 +36,7 @@ class RestructuredCatalog(Catalog):
         metadata: of the result.
         config: of the result.
         format: of the structure: "gguf" for names of llama.cpp.
+        restored: dtype of dequantized tensors; None for that of the config, else bfloat16.
 
     Attributes:
         kept_f32: names that stay float32 whatever dtype is requested.
@@ -53,12 +54,13 @@ class RestructuredCatalog(Catalog):
         config: dict[str, Any] | None = None,
         format: str | None = None,
         kept_f32: Iterable[str] = (),
+        restored: dtypes.Dtype | None = None,
     ) -> None:
         super().__init__(base._origins, base.mapped)
         self._base = base
         self._recipes = recipes
         self._constants = constants
-        self._restored = dtype_in(base.config) or _BF16  # dtype of dequantized tensors
+        self._restored = restored or dtype_in(base.config) or _BF16
         self.kept_f32 = frozenset(kept_f32)
         self.texts: dict[str, bytes] = {}
         self.notes: list[str] = []
@@ -104,6 +106,7 @@ class RestructuredCatalog(Catalog):
         sources = [self._base.about(source) for source in dict.fromkeys(recipe.sources)]
         rows = {self._row(name, source) for source in sources}
         row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
+        row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
         return TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
 
     def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
@@ -145,9 +148,10 @@ class RestructuredCatalog(Catalog):
 
     def array(self, name: str, threads: int | None = None) -> Array:
         source = self._renamed(name)
-        return (
-            self._values(name, self.about(name).row, threads) if source is None else self._base.array(source, threads)
-        )
+        if source is None:
+            return self._values(name, self.about(name).row, threads)
+        array: Array = self._base.array(source, threads).reshape(self._recipes[name].shape)
+        return array
 
     def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
         source = self._renamed(name)
@@ -165,7 +169,8 @@ class RestructuredCatalog(Catalog):
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         renamed = self._plainly_renamed(name)
         if renamed is not None:
-            return self._base.source(renamed, name if called is None else called, threads)
+            source = self._base.source(renamed, name if called is None else called, threads)
+            return source if isinstance(source, QuantizedTensor) else source._replace(shape=self._recipes[name].shape)
         # Dequantized values are not rounded before they are quantized again.
         quantized = any(self._base.about(each).quantized for each in self.sources_of(name))
         row = _F32 if quantized else self.about(name).row
@@ -178,8 +183,11 @@ class RestructuredCatalog(Catalog):
         return None
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
-        source = self._renamed(name)
-        return None if source is None else self._base.restoring(source, name if called is None else called)
+        renamed = self._renamed(name)
+        if renamed is None:
+            return None
+        source = self._base.restoring(renamed, name if called is None else called)
+        return source if source is not None and source.shape == self._recipes[name].shape else None
 
     def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
         if name in self._constants:
@@ -231,7 +239,8 @@ class RestructuredCatalog(Catalog):
             target = move.written.of(out)
             if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
                 if move.read.item is None:
-                    self._base.read_into(move.source, row, target, threads)
+                    stored: Array = target.reshape(self._base.about(move.source).shape)
+                    self._base.read_into(move.source, row, stored, threads)
                 else:
                     target[...] = self._item(move.source, move.read.item, row, threads)
                 continue

@@ -1,4 +1,4 @@
-"""Check a GGUF file against llama.cpp's rules for its architecture: keys, their types, and the types of vectors."""
+"""Check a GGUF file against the rules of llama.cpp or ComfyUI for its architecture: keys, their types, vectors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base.text import show
+from ...errors import FormatError
 from ...formats.gguf.values import F32, U32
 from ...models import gguf_architectures as rows
 from ...models.choosing import Choice
+from ...models.diffusion import SHAPE_KEY, DiffusionModel, has_marks, model_of, original_shape, prefix_of
 from ..sources.description import TensorDescription
-from .findings import Finding, error, note
+from .findings import Finding, error, note, warning
 
 _ARCHITECTURE, _TYPE, _TOKENIZER = "general.architecture", "general.type", "tokenizer.ggml.model"
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
@@ -38,6 +40,9 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     if architecture is None:
         message = f"no key {_ARCHITECTURE}: llama.cpp does not load this file, so its rules were not checked"
         return GgufModel([note("gguf.unchecked", None, message)], None, {})
+    diffusion = model_of(metadata)
+    if diffusion is not None:
+        return GgufModel(list(_check_diffusion(metadata, tensors, diffusion)), None, {})
     kind = metadata.get(_TYPE)
     known = isinstance(architecture, str) and architecture in rows.ARCHITECTURES
     if not known or kind in _OTHER_TYPES:
@@ -57,6 +62,26 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     if broken.intersection(f"{architecture}.{key}" for key in sizes):
         return GgufModel(findings, None, config)
     return GgufModel(findings, Choice(rows.schema_of(architecture), True), config)
+
+
+def _check_diffusion(
+    metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription], model: DiffusionModel
+) -> Iterator[Finding]:
+    """Check the names and the original shapes of a diffusion model."""
+    architecture = metadata[_ARCHITECTURE]
+    if not has_marks(tensors.keys(), model, prefix_of(tensors.keys())):
+        message = f"no names of {architecture}, such as {model.marks[-1][0]}: ComfyUI may not recognize the model"
+        yield warning("gguf.names", None, message)
+    for key in metadata:
+        name = key.removeprefix(SHAPE_KEY)
+        if name == key or name not in tensors:
+            continue
+        try:
+            original_shape(metadata, name, tensors[name].shape)
+        except FormatError as fault:
+            yield error("gguf.shape", name, f"{fault}; ComfyUI refuses the file")
+    message = f"{architecture} is a diffusion model: shapes were not checked"
+    yield note("gguf.unchecked", None, message)
 
 
 def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:

@@ -1,0 +1,157 @@
+"""Present a diffusion model as the GGUF file that ComfyUI loads, and such a file as a checkpoint again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...base import dtypes, log
+from ...base.text import plural, show
+from ...errors import UnsupportedError
+from ...formats.gguf import file_type, mixtures, values
+from ...models.diffusion import (
+    ARCHITECTURE,
+    DIFFUSION_MODELS,
+    SHAPE_KEY,
+    DiffusionModel,
+    DiffusionNames,
+    original_shape,
+    recognize,
+)
+from ..sources.catalog import Catalog
+from ..sources.description import TensorDescription
+from ..sources.recipes import Move, TensorRecipe
+from ..sources.restructured import RestructuredCatalog
+
+# Tensors with at most this many elements stay float32.
+_SMALL = 1024
+# Tensors with at least this many elements get rows of `_ROW`.
+_DIVIDED, _ROW = 512, 256
+# ggml's limit.
+_MOST_AXES = 4
+# Dtypes whose vectors and small tensors become float32; in other checkpoints they become float16 as all tensors.
+_WIDE = ("F32", "BF16")
+
+
+def recognized(catalog: Catalog) -> DiffusionNames | None:
+    """Return the architecture of a checkpoint that is not a GGUF file, or None if it is no diffusion model.
+
+    Raises:
+        UnsupportedError: the tensors are in the layout of Diffusers, which ComfyUI does not load.
+    """
+    if catalog.format == "gguf":
+        return None
+    diffusion = recognize(dict.fromkeys(catalog).keys())
+    if diffusion is not None and diffusion.diffusers is not None:
+        raise UnsupportedError(
+            f"{catalog.title}: tensor {show(diffusion.diffusers)} is from Diffusers, but ComfyUI loads "
+            f"{diffusion.architecture} from GGUF only in the layout of the original checkpoint: convert that one, or "
+            "pass raw=True to write the tensors as they are"
+        )
+    return diffusion
+
+
+def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
+    """Return the tensors and the metadata of a diffusion model as ComfyUI needs them.
+
+    Raises:
+        UnsupportedError: a tensor has more than four axes, or does not hold floating-point numbers.
+    """
+    model = DIFFUSION_MODELS[diffusion.architecture]
+    names = {name: name.removeprefix(diffusion.prefix) for name in catalog if name.startswith(diffusion.prefix)}
+    names = {name: bare for name, bare in names.items() if not any(part in bare for part in model.left_out)}
+    catalog.refuse_codes(names, "convert for ComfyUI")
+    _tell_of_others(catalog, names, diffusion)
+    recipes: dict[str, TensorRecipe] = {}
+    metadata = {
+        ARCHITECTURE: diffusion.architecture,
+        mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
+        file_type.KEY: values.U32(1),  # replaced once types are decided
+    }
+    for name, bare in names.items():
+        about = catalog.about(name)
+        shape, original = _shape_of(about, model), tuple(about.shape)
+        recipes[bare] = TensorRecipe(shape, (Move(name),), dtype=_dtype_of(bare, about, model))
+        if shape != original:
+            metadata[SHAPE_KEY + bare] = np.array(original, np.int32)
+    kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
+    return RestructuredCatalog(catalog, recipes, constants={}, metadata=metadata, format="gguf", kept_f32=kept)
+
+
+def _tell_of_others(catalog: Catalog, names: dict[str, str], diffusion: DiffusionNames) -> None:
+    """Warn of tensors that are left out."""
+    others = [name for name in catalog if name not in names]
+    if others:
+        log.warning(
+            "%s: only the diffusion model (%s) is converted, without %s of other parts, such as %s",
+            catalog.title,
+            diffusion.architecture,
+            plural(len(others), "tensor"),
+            show(others[0]),
+        )
+
+
+def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...]:
+    """Return the shape in the file.
+
+    Raises:
+        UnsupportedError: the tensor has more axes than ggml allows.
+    """
+    shape, count = tuple(about.shape), math.prod(about.shape)
+    if len(shape) > _MOST_AXES:
+        raise UnsupportedError(
+            f"tensor {show(about.name)} has {len(shape)} axes, but GGUF allows {_MOST_AXES}: only ComfyUI-GGUF's own "
+            "tools (convert.py, then fix_5d_tensors.py) convert this model",
+            tensor=about.name,
+        )
+    divides = model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW
+    return (count // _ROW, _ROW) if divides else shape
+
+
+def _dtype_of(name: str, about: TensorDescription, model: DiffusionModel) -> str:
+    """Return the code of the dtype in the file.
+
+    Raises:
+        UnsupportedError: the tensor does not hold floating-point numbers.
+    """
+    if not about.quantized and (not about.floating or about.row.packed):
+        raise UnsupportedError(
+            f"tensor {show(about.name)} is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF; "
+            "raw=True writes the tensors as they are",
+            tensor=about.name,
+        )
+    code = None if about.quantized else about.row.code
+    small = len(about.shape) == 1 or math.prod(about.shape) <= _SMALL or any(part in name for part in model.kept_f32)
+    if code in _WIDE and small:
+        return "F32"
+    return "BF16" if code == "BF16" else "F16"
+
+
+def from_comfyui(catalog: Catalog) -> Catalog:
+    """Return the tensors of a GGUF file of a diffusion model in their original shapes.
+
+    Raises:
+        FormatError: a key does not hold the shape of its tensor.
+    """
+    catalog.refuse_codes(catalog, "convert a diffusion model")
+    metadata = catalog.metadata
+    shapes = {name: original_shape(metadata, name, tuple(catalog.about(name).shape), catalog.title) for name in catalog}
+    recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
+    others = {key: value for key, value in metadata.items() if not _describes_file(key)}
+    restored = dtypes.BY_CODE["BF16" if "BF16" in set(_codes(catalog)) else "F16"]
+    return RestructuredCatalog(catalog, recipes, constants={}, metadata=others, restored=restored)
+
+
+def _describes_file(key: object) -> bool:
+    """Return True for keys about the types and shapes of the GGUF file."""
+    return isinstance(key, str) and (key.startswith(SHAPE_KEY) or key in (file_type.KEY, mixtures.QUANTIZATION_VERSION))
+
+
+def _codes(catalog: Catalog) -> Iterator[str]:
+    """Yield the codes of the dtypes of unquantized tensors."""
+    for name in catalog:
+        about = catalog.about(name)
+        if not about.quantized:
+            yield about.row.code
