@@ -12,6 +12,7 @@
 #   - quantization: CI reads committed digests, this compares with llama.cpp (tests/data/llama_quantize/compare.sh);
 #   - training checkpoints: CI reads committed fixtures, this compares with the frameworks (tests/data/*/compare.sh);
 #   - models for llama.cpp: CI compares with committed digests, this runs llama.cpp (tests/data/llama_cpp/compare.sh);
+#   - models for ComfyUI: CI compares with committed digests, this with ComfyUI-GGUF's tools and loader (tests/data/comfyui/compare.sh);
 #   - folders for engines: CI compares with recorded digests, this with the engines' tools themselves (tests/data/engines/compare.sh);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what these folders' scripts need. FOLDER keeps what was found and downloaded, and a
@@ -30,7 +31,7 @@ SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
 SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
 "$here/clients/run.sh" "$kept/clients"
-for family in dcp deepspeed engines fsdp keras megatron orbax paddle flax onnx llama_cpp llama_quantize; do
+for family in dcp deepspeed engines fsdp keras megatron orbax paddle flax onnx llama_cpp llama_quantize comfyui; do
     "$here/data/$family/compare.sh" "$kept/$family"
 done
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

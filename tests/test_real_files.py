@@ -141,6 +141,7 @@ def test_readme_gives_origin_licence_and_digest_of_each_file(data):
         data / "flax",
         data / "onnx",
         data / "llama_cpp",
+        data / "comfyui",
         data / "llama_quantize",
         data / "engines",
         data / "signatures",

@@ -42,6 +42,7 @@ _EPILOG = """examples:
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ mixed/ --quantize q4_k --quantize '*down*=q6_k'
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
+  safeload convert flux1-dev.safetensors flux.gguf --quantize q4_k_m
   safeload convert f16.gguf q4.gguf --quantize q4_k_m --imatrix imatrix.gguf
   safeload convert model.safetensors text.safetensors --drop 'vision.*'
   safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
@@ -55,7 +56,8 @@ Options apply in this order: --only and --drop select tensors by their names in 
 
 A model of transformers becomes a .gguf file that llama.cpp runs, with its tokenizer, and a .gguf file becomes a folder
 that transformers loads. --quantize for a .gguf file takes patterns of llama.cpp's names, such as '*ffn_down*', or of
-names in the source.
+names in the source. A diffusion model becomes a .gguf file for ComfyUI, and such a file a checkpoint again; flux, sd1
+and sdxl can be quantized.
 
 With --resume or --dask a folder is written shard by shard, and .safeload-resume/ in it has a record of each complete
 shard until the conversion is finished. If that is interrupted, run the same command with --resume to continue.
@@ -161,8 +163,8 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="keep names and rows, instead of writing what llama.cpp (.gguf) or transformers (a folder) loads; "
-        "--quantize then names block types, not file types",
+        help="keep names and rows, instead of writing what llama.cpp, ComfyUI (.gguf) or transformers (a folder) "
+        "loads; --quantize then names block types, not file types",
     )
     add_overwrite(parser, "replace an existing destination")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion to a folder")

@@ -7,6 +7,7 @@ ComfyUI-GGUF, `COMFYUI_QUANTIZE` the path of a llama-quantize with its patch; on
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import ml_dtypes
@@ -148,19 +149,18 @@ MODELS = {
 }
 
 
-def model(name, dtype="bfloat16", prefix="", vectors=None):
-    """The tensors of a model.
+def model(name, dtype="bfloat16", prefix=""):
+    """The tensors of a model."""
+    return {prefix + key: array.astype(getattr(ml_dtypes, dtype, dtype)) for key, array in _values(name).items()}
 
-    Args:
-        dtype: of all tensors.
-        vectors: dtype of tensors with a single axis, if it differs.
-    """
-    tensors = {}
-    for seed, (tensor, shape) in enumerate(MODELS[name]().items()):
-        values = (noise(int(np.prod(shape)), seed) * 0.05).astype(np.float32).reshape(shape)
-        kind = dtype if len(shape) > 1 or vectors is None else vectors
-        tensors[prefix + tensor] = values.astype(getattr(ml_dtypes, kind, kind))
-    return tensors
+
+@cache
+def _values(name):
+    shapes = MODELS[name]().items()
+    return {
+        tensor: (noise(int(np.prod(shape)), seed) * 0.05).astype(np.float32).reshape(shape)
+        for seed, (tensor, shape) in enumerate(shapes)
+    }
 
 
 def others(prefix=""):

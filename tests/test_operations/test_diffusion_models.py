@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from builders import diffusion
 from builders.diffusion import FILE_TYPES, INNER, MODELS, model, others
 from builders.llama_quantize import digest
 from builders.paths import DATA
@@ -57,3 +56,213 @@ def test_files_equal_those_of_comfyuis_llama_quantize(name):
         safeload.convert("x.gguf", "y.gguf", quantize=file_type, overwrite=True)
         with open("y.gguf", "rb") as file:
             assert digest(file.read()) == EXPECTED["quantized"][name][file_type], file_type
+
+
+def test_other_parts_of_a_checkpoint_are_left_out(caplog):
+    alone = convert(model("sd1"), quantize="q4_k_m")
+    assert convert(model("sd1", prefix=INNER) | others(), quantize="q4_k_m") == alone
+    assert "only the diffusion model (sd1) is converted, without 2 other tensors, such as" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", [INNER, "model.", "net.", f"state_dict.{INNER}", f"module.{INNER}", "state_dict."])
+def test_prefixes_are_cut(prefix):
+    safeload.convert(model("flux", prefix=prefix), "y.gguf")
+    assert list(safeload.open("y.gguf")) == list(model("flux"))
+
+
+def test_torch_checkpoints_are_converted(folder):
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.from_numpy(array) for name, array in model("sd1", "float16", INNER).items()}
+    torch.save({"global_step": 3, "state_dict": tensors}, "x.ckpt")
+    safeload.convert("x.ckpt", "x.gguf", quantize="q4_k_m")
+    safeload.convert(model("sd1", "float16"), "y.gguf", quantize="q4_k_m")
+    assert (folder / "x.gguf").read_bytes() == (folder / "y.gguf").read_bytes()
+
+
+def test_types_of_float32_sources_are_those_of_two_steps_and_values_closer(folder):
+    tensors = model("flux", "float32")
+    save_file(tensors, "x.safetensors")
+    safeload.convert("x.safetensors", "once.gguf", quantize="q5_k_m")
+    safeload.convert("x.safetensors", "f16.gguf")
+    safeload.convert("f16.gguf", "twice.gguf", quantize="q5_k_m")
+    once, twice = safeload.open("once.gguf"), safeload.open("twice.gguf")
+    assert {n: t.dtype for n, t in once.tensors.items()} == {n: t.dtype for n, t in twice.tensors.items()}
+    name = "double_blocks.0.img_attn.proj.weight"
+    direct = safeload.quantize(tensors[name], "q5_k")
+    assert once[name].data.tobytes() == direct.data.tobytes() != twice[name].data.tobytes()
+
+
+def test_dtype_and_patterns_choose_types():
+    tensors = model("sd1", "float16")
+    convert(tensors, dtype="bfloat16", quantize={"*.to_q.weight": "q8_0", "*": "q4_k_s"})
+    file = safeload.open("x.gguf")
+    types = {name: info.dtype for name, info in file.tensors.items()}
+    assert types["middle_block.1.transformer_blocks.0.attn1.to_q.weight"] == "Q8_0"
+    assert types["middle_block.1.transformer_blocks.0.attn1.to_k.weight"] == "Q4_K"
+    assert types["input_blocks.0.0.weight"] == "BF16"
+    assert file.metadata["general.file_type"] == 14
+    convert(model("sd1", "float32"), dtype="bfloat16")
+    types = {name: info.dtype for name, info in safeload.open("x.gguf").tensors.items()}
+    assert (types["out.0.weight"], types["few.weight"], types["whole.weight"]) == ("F32", "F32", "BF16")
+
+
+def test_names_of_the_source_select_tensors():
+    tensors = model("flux", prefix=INNER)
+    kept = f"{INNER}double_blocks.0.*"
+    save_file(tensors, "x.safetensors")
+    report = safeload.convert("x.safetensors", "x.gguf", quantize="q4_k_m", keep=kept)
+    types = {name: info.dtype for name, info in safeload.open("x.gguf").tensors.items()}
+    assert types["double_blocks.0.img_mlp.0.weight"] == "BF16"
+    assert types["double_blocks.1.img_mlp.0.weight"] == "Q4_K"
+    assert report.summary.kept["double_blocks.0.img_mlp.0.weight"].startswith("keep=")
+
+
+def test_an_importance_matrix_weighs_columns(folder):
+    name = "double_blocks.0.img_attn.proj.weight"
+    tensors = model("flux")
+    importance = np.linspace(0, 9, 256, dtype=np.float32)
+    parts = {}
+    for other, array in tensors.items():
+        if array.ndim > 1:
+            parts[f"{other}.in_sum2"] = np.resize(importance, (1, array.shape[-1]))
+            parts[f"{other}.counts"] = np.ones((1, 1), np.float32)
+    keys = {"imatrix.datasets": ["x"], "imatrix.chunk_count": np.uint32(1), "imatrix.chunk_size": np.uint32(8)}
+    gguf.save_file(parts, "imatrix.gguf", {"general.type": "imatrix", **keys})
+    convert(tensors, quantize="q2_k_s", imatrix="imatrix.gguf")
+    expected = safeload.quantize(tensors[name], "q2_k", importance=importance)
+    assert safeload.open("x.gguf")[name].data.tobytes() == expected.data.tobytes()
+
+
+# ---- refusals: nothing is written ----
+
+
+def refused(error, message, tensors, **options):
+    with pytest.raises(error, match=message):
+        convert(tensors, **options)
+    with pytest.raises(FileNotFoundError):
+        safeload.open("x.gguf")
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFUSION_MODELS if name not in QUANTIZED])
+@pytest.mark.parametrize("quantize", ["q4_k_m", {"*": "q8_0"}])
+def test_other_architectures_are_not_quantized(name, quantize):
+    message = rf'quantizes the diffusion models flux, sdxl, sd1, not {name}: pass dtype="float16"'
+    refused(UnsupportedError, message, model(name), quantize=quantize)
+
+
+@pytest.mark.parametrize("file_type", ["iq4_nl", "iq4_xs", "mxfp4"])
+def test_file_types_without_rules_are_refused(file_type):
+    refused(
+        UnsupportedError, "has no rules for diffusion models, expected one of q4_0", model("flux"), quantize=file_type
+    )
+
+
+@pytest.mark.parametrize("diffusers", [model.diffusers for model in DIFFUSION_MODELS.values() if model.diffusers])
+def test_the_layout_of_diffusers_is_refused(diffusers):
+    tensors = {"transformer_blocks.0.norm.weight": np.ones(8, np.float32), diffusers: np.ones((8, 8), np.float32)}
+    refused(UnsupportedError, "is from Diffusers, but ComfyUI loads", tensors)
+    assert safeload.convert(tensors, "raw.gguf", raw=True).tensors == 2
+
+
+def test_tensors_of_five_axes_are_refused():
+    tensors = model("wan") | {"patch_embedding.weight": np.ones((2, 3, 1, 2, 2), np.float16)}
+    refused(UnsupportedError, "has 5 axes, but GGUF allows 4: only ComfyUI-GGUF's own tools", tensors)
+
+
+def test_integers_are_refused():
+    refused(UnsupportedError, "is int64, but ComfyUI loads only floating", model("flux") | {"ids": np.arange(4)})
+
+
+@pytest.mark.parametrize("options", [{"only": "img_in.*"}, {"drop": "img_in.*"}, {"rename": [("a", "b")]}])
+def test_a_part_of_a_model_is_refused(options):
+    refused(ValueError, "would leave no complete model: pass raw=True", model("flux"), **options)
+
+
+def test_other_dtypes_are_refused():
+    refused(UnsupportedError, "ComfyUI does not compute with float64", model("flux"), dtype="float64")
+
+
+def test_two_bits_need_an_importance_matrix():
+    refused(UnsupportedError, "an importance matrix for: pass imatrix=", model("flux"), quantize="q2_k_s")
+
+
+def test_raw_keeps_names_and_shapes():
+    tensors = model("sd1", prefix=INNER)
+    convert(tensors, raw=True)
+    assert {name: info.shape for name, info in safeload.open("x.gguf").tensors.items()} == {
+        name: array.shape for name, array in tensors.items()
+    }
+
+
+# ---- the way back ----
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_there_and_back_is_the_identity(name, dtype):
+    tensors = model(name, dtype)
+    convert(tensors)
+    safeload.convert("x.gguf", "back.safetensors", dtype=dtype)
+    back = safeload.open("back.safetensors")
+    ignored = DIFFUSION_MODELS[name.split()[0]].left_out
+    expected = {key: array for key, array in tensors.items() if not any(part in key for part in ignored)}
+    assert back.keys() == expected.keys()
+    for key, array in expected.items():
+        assert (back[key].dtype, back[key].shape, back[key].tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert back.metadata == {"general.architecture": name.split()[0]}
+
+
+@pytest.mark.parametrize("destination", ["back.safetensors", "back/", "back.npz"])
+def test_blocks_come_back_in_their_original_shapes(destination):
+    tensors = model("sd1", "float16")
+    convert(tensors, quantize="q8_0")
+    assert safeload.open("x.gguf").tensors["input_blocks.3.0.op.weight"].shape == (36, 256)
+    safeload.convert("x.gguf", destination)
+    back = safeload.load(destination)
+    for key, array in tensors.items():
+        assert (back[key].dtype, back[key].shape) == (array.dtype, array.shape)
+        np.testing.assert_allclose(back[key].astype(np.float32), array.astype(np.float32), atol=1e-3)
+    safeload.convert("x.gguf", "raw.safetensors", raw=True)
+    assert safeload.open("raw.safetensors").tensors["input_blocks.3.0.op.weight"].shape == (36, 256)
+
+
+def test_blocks_come_back_as_16_bits_of_the_rest():
+    convert(model("flux"), quantize="q8_0")
+    safeload.convert("x.gguf", "some.safetensors", only="double_blocks.0.*")
+    assert safeload.open("some.safetensors").tensors["double_blocks.0.img_mod.lin.weight"].dtype == "BF16"
+    with pytest.raises(UnsupportedError, match="the folder of a GGUF model is written at once"):
+        safeload.convert("x.gguf", "back/", resume=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        np.array([32, 32, 3, 4], np.int32),
+        np.array([-32, -32, 3, 3], np.int32),
+        np.array([], np.int32),
+        np.array([32, 32, 3, 3], np.int64),
+        np.array([1] * 65 + [9216], np.int32),
+        np.uint32(9216),
+        "32 x 32",
+        [[32], [288]],
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_refused(shape):
+    convert(model("sd1"))
+    name = "input_blocks.3.0.op.weight"
+    with safeload.open("x.gguf") as file:
+        gguf.save_file(file.load(), "bad.gguf", {**file.metadata, SHAPE_KEY + name: shape})
+    with pytest.raises(FormatError, match=rf"key '{SHAPE_KEY}{name}'"):
+        safeload.convert("bad.gguf", "bad.safetensors")
+    (error,) = safeload.check("bad.gguf").errors
+    assert (error.code, error.tensor) == ("gguf.shape", name)
+
+
+def test_info_and_check_know_the_architecture():
+    convert(model("sd1"), quantize="q4_k_m")
+    assert safeload.info("x.gguf").model == "sd1, diffusion model"
+    report = safeload.check("x.gguf")
+    assert (report.errors, [note.code for note in report.notes]) == ([], ["gguf.unchecked"])
+    gguf.save_file({"x.weight": np.ones((2, 2), np.float32)}, "odd.gguf", {"general.architecture": "flux"})
+    assert "gguf.names" in {warning.code for warning in safeload.check("odd.gguf").warnings}

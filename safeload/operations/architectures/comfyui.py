@@ -63,7 +63,7 @@ def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
     names = {name: name.removeprefix(diffusion.prefix) for name in catalog if name.startswith(diffusion.prefix)}
     names = {name: bare for name, bare in names.items() if not any(part in bare for part in model.left_out)}
     catalog.refuse_codes(names, "convert for ComfyUI")
-    _tell_of_others(catalog, names, diffusion)
+    _warn_of_rest(catalog, names, diffusion)
     recipes: dict[str, TensorRecipe] = {}
     metadata = {
         ARCHITECTURE: diffusion.architecture,
@@ -80,16 +80,16 @@ def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
     return RestructuredCatalog(catalog, recipes, constants={}, metadata=metadata, format="gguf", kept_f32=kept)
 
 
-def _tell_of_others(catalog: Catalog, names: dict[str, str], diffusion: DiffusionNames) -> None:
+def _warn_of_rest(catalog: Catalog, names: dict[str, str], diffusion: DiffusionNames) -> None:
     """Warn of tensors that are left out."""
-    others = [name for name in catalog if name not in names]
-    if others:
+    rest = [name for name in catalog if name not in names]
+    if rest:
         log.warning(
-            "%s: only the diffusion model (%s) is converted, without %s of other parts, such as %s",
+            "%s: only the diffusion model (%s) is converted, without %s, such as %s",
             catalog.title,
             diffusion.architecture,
-            plural(len(others), "tensor"),
-            show(others[0]),
+            plural(len(rest), "other tensor"),
+            show(rest[0]),
         )
 
 
@@ -139,9 +139,9 @@ def from_comfyui(catalog: Catalog) -> Catalog:
     metadata = catalog.metadata
     shapes = {name: original_shape(metadata, name, tuple(catalog.about(name).shape), catalog.title) for name in catalog}
     recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
-    others = {key: value for key, value in metadata.items() if not _describes_file(key)}
+    general = {key: value for key, value in metadata.items() if not _describes_file(key)}
     restored = dtypes.BY_CODE["BF16" if "BF16" in set(_codes(catalog)) else "F16"]
-    return RestructuredCatalog(catalog, recipes, constants={}, metadata=others, restored=restored)
+    return RestructuredCatalog(catalog, recipes, constants={}, metadata=general, restored=restored)
 
 
 def _describes_file(key: object) -> bool:

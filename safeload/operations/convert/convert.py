@@ -73,7 +73,9 @@ def convert(
     Names stay as they are unless you pass ``rename``. A model of transformers that becomes a ".gguf" file is converted
     to the form that llama.cpp runs, with its tokenizer: ``quantize`` and ``keep`` then match names of llama.cpp, or
     else of the source, and options that select other tensors require ``raw``. An unsupported architecture is refused by
-    name. A GGUF model becomes a folder for transformers in the same way, with its config and tokenizer.
+    name. A GGUF model becomes a folder for transformers in the same way, with its config and tokenizer. A diffusion
+    model, recognized by its names, becomes a ".gguf" file for ComfyUI, and such a file a checkpoint again, with its
+    tensors dequantized and in their original shapes.
 
     First ``names``, or ``only`` and ``drop``, select tensors; then ``adapters`` are merged; then ``dtype``,
     ``quantize`` and ``keep`` convert the tensors. All of these use the names in the source; ``rename`` comes last. If
