@@ -4,11 +4,11 @@ Only the lengths of rows are true to their kind. `COMFYUI_GGUF` in the environme
 ComfyUI-GGUF, `COMFYUI_QUANTIZE` the path of a llama-quantize with its patch; only the makers of fixtures need them.
 """
 
+import importlib
 import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from builders.llama_quantize import noise
 
 CLONE = os.environ.get("COMFYUI_GGUF")
+CONVERTER = f"{CLONE}/tools"
 PROGRAM = os.environ.get("COMFYUI_QUANTIZE")
 # The file types that ComfyUI-GGUF writes; q2_k_s needs an importance matrix.
 FILE_TYPES = (
@@ -46,9 +47,8 @@ def _flux(width=256, blocks=3):
         shapes |= {f"{block}.norm.{role}_norm.scale": (32,) for role in ("query", "key")}
     # Names and shapes that other rules of llama-quantize decide about.
     shapes |= {"single_blocks.0.odd.weight": (6, 288), "single_blocks.0.query_norm.weight": (6, width)}
-    shapes |= {"single_blocks.0.one.weight": (1, width), "single_blocks.0.cube.weight": (2, 4, width)}
+    shapes |= {"single_blocks.0.cube.weight": (2, 4, width), "single_blocks.0.ff.net.2.weight": (6, width)}
     shapes |= {f"single_blocks.{k}.attn.to_v.weight": (6, width) for k in range(6)}
-    shapes |= {"single_blocks.0.ff.net.2.weight": (6, width), "single_blocks.0.flat.weight": (1, 4, width)}
     return shapes | _linear("final_layer.linear", 16, width) | _linear("final_layer.adaLN_modulation.1", 8, width)
 
 
@@ -86,7 +86,7 @@ def _unet(ups, width=32, context=64):
         shapes |= {f"{name}.weight": (width, width, 3, 3), f"{name}.bias": (width,)}
         shapes |= _transformer(f"output_blocks.{k}.1", width, context) if place == 2 else {}
     # Elements that are no whole rows of 256, too few, or whole rows already.
-    shapes |= {"odd.weight": (5, 3, 3, 3), "few.weight": (2, 128), "whole.weight": (4, 512), "six.weight": (6, 100)}
+    shapes |= {"odd.weight": (5, 3, 3, 3), "few.weight": (2, 128), "whole.weight": (4, 512), "five.weight": (6, 160)}
     shapes |= {"out.0.weight": (width,), "out.0.bias": (width,)}
     return shapes | {"out.2.weight": (4, width, 3, 3), "out.2.bias": (4,)}
 
@@ -171,11 +171,9 @@ def others(prefix=""):
 
 def convert(source, destination):
     """Run ComfyUI-GGUF's converter."""
-    script = Path(CLONE) / "tools" / "convert.py"
-    command = [sys.executable, script, "--src", source, "--dst", destination]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
+    if CONVERTER not in sys.path:
+        sys.path.insert(0, CONVERTER)
+    importlib.import_module("convert").convert_file(source, destination, interact=False)
 
 
 def quantize(source, destination, file_type, imatrix=None):

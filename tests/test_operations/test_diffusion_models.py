@@ -92,15 +92,35 @@ def test_types_of_float32_sources_are_those_of_two_steps_and_values_closer(folde
     assert once[name].data.tobytes() == direct.data.tobytes() != twice[name].data.tobytes()
 
 
+def test_axes_of_size_1_stay_and_do_not_count():
+    """ComfyUI-GGUF's llama-quantize drops them from the shapes."""
+    extra = {
+        "one.weight": (1, 2048),
+        "flat.weight": (1, 8, 256),
+        "cube.weight": (2, 4, 256),
+        "last.weight": (8, 256, 1),
+    }
+    convert(model("flux") | {name: np.ones(shape, np.float16) for name, shape in extra.items()}, quantize="q4_k_s")
+    types = {name: info.dtype for name, info in safeload.open("x.gguf").tensors.items() if name in extra}
+    assert types == {"one.weight": "F16", "flat.weight": "Q4_K", "cube.weight": "F16", "last.weight": "F16"}
+    assert {name: safeload.open("x.gguf").tensors[name].shape for name in extra} == extra
+
+
+@pytest.mark.parametrize("file_type", ["q4_0", "q8_0", "q4_k_m"])
+def test_rows_that_are_not_whole_blocks_become_float16(file_type):
+    convert(model("flux") | {"odd.weight": np.ones((64, 100), np.float32)}, quantize=file_type)
+    assert safeload.open("x.gguf").tensors["odd.weight"].dtype == "F16"
+
+
 def test_dtype_and_patterns_choose_types():
     tensors = model("sd1", "float16")
     convert(tensors, dtype="bfloat16", quantize={"*.to_q.weight": "q8_0", "*": "q4_k_s"})
-    file = safeload.open("x.gguf")
-    types = {name: info.dtype for name, info in file.tensors.items()}
+    with safeload.open("x.gguf") as file:
+        types, number = {name: info.dtype for name, info in file.tensors.items()}, file.metadata["general.file_type"]
     assert types["middle_block.1.transformer_blocks.0.attn1.to_q.weight"] == "Q8_0"
     assert types["middle_block.1.transformer_blocks.0.attn1.to_k.weight"] == "Q4_K"
     assert types["input_blocks.0.0.weight"] == "BF16"
-    assert file.metadata["general.file_type"] == 14
+    assert number == 14
     convert(model("sd1", "float32"), dtype="bfloat16")
     types = {name: info.dtype for name, info in safeload.open("x.gguf").tensors.items()}
     assert (types["out.0.weight"], types["few.weight"], types["whole.weight"]) == ("F32", "F32", "BF16")
