@@ -40,14 +40,21 @@ _LOST = (errors.MissingHeaderBodySeparatorDefect, errors.FirstHeaderLineIsContin
 _slots: dict[int, threading.BoundedSemaphore] = {}
 
 
-def _decrypting() -> threading.BoundedSemaphore:
-    """Return the slots of this process for threads that decrypt: as many as processors.
+@contextmanager
+def _decrypting() -> Iterator[None]:
+    """Hold one of this process's slots for threads that decrypt: as many as processors.
 
-    More threads would contend for the GIL at each record. A slot is only held while bytes are decrypted that have
-    arrived. A forked child has slots of its own.
+    More threads would contend for the GIL at each record. A thread waits only a moment for a slot, because a server
+    that sends tiny records can make others hold theirs for long. A forked child has slots of its own.
     """
-    slots = _slots.get(os.getpid())
-    return slots or _slots.setdefault(os.getpid(), threading.BoundedSemaphore(os.cpu_count() or 1))
+    process = os.getpid()
+    slots = _slots.get(process) or _slots.setdefault(process, threading.BoundedSemaphore(os.cpu_count() or 1))
+    held = slots.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if held:
+            slots.release()
 
 
 def _arrived(connected: socket.socket) -> int:
@@ -143,7 +150,8 @@ class Response(http.client.HTTPResponse):
     def _await_batch(self, size: int) -> int:
         """Wait a moment for a batch, if the next ``size`` bytes of the body are so many; return what has arrived."""
         connected = self._connected() if _BATCHES and size >= _BATCH + _RECORD else None
-        if connected is None or not connected.gettimeout():
+        # TLS to a proxy inside TLS has a socket-like object without options.
+        if not isinstance(connected, socket.socket) or not connected.gettimeout():
             return 0
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _BATCH)
         try:
