@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -316,10 +317,26 @@ def test_each_process_has_its_own_slots_for_decrypting(monkeypatch):
     """A forked child lacks the threads that hold its parent's."""
     framing = importlib.import_module("safeload.stores.http_framing")
     monkeypatch.setattr(framing, "_slots", {})
-    slots = framing._decrypting()
-    assert slots is framing._decrypting()
-    for _ in range(os.cpu_count() or 1):
-        assert slots.acquire(blocking=False)
-    assert not slots.acquire(blocking=False)
-    monkeypatch.setattr(framing.os, "getpid", lambda: -1)
-    assert framing._decrypting().acquire(blocking=False)
+    monkeypatch.setattr(framing, "_PATIENCE", 0.001)
+
+    def free(process):
+        slots = framing._slots[process]
+        count = 0
+        while slots.acquire(blocking=False):
+            count += 1
+        for _ in range(count):
+            slots.release()
+        return count
+
+    own, most = os.getpid(), os.cpu_count() or 1
+    with ExitStack() as holds:
+        for count in range(most):
+            holds.enter_context(framing._decrypting())
+            assert free(own) == most - count - 1
+        with framing._decrypting():  # after a moment, without a slot
+            assert free(own) == 0
+        assert free(own) == 0
+        monkeypatch.setattr(framing.os, "getpid", lambda: -1)
+        with framing._decrypting():
+            assert free(-1) == most - 1
+    assert free(own) == most
