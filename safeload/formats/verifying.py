@@ -249,10 +249,10 @@ def walk(
             continue
         folders = [name for name, is_folder in listing if is_folder]
         if folders and level >= _LEVELS:
-            too_deep = LimitError(f"folders are nested more than {_LEVELS} levels deep", path=files.shown(folder))
+            path, message = files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"
             if failed is None:
-                raise too_deep
-            failed(files.shown(folder), too_deep)
+                raise LimitError(message, path=path)
+            failed(path, LimitError(message, path=path))
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
         yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)
