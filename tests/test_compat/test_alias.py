@@ -542,7 +542,7 @@ def test_an_older_python_runs_as_without_the_shim(version):
     code = "import sys\ntry: import safetensors\nexcept ImportError as error: print(error); print(sys.argv)"
     plain, shimmed = (
         subprocess.run(
-            [found[0], "-c", code],
+            [found[0], "-B", "-c", code],  # Python 2 would write beside the module
             capture_output=True,
             text=True,
             cwd=os.sep,
