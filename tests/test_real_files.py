@@ -12,7 +12,7 @@ from builders.quantized import FIXTURES
 import safeload
 from safeload.numpy import load, load_file
 
-pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+pytestmark = pytest.mark.any_python
 
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 LOCAL = {name: want for name, want in EXPECTED.items() if name.endswith(".safetensors")}

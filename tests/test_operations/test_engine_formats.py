@@ -35,7 +35,7 @@ from safeload.errors import FormatError, RangeError, TensorNotFoundError, Unsupp
 from safeload.numpy import load_file, save_file
 from safeload.operations.measure.sizes import sizes
 
-pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+pytestmark = pytest.mark.any_python
 
 EXPECTED = json.loads((ROOT / "tests/data/engines/expected.json").read_text())
 ALL = [(name, *case.split("/")[:2]) for case in EXPECTED for name in [case.split("/")[2]]]

@@ -14,7 +14,7 @@ from safeload import Layout, StackedTensor, quantize, stack
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import save_file
 
-pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+pytestmark = pytest.mark.any_python
 
 FLOATS = [
     *(np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),

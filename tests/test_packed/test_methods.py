@@ -16,8 +16,6 @@ from safeload.cli import main
 from safeload.packed.methods import METHODS
 from safeload.packed.quantization import quantization_of
 
-pytestmark = pytest.mark.no_core
-
 
 def changed(fixture, path, change):
     """A copy of a fixture with another quantization; False if it has none."""

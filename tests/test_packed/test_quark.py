@@ -16,8 +16,6 @@ from safeload.cli import main
 from safeload.numpy import load_file, save_file
 from safeload.packed.quantization import is_kept_by
 
-pytestmark = pytest.mark.no_core
-
 F8, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
 F32, OUT, IN = np.float32, 24, 64
 ORDERS = {"reorder": AWQ_ORDER, "order": list(range(8))}

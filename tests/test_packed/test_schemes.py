@@ -12,8 +12,6 @@ import safeload
 from safeload import FormatError, QuantizedTensor, UnsupportedError
 from safeload.numpy import save_file
 
-pytestmark = pytest.mark.no_core
-
 F8 = ml_dtypes.float8_e4m3fn
 X = "model.layers.0.mlp.down_proj"
 
