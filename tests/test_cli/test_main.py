@@ -215,8 +215,9 @@ def test_a_command_imports_only_what_it_runs(path):
     modules = imported_by("info", path)
     assert [name for name in COMMANDS if f"safeload.cli.{name}" in modules] == ["info"]
     assert len(ours(modules)) <= 120
-    assert not [name for name in ours(modules) if name.startswith(("safeload.models.", "safeload.formats.torch"))]
-    assert not {"pathlib", "ml_dtypes", "urllib.parse", "zipfile", "safeload.operations.convert"} & set(modules)
+    late = ("safeload.models.reading", "safeload.operations.convert", "safeload.formats.torch", "safeload.formats.gguf")
+    assert not [name for name in ours(modules) if name.startswith(late)]
+    assert not {"pathlib", "ml_dtypes", "urllib.parse", "zipfile"} & set(modules)
 
 
 def test_every_command_is_a_module_that_parses():
