@@ -122,6 +122,25 @@ def test_bits_do_not_depend_on_how_the_base_is_read(tmp_path, monkeypatch, dtype
         assert_same({"w": values}, {"w": first})
 
 
+@pytest.mark.parametrize("rank", [0, 1, 65])
+def test_any_rank_and_scale_of_mlx(tmp_path, rank):
+    rng = np.random.default_rng(9)
+    w = rng.standard_normal((6, 5), np.float32)
+    save_file({"w.weight": w}, tmp_path / "base.safetensors")
+    folder = tmp_path / "mlx"
+    folder.mkdir()
+    a, b = rng.standard_normal((5, rank), np.float32), rng.standard_normal((rank, 6), np.float32)
+    save_file({"w.lora_a": a, "w.lora_b": b}, folder / "adapters.safetensors")
+    for scale in (-1.5, 1e30):
+        config = {"fine_tune_type": "lora", "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0}}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        merged = safeload.load(tmp_path / "base.safetensors", adapters=folder)["w.weight"]
+        expected = w + scale * (b.T.astype(np.float64) @ a.T)
+        np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-4)
+    huge = safeload.load(tmp_path / "base.safetensors", adapters=[(folder, 1e30)])["w.weight"]
+    assert np.isfinite(huge).all() == (rank == 0)
+
+
 @pytest.mark.parametrize("scheme", ["q8_0", "q4_0", "q6_k"])
 def test_a_gguf_base(tmp_path, scheme):
     w = np.random.default_rng(8).standard_normal((40, 512), np.float32)

@@ -498,7 +498,13 @@ def _merge_in_core(
     columns = out.shape[1]
     if not out.size:
         return
-    updates = [Update(step.left, panels_of(step.right), step.scaling) for step in steps]
+    with np.errstate(over="ignore"):  # a scaling beyond float32 gives infinity
+        scalings = [float(np.float32(step.scaling)) for step in steps]
+    updates = [
+        Update(step.left, panels_of(step.right), scaling)
+        for step, scaling in zip(steps, scalings, strict=True)
+        if step.left.shape[1]  # MLX's rank can be 0
+    ]
     origin = Origin(target.name, target.shape)
 
     def job(part: Array) -> Job:
