@@ -1,5 +1,6 @@
 """convert between everything that can be read and written."""
 
+import io
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from builders.rooms import without_room
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
-from safeload import QuantizedTensor, convert, quantize
+from safeload import QuantizedTensor, RangeError, convert, quantize
 from safeload.cli import main
 from safeload.formats import npz
 from safeload.formats.gguf.file import values_of
@@ -701,3 +702,39 @@ def test_a_tensor_without_a_name(tmp_path, name, options):
 def test_rename_may_not_leave_a_tensor_without_a_name(tmp_path):
     with pytest.raises(ValueError, match="leaves tensor 'x' without a name"):
         convert({"": np.ones(2), "x": np.ones(2)}, tmp_path / "out.safetensors", rename=[("x", "")])
+
+
+# ---- file objects ----
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "gguf", "raw": True}, {"format": "npz"}, {"quantize": "q8_0"}])
+def test_a_file_object_gets_the_file_from_its_position_on(tmp_path, options):
+    weights = {"w": np.arange(64, dtype=np.float32).reshape(2, 32)}
+    path = tmp_path / f"x.{options.get('format', 'safetensors')}"
+    safeload.convert(weights, path, **options)
+    file = io.BytesIO(b"head")
+    file.seek(0, os.SEEK_END)
+    report = safeload.convert(weights, file, **options)
+    assert file.getvalue() == b"head" + path.read_bytes()
+    assert (report.destination, report.files, report.nbytes) == ("<BytesIO>", ["<BytesIO>"], path.stat().st_size)
+
+
+def test_a_file_object_is_unchanged_if_the_conversion_fails():
+    file = io.BytesIO()
+    with pytest.raises(RangeError, match="is nan"):
+        safeload.convert({"w": np.full((2, 32), np.nan, np.float32)}, file, quantize="q8_0")
+    assert file.getvalue() == b""
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (io.StringIO, {}, TypeError, "opened in binary mode, got a text file"),
+        (io.BytesIO, {"max_shard_size": 10}, ValueError, "need a folder, but the destination is a file object"),
+        (io.BytesIO, {"resume": True}, ValueError, "need a folder, but the destination is a file object"),
+        (io.BytesIO, {"format": "torch"}, ValueError, "unknown format 'torch', expected one of"),
+    ],
+)
+def test_file_objects_are_refused_by_name(make, options, error, message):
+    with pytest.raises(error, match=message):
+        safeload.convert({"w": np.ones(3, np.float32)}, make(), **options)

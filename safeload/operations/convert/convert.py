@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, cut_traceback
-from ...formats.registry import WrittenName
+from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ..folders import unfinished
 from ..folders.destinations import Destination, file_in_store, replacement_of
+from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..folders.folder import check_free
 from ..folders.replacement import OldShards
 from ..quantize.file_types import ConvertScheme
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 def convert(
     src: Given | Sequence[Given],
-    dst: Destination,
+    dst: SaveDestination,
     *,
     dtype: Any = None,
     quantize: ConvertScheme | None = None,
@@ -89,7 +91,9 @@ def convert(
             final slash, and an existing folder are folders: they get ``model.safetensors``, or safetensors shards and
             an index, and the source's ``config.json`` with the new dtype, and without its quantization if the tensors
             are dequantized. A URL such as "s3://bucket/model/", or a path of `safeload.remote`, is a folder unless it
-            has the suffix of a format: shards are uploaded in turn, the index last.
+            has the suffix of a format: shards are uploaded in turn, the index last. A file object opened for writing in
+            binary mode gets the file from its current position on, once it is complete on this machine's disk:
+            safetensors, unless ``format`` says otherwise.
         dtype: dtype for floating tensors, and for quantized and packed tensors, which are dequantized. In ".gguf" files
             tensors with a single axis always become float32, because llama.cpp requires it for norms and biases.
         quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, whose patterns must match tensors. Selects
@@ -200,11 +204,20 @@ def convert(
             "storage_options": storage_options,
         }
         started = time.perf_counter()
-        if executor is None and not resume:
-            report = _at_once(src, dst, options, overwrite=overwrite, threads=threads, progress=progress, verify=verify)
+        path = cast("Destination", dst)
+        if is_written_to(dst):
+            if executor is not None or resume or max_shard_size is not None:
+                raise ValueError(
+                    "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
+                )
+            report = _into_object(src, dst, options, threads=threads, progress=progress, verify=verify)
+        elif executor is None and not resume:
+            report = _at_once(
+                src, path, options, overwrite=overwrite, threads=threads, progress=progress, verify=verify
+            )
         else:
             executors.check_executor(executor)
-            plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
+            plan, folder = planned(src, path, options, overwrite=overwrite, resume=resume)
             own = storage_options
             report = run_plan.run_all(plan, folder, own, executor=executor, threads=threads, progress=progress)
         return report._replace(seconds=time.perf_counter() - started)
@@ -218,6 +231,26 @@ def _check_verifiable(executor: Executor | None, resume: bool, adapters: Adapter
     for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
         if value is not None:
             raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
+
+
+def _into_object(
+    src: Given | Sequence[Given],
+    dst: BinaryWriter,
+    options: ConvertOptions,
+    *,
+    threads: int | None,
+    progress: Progress,
+    verify: Verify,
+) -> ConvertReport:
+    """Convert to a temporary file, and copy it to a file object."""
+    file, name = ObjectFile(dst), f"<{type(dst).__name__}>"
+    format: Any = options.get("format") or SAFETENSORS
+    with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+        path = os.path.join(folder, f"converted{next(iter(written_suffixes(format)), '')}")
+        own: ConvertOptions = {**options, "format": format}
+        report = _at_once(src, path, own, overwrite=False, threads=threads, progress=progress, verify=verify)
+        file.copy(path)
+    return report._replace(destination=name, files=[name])
 
 
 def _at_once(

@@ -36,12 +36,6 @@ _SUFFIX = re.compile(r"\.(?:[a-z]\w*)?", re.ASCII)
 _PATH_OF_URL = re.compile(rf"({'|'.join(urls.PLAIN)}):[/\\](?![/\\])")
 
 
-def is_written_to(dst: object) -> bool:
-    """Return True for file objects opened for writing; paths of fsspec have ``fs``."""
-    path_like = isinstance(dst, (str, os.PathLike))
-    return not path_like and callable(getattr(dst, "write", None)) and not hasattr(dst, "fs")
-
-
 def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) -> Location:
     """Return the location of a destination. ``file://`` URLs are local.
 
@@ -49,11 +43,8 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
         TypeError, ValueError: ``dst`` is not a path.
         UnsupportedError: the URL needs ``storage_options``, or the network is forbidden.
     """
-    if is_written_to(dst) or (not isinstance(dst, (str, os.PathLike)) and is_file_object(dst)):
-        raise TypeError(
-            f"the destination must be a path, a URL or a store, got {type(dst).__name__}; safeload.save and "
-            "safeload.Writer write to file objects"
-        )
+    if not isinstance(dst, (str, os.PathLike)) and is_file_object(dst):
+        raise TypeError(f"the destination must be a path, a URL or a store here, got {type(dst).__name__}")
     (text,), files = places_of((dst,), storage_options)
     path_like = isinstance(dst, (str, os.PathLike))
     if not urls.is_url(text):

@@ -19,6 +19,7 @@ from ...errors import FormatError, SafeloadError, UnsupportedError, cut_tracebac
 from ...formats.safetensors.file import parse_head
 from ...formats.safetensors.header import MAX_HEADER
 from ...stores.places import places_of
+from ..folders.file_object import SaveDestination
 from .edit_base import resolved
 from .patch import HEADER, INDICES, KEY, VALUES, VERSION, PatchFacts, own_digest
 from .patch_sides import (
@@ -33,7 +34,7 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import FileTarget, SaveDestination, SaveOptions, target_of
+from .targets import FileTarget, SaveOptions, target_of
 
 _INDEX_CODES = ("I32", "I64")
 

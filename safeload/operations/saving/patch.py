@@ -24,6 +24,7 @@ from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, cut_traceback
 from ...formats.safetensors.file import Memory
+from ..folders.file_object import SaveDestination
 from .patch_sides import (
     ContentDigest,
     DictSide,
@@ -35,7 +36,7 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import FolderTarget, SaveDestination, SaveOptions, target_of
+from .targets import FolderTarget, SaveOptions, target_of
 from .writer import checked_metadata
 
 KEY, VERSION = "safeload.patch", 1

@@ -19,7 +19,8 @@ from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
 from ...errors import SafeloadError, cut_traceback
 from ...formats.safetensors.file import FileWriter, Memory, source_of
 from ...formats.safetensors.quantized import pack
-from .targets import FileTarget, FolderTarget, SaveDestination, SaveOptions, target_of
+from ..folders.file_object import SaveDestination
+from .targets import FileTarget, FolderTarget, SaveOptions, target_of
 from .values import check_name, value_of
 from .writer import Writer, checked_metadata
 

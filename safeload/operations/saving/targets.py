@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
 
-from ...base.native import ffi
 from ...base.paths import absolute
 from ...base.text import parse_size, show
 from ...engine.run.atomic_file import AtomicFile, check_place
@@ -28,29 +26,15 @@ from ..folders.destinations import (
     Destination,
     file_in_store,
     is_folder,
-    is_written_to,
     of,
     replacement_of,
     where,
 )
+from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..folders.folder import Folder, check_free
 from ..folders.replacement import OldShards
 from ..folders.shards import Beside, divide, weight_map, write_beside, write_shard, write_shards, writer_of
 from .spool import Spool, Written
-
-# Bytes that a file object gets at once.
-_PIECE = 4 << 20
-
-
-class BinaryWriter(Protocol):
-    """A file object opened for writing in binary mode; ``seek`` and ``tell`` are used if it has them."""
-
-    def write(self, data: bytes, /) -> Any:
-        """Write bytes and return their number."""
-
-
-# Where tensors are saved: a file, a folder, a store or a file object.
-SaveDestination: TypeAlias = Destination | BinaryWriter
 
 
 class SaveOptions(NamedTuple):
@@ -128,68 +112,10 @@ class StoreTarget(FileTarget):
         return self.file(0)
 
 
-class ObjectFile:
-    """A binary file object, from its current position on."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._start: int | None = None
-        with suppress(AttributeError, OSError, io.UnsupportedOperation):
-            if file.seekable():
-                self._start = int(file.tell())
-
-    @property
-    def in_order(self) -> bool:
-        return self._start is None
-
-    def seek(self, position: int) -> None:
-        assert self._start is not None
-        self._file.seek(self._start + position)
-
-    def write(self, pieces: list[tuple[int, int]]) -> None:
-        """Write copies of memory, because an object may keep what it is given."""
-        for address, size in pieces:
-            for begin in range(0, size, _PIECE):
-                count = min(_PIECE, size - begin)
-                self.write_bytes(ffi.buffer(ffi.cast("char *", address + begin), count)[:])
-
-    def write_bytes(self, data: bytes) -> None:
-        """Write all bytes, also if the object takes only some at a time."""
-        while data:
-            count = self._file.write(data)
-            if count is None and isinstance(self._file, io.RawIOBase):
-                raise BlockingIOError(errno.EAGAIN, "the file object does not block and takes no more bytes")
-            if not isinstance(count, int):  # objects other than Python's may return nothing
-                return
-            if not 0 < count <= len(data):
-                raise OSError(errno.EIO, f"the file object wrote {count} of {len(data)} bytes")
-            data = data[count:]
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Cut the file to its old size after an error, if the tensors were written at its end."""
-        end = None
-        if self._start is not None:
-            end = int(self._file.seek(0, os.SEEK_END) or self._file.tell())
-            self._file.seek(self._start)
-        try:
-            yield
-        except BaseException:
-            if end is not None and end <= (self._start or 0):
-                with suppress(Exception):  # the first error is raised
-                    self._file.seek(self._start)
-                    self._file.truncate()
-            raise
-
-
 class ObjectTarget(FileTarget):
     """A binary file object."""
 
-    def __init__(self, file: Any) -> None:
-        if isinstance(file, io.TextIOBase):
-            raise TypeError("expected a file object opened in binary mode, got a text file")
-        if getattr(file, "closed", False):
-            raise ValueError("the file object is closed")
+    def __init__(self, file: BinaryWriter) -> None:
         self._object = ObjectFile(file)
 
     @property
@@ -209,9 +135,7 @@ class ObjectTarget(FileTarget):
             path = os.path.join(folder, "spool.safetensors")
             with AtomicFile(path, 0, durable=False) as file:
                 yield file
-            with self._object.undone(), open(path, "rb") as complete:
-                while data := complete.read(_PIECE):
-                    self._object.write_bytes(data)
+            self._object.copy(path)
 
 
 class FolderTarget:
@@ -321,7 +245,7 @@ def target_of(dst: SaveDestination, options: SaveOptions) -> FileTarget | Folder
     if is_written_to(dst):
         if options.max_shard_size is not None:
             raise ValueError("max_shard_size writes a folder, but the destination is a file object")
-        return ObjectTarget(cast(BinaryWriter, dst))
+        return ObjectTarget(dst)
     location = where(cast(Destination, dst), options.storage_options)
     if not location.files.remote:
         location = Location(location.files, _absolute(location.path))

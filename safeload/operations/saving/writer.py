@@ -16,8 +16,9 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError, cut_traceback, unsaved
 from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
+from ..folders.file_object import SaveDestination
 from .spool import DeclaredFile, Spool
-from .targets import FileTarget, FolderTarget, SaveDestination, SaveOptions, target_of
+from .targets import FileTarget, FolderTarget, SaveOptions, target_of
 from .values import Packer, check_name, value_of
 
 if TYPE_CHECKING:
