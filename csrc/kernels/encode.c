@@ -62,6 +62,8 @@ static const ranking E2M1_SMALLER = {
 
 /* ---- numbers ---- */
 
+/* C may keep more digits within an expression, and GCC does for s390x: each step has a variable of its own. */
+
 static uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -74,10 +76,15 @@ static float rounded(const encoder *self, float value) {
     return value;
 }
 
+/* With the sign of another number. */
+static float signed_as(float value, float other) {
+    return float_of((bits_of(value) & 0x7fffffff) | (bits_of(other) & 0x80000000u));
+}
+
 /* A float rounded to an integer, ties to even; larger floats are integers. */
 static float to_integer(float value) {
-    float unit = value < 0 ? -0x1p23f : 0x1p23f;
-    return value > -0x1p23f && value < 0x1p23f ? value + unit - unit : value;
+    float unit = signed_as(0x1p23f, value), sum = value + unit;
+    return value > -0x1p23f && value < 0x1p23f ? sum - unit : value;
 }
 
 static float size_of(float value) { return float_of(bits_of(value) & 0x7fffffff); }
@@ -142,10 +149,12 @@ static int mlx_exponent(float value) {
 
 /* MLX's affine mode: the scale makes the extreme of larger magnitude an exact code. */
 static void decide_mlx(float least, float most, float codes, float *out_scale, float *out_bias) {
-    bool below = size_of(least) > size_of(most);
-    float scale = (most - least) / codes, edge = below ? least : most;
+    /* Without branches on signs, which nobody can predict. */
+    uint32_t below = size_of(least) > size_of(most) ? UINT32_MAX : 0;
+    float edge = float_of((bits_of(least) & below) | (bits_of(most) & ~below));
+    float width = most - least, scale = width / codes;
     scale = scale > 1e-7f ? scale : 1e-7f;
-    scale = below ? scale : -scale;
+    scale = float_of(bits_of(scale) | (~below & 0x80000000u));
     float steps = to_integer(edge / scale);
     *out_scale = steps == 0 ? scale : edge / steps;
     *out_bias = steps == 0 ? 0.0f : edge;
@@ -214,7 +223,8 @@ static void decide(const encoder *self, const extremes *of, size_t count, bool p
     case SL_ENCODE_MLX_MXFP8: decide_exponents(self, of, count, out); break;
     case SL_ENCODE_FP8_INVERSE:
         for (size_t k = 0; k < count; k++) {
-            out->scales[k] = of->absmax[k] > 0 ? 1.0f / of->absmax[k] * E4M3_MOST : 1.0f;
+            float inverse = 1.0f / of->absmax[k];
+            out->scales[k] = of->absmax[k] > 0 ? inverse * E4M3_MOST : 1.0f;
             out->stored[k] = is_finite(out->scales[k]) ? 1.0f / out->scales[k] : out->scales[k];
         }
         break;
