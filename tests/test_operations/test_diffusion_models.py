@@ -5,13 +5,18 @@ import json
 import numpy as np
 import pytest
 from builders.diffusion import FILE_TYPES, INNER, MODELS, model, others
+from builders.http_server import Server
 from builders.llama_quantize import digest
 from builders.paths import DATA
 
 import safeload
 from safeload import FormatError, UnsupportedError, gguf
+from safeload.base import dtypes
+from safeload.cli import main
 from safeload.models.diffusion import DIFFUSION_MODELS, QUANTIZED, SHAPE_KEY
 from safeload.numpy import save_file
+from safeload.operations.architectures import comfyui
+from safeload.operations.sources.catalog import Catalog
 
 pytestmark = pytest.mark.no_core
 
@@ -151,6 +156,42 @@ def test_an_importance_matrix_weighs_columns(folder):
     convert(tensors, quantize="q2_k_s", imatrix="imatrix.gguf")
     expected = safeload.quantize(tensors[name], "q2_k", importance=importance)
     assert safeload.open("x.gguf")[name].data.tobytes() == expected.data.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_every_way_to_read_a_divided_tensor_gives_its_rows(dtype):
+    name, row = "input_blocks.3.0.op.weight", dtypes.BY_CODE["F32"]
+    tensors = model("sd1", dtype)
+    expected = tensors[name].astype(np.float32).reshape(36, 256)
+    with Catalog.of(tensors) as catalog:
+        diffusion = comfyui.recognized(catalog)
+        divided = comfyui.to_comfyui(catalog, diffusion)
+        assert divided.about(name).shape == (36, 256)
+        np.testing.assert_array_equal(divided.array(name).astype(np.float32), expected)
+        np.testing.assert_array_equal(divided.read_item(name, 5, row), expected[5])
+        np.testing.assert_array_equal(divided.read_item(name, None, row), expected)
+        assert divided.source(name).shape == (36, 256)
+        out = np.empty((36, 256), np.float32)
+        divided.read_into(name, row, out)
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_a_url_is_converted(folder):
+    save_file(model("sd1"), "x.safetensors")
+    safeload.convert("x.safetensors", "x.gguf", quantize="q4_k_m")
+    pytest.importorskip("urllib3")
+    with Server(folder) as server:
+        safeload.convert(server.url("/x.safetensors"), "y.gguf", quantize="q4_k_m")
+    assert (folder / "x.gguf").read_bytes() == (folder / "y.gguf").read_bytes()
+
+
+def test_the_command_converts_there_and_back(folder, capsys):
+    save_file(model("sdxl"), "x.safetensors")
+    assert main(["convert", "x.safetensors", "x.gguf", "--quantize", "q4_k_m"]) == 0
+    assert "quantized to q6_k" in capsys.readouterr().out
+    assert digest((folder / "x.gguf").read_bytes()) == EXPECTED["quantized"]["sdxl"]["q4_k_m"]
+    assert main(["convert", "x.gguf", "y.safetensors", "--dtype", "float32"]) == 0
+    assert safeload.open("y.safetensors").tensors["out.2.weight"].shape == (4, 32, 3, 3)
 
 
 # ---- refusals: nothing is written ----

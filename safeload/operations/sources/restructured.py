@@ -155,7 +155,7 @@ class RestructuredCatalog(Catalog):
 
     def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
         source = self._renamed(name)
-        if source is not None:
+        if source is not None and self._base.about(source).shape == self._recipes[name].shape:
             return self._base.read_item(source, item, row, threads)
         items = () if item is None else self._recipes[name].items
         if item is None or len(items) < 2:
