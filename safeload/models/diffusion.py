@@ -176,3 +176,11 @@ def original_shape(
             f"key {show(key)} has the shape {list(original)}, but the tensor has {list(shape)}", title, tensor=name
         )
     return original
+
+
+def with_renamed_shapes(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> Mapping[Any, Any]:
+    """Return the metadata of a GGUF file with the keys of original shapes under new names of their tensors."""
+    keys = {SHAPE_KEY + old: SHAPE_KEY + new for old, new in names.items() if old != new}
+    if keys.keys().isdisjoint(metadata):
+        return metadata
+    return {keys.get(key, key): value for key, value in metadata.items()}

@@ -295,6 +295,18 @@ def test_blocks_come_back_as_16_bits_of_the_rest():
         safeload.convert("x.gguf", "back/", resume=True)
 
 
+def test_renamed_tensors_keep_their_original_shapes():
+    tensors = model("sd1", "float16")
+    convert(tensors, quantize="q4_k_m")
+    safeload.convert("x.gguf", "y.gguf", rename=[("^", INNER), ("input_blocks.3", "input_blocks.4")])
+    safeload.convert("y.gguf", "z.gguf", rename=[(f"^{INNER}", ""), ("input_blocks.4", "input_blocks.3")])
+    safeload.convert("y.gguf", "y.safetensors")
+    name = "input_blocks.3.0.op.weight"
+    assert safeload.open("y.safetensors").tensors[f"{INNER}input_blocks.4.0.op.weight"].shape == tensors[name].shape
+    with open("x.gguf", "rb") as there, open("z.gguf", "rb") as back:
+        assert there.read() == back.read()
+
+
 @pytest.mark.parametrize(
     "shape",
     [

@@ -33,7 +33,7 @@ from ...formats.gguf import file_type
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
-from ...models.diffusion import model_of
+from ...models.diffusion import model_of, with_renamed_shapes
 from ...models.layout import Layout
 from ...packed.quantization import is_kept_by
 from ...stores.files import Location
@@ -257,6 +257,8 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
         )
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = metadata_for(catalog, request)
+    if format == "gguf" and rename is not None:
+        metadata = with_renamed_shapes(metadata, names)
     own = options.get("metadata") or {}
     chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
     if format == "gguf" and chosen and file_type.KEY not in own:
