@@ -280,12 +280,14 @@ def test_pieces_write_experts_as_one_process(tmp_path, name):
 
 
 @pytest.mark.parametrize("first", ["w4a16", "fp8_block", "mlx8", "int8"])
-def test_quantized_experts_are_dequantized_first(models, tmp_path, first):
+def test_quantized_experts_are_dequantized_first(models, tmp_path, first, caplog):
     source = models["qwen3_moe", "bfloat16"]
     safeload.convert(source, tmp_path / "first", quantize=first)
     safeload.convert(tmp_path / "first", tmp_path / "plain", dtype="bfloat16")
     safeload.convert(tmp_path / "plain", tmp_path / "expected", quantize="mlx4")
+    caplog.clear()
     safeload.convert(tmp_path / "first", tmp_path / "out", quantize="mlx4")
+    assert not caplog.messages
     assert described(tmp_path / "out/model.safetensors") == described(tmp_path / "expected/model.safetensors")
     assert read_config(tmp_path / "out") == read_config(tmp_path / "expected")
 

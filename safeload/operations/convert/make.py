@@ -244,7 +244,7 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     names = {name: name for name in outputs} if rename is None else renamed(outputs, rename)
     for name, output in outputs.items() if rename is not None else ():
         _check_rename(name, names[name], output)
-    if decider.restored:
+    if decider.restored and not (isinstance(rules, EngineRules) and rules.stacks_experts):
         _warn_of_stacks(catalog, names, request.path)
     for (requested, scheme), count in decider.fallbacks.items():
         log.warning(

@@ -85,6 +85,11 @@ class EngineRules:
         experts = MLX_EXPERTS.get(model_type) if self.preset.engine == MLX and isinstance(model_type, str) else None
         self._experts = experts if supported else None
 
+    @property
+    def stacks_experts(self) -> bool:
+        """True if the engine loads the experts of a layer as a stack."""
+        return self.preset.engine == MLX
+
     def _unsupported(self, model_type: object) -> UnsupportedError:
         advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
         if model_type is None:
