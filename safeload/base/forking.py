@@ -59,6 +59,10 @@ def _imported_elsewhere() -> list[str]:
     return names
 
 
+def _is_held(lock: Any) -> bool:
+    return bool((getattr(lock, "_is_owned", None) or lock.locked)())
+
+
 def _holding() -> dict[str, Any]:
     """Return the locks of modules with their own fork hooks, if these are registered."""
     locks = {}
@@ -66,8 +70,7 @@ def _holding() -> dict[str, Any]:
         lock: Any = getattr(sys.modules.get(name), attribute, None)
         if lock is None or name in _OLDER:
             continue
-        is_held = getattr(lock, "_is_owned", None) or lock.locked
-        if not _initializing(name) or is_held():
+        if not _initializing(name) or _is_held(lock):
             locks[name] = lock
     return locks
 
@@ -76,12 +79,15 @@ def _wait() -> None:
     if not _imported_elsewhere():
         return
     before, deadline = _holding(), time.monotonic() + _PATIENCE
+    # Their hooks have already locked these for the fork, but an import may need them, as `logging.getLogger` does.
+    lent = [lock for lock in before.values() if _is_held(lock)]
+    for lock in lent:
+        lock.release()
     while _imported_elsewhere() and time.monotonic() < deadline:
         time.sleep(_PAUSE)
     # Python listed the hooks when the fork began: hooks registered since then would release free locks.
-    for name, lock in _holding().items():
-        if name not in before:
-            lock.acquire()
+    for lock in [*lent, *(lock for name, lock in _holding().items() if name not in before)]:
+        lock.acquire()
 
 
 def _forget() -> None:

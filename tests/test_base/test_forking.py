@@ -228,6 +228,7 @@ print("fine")
     [
         ("logging", "string"),  # before its hooks
         ("logging.handlers", "pickle"),
+        ("concurrent.futures", "atexit"),  # after logging's hooks, but before a logger is made
         ("concurrent.futures.thread", "concurrent.futures._base"),
         ("concurrent.futures.process", "multiprocessing.connection"),
     ],
@@ -235,7 +236,7 @@ print("fine")
 def test_a_fork_of_a_module_imported_meanwhile(module, held_up, before):
     program = HOOKED.format(before=before)
     command = [sys.executable, "-I", "-c", program, module, held_up]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25)  # a fork gives up waiting after 30 s
     assert (done.stdout, done.stderr) == ("fine\n", "")
 
 

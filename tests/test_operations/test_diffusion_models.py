@@ -319,7 +319,7 @@ def test_renamed_tensors_keep_their_original_shapes():
         "32 x 32",
         [[32], [288]],
     ],
-    ids=str,
+    ids=["size", "negative", "no-axes", "64-bit", "66-axes", "number", "text", "nested"],
 )
 def test_shapes_that_do_not_fit_are_refused(shape):
     convert(model("sd1"))
