@@ -217,7 +217,11 @@ def test_a_command_imports_only_what_it_runs(path):
     assert len(ours(modules)) <= 120
     late = ("safeload.models.reading", "safeload.operations.convert", "safeload.formats.torch", "safeload.formats.gguf")
     assert not [name for name in ours(modules) if name.startswith(late)]
-    assert not {"pathlib", "ml_dtypes", "urllib.parse", "zipfile"} & set(modules)
+    assert "ml_dtypes" not in modules
+    # NumPy imports some of these on some platforms.
+    code = "import numpy, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert not {"pathlib", "urllib.parse", "zipfile"} & set(modules).difference(done.stdout.split())
 
 
 def test_every_command_is_a_module_that_parses():
