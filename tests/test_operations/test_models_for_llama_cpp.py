@@ -112,7 +112,7 @@ def test_a_model_is_written_whole(folder):
         ({"num_hidden_layers": 10**30}, "num_hidden_layers must be"),
         ({"num_hidden_layers": 3}, "tensors are missing: llama.cpp needs blk.2.attn_norm.weight"),
         ({"num_hidden_layers": 1}, "has no tensor .blk.1"),
-        ({"intermediate_size": 100}, "ffn_down.weight has the shape|ffn_gate.weight has the shape"),
+        ({"intermediate_size": 100}, "ffn_down.weight' has the shape|ffn_gate.weight has the shape"),
         ({"num_attention_heads": 5}, "does not have 5 heads"),
         ({"rms_norm_eps": "absent"}, "rms_norm_eps is missing"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be a number"),
@@ -121,6 +121,9 @@ def test_a_model_is_written_whole(folder):
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 2.0}}, "rope parameter 'mscale' of type yarn"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "no rope type"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "no rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters and rope_scaling differ in 'type'"),
+        ({"rope_theta": 0, "rope_parameters": {"rope_type": "llama3"}}, "rope_theta must be above 0"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope parameter factor is missing"),
         ({"layer_types": ["full_attention"]}, "layer_types must be a list of 2 items"),
         ({"is_causal": False}, "is_causal is False"),
@@ -130,12 +133,21 @@ def test_configs_are_refused_by_name(config, match, folder):
     refused(folder("llama3", **config), match)
 
 
+def test_layers_with_windows_are_not_listed_before_they_are_counted(folder):
+    refused(folder("gpt_oss", num_hidden_layers=4_294_967_295, layer_types="absent"), "block_count must be 0 to 10000")
+
+
+def test_experts_are_not_listed_before_they_are_counted(folder):
+    tensors = {"model.layers.0.mlp.experts.down_proj": np.zeros((1 << 40, 0, 4), np.float32)}
+    refused(folder("gpt_oss", tensors=tensors), "has no such tensor")
+
+
 def test_no_more_experts_are_used_than_there_are(folder):
     refused(folder("mixtral", num_experts_per_tok=5), "5 of 4 experts are used")
 
 
 def test_a_separate_head_must_be_there(folder):
-    refused(folder("llama2", tensors={"lm_head.weight": None}), "lm_head.weight is missing")
+    refused(folder("llama2", tensors={"lm_head.weight": None}), "'lm_head.weight' is missing")
 
 
 def test_further_tensors_are_refused(folder):
@@ -218,6 +230,11 @@ def changed(name="llama3", **fields):
         (changed(added_tokens=[{"id": 4000, "content": "x"}]), "has the id 4000|refuses it"),
         (changed(added_tokens=[{"id": "1"}]), "invalid added token|refuses it"),
         (changed(added_tokens=3), "added_tokens must be a list|refuses it"),
+        (changed(model__dropout=0.1), "has the dropout 0.1, which llama.cpp does not have"),
+        (changed(model__continuing_subword_prefix="x"), "has the continuing_subword_prefix 'x'"),
+        (changed(model__end_of_word_suffix="</w>"), "has the end_of_word_suffix '</w>'"),
+        (changed(post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "", "type_id": 0}}],
+                                 "pair": [], "special_tokens": {}}), "refuses it"),
         (changed(post_processor={"type": "Bert"}), "refuses it|a post-processor"),
         ({"tokenizer.model": "not a model"}, "not a model of SentencePiece"),
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": {}}}', "tokenizer.json": None,

@@ -137,26 +137,63 @@ def test_pieces_and_parts_are_refused(written):
     [
         ({"general.architecture": "bert"}, "architecture 'bert' cannot become"),
         ({"llama.block_count": None}, "key llama.block_count is missing"),
-        ({"llama.block_count": "2"}, "key llama.block_count must be a number"),
+        ({"llama.block_count": "2"}, "key llama.block_count must be a number of at least 0 without a fraction"),
         ({"llama.block_count": np.uint32(0)}, "num_hidden_layers must be a positive integer"),
         ({"llama.block_count": np.uint32(4_000_000_000)}, "block_count must be 0 to 10000"),
         ({"llama.block_count": np.uint32(3)}, "tensors are missing: llama.cpp needs blk.2"),
         ({"llama.attention.head_count": np.uint32(0)}, "head_count must be a positive integer|num_attention_heads"),
         ({"llama.attention.head_count": np.uint32(5)}, "does not have 5 heads|unknown settings"),
+        ({"llama.block_count": np.float32(2)}, "block_count must be a number of at least 0 without a fraction"),
+        ({"llama.expert_count": np.arange(2)}, "key llama.expert_count must be a number"),
         ({"llama.rope.scaling.type": "new"}, "rope scaling of type 'new'"),
+        ({"llama.rope.scaling.type": np.arange(2)}, "rope.scaling.type must be a string"),
+        ({"llama.rope.freq_base": np.float32(0)}, "rope_theta must be above 0"),
+        ({"llama.rope.freq_base": np.float64(1e300)}, "rope_theta must be a number, got inf"),
+        ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id must be a number"),
+        ({"tokenizer.ggml.bos_token_id": np.arange(2)}, "bos_token_id must be a number"),
+        ({"tokenizer.ggml.bos_token_id": np.float32(np.nan)}, "bos_token_id must be a number"),
+        ({"tokenizer.ggml.model": np.arange(2)}, "key tokenizer.ggml.model must be a string"),
+        ({"tokenizer.ggml.pre": ["a"]}, "key tokenizer.ggml.pre must be a string"),
+        ({"tokenizer.chat_template": b"\xff".decode("utf-8", "surrogateescape")}, "contains a lone surrogate"),
         ({"llama.rope.freq_base": "x"}, "rope.freq_base must be a number"),
         ({"tokenizer.ggml.tokens": None}, "tokens must be an array of strings"),
         ({"tokenizer.ggml.token_type": np.zeros(3, np.int32)}, "token_type must have"),
+        ({"tokenizer.ggml.token_type": np.zeros(405, np.float32)}, "token_type must have 405 integers"),
         ({"tokenizer.ggml.merges": None}, "merges is missing"),
         ({"tokenizer.ggml.merges": ["a"]}, "merges must have pairs"),
         ({"safeload.source.config": "{"}, "safeload.source.config is not JSON"),
         ({"safeload.source.config": '{"architectures": ["Qwen2ForCausalLM"]}'}, "of architecture llama"),
         ({"safeload.source.config": '{"architectures": [{}]}'}, "of architecture llama"),
         ({"safeload.source.tokenizer.json": "[]"}, "must be a JSON object"),
+        ({"safeload.source.tokenizer.json": '{"added_tokens": [{"id": []}], "model": {"vocab": {"a": 405}}}'},
+         "token 'a' has the id 405"),
     ],
 )  # fmt: skip
 def test_metadata_is_refused_by_name(metadata, match, written):
     refused(written("llama3", metadata=metadata), match)
+
+
+@pytest.mark.parametrize("count", [4_294_967_295, 10_001])
+def test_layers_with_windows_are_not_listed_before_they_are_counted(count, written):
+    refused(written("gpt_oss", metadata={"gpt-oss.block_count": np.uint32(count)}), "block_count must be 0 to 10000")
+
+
+@pytest.mark.parametrize(
+    ("scores", "match"),
+    [
+        (np.full(453, np.nan, np.float32), "score 0 is nan, expected a finite f32"),
+        (np.full(453, 1e300), "score 0 is 1e[+]300, expected a finite f32"),
+        (np.zeros(453, np.int32), "scores must have 453 floats"),
+    ],
+)
+def test_scores_are_finite(scores, match, written):
+    refused(written("llama2", metadata={"tokenizer.ggml.scores": scores}), match)
+
+
+def test_ids_beyond_the_vocabulary_are_no_tokens(written, tmp_path):
+    path = written("llama3", metadata={"tokenizer.ggml.eos_token_id": np.uint32(4_294_967_295)})
+    safeload.convert(path, tmp_path / "back/")
+    assert json_of(tmp_path / "back" / "config.json")["eos_token_id"] is None
 
 
 @pytest.mark.parametrize(
@@ -167,10 +204,14 @@ def test_metadata_is_refused_by_name(metadata, match, written):
             {"blk.0.new.weight": np.zeros(3, np.float32)},
             "'blk.0.new.weight': transformers has no such tensor",
         ),
-        ("llama3", {"token_embd.weight": None}, "token_embd.weight is missing"),
+        ("llama3", {"token_embd.weight": None}, "'token_embd.weight' is missing"),
         ("llama3", {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}, "factors of rotations"),
         ("qwen3_moe", {"blk.0.ffn_up_exps.weight": np.zeros((3, 3), np.float32)}, "does not hold experts"),
         ("gpt_oss", {"blk.0.ffn_up_exps.weight": None}, "is missing or differs"),
+        ("gpt_oss", {"blk.0.ffn_down_exps.weight": np.float32(1)}, "does not hold experts"),
+        ("gpt_oss", {"blk.0.ffn_gate_exps.weight": None}, "'blk.0.ffn_gate_exps.weight' is missing"),
+        ("llama3", {"token_embd.weight": np.ones(4, np.float32)}, "has the shape .4., expected 2 axes"),
+        ("llama3", {"rope_freqs.weight": np.ones(1 << 17, np.float32)}, "has 131,072 factors of rotations"),
     ],
 )
 def test_tensors_are_refused_by_name(name, tensors, match, written):

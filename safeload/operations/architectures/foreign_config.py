@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from ...base.arrays import Array
+from ...base.messages import error_about
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
+from ...models.gguf_architectures import U32
 from ...models.gguf_sources import SOURCES, USUAL_BASE, GgufSource
 from ..sources.catalog import Catalog
-from .settings import ModelConfig, settings_of
+from .file_keys import FileKeys, shortest
+from .settings import MAX_FACTORS, ModelConfig, settings_of
 
 # The class that llama.cpp treats alike; with experts, "llama" is Mixtral.
 _CLASSES = {
@@ -36,7 +40,7 @@ _TOKENS = ("bos", "eos", "padding")
 def class_of(catalog: Catalog) -> str:
     """Return the class of a foreign file."""
     architecture = str(catalog.metadata["general.architecture"])
-    if architecture == "llama" and catalog.metadata.get("llama.expert_count", 0):
+    if architecture == "llama" and FileKeys(catalog.metadata, catalog.title).count("llama.expert_count"):
         return _MIXTRAL
     return _CLASSES[architecture]
 
@@ -48,20 +52,16 @@ def config_of(catalog: Catalog, name: str) -> tuple[dict[str, Any], list[str]]:
         FormatError: a key is missing, or has a wrong type.
         UnsupportedError: a setting has no counterpart.
     """
-    source, metadata = SOURCES[name], catalog.metadata
+    source, keys = SOURCES[name], FileKeys(catalog.metadata, catalog.title)
     config: dict[str, Any] = {"architectures": [name], "model_type": source.model_type}
     for key in source.keys:
-        value = metadata.get(f"{source.architecture}.{key.key}")
+        value = (keys.count if key.kind == U32 else keys.number)(f"{source.architecture}.{key.key}")
         if value is None or (key.key == "attention.sliding_window" and value == 0):
             if key.required and key.default is None:
                 raise FormatError(f"key {source.architecture}.{key.key} is missing", catalog.title)
             continue
-        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
-            raise FormatError(f"key {source.architecture}.{key.key} must be a number, got {show(value)}", catalog.title)
-        config[key.source[0]] = int(value) if isinstance(value, int) else _short(value)
-    if "token_embd.weight" not in catalog:
-        raise FormatError("tensor token_embd.weight is missing", catalog.title)
-    config["vocab_size"] = int(catalog.about("token_embd.weight").shape[0])
+        config[key.source[0]] = value
+    config["vocab_size"] = _rows_of_embedding(catalog)
     config["tie_word_embeddings"] = "output.weight" not in catalog
     config["attention_bias"] = "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog
     config["hidden_activation" if source.norm_shift else "hidden_act"] = source.activations[
@@ -72,10 +72,11 @@ def config_of(catalog: Catalog, name: str) -> tuple[dict[str, Any], list[str]]:
         (key, values[0]) for key, values in source.always.items() if key in ("norm_topk_prob", "mlp_only_layers")
     )
     for kind in _TOKENS:
-        number = metadata.get(f"tokenizer.ggml.{kind}_token_id")
-        config[f"{'pad' if kind == 'padding' else kind}_token_id"] = None if number is None else int(number)
+        number = keys.number(f"tokenizer.ggml.{kind}_token_id")
+        known = isinstance(number, int) and 0 <= number < config["vocab_size"]  # llama.cpp has -1 for no token
+        config[f"{'pad' if kind == 'padding' else kind}_token_id"] = number if known else None
     _add_attention(config, source)
-    _add_rope(config, catalog, source)
+    _add_rope(config, catalog, source, keys)
     notes = ["the dtype of the weights before conversion"]
     if source.window_ignored and "sliding_window" not in config:
         notes.append("a sliding window, which llama.cpp ignores")
@@ -84,9 +85,19 @@ def config_of(catalog: Catalog, name: str) -> tuple[dict[str, Any], list[str]]:
     return config, notes
 
 
-def _short(value: float) -> float:
-    """Return the shortest decimal number that an f32 stands for."""
-    return float(str(np.float32(value)))
+def _rows_of_embedding(catalog: Catalog) -> int:
+    """Return the number of tokens.
+
+    Raises:
+        FormatError: the embedding is missing, or is not a matrix.
+    """
+    name = "token_embd.weight"
+    if name not in catalog:
+        raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
+    shape = catalog.about(name).shape
+    if len(shape) != 2:
+        raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
+    return int(shape[0])
 
 
 def _add_attention(config: dict[str, Any], source: GgufSource) -> None:
@@ -101,60 +112,58 @@ def _add_attention(config: dict[str, Any], source: GgufSource) -> None:
         ]
 
 
-class _RopeKeys:
-    """The keys of rotations, checked as they are read."""
+def _add_rope(config: dict[str, Any], catalog: Catalog, source: GgufSource, keys: FileKeys) -> None:
+    prefix = f"{source.architecture}.rope."
 
-    def __init__(self, catalog: Catalog, source: GgufSource) -> None:
-        self._catalog = catalog
-        self._prefix = f"{source.architecture}.rope."
+    def number(key: str, default: float) -> float:
+        value = keys.number(prefix + key)
+        return default if value is None else value
 
-    def get(self, key: str, default: Any) -> Any:
-        return self._catalog.metadata.get(f"{self._prefix}{key}", default)
-
-    def number(self, key: str, default: float) -> Any:
-        """Return a number: an int, or the shortest decimal of a float."""
-        value = self.get(key, default)
-        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
-            raise FormatError(f"key {self._prefix}{key} must be a number, got {show(value)}", self._catalog.title)
-        return int(value) if isinstance(value, int) else _short(value)
-
-
-def _add_rope(config: dict[str, Any], catalog: Catalog, source: GgufSource) -> None:
-    keys = _RopeKeys(catalog, source)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("freq_base", USUAL_BASE)}
-    kind = keys.get("scaling.type", "none")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
+    kind = keys.text(f"{prefix}scaling.type") or "none"
     if kind in ("linear", "yarn"):
-        rope.update(rope_type=kind, factor=keys.number("scaling.factor", 1.0))
+        rope.update(rope_type=kind, factor=number("scaling.factor", 1.0))
         if kind == "yarn":
-            rope["original_max_position_embeddings"] = keys.number("scaling.original_context_length", 0)
-            present = {
-                name: f"scaling.{key}" for key, name in _YARN.items() if keys.get(f"scaling.{key}", None) is not None
-            }
-            rope.update((name, keys.number(key, 0)) for name, key in present.items())
+            rope["original_max_position_embeddings"] = number("scaling.original_context_length", 0)
+            settings = ((name, keys.number(f"{prefix}scaling.{key}")) for key, name in _YARN.items())
+            rope.update((name, value) for name, value in settings if value is not None)
             rope["truncate"] = True
     elif kind not in ("none", "longrope"):
         raise UnsupportedError(
             f"{catalog.title}: rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
         )
     if "rope_freqs.weight" in catalog:
-        factors = catalog.array("rope_freqs.weight")
-        rope.update(rope_type="llama3", factor=_short(factors.max() if factors.size else 1.0), **_LLAMA_3)
+        factors = _factors_in(catalog, "rope_freqs.weight")
+        rope.update(rope_type="llama3", factor=shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
         rope["original_max_position_embeddings"] = _CONTEXTS[0]
     if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
-            factors = catalog.array(f"rope_factors_{name}.weight")
-            rope[f"{name}_factor"] = [_short(factor) for factor in factors.ravel().tolist()]
+            factors = _factors_in(catalog, f"rope_factors_{name}.weight")
+            rope[f"{name}_factor"] = [shortest(factor) for factor in factors.tolist()]
     if source.architecture == "phi3":
         heads = max(1, config["num_attention_heads"])
-        original = keys.number("scaling.original_context_length", config["max_position_embeddings"])
+        original = number("scaling.original_context_length", config["max_position_embeddings"])
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"] = original
-        share = keys.number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
+        share = number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
         rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
     config["rope_parameters"] = rope
     if source.architecture == "gemma3":
-        sliding = {"rope_type": "default", "rope_theta": keys.number("freq_base_swa", USUAL_BASE)}
+        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
+
+
+def _factors_in(catalog: Catalog, name: str) -> Array:
+    """Return the factors of rotations in a tensor.
+
+    Raises:
+        FormatError: more factors than half of the largest head.
+    """
+    size = math.prod(catalog.about(name).shape)
+    if size > MAX_FACTORS:
+        raise error_about(FormatError, f"has {size:,} factors of rotations", path=catalog.title, tensor=name)
+    factors: Array = catalog.array(name).reshape(-1)
+    return factors
 
 
 def _check_rope(catalog: Catalog, config: dict[str, Any], source: GgufSource) -> None:
@@ -176,5 +185,6 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], source: GgufSource) ->
 
 
 def _equal(catalog: Catalog, name: str, expected: Array) -> bool:
-    factors: Array = catalog.array(name) if name in catalog else np.empty(0, np.float32)
-    return factors.shape == expected.shape and bool(np.allclose(factors, expected, rtol=1e-5, atol=0))
+    if name not in catalog or tuple(catalog.about(name).shape) != expected.shape:
+        return False
+    return bool(np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...base import log
+from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import FormatError, UnsupportedError
 from ...models import gguf_sources
@@ -16,6 +17,7 @@ from ...stores.json_file import parse_json
 from ..sources.catalog import Catalog
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
 from ..sources.restructured import RestructuredCatalog
+from .file_keys import FileKeys
 from .foreign_config import class_of, config_of
 from .to_llama_cpp import CONFIG_KEY, FORM_KEY, check_tensors
 from .tokenizer_files import tokenizer_files
@@ -61,7 +63,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         form = FUSED
     recipes = _Restored(catalog, source, form).run()
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
-    rows = shapes.get("token_embd.weight", (0,))[0]
+    rows = next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, architecture)
     result = RestructuredCatalog(catalog, recipes, constants={}, metadata={}, config=config)
     result.texts, more = tokenizer_files(catalog, name)
@@ -95,6 +97,7 @@ class _Restored:
 
     def __init__(self, catalog: Catalog, source: GgufSource, form: str) -> None:
         self._catalog = catalog
+        self._title = catalog.title
         self._source = source
         self._form = form
         # The first name wins, except for the router of fused experts.
@@ -148,29 +151,29 @@ class _Restored:
         if self._source.permuted and target in ("attn_q", "attn_k"):
             heads = self._heads(target)
             if not shape or shape[0] % (2 * heads):
-                raise FormatError(f"tensor {show(name)} {list(shape)} does not have {heads} heads", tensor=name)
+                text = f"{list(shape)} does not have {heads} heads"
+                raise error_about(FormatError, text, path=self._title, tensor=name)
         shift = -1.0 if self._source.norm_shift and full.endswith("norm.weight") else 0.0
         if target == "ffn_gate_inp_shexp" and len(shape) == 1:
             return TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
         return TensorRecipe(shape, (Move(name),), heads, inverse=True, shift=shift)
 
     def _heads(self, target: str) -> int:
-        architecture = self._source.architecture
-        count = self._catalog.metadata.get(f"{architecture}.attention.head_count")
-        kv = self._catalog.metadata.get(f"{architecture}.attention.head_count_kv", count)
-        heads = count if target == "attn_q" else kv
-        if isinstance(heads, bool) or not isinstance(heads, int) or heads <= 0:
-            raise FormatError(
-                f"{architecture}.attention.head_count must be a positive integer, got {show(heads)}",
-                self._catalog.title,
-            )
-        return int(heads)
+        prefix, keys = (
+            f"{self._source.architecture}.attention.head_count",
+            FileKeys(self._catalog.metadata, self._title),
+        )
+        heads = keys.count(f"{prefix}_kv") if target == "attn_k" else None
+        heads = keys.count(prefix) if heads is None else heads
+        if not heads:
+            raise FormatError(f"key {prefix} must be a positive integer, got {heads}", self._title)
+        return heads
 
     def _experts(self, name: str, layer: str, target: str, suffix: str) -> Iterator[tuple[str, TensorRecipe]]:
         experts, shape = self._source.experts, self._shape(name)
         assert experts is not None
-        if not 0 < shape[0] <= _MAX_EXPERTS or len(shape) != (2 if suffix == "bias" else 3):
-            raise FormatError(f"tensor {show(name)} {list(shape)} does not hold experts", tensor=name)
+        if len(shape) != (2 if suffix == "bias" else 3) or not 0 < shape[0] <= _MAX_EXPERTS:
+            raise error_about(FormatError, f"{list(shape)} does not hold experts", path=self._title, tensor=name)
         if self._form != FUSED:
             inner = {stack: module for module, stack in experts.single.items()}[target]
             for k in range(shape[0]):
@@ -182,7 +185,7 @@ class _Restored:
         else:
             gate = name.replace("ffn_up_exps", "ffn_gate_exps")
             if gate not in self._catalog:
-                raise FormatError(f"tensor {show(gate)} is missing", self._catalog.title)
+                raise error_about(FormatError, "is missing", path=self._title, tensor=gate)
             yield self._fused(gate, layer, experts, suffix)
 
     def _fused_down(self, name: str, layer: str, experts: Experts, suffix: str) -> tuple[str, TensorRecipe]:
@@ -197,9 +200,8 @@ class _Restored:
     def _fused(self, gate: str, layer: str, experts: Experts, suffix: str) -> tuple[str, TensorRecipe]:
         up, shape = gate.replace("ffn_gate_exps", "ffn_up_exps"), self._shape(gate)
         if up not in self._catalog or self._shape(up) != shape:
-            raise FormatError(
-                f"tensor {show(up)} is missing or differs in shape from {show(gate)}", self._catalog.title
-            )
+            text = f"is missing or differs in shape from {show(gate)}"
+            raise error_about(FormatError, text, path=self._title, tensor=up)
         half = shape[1]
         moves = []
         for k in range(shape[0]):

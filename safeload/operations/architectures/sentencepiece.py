@@ -27,6 +27,9 @@ USUAL_IDS = {"unk": 0, "bos": 1, "eos": 2}
 MAX_PIECES = 4 << 20
 # Largest file in bytes; published ones have up to 5 MB.
 MAX_BYTES = 256 << 20
+# Characters of a token that merges form; published ones have up to 48. Looking for its parts takes time that grows with
+# the square of its length.
+LONGEST_MERGED = 1024
 _F32 = struct.Struct("<f")
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 _LONGEST_VARINT = 10

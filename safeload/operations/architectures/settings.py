@@ -23,7 +23,7 @@ from ...models.gguf_sources import GgufKey, GgufSource, Names
 _TYPES: dict[str, Any] = {U32: values.U32, F32: values.F32, BOOL: bool, TEXT: str}
 _MAX_SIZE = (1 << 32) - 1
 # Largest number of rotation factors: half of the largest head.
-_MAX_FACTORS = 1 << 16
+MAX_FACTORS = 1 << 16
 
 # Keys of rope parameters by type, besides those of `_ANY_ROPE`.
 _ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -190,8 +190,8 @@ def _check_windows(config: ModelConfig, source: GgufSource) -> None:
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
     if source.pattern is not None:
         every = source.pattern
-        usual = ["full_attention" if (k + 1) % every == 0 else "sliding_attention" for k in range(layers)]
-        if kinds is not None and kinds != usual:
+        usual = ("full_attention" if (k + 1) % every == 0 else "sliding_attention" for k in range(layers))
+        if kinds is not None and kinds != [*usual]:
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
         if values_.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
@@ -223,9 +223,7 @@ class Rope(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig) -> Rope:
         """Read the parameters as transformers 5 writes them (``rope_parameters``), or as older versions do."""
-        content = config.values.get("rope_parameters", config.values.get("rope_scaling"))
-        if content is not None and not isinstance(content, Mapping):
-            raise config.fault(f"rope_parameters must be an object, got {show(content)}")
+        content = cls._content(config)
         parameters = dict(content or {})
         sliding = None
         if "full_attention" in parameters or "sliding_attention" in parameters:
@@ -253,6 +251,21 @@ class Rope(NamedTuple):
             if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
                 raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
         return cls(kind, parameters, sliding)
+
+    @staticmethod
+    def _content(config: ModelConfig) -> Mapping[str, Any] | None:
+        """Return the parameters, which transformers 4 calls ``rope_scaling``."""
+        content: Mapping[str, Any] | None = config.values.get("rope_parameters")
+        older: Mapping[str, Any] | None = config.values.get("rope_scaling")
+        for part in (content, older):
+            if part is not None and not isinstance(part, Mapping):
+                raise config.fault(f"rope_parameters must be an object, got {show(part)}")
+        if content is None or older is None:
+            return older if content is None else content
+        other = next((k for k, value in older.items() if content.get("rope_type" if k == "type" else k) != value), None)
+        if other is not None:
+            raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
+        return content
 
     @staticmethod
     def _sliding(config: ModelConfig, parameters: Mapping[str, Any]) -> float | None:
@@ -316,7 +329,7 @@ class Rope(NamedTuple):
             self._phi3_size(config, 1.0 if partial is None else config.number(partial, "partial_rotary_factor")) // 2
         )
         factors = self.full.get(f"{name}_factor")
-        if not isinstance(factors, list) or len(factors) != count or count > _MAX_FACTORS:
+        if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
             raise config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
         return np.array([config.number(factor, f"{name}_factor") for factor in factors], np.float32)
 
@@ -343,9 +356,11 @@ class Rope(NamedTuple):
     def _llama3(self, config: ModelConfig) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
         size = config.head_dim
-        if size // 2 > _MAX_FACTORS:
-            raise config.fault(f"head_dim must be at most {2 * _MAX_FACTORS}, got {size}")
+        if size // 2 > MAX_FACTORS:
+            raise config.fault(f"head_dim must be at most {2 * MAX_FACTORS}, got {size}")
         base = np.float32(self._number(config, "rope_theta", rows.USUAL_BASE))
+        if not base > 0:
+            raise config.fault(f"rope_theta must be above 0, got {base}")
         frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
         factor = self._number(config, "factor", 8.0)
         low, high = self._number(config, "low_freq_factor", 1.0), self._number(config, "high_freq_factor", 4.0)

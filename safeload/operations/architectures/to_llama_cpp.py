@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import file_type, values
@@ -154,7 +155,8 @@ class _Recipes:
                 tensor=unknown[0],
             )
         if tied is not True and HEAD not in self._catalog and not self._source.tied:
-            raise FormatError(f"tensor {HEAD} is missing, and tie_word_embeddings is not true", self._catalog.title)
+            text = "is missing, and tie_word_embeddings is not true"
+            raise error_about(FormatError, text, path=self._catalog.title, tensor=HEAD)
         for target, sources in self._experts.items():
             recipes[target] = self._stacked(target, sources)
         if len(self._forms) > 1:
@@ -220,7 +222,7 @@ class _Recipes:
             target = f"{block}ffn_down_exps.weight"
             if not experts.interleaved:
                 yield target, TensorRecipe(shape, (Move(name),))
-            elif len(shape) == 3:
+            elif len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
                 read = [TensorView(k, transposed=True) for k in range(shape[0])]
                 moves = tuple(Move(name, view, TensorView(k)) for k, view in enumerate(read))
                 yield target, TensorRecipe((shape[0], shape[2], shape[1]), moves)
@@ -248,10 +250,12 @@ class _Recipes:
         missing = next((k for k in range(count) if k not in sources), None)
         if missing is not None or len(sources) != count:
             fault = f"expert {missing} is missing" if missing is not None else f"it has {len(sources)} experts"
-            raise FormatError(f"{target} needs {count} experts, but {fault}", self._catalog.title)
+            text = f"needs {count} experts, but {fault}"
+            raise error_about(FormatError, text, path=self._catalog.title, tensor=target)
         shapes = {tuple(self._catalog.about(name).shape) for name in sources.values()}
         if len(shapes) > 1:
-            raise FormatError(f"the experts of {target} have different shapes", self._catalog.title)
+            text = "is a stack of experts, but these have different shapes"
+            raise error_about(FormatError, text, path=self._catalog.title, tensor=target)
         moves = tuple(Move(sources[k], written=TensorView(k)) for k in range(count))
         return TensorRecipe((count, *shapes.pop()), moves)
 
@@ -280,15 +284,15 @@ def check_tensors(
     missing = [name for name, tensor in expected.items() if tensor.required and name not in shapes]
     if missing:
         more = f" and {plural(len(missing) - _MOST_SHOWN, 'more tensor')}" if missing[_MOST_SHOWN:] else ""
-        raise FormatError(f"tensors are missing: llama.cpp needs {', '.join(missing[:_MOST_SHOWN])}{more}", title)
+        text = f"tensors are missing: llama.cpp needs {', '.join(missing[:_MOST_SHOWN])}{more}"
+        raise FormatError(text, title, tensor=missing[0])
     for name, shape in shapes.items():
         if name not in expected:
             raise UnsupportedError(f"{title}: llama.cpp's {architecture} has no tensor {show(name)}", tensor=name)
         required_shape = expected[name].shape
         if required_shape is not None and not _fits(shape, required_shape):
-            raise FormatError(
-                f"{name} has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}", title
-            )
+            text = f"has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}"
+            raise error_about(FormatError, text, path=title, tensor=name)
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

@@ -13,7 +13,7 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from ...base import log
 from ...base.cached import cached_property
 from ...base.text import plural, show
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...stores.files import Location
 from ...stores.json_file import MAX_JSON, read_if_there
 from ...stores.store import read_at
@@ -174,6 +174,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     kind = model.get("type") if isinstance(model, dict) else None
     if not isinstance(model, dict) or kind != "BPE":
         raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
+    _check_model(files, model)
     decoder = files.json.get("decoder")
     decodes = decoder.get("type") if isinstance(decoder, dict) else None
     if model.get("byte_fallback") is True and decodes == "Sequence":
@@ -181,6 +182,13 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     if decodes != "ByteLevel":
         raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
     return _byte_level(files, model, rows)
+
+
+def _check_model(files: TokenizerFiles, model: Mapping[str, Any]) -> None:
+    """Refuse settings of byte pair encoding that llama.cpp does not have."""
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key) not in (None, "", 0):
+            raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
 
 
 def looks_special(text: str) -> bool:
@@ -290,7 +298,9 @@ def _check_scores(
             last = text
     for text in ranks:
         if text not in vocab:
-            raise files.fault(JSON, f"a merge forms {show(text)}, which is no token")
+            raise files.fault(JSON, f"a merge forms {show(text)}, which model.vocab does not have")
+        if len(text) > sentencepiece.LONGEST_MERGED:
+            raise files.fault(JSON, f"token {vocab[text]} has {len(text):,} characters, too many to merge")
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in vocab and right in vocab and (left, right) not in pairs and _reachable(left, right, ranks):
@@ -360,17 +370,17 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
         if number >= rows:
             raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
         texts[number], types[number] = text, NORMAL
-    library = _library(files)
+    library = _Library(files)
     for token in files.added_in_json:
         if token.id >= rows:
             raise files.fault(
                 JSON, f"token {show(token.text)} has the id {token.id}, but the embedding has {rows} rows"
             )
-        text = token.text if token.normalized else _decoded(library, token.text)
+        text = token.text if token.normalized else library.decoded(token.text)
         special = token.special or looks_special(text)
         texts[token.id] = text if special else text.replace(SPACE, " ")
         types[token.id] = CONTROL if special else USER_DEFINED
-    pre = pre_tokenizers.by_ids(library.encode(pre_tokenizers.TEST_TEXT).ids)
+    pre = pre_tokenizers.by_ids(library.ids(pre_tokenizers.TEST_TEXT, add_special_tokens=True))
     if pre is None:
         pre = pre_tokenizers.by_steps(files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
     if pre is None:
@@ -379,32 +389,48 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
     return Vocabulary("gpt2", pre, texts, types, merges=merges)
 
 
-def _library(files: TokenizerFiles) -> Any:
-    """Return the tokenizer of the library tokenizers.
+class _Library:
+    """The tokenizer of the library tokenizers.
 
     Raises:
         ImportError: the library is not installed.
         FormatError: the library refuses the file.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ImportError(
-            f"{JSON} needs the library tokenizers, which is not installed: pip install tokenizers", name="tokenizers"
-        ) from None
-    content = files.content(JSON)
-    try:
-        return Tokenizer.from_str((content or b"").decode())
-    except BaseException as error:  # the library is written in Rust, whose panics are no Exceptions
-        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ImportError(
+                f"{JSON} needs the library tokenizers, which is not installed: pip install tokenizers",
+                name="tokenizers",
+            ) from None
+        self._files = files
+        with self._refusing():
+            self._tokenizer = Tokenizer.from_str((files.content(JSON) or b"").decode())
+
+    def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text."""
+        with self._refusing():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+
+    def decoded(self, text: str) -> str:
+        """Return a token after it is encoded and decoded."""
+        ids = self.ids(text, add_special_tokens=False)
+        with self._refusing():
+            decoded: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+            return decoded
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turn errors of the library, which is written in Rust and whose panics are no Exceptions, into refusals."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
             raise
-        raise files.fault(JSON, f"the library tokenizers refuses it: {show(str(error))[1:-1]}") from None
-
-
-def _decoded(library: Any, text: str) -> str:
-    """Return a token after it is encoded and decoded."""
-    decoded: str = library.decode(library.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
-    return decoded
+        except BaseException as error:
+            raise self._files.fault(JSON, f"the library tokenizers refuses it: {show(str(error))[1:-1]}") from None
 
 
 def _vocab(files: TokenizerFiles, model: Mapping[str, Any]) -> dict[str, int]:

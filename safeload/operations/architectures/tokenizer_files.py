@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from ...base.messages import encode
 from ...base.text import show
 from ...errors import FormatError
 from ...stores.json_file import parse_json
 from ..sources.catalog import Catalog
 from . import pre_tokenizers, sentencepiece
+from .file_keys import FileKeys
 from .sentencepiece import CONTROL, NORMAL, UNUSED, USER_DEFINED, VocabularyPiece
 from .tokenizer import CONFIG, JSON, MODEL, TEMPLATE
 
 KEPT = "safeload.source."  # followed by the name of a file
 _PREFIX = "tokenizer.ggml."
+_MOST_SCORE = 1 << 127  # scores are f32
 _IDS = {
     "bos": "bos",
     "eos": "eos",
@@ -38,11 +41,11 @@ def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list
     Raises:
         FormatError: keys of the tokenizer do not fit together.
     """
-    metadata = catalog.metadata
-    kind = metadata.get(f"{_PREFIX}model")
+    metadata, keys = catalog.metadata, FileKeys(catalog.metadata, catalog.title)
+    kind = keys.text(f"{_PREFIX}model")
     if kind not in ("llama", "gpt2"):
         return {}, [f"the tokenizer, of type {show(kind)}"]
-    tokens = _Tokens(metadata, catalog.title)
+    tokens = _Tokens(metadata, catalog.title, scored=kind == "llama")
     kept = _kept(metadata, catalog.title)
     files: dict[str, bytes] = {}
     notes: list[str] = []
@@ -51,23 +54,23 @@ def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list
     else:
         content = tokens.json(kept.get(JSON), kind == "llama")
         if content is None:
-            return {}, [f"the tokenizer, whose pre-tokenizer is {show(metadata.get(f'{_PREFIX}pre'))}"]
-        files[JSON] = _encoded(content)
+            return {}, [f"the tokenizer, whose pre-tokenizer is {show(tokens.pre)}"]
+        files[JSON] = _encoded(JSON, content)
     config = kept.get(CONFIG)
-    template = metadata.get("tokenizer.chat_template")
+    template = keys.text("tokenizer.chat_template")
     if config is None:
         notes.append("settings of the tokenizer that llama.cpp has no key for")
         config = tokens.config(name, kind == "llama")
-        if isinstance(template, str):
+        if template is not None:
             config["chat_template"] = template
-    elif isinstance(template, str) and config.get("chat_template") != template:
-        files[TEMPLATE] = template.encode("utf-8", "surrogateescape")
-    files[CONFIG] = _encoded(config)
+    elif template is not None and config.get("chat_template") != template:
+        files[TEMPLATE] = encode(template, TEMPLATE)
+    files[CONFIG] = _encoded(CONFIG, config)
     return files, notes
 
 
-def _encoded(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "surrogateescape")
+def _encoded(name: str, content: Mapping[str, Any]) -> bytes:
+    return encode(json.dumps(content, ensure_ascii=False, indent=2) + "\n", name)
 
 
 def _kept(metadata: Mapping[Any, Any], title: str) -> dict[str, dict[str, Any]]:
@@ -83,15 +86,16 @@ def _kept(metadata: Mapping[Any, Any], title: str) -> dict[str, dict[str, Any]]:
 class _Tokens:
     """The vocabulary of a file."""
 
-    def __init__(self, metadata: Mapping[Any, Any], title: str) -> None:
+    def __init__(self, metadata: Mapping[Any, Any], title: str, *, scored: bool) -> None:
         self._metadata = metadata
         self._title = title
+        self.pre = FileKeys(metadata, title).text(f"{_PREFIX}pre")
         texts = metadata.get(f"{_PREFIX}tokens")
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise FormatError(f"key {_PREFIX}tokens must be an array of strings", title)
         self.texts: list[str] = texts
-        self.types: list[int] = self._numbers("token_type", NORMAL)
-        usual = sentencepiece.USUAL_IDS if metadata.get(f"{_PREFIX}model") == "llama" else {}
+        self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
+        usual = sentencepiece.USUAL_IDS if scored else {}
         ids = {name: int(metadata[key]) for key, name in self._id_keys() if 0 <= int(metadata[key]) < len(texts)}
         self.ids = {**{name: number for name, number in usual.items() if number < len(texts)}, **ids}
 
@@ -99,14 +103,22 @@ class _Tokens:
         keys = [(f"{_PREFIX}{key}_token_id", name) for key, name in _IDS.items()]
         return [(key, name) for key, name in keys if isinstance(self._metadata.get(key), int)]
 
-    def _numbers(self, key: str, default: float) -> list[Any]:
+    def _numbers(self, key: str, default: float, kinds: str) -> list[Any]:
         array = self._metadata.get(f"{_PREFIX}{key}")
         if array is None:
             return [default] * len(self.texts)
-        if not isinstance(array, np.ndarray) or len(array) != len(self.texts):
-            raise FormatError(f"key {_PREFIX}{key} must have {len(self.texts)} numbers", self._title)
+        if not isinstance(array, np.ndarray) or len(array) != len(self.texts) or array.dtype.kind not in kinds:
+            expected = f"{len(self.texts)} {'floats' if kinds == 'f' else 'integers'}"
+            raise FormatError(f"key {_PREFIX}{key} must have {expected}", self._title)
         numbers: list[Any] = array.tolist()
         return numbers
+
+    def _scores(self) -> list[float]:
+        scores = self._numbers("scores", 0.0, "f")
+        bad = next((k for k, score in enumerate(scores) if not abs(score) < _MOST_SCORE), None)
+        if bad is not None:
+            raise FormatError(f"key {_PREFIX}scores: score {bad} is {scores[bad]}, expected a finite f32", self._title)
+        return scores
 
     def _flag(self, key: str, default: bool) -> bool:
         value = self._metadata.get(f"{_PREFIX}{key}", default)
@@ -123,7 +135,7 @@ class _Tokens:
 
     def sentencepiece(self, add_prefix: bool) -> bytes:
         """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
-        scores = self._numbers("scores", 0.0)
+        scores = self._scores()
         count = len(self.texts)
         while count and self._pads(count - 1):
             count -= 1
@@ -131,7 +143,7 @@ class _Tokens:
         for k in range(count):
             kind = self.types[k] if NORMAL <= self.types[k] <= sentencepiece.BYTE else NORMAL
             text = self.texts[k].replace(" ", "\u2581") if kind == USER_DEFINED else self.texts[k]
-            pieces.append(VocabularyPiece(text, float(scores[k]), kind))
+            pieces.append(VocabularyPiece(text, scores[k], kind))
         return sentencepiece.serialized(pieces, add_prefix, self.ids)
 
     # ---- tokenizer.json ----
@@ -149,11 +161,15 @@ class _Tokens:
         model = content.get("model")
         model = model if isinstance(model, dict) else {}
         listed = content.get("added_tokens")
-        added = {item.get("id") for item in listed if isinstance(item, dict)} if isinstance(listed, list) else set()
+        items = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+        added = {number for item in items if isinstance(number := item.get("id"), int)}
         vocab = {text: k for k, text in enumerate(self.texts) if k not in added and not self._pads(k)}
         own = model.get("vocab")
         if isinstance(own, dict):  # added tokens that the vocabulary has too
-            vocab.update((text, k) for text, k in own.items() if isinstance(k, int))
+            bad = next((text for text, k in own.items() if type(k) is not int or not 0 <= k < len(self.texts)), None)
+            if bad is not None:
+                raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
+            vocab.update(own)
         vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
         merges = self._scored_merges(vocab) if scored else self._merges()
         return {**content, "model": {**model, "vocab": vocab, "merges": merges}}
@@ -169,11 +185,13 @@ class _Tokens:
 
     def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
         """Return the merges that form tokens, those of the highest score first."""
-        scores = self._numbers("scores", 0.0)
+        scores = self._scores()
         formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and scores[k] < 0]
         formed.sort(key=lambda text: -scores[vocab[text]])
         merges = []
         for text in formed:
+            if len(text) > sentencepiece.LONGEST_MERGED:
+                raise FormatError(f"token {vocab[text]} has {len(text):,} characters, too many to merge", self._title)
             cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
             pairs = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
             merges += [list(pair) for pair in sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))]
@@ -181,7 +199,7 @@ class _Tokens:
 
     def _template(self) -> dict[str, Any] | None:
         """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
-        steps = pre_tokenizers.steps_of(str(self._metadata.get(f"{_PREFIX}pre")))
+        steps = pre_tokenizers.steps_of(self.pre or "")
         if steps is None:
             return None
         pre_tokenizer, ignore_merges = steps
@@ -210,7 +228,7 @@ class _Tokens:
         """Return the post-processor, which puts the first token before a text."""
         bos = self.ids.get("bos")
         # llama.cpp adds the token for these even without the key
-        usual = self._metadata.get(f"{_PREFIX}pre") in ("llama-bpe", "tekken")
+        usual = self.pre in ("llama-bpe", "tekken")
         if bos is None or not self._flag("add_bos_token", usual):
             return byte_level
         text = self.texts[bos]
