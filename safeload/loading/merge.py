@@ -301,6 +301,9 @@ class Merge:
             if among is not None and name not in among:
                 continue
             target = self._base.target(name)
+            if target.shape != (apart.rows, apart.columns):  # a plan can say anything
+                text = f"is {list(target.shape)}, but the stack {show(stack)} needs {[apart.rows, apart.columns]}"
+                raise error_about(FormatError, text, path=self._base.title, tensor=name)
             if change is None:
                 whole = target._replace(name=stack, shape=apart.shape)
                 change = change_of(adapter, module, parts, target=whole, base=self._base.title, fit=fit)
@@ -498,6 +501,7 @@ def _merge_in_core(
     columns = out.shape[1]
     if not out.size:
         return
+    assert all(len(step.left) == len(out) and step.right.shape[1] == columns for step in steps)
     with np.errstate(over="ignore"):  # a scaling beyond float32 gives infinity
         scalings = [float(np.float32(step.scaling)) for step in steps]
     updates = [

@@ -297,6 +297,26 @@ def test_a_piece_with_a_stack_that_is_none(wrong, tmp_path):
         safeload.run_piece(plan.pieces[0])
 
 
+def test_a_piece_with_the_stack_of_another_model(tmp_path):
+    """The core would read rows behind the adapter's own."""
+    adapter, stored = (
+        experts_of(tmp_path / "lora", [(14, 7)], target_parameters=["experts.down_proj"]),
+        "m.experts.0.down_proj.weight",
+    )
+    pieces = []
+    for rows in (14, 9_999):
+        experts = {stored.replace("0", str(k)): np.zeros((rows, 7), np.float32) for k in range(3)}
+        save_file(experts, tmp_path / f"{rows}.safetensors", durable=False)
+        options = {"adapters": adapter} if rows == 14 else {}
+        pieces.append(
+            safeload.plan_convert(tmp_path / f"{rows}.safetensors", tmp_path / f"{rows}/", **options).pieces[0]
+        )
+    forged = {**pieces[1], "adapters": pieces[0]["adapters"]}
+    with pytest.raises(safeload.FormatError, match=r"is \[9999, 7\], but the stack .* needs \[14, 7\]") as caught:
+        safeload.run_piece(forged)
+    assert caught.value.tensor == stored
+
+
 def test_square_experts_of_a_model_that_is_known(tmp_path):
     adapter = experts_of(tmp_path / "lora", [(7, 7)], target_parameters=["experts.down"])
     base = model_of(tmp_path / "base", {"m.experts.down": (3, 7, 7)}, "gpt_oss")

@@ -34,6 +34,7 @@ from safeload.cli import main
 from safeload.errors import FormatError, RangeError, TensorNotFoundError, UnsupportedError
 from safeload.numpy import load_file, save_file
 from safeload.operations.measure.sizes import sizes
+from safeload.operations.sources.recipes import Move, RowRange, TensorRecipe, TensorView
 
 pytestmark = pytest.mark.any_python
 
@@ -365,8 +366,9 @@ def test_experts_that_mlx_does_not_load_are_refused(tmp_path, fault, message):
         lambda: safeload.convert(source, tmp_path / "out", quantize="mlx4"),
         lambda: safeload.load_quantized(source, "mlx4"),
     ):
-        with pytest.raises((FormatError, UnsupportedError), match=message):
+        with pytest.raises((FormatError, UnsupportedError), match=message) as caught:
             convert()
+        assert fault == "count" or caught.value.tensor is not None
     assert "mlx4" not in sizes(source).schemes
     assert not (tmp_path / "out").exists()
 
@@ -410,10 +412,28 @@ def test_a_forged_recipe_is_refused(models, tmp_path):
         [shape, [[source, read, [7, *written[1:]]], *moves[1:]], *rest],
         [shape, [[source, [None, [0, 1, 0], False], written], *moves[1:]], *rest],
         [shape, [["nothing", read, written], *moves[1:]], *rest],
+        [shape, [moves[0], [*moves[0][:2], written], *moves[2:]], *rest],  # one item twice, another never
+        [shape, [[*moves[0][:2], [0 if k < 2 else k, *written[1:]]] for k in range(len(moves))], *rest],
         [shape, 3],
     ):
         with pytest.raises((FormatError, TensorNotFoundError)):
             safeload.cluster.run_piece({**piece, "recipes": {**piece["recipes"], name: forged}})
+
+
+def test_recipes_fill_each_row_once():
+    def fits(*views, shape=(2, 4, 3)):
+        moves = tuple(
+            Move("w", TensorView(0, RowRange(*rows)), TensorView(item, RowRange(*rows))) for item, rows in views
+        )
+        return TensorRecipe(shape, moves).fits({"w": (1, 4, 3)})
+
+    assert fits((0, ()), (1, ()))
+    assert fits((0, (0, 2)), (1, ()), (0, (2, None)))
+    assert not fits((0, ()), (0, ()))
+    assert not fits((0, ()), (-2, ()))
+    assert not fits((0, (0, 2)), (0, (1, 3)), (1, ()))
+    assert not fits((0, (0, None, 2)), (0, (0, None, 2)), (1, ()))
+    assert not TensorRecipe((2, 2), (Move("w"), Move("w"))).fits({"w": (2, 2)})
 
 
 # ---- choices ----

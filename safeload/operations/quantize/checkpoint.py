@@ -12,6 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.listing import dict_repr
+from ...base.messages import error_about
 from ...base.paths import PathLike
 from ...base.results import Row, as_html, tensor_row
 from ...base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
@@ -157,7 +158,7 @@ def check_restorable(name: str, scheme: str) -> None:
     except ValueError:  # an unknown ggml type
         readable = False
     if not readable:
-        raise UnsupportedError(f"tensor {show(name)} is {scheme}, which this version does not dequantize")
+        raise error_about(UnsupportedError, f"is {scheme}, which this version does not dequantize", tensor=name)
 
 
 class Rules:

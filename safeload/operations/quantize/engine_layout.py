@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from ...base.messages import error_about
 from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
@@ -228,13 +229,14 @@ class _Stacks:
     def _stacked(self, stack: str, members: Mapping[int, SourcePart]) -> TensorRecipe:
         renamed = self._experts.renamed
         count = self._size(renamed if renamed is not None and renamed in self._config else self._experts.experts)
-        missing = next((k for k in range(min(count, _MAX_EXPERTS)) if k not in members), None)
+        missing = next((k for k in range(count) if k not in members), None)
         if missing is not None or len(members) != count:
             fault = f"expert {missing} is missing" if missing is not None else f"it has {len(members)}"
-            raise FormatError(f"{stack} needs {count} experts, but {fault}", self._title)
+            raise error_about(FormatError, f"needs {count} experts, but {fault}", path=self._title, tensor=stack)
         shapes = {part.shape for part in members.values()}
         if len(shapes) > 1:
-            raise FormatError(f"the experts of {stack} have different shapes", self._title)
+            text = "is a stack of experts, but these have different shapes"
+            raise error_about(FormatError, text, path=self._title, tensor=stack)
         moves = tuple(Move(members[k].source, members[k].view, TensorView(k)) for k in range(count))
         return TensorRecipe((count, *shapes.pop()), moves)
 
@@ -268,18 +270,20 @@ class _Stacks:
             UnsupportedError: a layer lies beyond the last, or has no experts; the message names it.
         """
         count = self._size("num_hidden_layers")
-        layers = {int(match[1]) for name in recipes if (match := _LAYER.match(name))}
+        layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
         beyond = next((layer for layer in sorted(layers) if layer >= count), None)
         if beyond is not None:
             raise UnsupportedError(
                 f"{self._preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
-                f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
+                f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*",
+                tensor=layers[beyond],
             )
         sparse = {int(match[1]) for name in recipes if _STACK in name and (match := _LAYER.match(name))}
         dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
         if self._experts.in_every_layer and dense is not None:
             raise UnsupportedError(
-                f"{self._preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer"
+                f"{self._preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer",
+                tensor=layers[dense],
             )
 
     def _size(self, key: str) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping
 from ...base.listing import dict_repr
+from ...base.messages import error_about
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
@@ -226,19 +227,22 @@ def _plan_entry(
         if tensors[name].shape != first.shape:
             shape = list(tensors[name].shape)
             raise SafeloadError(
-                f"{show(entry.name)}: {show(names[0])} has shape {list(first.shape)}, but {show(name)} has {shape}"
+                f"{show(entry.name)}: {show(names[0])} has shape {list(first.shape)}, but {show(name)} has {shape}",
+                tensor=name,
             )
     rows = [_result_row(name, tensors[name], target) for name in names]
     for name, row in zip(names, rows, strict=True):
         if row is not rows[0]:
             raise SafeloadError(
-                f"{show(entry.name)}: {show(names[0])} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype="
+                f"{show(entry.name)}: {show(names[0])} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype=",
+                tensor=name,
             )
     layer = first.shape
     if entry.transpose:
         if len(layer) != 2:
             raise UnsupportedError(
-                f"{show(entry.name)}: {show(names[0])} has shape {list(layer)}: only matrices can be transposed"
+                f"{show(entry.name)}: {show(names[0])} has shape {list(layer)}: only matrices can be transposed",
+                tensor=names[0],
             )
         layer = layer[::-1]
     return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
@@ -248,9 +252,8 @@ def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | Non
     if target is not None and (tensor.row.floating or tensor.scheme is not None):
         return target
     if tensor.scheme is not None or tensor.row.packed:
-        raise UnsupportedError(
-            f"tensor {show(name)} is {tensor.scheme or tensor.row.name}: pass dtype= to stack its values"
-        )
+        text = f"is {tensor.scheme or tensor.row.name}: pass dtype= to stack its values"
+        raise error_about(UnsupportedError, text, tensor=name)
     return tensor.row
 
 

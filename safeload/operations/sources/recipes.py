@@ -34,6 +34,11 @@ class TensorView(NamedTuple):
         """True if rows are neither chosen nor transposed."""
         return self.rows == _ALL and not self.transposed
 
+    def rows_of(self, item: tuple[int, ...]) -> tuple[int, int]:
+        """Return the first row of the part of an item with this shape, and the row after the last."""
+        begin, end, _ = slice(*self.rows).indices(item[-1 if self.transposed and len(item) > 1 else 0])
+        return begin, end
+
     def of(self, tensor: Array) -> Array:
         """Return the part of an array, without copying."""
         part: Array = tensor if self.item is None else tensor[self.item]
@@ -87,7 +92,30 @@ class TensorRecipe(NamedTuple):
                 filled += read.size
         except (IndexError, ValueError):
             return False
-        return filled == math.prod(self.shape) and not self.heads and not self.shift
+        return filled == math.prod(self.shape) and self._is_written_once and not self.heads and not self.shift
+
+    @property
+    def _is_written_once(self) -> bool:
+        """True if no two moves write an element, for moves within the shape."""
+        views: dict[int | None, list[TensorView]] = {}
+        for move in self.moves:
+            item = move.written.item
+            views.setdefault(None if item is None else item % self.shape[0], []).append(move.written)
+        if None in views:
+            return len(self.moves) == 1
+        return all(len(parts) == 1 or self._are_apart(parts) for parts in views.values())
+
+    def _are_apart(self, views: Iterable[TensorView]) -> bool:
+        """Return True if parts of an item are runs of rows, or of columns, that do not overlap."""
+        shape, written = self.shape[1:], 0
+        if not shape or len({view.transposed for view in views}) > 1:
+            return False
+        for view in sorted(views, key=lambda view: view.rows_of(shape)):
+            begin, end = view.rows_of(shape)
+            if view.rows.step not in (None, 1) or begin < written:
+                return False
+            written = end
+        return True
 
     @property
     def items(self) -> tuple[TensorRecipe, ...]:
