@@ -9,6 +9,7 @@ import pytest
 from builders import llama_models
 
 import safeload
+from safeload import gguf
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -56,6 +57,16 @@ def test_metadata_and_tensors_are_those_of_llama_cpp(name, folder, tmp_path):
 def test_the_result_passes_check(name, folder, tmp_path):
     safeload.convert(folder(name), tmp_path / "x.gguf")
     assert safeload.check(tmp_path / "x.gguf").errors == []
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_check_reports_a_wrong_number_of_heads(heads, folder, tmp_path):
+    safeload.convert(folder("llama3"), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        gguf.save_file(
+            file.load(), tmp_path / "wrong.gguf", {**file.metadata, "llama.attention.head_count": np.uint32(heads)}
+        )
+    assert any(f"attention_head_count {heads}" in str(finding) for finding in safeload.check(tmp_path / "wrong.gguf").errors)
 
 
 def test_matrices_keep_their_dtype_and_vectors_become_f32(folder, tmp_path):

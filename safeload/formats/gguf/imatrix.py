@@ -103,7 +103,7 @@ def of_gguf(path: str, tensors: Mapping[str, Array], metadata: Mapping[Any, Any]
 
 
 def _of_sums(name: str, sums: Array, counts: Array, path: str) -> Array:
-    if sums.dtype != np.float32 or counts.dtype != np.float32:
+    if not all(isinstance(array, np.ndarray) and array.dtype == np.float32 for array in (sums, counts)):  # no codes
         raise FormatError(f"sums and counts of {show(name)} must be float32", path)
     if counts.size == 0 or sums.size == 0 or sums.size % counts.size:
         raise FormatError(f"{show(name)} has {sums.size} sums and {plural(counts.size, 'count')}", path)

@@ -107,9 +107,9 @@ class ModelSizes(NamedTuple):
 
         def number(key: str) -> int:
             value = metadata.get(f"{architecture}.{key}", 0)
-            if not isinstance(value, str) and hasattr(value, "__len__"):
+            if isinstance(value, (list, tuple, np.ndarray)):
                 value = value[0] if len(value) else 0
-            return 0 if isinstance(value, (str, bool)) or not hasattr(value, "__index__") else int(value)
+            return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else 0
 
         if model_of(metadata) is not None:
             return cls(architecture, 0)

@@ -116,7 +116,7 @@ def _wrong(tensors: Mapping[str, TensorDescription], names: Sequence[str], expec
 def _axes_with(key: str, name: str, expected: ExpectedTensor) -> Iterator[_Axis]:
     """Yield the axes of a tensor with a key in their formulas."""
     for axis, formula in enumerate(expected.entry.shape or ()):
-        if key in names_in(formula.removesuffix(ANY)):
+        if formula != ANY and key in names_in(formula.removesuffix(ANY)):
             yield name, axis
 
 

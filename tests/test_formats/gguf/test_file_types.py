@@ -198,7 +198,7 @@ def test_experts_outside_of_layers_are_refused(source):
         safeload.convert("in.gguf", "out.gguf", quantize="q4_k_m")
 
 
-@pytest.mark.parametrize("value", ["many", True, 2.5, [], -1, 0, 2**64])
+@pytest.mark.parametrize("value", ["many", True, 2.5, [], [np.arange(2)], -1, 0, 2**64])
 def test_sizes_of_the_wrong_kind_make_no_model(value):
     metadata = {"general.architecture": "llama", "llama.block_count": value, "llama.attention.head_count": value}
     sizes = ModelSizes.of(metadata)

@@ -134,6 +134,10 @@ def test_sums_must_be_float32(folder):
     gguf.save_file({"w.in_sum2": np.float16([[1]]), "w.counts": np.float32([[1]])}, "m.gguf", METADATA)
     with pytest.raises(FormatError, match="sums and counts of 'w' must be float32"):
         read_importance("m.gguf")
+    blocks = safeload.quantize(np.ones((1, 32), np.float32), "q8_0")
+    gguf.save_file({"w.in_sum2": blocks, "w.counts": np.float32([[1]])}, "m.gguf", METADATA)
+    with pytest.raises(FormatError, match="sums and counts of 'w' must be float32"):
+        read_importance("m.gguf")
 
 
 def test_a_vector_must_fit_its_tensor():
