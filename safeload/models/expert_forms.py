@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from .schema import Schema, SchemaEntry
 
+# More experts than this in a layer are a mistake; published models have at most 512.
+MAX_EXPERTS = 1 << 16
+
 _COUNT = "expert"
 _ONE = ".experts.{expert}."
 # Transformers holds gate and up of all experts in one tensor.

@@ -230,6 +230,15 @@ def test_tensors_of_five_axes_are_refused():
     refused(UnsupportedError, "has 5 axes, but GGUF allows 4: only ComfyUI-GGUF's own tools", tensors)
 
 
+def test_shapes_beyond_int32_are_refused():
+    tensors = model("sd1")
+    name = next(name for name in tensors if name.endswith("proj_in.weight"))
+    tensors[name] = np.broadcast_to(np.float16(0), (1 << 31, 3))
+    with pytest.raises(UnsupportedError, match="its shape does not fit int32") as caught:
+        safeload.convert(tensors, "x.gguf")
+    assert caught.value.tensor == name
+
+
 def test_integers_are_refused():
     refused(UnsupportedError, "is int64, but ComfyUI loads only floating", model("flux") | {"ids": np.arange(4)})
 

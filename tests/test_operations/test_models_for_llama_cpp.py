@@ -66,7 +66,9 @@ def test_check_reports_a_wrong_number_of_heads(heads, folder, tmp_path):
         gguf.save_file(
             file.load(), tmp_path / "wrong.gguf", {**file.metadata, "llama.attention.head_count": np.uint32(heads)}
         )
-    assert any(f"attention_head_count {heads}" in str(finding) for finding in safeload.check(tmp_path / "wrong.gguf").errors)
+    assert any(
+        f"attention_head_count {heads}" in str(finding) for finding in safeload.check(tmp_path / "wrong.gguf").errors
+    )
 
 
 def test_matrices_keep_their_dtype_and_vectors_become_f32(folder, tmp_path):
@@ -121,7 +123,7 @@ def test_a_model_is_written_whole(folder):
         ({"hidden_size": -64}, "hidden_size must be an integer"),
         ({"hidden_size": "64"}, "hidden_size must be an integer"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers must be"),
-        ({"num_hidden_layers": 3}, "tensors are missing: llama.cpp needs blk.2.attn_norm.weight"),
+        ({"num_hidden_layers": 3}, "tensors are missing: llama.cpp needs 'blk.2.attn_norm.weight"),
         ({"num_hidden_layers": 1}, "has no tensor .blk.1"),
         ({"intermediate_size": 100}, "ffn_down.weight' has the shape|ffn_gate.weight has the shape"),
         ({"num_attention_heads": 5}, "does not have 5 heads"),
@@ -251,10 +253,27 @@ def changed(name="llama3", **fields):
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": {}}}', "tokenizer.json": None,
           "tokenizer.model": "\n\x03\n\x01a"}, "is of type unigram"),
         ({"tokenizer_config.json": '{"chat_template": [1]}'}, "invalid chat_template"),
+        ({"generation_config.json": '{"top_p": NaN}'}, "top_p must be a number, got nan"),
     ],
 )  # fmt: skip
 def test_tokenizers_are_refused_by_name(files, match, folder):
     refused(folder("llama3", files=files), match)
+
+
+def test_scores_of_pieces_are_finite(folder):
+    source = folder("llama2")
+    piece = b"\x0a\x01a\x15" + np.float32(np.nan).tobytes()
+    (source / "tokenizer.model").write_bytes(b"\x0a" + bytes([len(piece)]) + piece)
+    refused(source, "a piece has the score nan")
+
+
+def test_merges_form_no_endless_tokens(folder):
+    """Looking for the parts of a token takes time that grows with the square of its length."""
+    long = "a" * 100_000
+    model = {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0, long: 1, long + "a": 2}, "merges": [[long, "a"]]}
+    content = {"model": model, "decoder": {"type": "Sequence"}, "added_tokens": []}
+    files = {"tokenizer.model": None, "tokenizer.json": json.dumps(content)}
+    refused(folder("llama2", files=files), "token 2 has 100,001 characters")
 
 
 def test_an_unknown_hash_falls_back_to_the_expression(folder, tmp_path):

@@ -140,7 +140,7 @@ def test_pieces_and_parts_are_refused(written):
         ({"llama.block_count": "2"}, "key llama.block_count must be a number of at least 0 without a fraction"),
         ({"llama.block_count": np.uint32(0)}, "num_hidden_layers must be a positive integer"),
         ({"llama.block_count": np.uint32(4_000_000_000)}, "block_count must be 0 to 10000"),
-        ({"llama.block_count": np.uint32(3)}, "tensors are missing: llama.cpp needs blk.2"),
+        ({"llama.block_count": np.uint32(3)}, "tensors are missing: llama.cpp needs 'blk.2"),
         ({"llama.attention.head_count": np.uint32(0)}, "head_count must be a positive integer|num_attention_heads"),
         ({"llama.attention.head_count": np.uint32(5)}, "does not have 5 heads|unknown settings"),
         ({"llama.block_count": np.float32(2)}, "block_count must be a number of at least 0 without a fraction"),
@@ -188,6 +188,17 @@ def test_layers_with_windows_are_not_listed_before_they_are_counted(count, writt
 )
 def test_scores_are_finite(scores, match, written):
     refused(written("llama2", metadata={"tokenizer.ggml.scores": scores}), match)
+
+
+def test_scores_form_no_endless_tokens(written):
+    """Looking for the parts of a token takes time and memory that grow with the square of its length."""
+    with safeload.open(written("llama2", own=True)) as file:
+        keys = {key: file.metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type")}
+    number = next(k for k, score in enumerate(keys["scores"]) if score < 0 and keys["token_type"][k] == 1)
+    texts = ["a" * 100_000 if k == number else text for k, text in enumerate(keys["tokens"])]
+    content = json.dumps({"model": {"type": "BPE"}, "decoder": {"type": "Sequence"}})
+    metadata = {"tokenizer.ggml.tokens": texts, "safeload.source.tokenizer.json": content}
+    refused(written("mistral", own=True, metadata=metadata), f"token {number} has 100,000 characters")
 
 
 def test_ids_beyond_the_vocabulary_are_no_tokens(written, tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...base import dtypes, log
+from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import UnsupportedError
 from ...formats.gguf import file_type, mixtures, values
@@ -31,6 +32,8 @@ _SMALL = 1024
 _DIVIDED, _ROW = 512, 256
 # ggml's limit.
 _MOST_AXES = 4
+# The shapes that metadata holds are int32.
+_LONGEST_AXIS = (1 << 31) - 1
 # Dtypes whose vectors and small tensors become float32; in other checkpoints they become float16 as all tensors.
 _WIDE = ("F32", "BF16")
 
@@ -97,7 +100,7 @@ def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...
     """Return the shape in the file.
 
     Raises:
-        UnsupportedError: the tensor has more axes than ggml allows.
+        UnsupportedError: the tensor has more axes than ggml allows, or an axis is longer than int32 allows.
     """
     shape, count = tuple(about.shape), math.prod(about.shape)
     if len(shape) > _MOST_AXES:
@@ -107,6 +110,9 @@ def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...
             tensor=about.name,
         )
     divides = model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW
+    if divides and max(shape) > _LONGEST_AXIS:
+        text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"
+        raise error_about(UnsupportedError, text, tensor=about.name)
     return (count // _ROW, _ROW) if divides else shape
 
 

@@ -11,6 +11,7 @@ from ...base.arrays import Array
 from ...base.messages import error_about
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
+from ...models.diffusion import ARCHITECTURE
 from ...models.gguf_architectures import U32
 from ...models.gguf_sources import SOURCES, USUAL_BASE, GgufSource
 from ..sources.catalog import Catalog
@@ -39,7 +40,7 @@ _TOKENS = ("bos", "eos", "padding")
 
 def class_of(catalog: Catalog) -> str:
     """Return the class of a foreign file."""
-    architecture = str(catalog.metadata["general.architecture"])
+    architecture = str(catalog.metadata[ARCHITECTURE])
     if architecture == "llama" and FileKeys(catalog.metadata, catalog.title).count("llama.expert_count"):
         return _MIXTRAL
     return _CLASSES[architecture]

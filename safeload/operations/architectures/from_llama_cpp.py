@@ -8,9 +8,11 @@ from typing import Any
 
 from ...base import log
 from ...base.messages import error_about
-from ...base.text import plural, show
+from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...models import gguf_sources
+from ...models.diffusion import ARCHITECTURE
+from ...models.expert_forms import MAX_EXPERTS
 from ...models.gguf_sources import ENDS, SOURCES, Experts, GgufSource
 from ...packed.quantization import without_quantization
 from ...stores.json_file import parse_json
@@ -19,18 +21,15 @@ from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
 from ..sources.restructured import RestructuredCatalog
 from .file_keys import FileKeys
 from .foreign_config import class_of, config_of
-from .to_llama_cpp import CONFIG_KEY, FORM_KEY, check_tensors
+from .to_llama_cpp import CONFIG_KEY, FORM_KEY, check_tensors, some_of
 from .tokenizer_files import tokenizer_files
 
-ARCHITECTURE = "general.architecture"
 SINGLE, FUSED = "single", "fused"
 
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,9})\.(.+)\.(weight|bias)", re.ASCII)
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 # Tensors with values that the config has.
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_MAX_EXPERTS = 1 << 16
-_MOST_SHOWN = 3
 
 
 def from_llama_cpp(catalog: Catalog) -> Catalog:
@@ -117,9 +116,8 @@ class _Restored:
                 unknown.append(name)
             recipes.update(restored)
         if unknown:
-            more = f" and {plural(len(unknown) - _MOST_SHOWN, 'more tensor')}" if unknown[_MOST_SHOWN:] else ""
             raise UnsupportedError(
-                f"{self._catalog.title}: {', '.join(map(show, unknown[:_MOST_SHOWN]))}{more}: transformers has no such "
+                f"{self._catalog.title}: {some_of(unknown)}: transformers has no such "
                 "tensor; raw=True writes the tensors as they are",
                 tensor=unknown[0],
             )
@@ -172,7 +170,7 @@ class _Restored:
     def _experts(self, name: str, layer: str, target: str, suffix: str) -> Iterator[tuple[str, TensorRecipe]]:
         experts, shape = self._source.experts, self._shape(name)
         assert experts is not None
-        if len(shape) != (2 if suffix == "bias" else 3) or not 0 < shape[0] <= _MAX_EXPERTS:
+        if len(shape) != (2 if suffix == "bias" else 3) or not 0 < shape[0] <= MAX_EXPERTS:
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=self._title, tensor=name)
         if self._form != FUSED:
             inner = {stack: module for module, stack in experts.single.items()}[target]

@@ -54,7 +54,7 @@ def _sampling(content: Mapping[str, Any], folder: Location) -> Iterator[tuple[st
         if value is None:
             continue
         whole = kind is values.I32
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or abs(value) >= 1 << 31:
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not abs(value) < 1 << 31:
             raise FormatError(f"{GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
         yield f"general.sampling.{key}", kind(value)
 

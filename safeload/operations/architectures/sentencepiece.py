@@ -13,6 +13,7 @@ The file is a message of protocol buffers, ``ModelProto`` of sentencepiece_model
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -91,6 +92,8 @@ def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
             kind = value
     if not NORMAL <= kind <= BYTE:
         raise FormatError(f"a piece has the unknown type {kind}", path, base)
+    if not math.isfinite(score):
+        raise FormatError(f"a piece has the score {score}", path, base)
     return VocabularyPiece(text, score, kind)
 
 

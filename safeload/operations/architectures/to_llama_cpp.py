@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import FormatError, UnsupportedError
-from ...formats.gguf import file_type, values
+from ...formats.gguf import file_type, mixtures, values
 from ...models import gguf_architectures, gguf_sources
+from ...models.diffusion import ARCHITECTURE
+from ...models.expert_forms import MAX_EXPERTS
 from ...models.gguf_architectures import is_kept_f32, schema_of
 from ...models.gguf_sources import BUFFERS, ENDS, HEAD, SOURCES, Experts, GgufSource
 from ...stores.files import Location
@@ -21,20 +23,17 @@ from ..sources.restructured import RestructuredCatalog
 from .general import general_keys
 from .settings import ModelConfig, settings_of
 from .special_tokens import SpecialTokens, skeleton
-from .tokenizer import TokenizerFiles, vocabulary_of
+from .tokenizer import KEPT, TokenizerFiles, vocabulary_of
 
 # Keys of ours that the way back needs.
-CONFIG_KEY = "safeload.source.config"
-FORM_KEY = "safeload.source.experts"
-FILE_KEY = "safeload.source."  # followed by the name of a file
+CONFIG_KEY = f"{KEPT}config"
+FORM_KEY = f"{KEPT}experts"
 
 _LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,9})\.(.+)", re.ASCII)
 _EXPERT = re.compile(r"(.+\.experts\.)(0|[1-9][0-9]{0,9})(\..+)", re.ASCII)
 _PREFIX = "model."
 _END_OF_TURN = "<end_of_turn>"  # of Gemma
 _MOST_SHOWN = 3
-# More experts than this in a layer are a mistake; published models have at most 512.
-_MAX_EXPERTS = 1 << 16
 
 
 def source_of(config: Mapping[str, Any] | None) -> str | None:
@@ -84,18 +83,18 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     shapes.update((name, array.shape) for name, array in settings.tensors.items())
     metadata = {
-        "general.architecture": source.architecture,
+        ARCHITECTURE: source.architecture,
         "general.type": "model",
         **general_keys(files.folder, shapes, config),
         **settings.metadata,
         file_type.KEY: values.U32(0),  # replaced once types are decided
-        "general.quantization_version": values.U32(2),
+        mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
         **dict(vocabulary.keys()),
         **dict(SpecialTokens(files, config, vocabulary).keys()),
         **_ends_of_turns(source, vocabulary.texts),
         CONFIG_KEY: json.dumps(catalog.config, ensure_ascii=False),
         **({} if form is None else {FORM_KEY: form}),
-        **{f"{FILE_KEY}{name}": text for name, text in skeleton(files).items()},
+        **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
     check_tensors(shapes, settings.metadata, rows, catalog.title, source.architecture)
     kept = [name for name in recipes if is_kept_f32(name)]
@@ -148,9 +147,8 @@ class _Recipes:
                     raise FormatError(f"tensor {show(name)} is a second {target}", self._catalog.title, tensor=name)
                 recipes.setdefault(target, recipe or TensorRecipe((), ()))
         if unknown:
-            more = f" and {plural(len(unknown) - _MOST_SHOWN, 'more tensor')}" if unknown[_MOST_SHOWN:] else ""
             raise UnsupportedError(
-                f"{self._catalog.title}: {', '.join(map(show, unknown[:_MOST_SHOWN]))}{more}: llama.cpp's "
+                f"{self._catalog.title}: {some_of(unknown)}: llama.cpp's "
                 f"{self._source.architecture} has no such tensor; raw=True writes the tensors as they are",
                 tensor=unknown[0],
             )
@@ -206,7 +204,7 @@ class _Recipes:
         if match is not None:
             module, _, suffix = f"{match[1]}{{}}{match[3]}".rpartition(".")
             target = experts.single.get(module)
-            if target is not None and suffix == "weight" and int(match[2]) < _MAX_EXPERTS:
+            if target is not None and suffix == "weight" and int(match[2]) < MAX_EXPERTS:
                 self._forms.add("single")
                 self._experts.setdefault(f"{block}{target}.weight", {})[int(match[2])] = name
                 yield f"{block}{target}.weight", None
@@ -222,7 +220,7 @@ class _Recipes:
             target = f"{block}ffn_down_exps.weight"
             if not experts.interleaved:
                 yield target, TensorRecipe(shape, (Move(name),))
-            elif len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
+            elif len(shape) == 3 and shape[0] <= MAX_EXPERTS:
                 read = [TensorView(k, transposed=True) for k in range(shape[0])]
                 moves = tuple(Move(name, view, TensorView(k)) for k, view in enumerate(read))
                 yield target, TensorRecipe((shape[0], shape[2], shape[1]), moves)
@@ -234,7 +232,7 @@ class _Recipes:
         shape = tuple(self._catalog.about(name).shape)
         axes = 2 if suffix == "bias" else 3
         rows = shape[-1 if experts.interleaved else -2] if len(shape) == axes else 1
-        if rows % 2 or shape[0] > _MAX_EXPERTS:
+        if rows % 2 or shape[0] > MAX_EXPERTS:
             raise FormatError(f"tensor {show(name)} {list(shape)} does not hold gate and up of experts", tensor=name)
         half = rows // 2
         columns = shape[1 if experts.interleaved else 2 : axes - 1 if experts.interleaved else axes]
@@ -260,6 +258,12 @@ class _Recipes:
         return TensorRecipe((count, *shapes.pop()), moves)
 
 
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names, and how many follow."""
+    more = f" and {plural(len(names) - _MOST_SHOWN, 'more tensor')}" if names[_MOST_SHOWN:] else ""
+    return f"{', '.join(map(show, names[:_MOST_SHOWN]))}{more}"
+
+
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int, title: str, architecture: str
 ) -> None:
@@ -283,9 +287,7 @@ def check_tensors(
         raise FormatError(f"sizes of the model: {error}", title) from None
     missing = [name for name, tensor in expected.items() if tensor.required and name not in shapes]
     if missing:
-        more = f" and {plural(len(missing) - _MOST_SHOWN, 'more tensor')}" if missing[_MOST_SHOWN:] else ""
-        text = f"tensors are missing: llama.cpp needs {', '.join(missing[:_MOST_SHOWN])}{more}"
-        raise FormatError(text, title, tensor=missing[0])
+        raise FormatError(f"tensors are missing: llama.cpp needs {some_of(missing)}", title, tensor=missing[0])
     for name, shape in shapes.items():
         if name not in expected:
             raise UnsupportedError(f"{title}: llama.cpp's {architecture} has no tensor {show(name)}", tensor=name)

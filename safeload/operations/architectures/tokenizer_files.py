@@ -16,9 +16,8 @@ from ..sources.catalog import Catalog
 from . import pre_tokenizers, sentencepiece
 from .file_keys import FileKeys
 from .sentencepiece import CONTROL, NORMAL, UNUSED, USER_DEFINED, VocabularyPiece
-from .tokenizer import CONFIG, JSON, MODEL, TEMPLATE
+from .tokenizer import CONFIG, JSON, KEPT, MODEL, TEMPLATE
 
-KEPT = "safeload.source."  # followed by the name of a file
 _PREFIX = "tokenizer.ggml."
 _MOST_SCORE = 1 << 127  # scores are f32
 _IDS = {

@@ -25,6 +25,7 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ...models.choosing import choose
+from ...models.diffusion import ARCHITECTURE
 from ...models.schema import Schema
 from ...models.tied import absent_heads
 from ..sources.catalog import Catalog, Given
@@ -137,7 +138,7 @@ class ModelRules(NamedTuple):
         """Return the rules for the model of a catalog."""
         names = dict.fromkeys(catalog).keys()
         choice = choose(catalog.config, catalog.format, names)
-        architecture = str(catalog.metadata.get("general.architecture", ""))
+        architecture = str(catalog.metadata.get(ARCHITECTURE, ""))
         return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
 
     def tied_heads(self) -> dict[str, str]:

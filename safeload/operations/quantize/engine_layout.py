@@ -15,6 +15,7 @@ from ...base.messages import error_about
 from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
+from ...models.expert_forms import MAX_EXPERTS
 from ...packed.engines import MLX_EXPERTS, MlxExperts
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -28,8 +29,6 @@ _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
 _FUSED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)", re.ASCII)
 _FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
-# More experts than this in a layer are a mistake; published models have at most 512.
-_MAX_EXPERTS = 1 << 16
 
 
 class SourcePart(NamedTuple):
@@ -163,7 +162,7 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, SourcePart]:
             parts[name] = SourcePart(name, TensorView(), shape)
             continue
         modules = _FUSED_PARTS[match[2]]
-        if shape[1] % len(modules) or not 0 < shape[0] <= _MAX_EXPERTS:
+        if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
             raise FormatError(f"tensor {show(name)} {list(shape)} does not hold experts", tensor=name)
         rows = shape[1] // len(modules)
         for expert in range(shape[0]):
@@ -243,7 +242,7 @@ class _Stacks:
     def _heads(self, name: str, part: SourcePart) -> dict[str, TensorRecipe]:
         """Divide the up-projection of latent attention by heads."""
         heads, keys, values = map(self._size, ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
-        if len(part.shape) != 2 or heads > _MAX_EXPERTS or part.shape[0] != heads * (keys + values):
+        if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
             raise FormatError(
                 f"tensor {show(name)} {list(part.shape)} does not have {heads} heads of {keys} + {values} rows",
                 tensor=name,
