@@ -190,6 +190,13 @@ def test_scores_are_finite(scores, match, written):
     refused(written("llama2", metadata={"tokenizer.ggml.scores": scores}), match)
 
 
+def test_pieces_are_utf_8(written):
+    with safeload.open(written("llama2", own=True)) as file:
+        tokens = [*file.metadata["tokenizer.ggml.tokens"]]
+    tokens[7] = "\udcff"
+    refused(written("mistral", metadata={"tokenizer.ggml.tokens": tokens}), "token '.udcff' contains a lone surrogate")
+
+
 def test_scores_form_no_endless_tokens(written):
     """Looking for the parts of a token takes time and memory that grow with the square of its length."""
     with safeload.open(written("llama2", own=True)) as file:

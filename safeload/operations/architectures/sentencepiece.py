@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ...base.messages import encode
 from ...errors import FormatError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -30,7 +31,7 @@ MAX_PIECES = 4 << 20
 MAX_BYTES = 256 << 20
 # Characters of a token that merges form; published ones have up to 48. Looking for its parts takes time that grows with
 # the square of its length.
-LONGEST_MERGED = 1024
+MAX_MERGED = 1024
 _F32 = struct.Struct("<f")
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 _LONGEST_VARINT = 10
@@ -149,10 +150,13 @@ def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping
 
     Args:
         ids: of special tokens, by the keys of `_ID_FIELDS`.
+
+    Raises:
+        SafeloadError: the text of a piece is not UTF-8.
     """
     result = bytearray()
     for piece in pieces:
-        text = piece.text.encode("utf-8", "replace")
+        text = encode(piece.text, "token")
         content = _field(1, text) + bytes([2 << 3 | _FOUR]) + _F32.pack(piece.score) + _number(3, piece.type)
         result += _field(1, content)
     settings = _number(3, BPE) + _number(4, len(pieces))

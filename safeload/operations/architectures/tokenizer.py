@@ -300,7 +300,7 @@ def _check_scores(
     for text in ranks:
         if text not in vocab:
             raise files.fault(JSON, f"a merge forms {show(text)}, which model.vocab does not have")
-        if len(text) > sentencepiece.LONGEST_MERGED:
+        if len(text) > sentencepiece.MAX_MERGED:
             raise files.fault(JSON, f"token {vocab[text]} has {len(text):,} characters, too many to merge")
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]

@@ -189,7 +189,7 @@ class _Tokens:
         formed.sort(key=lambda text: -scores[vocab[text]])
         merges = []
         for text in formed:
-            if len(text) > sentencepiece.LONGEST_MERGED:
+            if len(text) > sentencepiece.MAX_MERGED:
                 raise FormatError(f"token {vocab[text]} has {len(text):,} characters, too many to merge", self._title)
             cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
             pairs = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
