@@ -110,6 +110,17 @@ def test_shards_and_existing_folders(tmp_path):
     assert safeload.load(tmp_path / "back").keys() == safeload.load(source).keys()
 
 
+def test_a_tokenizer_from_before_is_a_warning(written, tmp_path, caplog):
+    safeload.convert(written("llama3"), tmp_path / "back/")
+    safeload.convert(written("llama2"), tmp_path / "back/", overwrite=True)
+    assert (tmp_path / "back" / "tokenizer.model").exists()
+    assert "'tokenizer.json' stays from before" in caplog.text
+    caplog.clear()
+    safeload.convert(tmp_path / "model.gguf", tmp_path / "other/")
+    safeload.convert(tmp_path / "model.gguf", tmp_path / "other/", overwrite=True)
+    assert "stays from before" not in caplog.text
+
+
 def test_raw_keeps_the_names_of_llama_cpp(written, tmp_path):
     safeload.convert(written("llama3"), tmp_path / "back/", raw=True)
     assert "blk.0.attn_q.weight" in safeload.load(tmp_path / "back")

@@ -29,7 +29,7 @@ from ...stores.files import Location
 from ..folders import journal, unfinished
 from ..folders.destinations import file_in_store, replacement_of
 from ..folders.folder import Folder, LocalFolder
-from ..folders.shards import Beside, ShardWriter, config_with, shard_bounds, warn_of_schemes, write_shards
+from ..folders.shards import Beside, ShardWriter, config_with, extras_of, shard_bounds, warn_of_schemes, write_shards
 from ..quantize.checkpoint import Summary
 from ..sources.catalog import Catalog
 from .make import may_be_code
@@ -204,7 +204,22 @@ def _write_folder(
     if overwrite:
         journal.clear(folder)
         unfinished.forget(folder)
+        _warn_of_older_files(conversion, folder)
     return [folder.shown(file) for file in shards], nbytes
+
+
+def _warn_of_older_files(conversion: Conversion, folder: Folder) -> None:
+    """Warn of an older model's files that stay beside a new tokenizer; transformers prefers some to the new ones."""
+    if not any(isinstance(content, bytes) for content in conversion.files.values()):
+        return
+    older = sorted(extras_of(folder.location).keys() - conversion.files.keys())
+    if older:
+        log.warning(
+            "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
+            "belongs to another model",
+            folder.location.shown,
+            " and ".join(map(show, older)),
+        )
 
 
 # ---- tensors that are only copied or cast ----
