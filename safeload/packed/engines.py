@@ -172,18 +172,22 @@ def _as_mlx_reads(config: Mapping[str, Any]) -> dict[str, Any]:
     Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
     """
     older: dict[str, Any] = {}
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if rope.get(key) is not None:
-                older[key] = rope[key]
-        if rope.get("rope_type", "default") != "default":
-            older["rope_scaling"] = dict(rope)
+    parameters = config.get("rope_parameters")
+    rope = parameters if isinstance(parameters, Mapping) else {}
+    sliding = rope.get("sliding_attention")
+    if isinstance(sliding, Mapping):  # Gemma 3: by the kind of layer
+        older["rope_local_base_freq"] = sliding.get("rope_theta")
+    full = rope.get("full_attention")
+    rope = full if isinstance(full, Mapping) else rope
+    older.update((key, rope.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        older["rope_scaling"] = {**rope, "type": kind}  # some models read the one name, some the other
     model_type = config.get("model_type")
     experts = MLX_EXPERTS.get(model_type) if isinstance(model_type, str) else None
     if experts is not None and experts.renamed is not None and config.get(experts.renamed) is not None:
         older[experts.experts] = config[experts.renamed]
-    return {**config, **{key: value for key, value in older.items() if config.get(key) is None}}
+    return {**config, **{k: value for k, value in older.items() if value is not None and config.get(k) is None}}
 
 
 def quantization_for(preset: Preset, exceptions: Mapping[str, Preset] = MappingProxyType({})) -> Quantization:

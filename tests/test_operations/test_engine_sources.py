@@ -15,8 +15,10 @@ from builders.models import small, write_folder
 from builders.paths import DATA
 
 import safeload
+from safeload.base.preset import PRESETS
 from safeload.errors import RangeError, UnsupportedError
 from safeload.numpy import load_file, save_file
+from safeload.packed.engines import config_for
 
 FORMATS = ["nvfp4a16", "mlx4"]
 
@@ -191,9 +193,21 @@ def test_mlx_gets_the_keys_of_transformers_4(tmp_path, model_type):
     (source / "config.json").write_text(json.dumps(newer))
     safeload.convert(source, tmp_path / "out", quantize="mlx4")
     written = read_config(tmp_path / "out")
+    older["rope_scaling"]["type"] = "llama3"  # that of some models in mlx-lm
     assert {name: written[name] for name in older} == older
     safeload.convert(source, tmp_path / "other", quantize="fp8_dynamic")
     assert read_config(tmp_path / "other").keys() == newer.keys() | {"quantization_config"}
+
+
+def test_mlx_gets_the_rotations_of_each_kind_of_layer():
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}
+    rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
+    written = config_for(PRESETS["mlx4"], {"model_type": "gemma3_text", "rope_parameters": rope}, ())
+    assert (written["rope_theta"], written["rope_local_base_freq"]) == (2e6, 3e4)
+    assert written["rope_scaling"] == {**full, "type": "linear"}
+    for damaged in (None, 3, [], {}, {"full_attention": 3, "sliding_attention": []}):
+        written = config_for(PRESETS["mlx4"], {"model_type": "gemma3_text", "rope_parameters": damaged}, ())
+        assert not written.keys() & {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 
 
 def test_a_value_that_is_not_finite_matters_only_in_a_quantized_weight(tmp_path):
