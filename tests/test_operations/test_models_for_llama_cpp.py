@@ -150,6 +150,12 @@ def test_layers_with_windows_are_not_listed_before_they_are_counted(folder):
     refused(folder("gpt_oss", num_hidden_layers=4_294_967_295, layer_types="absent"), "block_count must be 0 to 10000")
 
 
+@pytest.mark.parametrize("shape", [(), (64,), (1 << 40, 0)])
+def test_rows_of_the_embedding_are_counted_before_tokens_are_listed(shape, folder):
+    tensors = {"model.embed_tokens.weight": np.zeros(shape, np.float32)}
+    refused(folder("llama3", tensors=tensors), "'model.embed_tokens.weight' has the shape .*, expected 2 axes")
+
+
 def test_experts_are_not_listed_before_they_are_counted(folder):
     tensors = {"model.layers.0.mlp.experts.down_proj": np.zeros((1 << 40, 0, 4), np.float32)}
     refused(folder("gpt_oss", tensors=tensors), "has no such tensor")

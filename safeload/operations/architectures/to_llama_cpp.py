@@ -21,6 +21,7 @@ from ..sources.catalog import Catalog
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
 from ..sources.restructured import RestructuredCatalog
 from .general import general_keys
+from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, settings_of
 from .special_tokens import SpecialTokens, skeleton
 from .tokenizer import KEPT, TokenizerFiles, vocabulary_of
@@ -75,7 +76,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     config = ModelConfig(catalog.config or {}, catalog.title)
     settings = settings_of(config, source)
     recipes, form = _Recipes(catalog, config, source).run()
-    rows = recipes["token_embd.weight"].shape[0] if "token_embd.weight" in recipes else 0
+    rows = _rows_of_embedding(recipes.get("token_embd.weight"), catalog.title)
     files = TokenizerFiles(home_of(catalog))
     vocabulary = vocabulary_of(files, rows)
     if source.norm_shift and files.model is not None:  # Gemma's texts begin without a space
@@ -101,6 +102,20 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     return RestructuredCatalog(
         catalog, recipes, constants=settings.tensors, metadata=metadata, format="gguf", kept_f32=kept
     )
+
+
+def _rows_of_embedding(recipe: TensorRecipe | None, title: str) -> int:
+    """Return the number of tokens, 0 without an embedding.
+
+    Raises:
+        FormatError: the embedding is not a matrix, or has more rows than any vocabulary.
+    """
+    if recipe is None:
+        return 0
+    if len(recipe.shape) != 2 or recipe.shape[0] > MAX_PIECES:
+        text = f"has the shape {list(recipe.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
+        raise error_about(FormatError, text, path=title, tensor=next(iter(recipe.sources)))
+    return recipe.shape[0]
 
 
 def home_of(catalog: Catalog) -> Location:
