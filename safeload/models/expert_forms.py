@@ -15,8 +15,9 @@ _ONE = ".experts.{expert}."
 # Transformers holds gate and up of all experts in one tensor.
 _FUSED_BLOCK = ".mlp.experts"
 _GATE_UP, _DOWN = f"{_FUSED_BLOCK}.gate_up_proj", f"{_FUSED_BLOCK}.down_proj"
-# mlx-lm's stacks, and its names of Mixtral's modules.
-_STACK = ".switch_mlp."
+# A part of the names of mlx-lm's stacks.
+STACK = ".switch_mlp."
+# mlx-lm's names of Mixtral's modules.
 _RENAMED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # mlx-lm divides the up-projection of latent attention by heads.
 _HEADS, _EMBED, _UNEMBED = ".self_attn.kv_b_proj.weight", ".self_attn.embed_q.weight", ".self_attn.unembed_out.weight"
@@ -27,7 +28,7 @@ def with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
     if _COUNT not in schema.counts:
         return schema
     fused = any(name.endswith((_GATE_UP, _DOWN)) for name in names)
-    stacked = not fused and any(_STACK in name for name in names)
+    stacked = not fused and any(STACK in name for name in names)
     heads = any(name.endswith(_EMBED) for name in names)
     if not (fused or stacked or heads):
         return schema
@@ -57,7 +58,7 @@ def _stacked(entry: SchemaEntry, count: str) -> SchemaEntry:
     block, _, module = entry.name.partition(_ONE)
     inner, _, suffix = module.partition(".")
     shape = None if entry.shape is None else (count, *entry.shape)
-    return entry._replace(name=f"{block}{_STACK}{_RENAMED.get(inner, inner)}.{suffix}", shape=shape)
+    return entry._replace(name=f"{block}{STACK}{_RENAMED.get(inner, inner)}.{suffix}", shape=shape)
 
 
 def _divided(entry: SchemaEntry) -> Iterator[SchemaEntry]:

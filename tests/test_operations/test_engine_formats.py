@@ -433,6 +433,7 @@ def test_recipes_fill_each_row_once():
     assert not fits((0, ()), (-2, ()))
     assert not fits((0, (0, 2)), (0, (1, 3)), (1, ()))
     assert not fits((0, (0, None, 2)), (0, (0, None, 2)), (1, ()))
+    assert not TensorRecipe((1 << 40, 0), ()).fits({})
     assert not TensorRecipe((2, 2), (Move("w"), Move("w"))).fits({"w": (2, 2)})
 
 

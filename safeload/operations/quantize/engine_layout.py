@@ -15,7 +15,7 @@ from ...base.messages import error_about
 from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
-from ...models.expert_forms import MAX_EXPERTS
+from ...models.expert_forms import MAX_EXPERTS, STACK
 from ...packed.engines import MLX_EXPERTS, MlxExperts
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -23,7 +23,7 @@ from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
 from ..sources.restructured import RestructuredCatalog
 from .keeping import EXPRESSION, Keep, compiled
 
-_WEIGHT, _STACK = ".weight", ".switch_mlp."
+_WEIGHT = ".weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
 # Fused experts of a layer, and the separate experts in it.
 _FUSED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)", re.ASCII)
@@ -127,7 +127,7 @@ def arranged(catalog: Catalog, preset: Preset) -> Catalog:
 def like(catalog: Catalog, other: Catalog) -> Catalog:
     """Return the tensors with experts as the other catalog stores them: stacked or separate."""
     names, theirs = ([name for name in each if isinstance(name, str)] for each in (catalog, other))
-    if any(_STACK in name for name in theirs) and not any(_STACK in name for name in names):
+    if any(STACK in name for name in theirs) and not any(STACK in name for name in names):
         return arranged(catalog, PRESETS["mlx4"])
     if any(map(_FUSED.fullmatch, names)) and not any(map(_FUSED.fullmatch, theirs)):
         return arranged(catalog, PRESETS["w4a16"])
@@ -204,7 +204,7 @@ class _Stacks:
             if self._is_dropped(name):
                 continue
             if match is not None:
-                stack = f"{match[1]}{_STACK}{self._experts.modules[match[3]]}{_WEIGHT}"
+                stack = f"{match[1]}{STACK}{self._experts.modules[match[3]]}{_WEIGHT}"
                 recipes.setdefault(stack, TensorRecipe((), ()))
                 stacks.setdefault(stack, {})[int(match[2])] = part
             elif self._experts.split_heads and name.endswith(".self_attn.kv_b_proj.weight"):
@@ -277,7 +277,7 @@ class _Stacks:
                 f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*",
                 tensor=layers[beyond],
             )
-        sparse = {int(match[1]) for name in recipes if _STACK in name and (match := _LAYER.match(name))}
+        sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
         dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
         if self._experts.in_every_layer and dense is not None:
             raise UnsupportedError(

@@ -92,7 +92,13 @@ class TensorRecipe(NamedTuple):
                 filled += read.size
         except (IndexError, ValueError):
             return False
-        return filled == math.prod(self.shape) and self._is_written_once and not self.heads and not self.shift
+        return (
+            bool(self.moves)
+            and filled == math.prod(self.shape)
+            and self._is_written_once
+            and not self.heads
+            and not self.shift
+        )
 
     @property
     def _is_written_once(self) -> bool:
