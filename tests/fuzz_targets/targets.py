@@ -39,6 +39,7 @@ from builders.paths import ROOT
 
 import safeload
 import safeload.base.missing_path
+import safeload.formats.plugins
 import safeload.loading.merge  # imported when first needed, as some below, which counts as forbidden
 import safeload.operations.validate.run
 import safeload.packed.codes_without_scale  # imported when first needed, as the next, which counts as forbidden below
