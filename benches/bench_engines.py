@@ -198,9 +198,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak RSS is read from /proc")
-@pytest.mark.parametrize(
-    "name", ["w4a16", "w8a8", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8", "mlx4", "bnb_nf4"]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_memory_of_a_folder(name: str, tmp_path: Path, table, report) -> None:
     folder = files.llama_folder()
     with safeload.open(folder) as checkpoint:
