@@ -201,8 +201,8 @@ typedef struct sl_encoding {
 } sl_encoding;
 
 /* SL_E_RANGE if a value or a scale is not finite: *position is the index of the value, or of the first of its block.
- * SL_E_ARGUMENT for an unknown dtype or tier; codes of other than 2, 3, 4, 5, 6 or 8 bits; blocks within a row that have
- * fewer than 16 columns, or no multiple of 8; rows of 2, 3, 5 or 6 bits that are no multiple of 8. */
+ * SL_E_ARGUMENT for an unknown dtype or tier; codes of other than 2, 3, 4, 5, 6 or 8 bits; blocks within a row that
+ * have fewer than 16 columns, or no multiple of 8; rows of 2, 3, 5 or 6 bits that are no multiple of 8. */
 int32_t sl_encode(int32_t tier, const sl_encoding *encoding, uint64_t *position);
 
 /* ---- differences (kernels/difference.c) ---- */
