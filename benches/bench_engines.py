@@ -190,7 +190,7 @@ def peak():
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
 ones = {"a.weight": numpy.ones((128, 128), "float32")}
-safeload.convert(ones, sys.argv[3], quantize=sys.argv[2], only="*")
+safeload.convert(ones, sys.argv[3], quantize=sys.argv[2], only="*", overwrite=True)
 before = peak()
 safeload.convert(sys.argv[1], sys.argv[3], quantize=sys.argv[2], only="*.weight", ignore="*norm*", overwrite=True)
 print(peak() - before)
