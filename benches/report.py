@@ -73,7 +73,7 @@ LOSSES = (
         "save 1 GiB from a generator", "safetensors, a dict",
         "The writes dominate, and vary: 1.21 in another run of the day, and 0.87 to 1.12 between the quartiles of this "
         "one. The generator takes the memory of one tensor."),
-    Row("bench_small", "*load(bytes), 1 x *", "safetensors", "load(bytes), one 64-byte tensor", "", _CALLS),
+    Row("bench_small", "load(bytes), 1 x 64 B", "safetensors", "load(bytes), one 64-byte tensor", "", _CALLS),
     Row("bench_frameworks", "safeload.torch.load(bytes), 1 x *", "safetensors.torch",
         "torch: load(bytes), one tensor [32, 32]", "", "0.7 µs more, for the steps in Python that make the tensor."),
     Row("bench_frameworks", "safeload.torch.save, 1 x *", "safetensors.torch",
