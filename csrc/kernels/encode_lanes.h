@@ -95,31 +95,28 @@ TARGET static void NAME(integers)(const float *values, size_t count, const sl_en
 #undef PUT
 }
 
+/* The codes of blocks that have only scales. */
+#define EACH_SCALED(put)                                                            \
+    for (size_t begin = 0, k = 0; begin < count; begin += blocks->group, k++) {     \
+        size_t end = count - begin < blocks->group ? count : begin + blocks->group; \
+        lanes scale = same(blocks->scales[k]);                                      \
+        if (blocks->multiplies)                                                     \
+            EACH(SL_F32, MULTIPLIED, put);                                          \
+        else                                                                        \
+            EACH_DTYPE(DIVIDED, put);                                               \
+    }
+
 TARGET static void NAME(ranks)(const float *values, size_t count, const sl_encode_blocks *blocks,
                                const float bounds[15], const uint8_t map[16], uint8_t *codes) {
 #define PUT(at, value) put_ranks(at, value, &all)
     const table all = load_table(bounds, map);
-    for (size_t begin = 0, k = 0; begin < count; begin += blocks->group, k++) {
-        size_t end = count - begin < blocks->group ? count : begin + blocks->group;
-        lanes scale = same(blocks->scales[k]);
-        if (blocks->multiplies)
-            EACH(SL_F32, MULTIPLIED, PUT);
-        else
-            EACH_DTYPE(DIVIDED, PUT);
-    }
+    EACH_SCALED(PUT)
 #undef PUT
 }
 
 TARGET static void NAME(e4m3)(const float *values, size_t count, const sl_encode_blocks *blocks, uint8_t *codes) {
 #define PUT(at, value) put_e4m3(at, smaller(larger(value, same(-448.0f)), same(448.0f)))
-    for (size_t begin = 0, k = 0; begin < count; begin += blocks->group, k++) {
-        size_t end = count - begin < blocks->group ? count : begin + blocks->group;
-        lanes scale = same(blocks->scales[k]);
-        if (blocks->multiplies)
-            EACH(SL_F32, MULTIPLIED, PUT);
-        else
-            EACH_DTYPE(DIVIDED, PUT);
-    }
+    EACH_SCALED(PUT)
 #undef PUT
 }
 
