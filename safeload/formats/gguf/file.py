@@ -9,12 +9,11 @@ from typing import Any
 from ...base import log
 from ...base.paths import PathLike
 from ...base.text import clip, printable
-from ...models.diffusion import model_of
+from ...models.diffusion import ARCHITECTURE, model_of
 from ..metadata import as_texts
 from ..registry import Candidate, Content, OpenRequest
 from . import read as reading
 
-_ARCHITECTURE = "general.architecture"
 # Tensor names of transformers; names of llama.cpp begin with blk, token_embd, output.
 _HUGGING_FACE_NAME = re.compile(r"^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]", re.ASCII)
 
@@ -59,8 +58,8 @@ def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> N
     if model_of(values) is not None:
         return
     missing = []
-    if not isinstance(values.get(_ARCHITECTURE), str):
-        missing.append(f"the metadata has no {_ARCHITECTURE}")
+    if not isinstance(values.get(ARCHITECTURE), str):
+        missing.append(f"the metadata has no {ARCHITECTURE}")
     foreign = next((name for name in tensors if _HUGGING_FACE_NAME.search(name)), None)
     if foreign is not None:
         missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")

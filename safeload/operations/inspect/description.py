@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...base.text import clip
-from ...models.diffusion import model_of
+from ...models.diffusion import ARCHITECTURE, model_of
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -23,7 +23,7 @@ def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
     Values of unexpected types are left out.
     """
     if config is None:
-        name = metadata.get("general.architecture")
+        name = metadata.get(ARCHITECTURE)
         if not isinstance(name, str):
             return ""
         layers, hidden, vocabulary, experts = (

@@ -12,11 +12,11 @@ from ...errors import FormatError
 from ...formats.gguf.values import F32, U32
 from ...models import gguf_architectures as rows
 from ...models.choosing import Choice
-from ...models.diffusion import SHAPE_KEY, DiffusionModel, has_marks, model_of, original_shape, prefix_of
+from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, DiffusionModel, has_marks, model_of, original_shape, prefix_of
 from ..sources.description import TensorDescription
 from .findings import Finding, error, note, warning
 
-_ARCHITECTURE, _TYPE, _TOKENIZER = "general.architecture", "general.type", "tokenizer.ggml.model"
+_TYPE, _TOKENIZER = "general.type", "tokenizer.ggml.model"
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 # Optional keys with a size.
 _MORE_SIZES = ("feed_forward_length", "attention.head_count_kv", "expert_feed_forward_length")
@@ -34,11 +34,11 @@ class GgufModel(NamedTuple):
 
 def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription]) -> GgufModel:
     """Check the metadata and the vectors of a GGUF file, and choose its schema."""
-    architecture = metadata.get(_ARCHITECTURE)
+    architecture = metadata.get(ARCHITECTURE)
     if not tensors:
         return GgufModel([], None, {})
     if architecture is None:
-        message = f"no key {_ARCHITECTURE}: llama.cpp does not load this file, so its rules were not checked"
+        message = f"no key {ARCHITECTURE}: llama.cpp does not load this file, so its rules were not checked"
         return GgufModel([note("gguf.unchecked", None, message)], None, {})
     diffusion = model_of(metadata)
     if diffusion is not None:
@@ -68,7 +68,7 @@ def _check_diffusion(
     metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription], model: DiffusionModel
 ) -> Iterator[Finding]:
     """Check the names and the original shapes of a diffusion model."""
-    architecture = metadata[_ARCHITECTURE]
+    architecture = metadata[ARCHITECTURE]
     if not has_marks(tensors.keys(), model, prefix_of(tensors.keys())):
         message = f"no names of {architecture}, such as {model.marks[-1][0]}: ComfyUI may not recognize the model"
         yield warning("gguf.names", None, message)
