@@ -425,7 +425,7 @@ class _Library:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turn errors of the library, which is written in Rust and whose panics are no Exceptions, into refusals."""
+        """Turn errors of the library, which is written in Rust and whose panics are not Exceptions, into refusals."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
