@@ -429,6 +429,7 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
  *   CONVERT    `from` to `to`; SL_E_RANGE for an element that does not fit into its block
  *   GRID       a strided 2-D copy (sl_grid), converted if `from` and `to` differ
  *   WRITE      memory to the file at `offset`
+ *   WRITE_BACK like WRITE; each complete 16 MiB also begin to go to the disk, so that an fsync waits for less
  *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
  *   INT8       any real dtype times the factors of its channels, rounded half away from zero, within [-128, 127]
  *   ABSMAX     any real dtype: memory holds a u32 per channel, which is 0 or the result of other jobs, and is raised to
@@ -455,7 +456,8 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 #define SL_OP_RESTORE 10
 #define SL_OP_WEIGHTED 11
 #define SL_OP_MERGE 12
-#define SL_OP_COUNT 13
+#define SL_OP_WRITE_BACK 13
+#define SL_OP_COUNT 14
 
 const char *sl_op_name(int32_t op); /* "copy"; NULL if out of range */
 

@@ -16,7 +16,7 @@ static uint64_t up(uint64_t offset) { return down(offset + PAGE - 1); }
 
 bool sl_direct_can(const sl_job *job) {
     return job->direct > 0 && job->file != SL_MEMORY && job->grid == NULL && job->packed == NULL &&
-           job->op != SL_OP_WRITE && job->op != SL_OP_APPEND && job->op != SL_OP_WEIGHTED; /* rows may exceed a chunk */
+           !sl_job_writes(job) && job->op != SL_OP_WEIGHTED; /* rows may exceed a chunk */
 }
 
 /* Reads the file's bytes [begin, end), in whole pages except at the end of the file, to `memory`. Only the bytes from

@@ -22,6 +22,10 @@ static inline uint64_t sl_chunk_size(const sl_job *job, const sl_plan *plan, uin
     return sl_chunk_begin(job, plan, chunk + 1) - sl_chunk_begin(job, plan, chunk);
 }
 
+static inline bool sl_job_writes(const sl_job *job) {
+    return job->op == SL_OP_WRITE || job->op == SL_OP_WRITE_BACK || job->op == SL_OP_APPEND;
+}
+
 /* The job's element at a byte, which must be a whole number of units. */
 static inline uint64_t sl_element_at(const sl_plan *plan, uint64_t byte) {
     return byte / plan->unit_bytes * plan->unit;

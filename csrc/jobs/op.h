@@ -20,6 +20,7 @@ extern const sl_op sl_op_copy;
 extern const sl_op sl_op_convert;
 extern const sl_op sl_op_grid;
 extern const sl_op sl_op_write;
+extern const sl_op sl_op_write_back;
 extern const sl_op sl_op_append;
 extern const sl_op sl_op_int8;
 extern const sl_op sl_op_absmax;

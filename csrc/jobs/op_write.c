@@ -1,4 +1,5 @@
-/* The operations SL_OP_WRITE and SL_OP_APPEND: memory to a file, at its offset or at the file's current position. */
+/* The operations SL_OP_WRITE, SL_OP_WRITE_BACK and SL_OP_APPEND: memory to a file, at its offset or at the file's
+ * current position. */
 #include "jobs/op.h"
 #include "platform/platform.h"
 
@@ -19,6 +20,19 @@ static int32_t run_write(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     return sl_platform_write(job->file, append, job->offset + begin, (const uint8_t *)job->memory + begin, size, error);
 }
 
+static int32_t run_write_back(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch,
+                              sl_error *error) {
+    int32_t status = run_write(job, plan, chunk, scratch, error);
+    if (status != SL_OK) return status;
+    /* A chunk of a small job rarely completes the 16 MiB, so many small jobs cost few system calls. */
+    uint64_t begin = job->offset + sl_chunk_begin(job, plan, chunk), end = begin + sl_chunk_size(job, plan, chunk);
+    uint64_t complete = end - end % WRITE_CHUNK;
+    if (complete > begin) sl_platform_write_back(job->file, complete - WRITE_CHUNK, WRITE_CHUNK);
+    return SL_OK;
+}
+
 const sl_op sl_op_write = {"write", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_write};
 const sl_op sl_op_append = {"append",      SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE,
                             SL_TAKES_NONE, plan_write,    run_write};
+const sl_op sl_op_write_back = {"write back",  SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_NONE,
+                                SL_TAKES_NONE, plan_write,    run_write_back};

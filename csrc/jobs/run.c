@@ -7,11 +7,11 @@
 #include "platform/parallel.h"
 
 static const sl_op *const OPS[SL_OP_COUNT] = {
-    [SL_OP_COPY] = &sl_op_copy,           [SL_OP_CONVERT] = &sl_op_convert, [SL_OP_GRID] = &sl_op_grid,
-    [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,   [SL_OP_INT8] = &sl_op_int8,
-    [SL_OP_ABSMAX] = &sl_op_absmax,       [SL_OP_FINITE] = &sl_op_finite,   [SL_OP_STATS] = &sl_op_stats,
-    [SL_OP_HISTOGRAM] = &sl_op_histogram, [SL_OP_RESTORE] = &sl_op_restore, [SL_OP_WEIGHTED] = &sl_op_weighted,
-    [SL_OP_MERGE] = &sl_op_merge,
+    [SL_OP_COPY] = &sl_op_copy,           [SL_OP_CONVERT] = &sl_op_convert,       [SL_OP_GRID] = &sl_op_grid,
+    [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,         [SL_OP_INT8] = &sl_op_int8,
+    [SL_OP_ABSMAX] = &sl_op_absmax,       [SL_OP_FINITE] = &sl_op_finite,         [SL_OP_STATS] = &sl_op_stats,
+    [SL_OP_HISTOGRAM] = &sl_op_histogram, [SL_OP_RESTORE] = &sl_op_restore,       [SL_OP_WEIGHTED] = &sl_op_weighted,
+    [SL_OP_MERGE] = &sl_op_merge,         [SL_OP_WRITE_BACK] = &sl_op_write_back,
 };
 
 /* Each thread's scratch is a multiple of this size, so that the next scratch is aligned for any type. */

@@ -9,6 +9,9 @@
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,
                           sl_error *error);
 
+/* Has the system begin to write bytes of a file to the disk, if it can. Errors of the disk are left to fsync. */
+void sl_platform_write_back(int64_t file, uint64_t offset, uint64_t size);
+
 /* Alignment of memory, offsets and sizes for sl_file_open_direct: a page, which satisfies any disk. */
 #define SL_DIRECT_PAGE ((uint64_t)4096)
 

@@ -202,6 +202,14 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
     return SL_OK;
 }
 
+void sl_platform_write_back(int64_t file, uint64_t offset, uint64_t size) {
+#if defined(__linux__)
+    sync_file_range((int)file, (off_t)offset, (off_t)size, SYNC_FILE_RANGE_WRITE);
+#else
+    (void)file, (void)offset, (void)size;
+#endif
+}
+
 void *sl_memory_alloc(uint64_t size) {
     /* Huge pages must be aligned to their size. The blocks of malloc and numpy are not, which would leave up to 2 MiB
      * of every block in small pages. */

@@ -179,6 +179,8 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
     return SL_OK;
 }
 
+void sl_platform_write_back(int64_t file, uint64_t offset, uint64_t size) { (void)file, (void)offset, (void)size; }
+
 void *sl_memory_alloc(uint64_t size) {
     return VirtualAlloc(NULL, (SIZE_T)size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 }

@@ -115,8 +115,9 @@ static void check_jobs(void) {
     sl_file file;
     int32_t status;
     EXPECT(sl_convert(SL_TIER_SCALAR, SL_BF16, SL_F32, bytes, wanted, count) == SL_OK);
-    for (int32_t op = SL_OP_WRITE; op <= SL_OP_APPEND; op++) {
-        write_file(path_of("jobs"), bytes, size, op);
+    const int32_t ops[] = {SL_OP_WRITE, SL_OP_APPEND, SL_OP_WRITE_BACK};
+    for (size_t k = 0; k < sizeof ops / sizeof *ops; k++) {
+        write_file(path_of("jobs"), bytes, size, ops[k]);
         OK(sl_file_open(path_of("jobs"), &file, &error));
         EXPECT(file.size == size);
         const uint64_t first = 5 * MIB;

@@ -29,6 +29,7 @@ static const struct {
     {SL_OP_RESTORE, "restore", NO, NO, YES, NO, SL_F32, SL_BF16},
     {SL_OP_WEIGHTED, "quantize with importance", NO, YES, MAYBE, NO, SL_F32, SL_Q4_0},
     {SL_OP_MERGE, "merge", NO, NO, NO, YES, SL_F32, SL_BF16},
+    {SL_OP_WRITE_BACK, "write back", NO, NO, NO, NO, SL_F32, SL_F32},
 };
 _Static_assert(sizeof ROWS_OF_OPS / sizeof *ROWS_OF_OPS == SL_OP_COUNT, "one row for each operation");
 
@@ -78,7 +79,7 @@ static int32_t run(const sl_job *jobs, uint64_t count, int32_t threads, sl_error
     return SL_OK;
 }
 
-static bool writes(int32_t op) { return op == SL_OP_WRITE || op == SL_OP_APPEND; }
+static bool writes(int32_t op) { return op == SL_OP_WRITE || op == SL_OP_WRITE_BACK || op == SL_OP_APPEND; }
 
 /* Where a job's source is. */
 enum { IN_MEMORY, IN_FILE, DIRECTLY, PLACES };
@@ -209,7 +210,7 @@ static void refuse_malformed(void) {
         CHECK(strcmp(sl_op_name(ROWS_OF_OPS[row].op), ROWS_OF_OPS[row].name) == 0);
     CHECK(sl_op_name(-1) == NULL && sl_op_name(SL_OP_COUNT) == NULL);
     refuse(job_of(-1, SL_F32, SL_F32, false), "unknown operation -1");
-    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "unknown operation 13");
+    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "unknown operation 14");
     job = job_of(SL_OP_COPY, SL_F32, SL_F32, false);
     CHECK(sl_jobs_run(&job, 1, SL_TIER_COUNT, 1, 0, &cursor, &error) == SL_E_ARGUMENT &&
           names(error.message, "unknown tier"));

@@ -117,6 +117,7 @@ TAKES = {
     "restore": (NO, NO, YES, "F32", "BF16"),
     "quantize with importance": (NO, YES, MAYBE, "F32", "Q4_0"),
     "merge": (NO, NO, NO, "F32", "BF16"),
+    "write back": (NO, NO, NO, "F32", "F32"),
 }
 
 
@@ -169,7 +170,7 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
     case = Case(ROWS, 4, (1, 8, 12))
     path = tmp_path / "written"
     with path.open("wb") as file:
-        writes = op in (lib.SL_OP_WRITE, lib.SL_OP_APPEND)
+        writes = op in (lib.SL_OP_WRITE, lib.SL_OP_WRITE_BACK, lib.SL_OP_APPEND)
         begin = case.codes.ctypes.data if with_packed else x.ctypes.data
         place = (handle_of(file), 0, out.ctypes.data) if writes else (None, begin, out.ctypes.data)
         takes = grid if with_grid else None, channels if with_channels else None

@@ -134,7 +134,9 @@ class AtomicFile:
             self._digest.begin(pieces)
         try:
             handle = _handle(self._descriptor)
-            self._position = jobs.write(handle, self._position, pieces, path=self.path, in_order=self._in_order)
+            self._position = jobs.write(
+                handle, self._position, pieces, path=self.path, in_order=self._in_order, durable=self._durable
+            )
         finally:
             if self._digest is not None:
                 self._digest.wait()  # the caller may reuse the memory

@@ -322,7 +322,15 @@ def move(
     Runner(int(sizes.sum()), threads, report=lambda done: check(), fail=fail).run(array, ordered)
 
 
-def write(handle: int, position: int, pieces: Sequence[tuple[int, int]], *, path: str, in_order: bool) -> int:
+def write(
+    handle: int,
+    position: int,
+    pieces: Sequence[tuple[int, int]],
+    *,
+    path: str,
+    in_order: bool,
+    durable: bool,
+) -> int:
     """Write memory to an open file, and return the position after it.
 
     Args:
@@ -330,11 +338,12 @@ def write(handle: int, position: int, pieces: Sequence[tuple[int, int]], *, path
         position: first byte in the file.
         pieces: pairs of address and size in bytes.
         in_order: True for devices and pipes, which have no positions.
+        durable: True if an fsync follows: the system then begins to write to the disk at once.
 
     Raises:
         OSError: the file cannot be written.
     """
-    op = lib.SL_OP_APPEND if in_order else lib.SL_OP_WRITE
+    op = lib.SL_OP_APPEND if in_order else lib.SL_OP_WRITE_BACK if durable else lib.SL_OP_WRITE
     rows, begin = [], position
     for address, size in pieces:
         rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0, 0))
