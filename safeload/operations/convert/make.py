@@ -46,7 +46,7 @@ from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
 from ..quantize.importance import read_importance, vectors_for
 from ..quantize.quantize import Rounding, quantize_source
 from ..quantize.stack import fill, plan
-from ..quantize.weights import Rooms, Weights, weights_in
+from ..quantize.weights import ScratchBuffers, Weights, weights_in
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.restructured import RestructuredCatalog
@@ -345,7 +345,7 @@ class Maker:
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch, self._codes = _Scratch(), _Scratch()
-        self._rooms = Rooms()
+        self._buffers = ScratchBuffers()
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -511,7 +511,7 @@ class Maker:
         return self._maxima[names]
 
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
-        return weights_in(self._catalog, name, row, self._rooms, self._scratch.array, threads=self._threads)
+        return weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""

@@ -18,7 +18,7 @@ from ..sources.description import TensorDescription
 from .encoding import Encoding, encode, largest_in
 from .engine_layout import arranged
 from .engine_rules import EngineRules, nothing_left
-from .weights import Rooms, Weights, weights_in
+from .weights import ScratchBuffers, Weights, weights_in
 
 
 class EncodedTensors(NamedTuple):
@@ -72,7 +72,7 @@ class _EngineLoader:
         self._catalog, self._rules, self._abouts, self._threads = catalog, rules, abouts, threads
         self._quantized, self._quantization = quantized, rules.quantization(quantized)
         self._maxima: dict[tuple[str, ...], float] = {}
-        self._rooms = Rooms()
+        self._buffers = ScratchBuffers()
 
     def encoded(self, name: str) -> QuantizedTensor:
         """Return a quantized weight."""
@@ -105,7 +105,7 @@ class _EngineLoader:
         return self._values(name, row)
 
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
-        return weights_in(self._catalog, name, row, self._rooms, private_array, threads=self._threads)
+        return weights_in(self._catalog, name, row, self._buffers, private_array, threads=self._threads)
 
     def _values(self, name: str, row: dtypes.Dtype) -> Array:
         array = private_array(self._abouts[name].shape, dtypes.array_dtype(row.number))

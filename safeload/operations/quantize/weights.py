@@ -44,26 +44,26 @@ class Weights(NamedTuple):
         return max(1, min(limit, _MOST_BYTES // max(1, nbytes)))
 
 
-class Rooms:
-    """Memory that threads borrow; it is reused from weight to weight."""
+class ScratchBuffers:
+    """Scratch memory that threads borrow; it is reused from weight to weight."""
 
     def __init__(self) -> None:
         self._free: list[Array] = []
 
     @contextmanager
-    def borrowed(self, nbytes: int) -> Iterator[Array]:
+    def borrow(self, nbytes: int) -> Iterator[Array]:
         """Lend memory of this many bytes."""
         try:
-            room = self._free.pop()
+            buffer = self._free.pop()
         except IndexError:
-            room = np.empty(0, np.uint8)
-        if room.nbytes < nbytes:
-            room = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
-            room = private_array((nbytes,), np.dtype(np.uint8))
+            buffer = np.empty(0, np.uint8)
+        if buffer.nbytes < nbytes:
+            buffer = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
+            buffer = private_array((nbytes,), np.dtype(np.uint8))
         try:
-            yield room[:nbytes]
+            yield buffer[:nbytes]
         finally:
-            self._free.append(room)
+            self._free.append(buffer)
 
 
 def in_memory(values: Array) -> Weights:
@@ -75,7 +75,7 @@ def in_memory(values: Array) -> Weights:
 def weights_of(
     value: Source | QuantizedTensor,
     row: dtypes.Dtype,
-    rooms: Rooms,
+    scratch: ScratchBuffers,
     whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],
     threads: int | None,
 ) -> Weights:
@@ -96,8 +96,8 @@ def weights_of(
     @contextmanager
     def read(begin: int, end: int) -> Iterator[Array]:
         part = source._replace(shape=(end - begin,), offset=source.offset + source.row.nbytes(begin))
-        with rooms.borrowed((end - begin) * dtype.itemsize) as room:
-            yield jobs.native_order(read_values(part, row, room.view(dtype), 1))
+        with scratch.borrow((end - begin) * dtype.itemsize) as buffer:
+            yield jobs.native_order(read_values(part, row, buffer.view(dtype), 1))
 
     if source.file is not None and source.file.remote:
         return Weights(read, _REMOTE, _REMOTE_READERS)
@@ -108,7 +108,7 @@ def weights_in(
     catalog: Catalog,
     name: str,
     row: dtypes.Dtype,
-    rooms: Rooms,
+    scratch: ScratchBuffers,
     whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],
     *,
     threads: int | None,
@@ -123,16 +123,16 @@ def weights_in(
         items = catalog.items(name)
         if len(items) > 1:
             packed = any(base.about(source).packed for source in catalog.sources_of(name))
-            return _of_items(catalog, items, row, rooms, alone=packed or type(base) is not Catalog)
+            return _of_items(catalog, items, row, scratch, alone=packed or type(base) is not Catalog)
     elif type(base) is Catalog:
-        return weights_of(catalog.restoring(name) or catalog.source(name), row, rooms, whole, threads)
+        return weights_of(catalog.restoring(name) or catalog.source(name), row, scratch, whole, threads)
     values = whole(catalog.about(name).shape, dtypes.array_dtype(row.number))
     catalog.read_into(name, row, values, threads)
     return in_memory(jobs.native_order(values))
 
 
 def _of_items(
-    catalog: EngineCatalog, items: Sequence[TensorRecipe], row: dtypes.Dtype, rooms: Rooms, *, alone: bool
+    catalog: EngineCatalog, items: Sequence[TensorRecipe], row: dtypes.Dtype, scratch: ScratchBuffers, *, alone: bool
 ) -> Weights:
     """Return the values of a stack, of which each strip makes one item."""
     dtype, shape = dtypes.array_dtype(row.number), items[0].shape
@@ -140,8 +140,8 @@ def _of_items(
 
     @contextmanager
     def read(begin: int, end: int) -> Iterator[Array]:
-        with rooms.borrowed((end - begin) * dtype.itemsize) as room:
-            values = room.view(dtype)
+        with scratch.borrow((end - begin) * dtype.itemsize) as buffer:
+            values = buffer.view(dtype)
             for number in range(begin // size, end // size):
                 item = values[number * size - begin : (number + 1) * size - begin]
                 catalog.fill_item(items[number], row, item.reshape(shape))
