@@ -14,20 +14,29 @@ OLDEST=("numpy==1.24.0" "cffi==1.17.0" "ml_dtypes==0.5.0")
 # pages.
 TESTS=(
     tests/malformed
+    tests/test_adapters.py
     tests/test_base
     tests/test_checkpoint.py
     tests/test_cli
     tests/test_compat
     tests/test_engine
+    tests/test_engines
     tests/test_formats
-    tests/test_operations/test_conversion.py
-    tests/test_operations/test_quantization.py
+    tests/test_loading
+    tests/test_mistakes.py
+    tests/test_models
+    tests/test_operations
     tests/test_packed
+    tests/test_plugins.py
     tests/test_released.py
+    tests/test_results.py
+    tests/test_saving
     tests/test_stores
+    tests/test_tracebacks.py
+    tests/test_urls.py
 )
 # What the tests import.
-HELPERS=(gguf pytest pytest-benchmark hypothesis fsspec urllib3 sybil setuptools)
+HELPERS=(gguf pytest pytest-xdist pytest-benchmark hypothesis fsspec urllib3 sybil setuptools zstandard h5py tokenizers)
 
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -141,6 +150,6 @@ for name in "${names[@]}"; do
     cd "$work/tests"
     "$work/$name/bin/python" -W error -c 'import safeload; safeload.show_config()'
     mapfile -t leaving < <(left_out "$name")
-    "$work/$name/bin/python" -m pytest -q -rs -p no:cacheprovider "${TESTS[@]}" "${leaving[@]}"
+    "$work/$name/bin/python" -m pytest -q -n 2 -rs -p no:cacheprovider "${TESTS[@]}" "${leaving[@]}"
 done
 echo "all passed: ${names[*]}"

@@ -150,3 +150,15 @@ def test_damaged_digests_of_settings_are_refused(tmp_path, restoring):
     (tmp_path / "m.json").write_text(json.dumps({"safeload_manifest": 1, "tensors": {"w": entry}}))
     with pytest.raises(safeload.FormatError, match="'restoring' of 'w' must be a SHA-256"):
         manifest.read(tmp_path / "m.json")
+
+
+def test_a_fresh_manifest_covers_the_folder_but_for_files_of_git(tmp_path):
+    model = shutil.copytree(DATA / "signatures" / "model", tmp_path / "model")
+    shutil.copy(DATA / "signatures" / "files.sig", model / "model.sig")
+    (model / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    written = tmp_path / "manifest.json"
+    assert main(["check", str(model), "--schema", "none", "--write-manifest", str(written)]) == 0
+    report = safeload.verify(model, written)
+    assert report.ok, str(report)
+    (model / "added.json").write_text("{}")
+    assert [file.file for file in safeload.verify(model, written).faults] == ["added.json"]

@@ -327,14 +327,3 @@ def test_signing_with_the_library_again(model, tmp_path):
         flip(model / "config.json")
         assert not safeload.verify(model, Signature(tmp_path / "x.sig", key=KEY)).ok
         flip(model / "config.json")
-
-
-def test_a_fresh_manifest_covers_the_folder_but_for_files_of_git(model, tmp_path):
-    (model / ".gitattributes").write_text("*.safetensors filter=lfs\n")
-    (model / "model.sig").write_bytes((SIGNED / "files.sig").read_bytes())
-    manifest = tmp_path / "manifest.json"
-    safeload.check(model, schema=None, write_manifest=manifest)
-    report = safeload.verify(model, manifest)
-    assert report.ok, str(report)
-    (model / "added.json").write_text("{}")
-    assert [file.file for file in safeload.verify(model, manifest).faults] == ["added.json"]
