@@ -11,6 +11,7 @@ TESTS=(
     tests/test_frameworks
     tests/test_adapters.py
     tests/test_base/test_forking.py
+    tests/test_compat/test_alias.py
     tests/test_compat/test_error_classes.py
     tests/test_compat/test_names.py
     tests/test_compat/test_upstream.py
@@ -18,6 +19,7 @@ TESTS=(
     tests/test_engine/test_staging.py
     tests/test_formats/test_orbax.py
     tests/test_loading/test_verified.py
+    tests/test_operations/test_diffusion_models.py
     tests/test_saving
     tests/test_typing.py
 )
@@ -38,9 +40,9 @@ mkdir "$work/source"
 . "$folder/venv/bin/activate"
 pip wheel -q --no-deps -w "$work" "$work/source"
 # One release of torch: where pip finds a build of it without CUDA, that saves 4 GB.
-pip install -q --no-compile torch==2.13.0 mypy basedpyright "$(echo "$work"/*.whl)[test,test-frameworks]"
+pip install -q --no-compile torch==2.13.0 mypy basedpyright peft 'transformers>=5' "$(echo "$work"/*.whl)[test,test-frameworks]"
 pip install -q --no-compile --force-reinstall --no-deps "$work"/*.whl # of the same version as that of an earlier run
-python -W ignore -c 'import flax, jax, torch' # or their tests would be skipped
+python -W ignore -c 'import flax, jax, peft, torch, transformers' # or their tests would be skipped
 [ -d "$folder/upstream" ] || python "$root/tests/upstream/fetch.py" "$folder/upstream"
 export SAFELOAD_UPSTREAM_SDISTS=$folder/upstream
 
