@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -489,6 +490,9 @@ def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Te
         TensorNotFoundError: a name does not exist.
     """
     where, files = checkpoint._where, checkpoint.weight_files
+    if names is not None and where is not None and not checkpoint._hidden:
+        with suppress(KeyError):
+            return Tensors.located({name: where[name] for name in distinct(names)})
     if names is not None and (where is not None or checkpoint._hidden):
         return Tensors.of((name, *checkpoint._locate(name)) for name in distinct(names))
     return Tensors.in_file(files[0], names) if where is None else Tensors.located(where)

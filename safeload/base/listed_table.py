@@ -104,8 +104,9 @@ class ListedTable(Table):
     def byte_ranges(self) -> list[tuple[int, int]]:
         return list(zip(self._begins, self._ends, strict=True))
 
-    def _all_columns(self) -> Columns:
-        return Columns(self.numbers, self.shapes, self._begins, self._ends)
+    def _columns_between(self, begin: int, end: int) -> Columns:
+        between = slice(begin, end)
+        return Columns(self.numbers[between], self.shapes[between], self._begins[between], self._ends[between])
 
     def sizes(self) -> list[int]:
         """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
@@ -113,6 +114,10 @@ class ListedTable(Table):
         for index, packed in self._packed.items():
             sizes[index] = packed.nbytes
         return sizes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes())
 
     def strides(self, index: int) -> tuple[int, ...] | None:
         return self._strides.get(index)

@@ -203,25 +203,44 @@ class Table:
             raise missing(name, self.names)
         return index
 
+    def indices(self, names: list[str]) -> Sequence[int]:
+        """Return the index of each tensor: a range if many names are neighbours.
+
+        Raises:
+            TensorNotFoundError: no tensor has such a name.
+        """
+        if 2 * len(names) * _SEARCH_COST > max(self.count, _NUMPY_FROM):
+            begin = self.index(names[0])
+            end = begin + len(names)
+            if self.names[begin:end] == names:
+                return range(begin, end)
+        return [self.index(name) for name in names]
+
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Logical shapes."""
         if self._shapes is None:
-            columns, count = self._columns, self.count
-            last = columns.dim_ends[count - 1] if count else 0
-            rank, dims = last // max(count, 1), tuple(self._column("dims", last))
-            if rank and self._all_of_rank(rank):
-                self._shapes = list(zip(*[iter(dims)] * rank, strict=True))
-            else:
-                self._shapes = [dims[a:b] for a, b in pairwise([0, *self._column("dim_ends", count)])]
+            self._shapes = self._shapes_between(0, self.count)
         return self._shapes
 
-    def _all_of_rank(self, rank: int) -> bool:
-        """Return whether all shapes have this number of dims."""
-        if self.count < _NUMPY_FROM:
-            return self._column("dim_ends", self.count) == list(range(rank, rank * self.count + 1, rank))
-        expected = np.arange(rank, rank * self.count + 1, rank, dtype=np.uint64)
-        return expected.tobytes() == self._bytes("dim_ends", 8 * self.count)
+    def _shapes_between(self, begin: int, end: int) -> list[tuple[int, ...]]:
+        """Return the logical shapes of neighbouring tensors."""
+        if begin == end:
+            return []
+        columns, count = self._columns, end - begin
+        before, last = columns.dim_ends[begin - 1] if begin else 0, columns.dim_ends[end - 1]
+        dims = tuple(ffi.unpack(columns.dims + before, last - before)) if last > before else ()
+        rank = len(dims) // count
+        if count < _NUMPY_FROM:
+            ends = ffi.unpack(columns.dim_ends + begin, count)
+            alike = rank and ends == list(range(before + rank, last + 1, rank))
+        else:
+            expected = np.arange(before + rank, last + 1, max(rank, 1), dtype=np.uint64).tobytes()
+            alike = rank and expected == ffi.buffer(columns.dim_ends + begin, 8 * count)[:]
+        if alike:
+            return list(zip(*[iter(dims)] * rank, strict=True))
+        ends = ffi.unpack(columns.dim_ends + begin, count)
+        return [dims[a - before : b - before] for a, b in pairwise([before, *ends])]
 
     def begins(self) -> list[int]:
         """Return the first byte of each tensor in the file."""
@@ -267,31 +286,45 @@ class Table:
         if self._entries is not None:
             return self._entries[index]
         if self._index is not None:  # after many searches, the columns make each further entry a single step
-            self._entries = list(zip(*self._all_columns(), strict=True))
+            self._entries = list(zip(*self._columns_between(0, self.count), strict=True))
             return self._entries[index]
         columns = self._columns
         return columns.dtypes[index], self.shape(index), columns.begins[index], columns.ends[index]
 
     def columns(self, indices: Sequence[int]) -> Columns:
         """Return the properties of tensors; if they are few, the rest of the table is not decoded."""
-        whole = indices == range(self.count)
-        if not whole and len(indices) * _SEARCH_COST < self.count:
+        if isinstance(indices, range) and indices.step == 1:
+            return self._columns_between(indices.start, indices.stop)
+        if len(indices) * _SEARCH_COST < self.count:
             ranges = [self.byte_range(i) for i in indices]
             numbers = bytes([self.row(i).number for i in indices])
             return Columns(numbers, [self.shape(i) for i in indices], [b for b, _ in ranges], [e for _, e in ranges])
-        columns = self._all_columns()
-        if whole:
-            return columns
-        numbers, shapes, begins, ends = columns
+        numbers, shapes, begins, ends = self._columns_between(0, self.count)
         pick = bytes([numbers[i] for i in indices]), [shapes[i] for i in indices]
         return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])
 
-    def _all_columns(self) -> Columns:
-        return Columns(self.numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
+    def _columns_between(self, begin: int, end: int) -> Columns:
+        """Return the properties of neighbouring tensors."""
+        if begin == 0 and end == self.count:
+            return Columns(self.numbers, self.shapes, self._column("begins", end), self._column("ends", end))
+        if begin == end:
+            return Columns(b"", (), (), ())
+        columns, count = self._columns, end - begin
+        return Columns(
+            self.numbers[begin:end],
+            self._shapes_between(begin, end) if self._shapes is None else self._shapes[begin:end],
+            ffi.unpack(columns.begins + begin, count),
+            ffi.unpack(columns.ends + begin, count),
+        )
 
     def sizes(self) -> list[int]:
         """Return the size of each tensor's elements in bytes."""
         return [end - begin for begin, end in self.byte_ranges()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of all tensors."""
+        return sum(self._column("ends", self.count)) - sum(self._column("begins", self.count))
 
     def big_endian(self, index: int) -> bool:
         """Return whether the elements of a tensor are big-endian."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..base.messages import error_about
 from ..base.paths import is_bare, os_error
 from ..base.text import clip, printable, show
-from ..engine.run.weight_file import WeightFile
+from ..engine.run.weight_file import WeightFile, places_in
 from ..errors import (
     FormatError,
     MissingShardError,
@@ -157,11 +157,11 @@ def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[Wei
     Raises:
         FormatError: another file has a tensor of the same name.
     """
-    for name, place in places.items():
-        if name in where:
-            first, second = where[name][0].path, place[0].path
-            raise error_about(FormatError, f"is in both {first} and {second}", path=second, tensor=name)
-        where[name] = place
+    if not where.keys().isdisjoint(places.keys()):
+        name = next(name for name in places if name in where)
+        first, second = where[name][0].path, places[name][0].path
+        raise error_about(FormatError, f"is in both {first} and {second}", path=second, tensor=name)
+    where.update(places)
 
 
 def open_parts(first: Opened, request: OpenRequest) -> Shards:
@@ -177,7 +177,7 @@ def open_parts(first: Opened, request: OpenRequest) -> Shards:
 def _union(format: str, files: list[WeightFile], metadata: Mapping[str, Any]) -> Shards:
     where: dict[str, tuple[WeightFile, int]] = {}
     for file in files:
-        add(where, {name: (file, index) for index, name in enumerate(file.table.names)})
+        add(where, places_in(file))
     return Shards(format, files, where, metadata)
 
 
@@ -271,7 +271,7 @@ def _open_keras_index(
     shards = files.each(open_shard, names)
     where: dict[str, tuple[WeightFile, int]] = {}
     for name, shard in zip(names, shards, strict=True):
-        places = shard.where or {tensor: (shard.file, k) for k, tensor in enumerate(shard.file.table.names)}
+        places = shard.where or places_in(shard.file)
         parents = {tensor.rpartition(".")[0] for tensor in places}
         for group in holders[name]:
             if group not in parents:

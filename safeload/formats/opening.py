@@ -12,7 +12,7 @@ from ..base.paths import PathLike
 from ..base.text import plural, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
-from ..engine.run.weight_file import WeightFile
+from ..engine.run.weight_file import WeightFile, places_in
 from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files, Location, rather_changed
 from ..stores.local import compare
@@ -293,16 +293,21 @@ def reopen_subset(
             return shard
 
         shards = recipe.files.each(open_shard, seen)
-        for shard, (path, _) in zip(shards, seen, strict=True):
+        alone = len(shards) == 1 and not unlisted
+        for shard, (path, _) in zip(shards, seen, strict=True) if not alone else ():
             excluded = frozenset(unlisted.get(path, ()))
-            places = shard.where or {name: (shard.file, k) for k, name in enumerate(shard.file.table.names)}
-            folder.add(where, {name: place for name, place in places.items() if name not in excluded})
+            places = shard.where or places_in(shard.file)
+            if excluded:
+                places = {name: place for name, place in places.items() if name not in excluded}
+            folder.add(where, places)
     except BaseException:
         for shard in shards:
             for file in shard.files:
                 file.close()
         raise
     files = [file for shard in shards for file in shard.files]
+    if alone:
+        return OpenedPath(seen[0][0], shards[0].format, files, shards[0].where or None, {}, config, recipe=recipe)
     return OpenedPath(seen[0][0], shards[0].format, files, where, {}, config, recipe=recipe)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...base.cached import cached_property
+from ...base.gc_pause import paused
 from ...base.packing import Packed, Part
 from ...base.selecting import distinct
 from ...base.table import Columns
@@ -81,7 +82,7 @@ class Tensors(Sequence[FileTensor]):
         if names is None:
             return cls([file], file.table.names, range(file.table.count))
         chosen = list(distinct(names))
-        return cls([file], chosen, [file.table.index(name) for name in chosen])
+        return cls([file], chosen, file.table.indices(chosen))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -140,6 +141,10 @@ class Tensors(Sequence[FileTensor]):
     @cached_property
     def columns(self) -> Columns:
         """Dtype numbers, logical shapes and byte ranges."""
+        with paused(len(self)):
+            return self._columns()
+
+    def _columns(self) -> Columns:
         if self.file is None:
             return self.files[0].table.columns(self.indices) if self.files else Columns(b"", (), (), ())
         tables = [file.table.columns(range(file.table.count)) for file in self.files]

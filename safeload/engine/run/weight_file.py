@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import repeat
+from itertools import count, repeat
 from operator import sub
 from typing import Any, BinaryIO, NoReturn
 
@@ -194,6 +194,12 @@ def layouts(table: Table, indices: Sequence[int]) -> list[ArraySpec]:
 
 def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
     return layout._replace(strides=table.strides(index), big_endian=table.big_endian(index))
+
+
+def places_in(file: WeightFile) -> dict[str, tuple[WeightFile, int]]:
+    """Return file and index of each tensor of a file."""
+    with paused(file.table.count):
+        return dict(zip(file.table.names, zip(repeat(file), count()), strict=False))
 
 
 def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown: str) -> WeightFile:

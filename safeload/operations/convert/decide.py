@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..._version import __version__
 from ...base import dtypes
+from ...base.arrays import Array
 from ...base.preset import PRESETS
 from ...base.scheme import SCHEMES
 from ...base.text import show
@@ -35,6 +38,8 @@ from ..sources.restructured import RestructuredCatalog
 from .request import ConvertRequest
 
 _F32 = dtypes.BY_CODE["F32"]
+# Stands for the dtype number of a tensor that is copied.
+_COPY = -1
 
 
 class Decision(NamedTuple):
@@ -296,6 +301,35 @@ def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
     return decisions
 
 
+def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> tuple[TensorRun, ...]:
+    """Encode tensors that are copied or cast, like `runs_of`.
+
+    Args:
+        sources: uint8, dtype numbers in the source.
+        targets: uint8, dtype numbers in the result.
+    """
+    casts = np.where(sources == targets, _COPY, targets.astype(np.int16))
+    begins = [0, *(np.flatnonzero(casts[1:] != casts[:-1]) + 1).tolist()] if len(casts) else []
+    codes = [None if number == _COPY else dtypes.BY_NUMBER[number].code for number in casts[begins].tolist()]
+    ends = [*begins[1:], len(casts)]
+    return tuple(
+        TensorRun(names=tuple(names[begin:end]), dtype=code)
+        for begin, end, code in zip(begins, ends, codes, strict=False)
+    )
+
+
+def casts_of(piece: ConversionPiece) -> dict[str, str | None] | None:
+    """Return the dtype code of each tensor, or None unless all tensors of a piece are only copied or cast."""
+    if piece.adapters or piece.recipes:
+        return None
+    casts: dict[str, str | None] = {}
+    for run in piece.tensors:
+        if run.stack is not None or run.scheme is not None or run.of is not None or run.partners:
+            return None
+        casts.update(dict.fromkeys(run.names, run.dtype))
+    return casts
+
+
 def row_of(code: str) -> dtypes.Dtype:
     """Return the dtype with this code.
 
@@ -328,6 +362,12 @@ class ConversionPiece(PlannedPiece):
 
     def __post_init__(self) -> None:
         bare_name(self.file)
+
+    @property
+    def editable(self) -> bool:
+        """False for a header without room for changes, as engines write it."""
+        quantize = self.options.get("quantize")
+        return not isinstance(quantize, str) or quantize not in PRESETS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from ...models.diffusion import model_of, with_renamed_shapes
 from ...models.layout import Layout
 from ...packed.quantization import is_kept_by
 from ...stores.files import Location
-from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
+from ..folders.shards import Output, ShardWriter, shard_bounds, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
 from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.engine_layout import EngineCatalog, arranged
@@ -49,8 +49,10 @@ from ..quantize.stack import fill, plan
 from ..quantize.weights import ScratchBuffers, Weights, weights_in
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
+from ..sources.piece_files import PieceSource, Sources
+from ..sources.recipes import TensorRecipe
 from ..sources.restructured import RestructuredCatalog
-from .decide import Decider, Decision
+from .decide import Decider, Decision, PlannedSummary, TensorRun, runs_of
 from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
 
 # Names of the stacked experts of a layer in mlx-lm.
@@ -84,6 +86,10 @@ class Outputs(NamedTuple):
         return sum(output.nbytes for output in self.tensors.values())
 
     @property
+    def texts(self) -> dict[str, str] | None:
+        return as_texts(self.metadata) or None
+
+    @property
     def config(self) -> dict[str, Any] | None:
         return self.decider.config(self.schemes, dict(zip(self.decisions, self.tensors, strict=True)))
 
@@ -108,6 +114,31 @@ class Outputs(NamedTuple):
         return self.decider.summary(self.nbytes)
 
     @property
+    def planned_summary(self) -> PlannedSummary | None:
+        summary = self.summary
+        if summary is None:
+            return None
+        in_pieces = {name for name, decision in self.decisions.items() if decision.kept is not None}
+        kept = {name: reason for name, reason in summary.kept.items() if name not in in_pieces}
+        return PlannedSummary(before=summary.bytes_before, kept=kept)
+
+    @property
+    def runs(self) -> tuple[TensorRun, ...]:
+        return runs_of(self.decisions)
+
+    @property
+    def recipes(self) -> dict[str, TensorRecipe]:
+        return self.catalog.recipes_of(self._reads) if isinstance(self.catalog, EngineCatalog) else {}
+
+    @property
+    def _reads(self) -> Iterable[str]:
+        return dict.fromkeys(name for decision in self.decisions.values() for name in decision.reads)
+
+    @property
+    def restored(self) -> bool:
+        return self.decider.restored
+
+    @property
     def may_hold_codes(self) -> bool:
         if self.decider.restored and self.engine_rules is None:
             return False
@@ -118,14 +149,25 @@ class Outputs(NamedTuple):
         )
 
     def divided(self, limit: int) -> dict[str, Outputs]:
-        return {file: self._replace(tensors=tensors) for file, tensors in divide(self.tensors, limit).items()}
+        tensors, decisions = list(self.tensors.items()), list(self.decisions.items())
+        bounds = shard_bounds([output.nbytes for output in self.tensors.values()], limit)
+        return {
+            file: self._replace(tensors=dict(tensors[rows]), decisions=dict(decisions[rows]))
+            for file, rows in bounds.items()
+        }
+
+    def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
+        names, catalog = self._reads, self.catalog
+        if isinstance(catalog, EngineCatalog):
+            names = [source for name in names for source in catalog.sources_of(name)]
+        return sources.of(names)
 
     def weight_map(self, shards: Mapping[str, Outputs]) -> dict[str, str]:
         return weight_map({file: shard.tensors for file, shard in shards.items()})
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
         outputs = _reporting(self.tensors, written)
-        return writer_of(outputs, as_texts(self.metadata) or None, editable=self.engine_rules is None)
+        return writer_of(outputs, self.texts, editable=self.engine_rules is None)
 
     def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
         row_of(self.format).write(_reporting(self.tensors, written), self.metadata, path, overwrite=overwrite)

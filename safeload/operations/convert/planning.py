@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._version import __version__
+from ...base.gc_pause import paused
 from ...base.preset import preset_of
 from ...base.scheme import parse
 from ...base.selecting import pairs_of
@@ -19,21 +20,19 @@ from ...base.text import show
 from ...checkpoint import folder_of
 from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE
-from ...formats.metadata import as_texts
 from ..folders import journal, unfinished
 from ..folders.destinations import Destination, replacement_of
 from ..folders.folder import Folder
-from ..folders.shards import divide, weight_map
 from ..quantize.engine_layout import EngineCatalog
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import decode, encode
 from ..sources.piece_files import FileVersion, Sources, path_in_plan
 from ..sources.plan import Plan
-from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, TensorRun, runs_of
-from .make import Outputs, prepare
+from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, TensorRun
+from .make import prepare
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
 from .run_plan import ONCE, versions_of
-from .write import config_without_codes
+from .write import PlannedConversion, config_without_codes, copies_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -118,8 +117,10 @@ def planned(
                     f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
                     "executor=; raw=True writes the tensors as they are"
                 )
-            outputs = prepare(stack, catalog, request)
-            plan = _plan(outputs, request, request.folder, call, overwrite=overwrite, resume=resume)
+            with paused(len(catalog)):
+                copies: PlannedConversion | None = copies_of(catalog, request, None)
+                conversion = prepare(stack, catalog, request) if copies is None else copies
+                plan = _plan(conversion, request, request.folder, call, overwrite=overwrite, resume=resume)
     return plan, request.folder
 
 
@@ -178,7 +179,7 @@ def _continued(folder: Folder, call: str) -> ConversionPlan | None:
 
 
 def _plan(
-    prepared: Outputs, request: ConvertRequest, folder: Folder, call: str, *, overwrite: bool, resume: bool
+    prepared: PlannedConversion, request: ConvertRequest, folder: Folder, call: str, *, overwrite: bool, resume: bool
 ) -> ConversionPlan:
     options = _options(request)
     adapters: tuple[Any, ...] = ()
@@ -215,42 +216,36 @@ def _plan(
         tensors=prepared.tensor_count,
         config=config,
         extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
-        quantized=_summary(prepared),
+        quantized=prepared.planned_summary,
         schemes=prepared.schemes,
         parameters=prepared.parameters,
     )
 
 
 def _pieces(
-    prepared: Outputs, request: ConvertRequest, options: Mapping[str, Any], adapters: tuple[Any, ...]
+    prepared: PlannedConversion, request: ConvertRequest, options: Mapping[str, Any], adapters: tuple[Any, ...]
 ) -> list[ConversionPiece]:
     """Return a piece for each shard, without its plan and folder."""
     sources = Sources(_stored(prepared.catalog), "a conversion in pieces")
-    shards = divide(prepared.tensors, request.limit)
-    weight_map(shards)  # refuses two tensors with the same name
-    decided = dict(zip(prepared.tensors, prepared.decisions.items(), strict=True))
+    shards = prepared.divided(request.limit)
+    prepared.weight_map(shards)  # refuses two tensors with the same name
     renames = tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ())
-    metadata = as_texts(prepared.metadata) or None
+    metadata = None if prepared.texts is None else dict(prepared.texts)
     pieces = []
     for file, shard in shards.items():
-        decisions = dict(decided[name] for name in shard)
-        names = dict.fromkeys(name for decision in decisions.values() for name in decision.reads)
-        catalog = prepared.catalog
-        arranged = catalog if isinstance(catalog, EngineCatalog) else None
-        reads = names if arranged is None else [source for name in names for source in arranged.sources_of(name)]
         piece = ConversionPiece(
             operation="convert",
             id="",
             plan="",
             folder="",
-            sources=sources.of(reads),
+            sources=shard.sources_in(sources),
             file=file,
-            nbytes=sum(output.nbytes for output in shard.values()),
-            tensors=runs_of(decisions),
+            nbytes=shard.nbytes,
+            tensors=shard.runs,
             metadata=metadata,
             rename=renames,
             adapters=adapters,
-            recipes={} if arranged is None else arranged.recipes_of(names),
+            recipes=shard.recipes,
         )
         # A shard depends on the sources of its own piece, not on those of other pieces.
         pieces.append(replace(piece, id=_id_of([options, encode(piece)])))
@@ -262,16 +257,7 @@ def _stored(catalog: Catalog) -> Catalog:
     return catalog.base if isinstance(catalog, EngineCatalog) else catalog
 
 
-def _summary(prepared: Outputs) -> PlannedSummary | None:
-    summary = prepared.summary
-    if summary is None:
-        return None
-    in_pieces = {name for name, decision in prepared.decisions.items() if decision.kept is not None}
-    kept = {name: reason for name, reason in summary.kept.items() if name not in in_pieces}
-    return PlannedSummary(before=summary.bytes_before, kept=kept)
-
-
-def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> PlannedConfig | None:
+def _config(prepared: PlannedConversion, request: ConvertRequest, *, in_place: bool) -> PlannedConfig | None:
     """Return the origin of the result's ``config.json``, and the changes to it.
 
     Args:
@@ -283,7 +269,7 @@ def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> Pl
     if config is None:
         return None
     dtype = None if request.target is None else request.target.code
-    restored = prepared.decider.restored
+    restored = prepared.restored
     folder = next(
         (folder_of(checkpoint) for checkpoint in prepared.catalog.checkpoints if checkpoint.config is config), None
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any, NamedTuple
 
-from ...base.preset import PRESETS
+from ...base.gc_pause import paused
 from ...base.selecting import renamed
 from ...base.text import plural, show
 from ...engine.codes.pieces import in_order
@@ -19,7 +19,16 @@ from ...formats.registry import SAFETENSORS
 from ..folders import journal, unfinished
 from ..folders.destinations import folder_at, replacement_of
 from ..folders.folder import Folder, LocalFolder, homes_of, shared_identity
-from ..folders.shards import Beside, config_with, open_shard, warn_of_schemes, write_beside, write_shard, writer_of
+from ..folders.shards import (
+    Beside,
+    ShardWriter,
+    config_with,
+    open_shard,
+    warn_of_schemes,
+    write_beside,
+    write_shard,
+    writer_of,
+)
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_layout import restored
 from ..sources import executors
@@ -28,9 +37,9 @@ from ..sources.codec import decode, encode
 from ..sources.executors import Executor
 from ..sources.piece_files import config_from, location_of, opened, version_of
 from ..sources.plan import INVALID_PLAN, check_version, decode_piece
-from .decide import ConversionPiece, ConversionPlan, ShardResult, decisions_of, row_of
+from .decide import ConversionPiece, ConversionPlan, ShardResult, casts_of, decisions_of, row_of
 from .make import Maker
-from .write import ConvertReport
+from .write import ConvertReport, planned_copies
 
 # Options that change tensors of a folder again if they are applied to their own result.
 ONCE = {"adapters", "rename"}
@@ -144,40 +153,69 @@ class PieceRunner:
         return run(piece, threads, self._storage_options, self.folder_of(piece))
 
 
-def _write(
-    piece: ConversionPiece, folder: Folder, threads: int | None, storage_options: Mapping[str, Any] | None
-) -> tuple[int, str, list[int] | None]:
-    """Write a shard; return its size, SHA-256 and identity."""
-    decisions, file = decisions_of(piece.tensors), piece.file
-    reads = [name for decision in decisions.values() for name in decision.reads]
+def _writer(
+    stack: ExitStack, piece: ConversionPiece, threads: int | None, storage_options: Mapping[str, Any] | None
+) -> tuple[ShardWriter, int]:
+    """Open the sources of a piece; return the writer of its shard and the bytes of its tensors."""
+    casts, decisions = casts_of(piece), {}
+    if casts is None:
+        decisions = decisions_of(piece.tensors)
+        reads = [name for decision in decisions.values() for name in decision.reads]
+        catalog = _catalog(stack, piece, reads, storage_options)
+    else:
+        catalog = _catalog(stack, piece, [*casts], storage_options)
+        copies = planned_copies(catalog, piece, casts, threads)
+        if copies is not None:
+            return copies.writer(_ignore), copies.nbytes
+        decisions = decisions_of(piece.tensors)
+    outputs = Maker(catalog, decisions, SAFETENSORS, threads=threads).outputs()
+    new = renamed(outputs, piece.rename)
+    outputs = {new[name]: output for name, output in outputs.items()}
+    total = sum(output.nbytes for output in outputs.values())
+    return writer_of(outputs, piece.metadata, editable=piece.editable), total
+
+
+def _catalog(
+    stack: ExitStack, piece: ConversionPiece, reads: Sequence[str], storage_options: Mapping[str, Any] | None
+) -> Catalog:
+    """Open the tensors that the decisions of a piece read."""
+    if not piece.adapters and not piece.recipes:
+        return stack.enter_context(opened(piece.sources, [*dict.fromkeys(reads)], storage_options))
     # In the order of the plan, which numbers the first tensor of each file.
     names = [
         source
         for name in dict.fromkeys(reads)
         for source in (dict.fromkeys(piece.recipes[name].sources) if name in piece.recipes else (name,))
     ]
-    with ExitStack() as stack, Digest() as digest:
-        if piece.adapters:
-            from .merged import decode_adapters, reopened, stored_names  # only here: most conversions merge nothing
+    if piece.adapters:
+        from .merged import decode_adapters, reopened, stored_names  # only here: most conversions merge nothing
 
-            adapters = decode_adapters(piece.adapters)
-            stored = stack.enter_context(opened(piece.sources, stored_names(adapters, names), storage_options))
-            catalog: Catalog = reopened(stack, stored, adapters, frozenset(names))
-        else:
-            catalog = stack.enter_context(opened(piece.sources, names, storage_options))
-        if piece.recipes:
-            catalog = restored(catalog, piece.recipes, reads)
-        outputs = Maker(catalog, decisions, SAFETENSORS, threads=threads).outputs()
-        new = renamed(outputs, piece.rename)
-        outputs = {new[name]: output for name, output in outputs.items()}
-        total = sum(output.nbytes for output in outputs.values())
+        adapters = decode_adapters(piece.adapters)
+        stored = stack.enter_context(opened(piece.sources, stored_names(adapters, names), storage_options))
+        catalog: Catalog = reopened(stack, stored, adapters, frozenset(names))
+    else:
+        catalog = stack.enter_context(opened(piece.sources, names, storage_options))
+    return restored(catalog, piece.recipes, reads) if piece.recipes else catalog
+
+
+def _ignore(nbytes: int) -> None:
+    """Report no progress: a piece counts when it is complete."""
+
+
+def _write(
+    piece: ConversionPiece, folder: Folder, threads: int | None, storage_options: Mapping[str, Any] | None
+) -> tuple[int, str, list[int] | None]:
+    """Write a shard; return its size, SHA-256 and identity."""
+    file = piece.file
+    with ExitStack() as stack, Digest() as digest:
+        with paused(sum(len(run.names) for run in piece.tensors)):
+            writer, total = _writer(stack, piece, threads, storage_options)
         if total != piece.nbytes:
             raise FormatError(
                 f"the shard was planned with {piece.nbytes:,} bytes of tensors, but has {total:,}",
                 folder.shown(file),
             )
-        editable = not isinstance(quantize := piece.options.get("quantize"), str) or quantize not in PRESETS
-        writer, identity = writer_of(outputs, piece.metadata, editable=editable), None
+        identity = None
         try:
             with ExitStack() as written:
                 shard = write_shard(written, writer, folder, file, overwrite=True, digest=digest)
@@ -367,7 +405,9 @@ def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[st
     else:
         unread = sum(shard.size for file, shard in shards.items() if not shard.is_in(shard.folder, file))
         headers = list(in_order(header, shards, None, unread))
-    weight_map = {name: file for file, (names, _) in zip(shards, headers, strict=True) for name in names}
+    weight_map: dict[str, str] = {}
+    for file, (names, _) in zip(shards, headers, strict=True):
+        weight_map.update(dict.fromkeys(names, file))
     return weight_map, sum(nbytes for _, nbytes in headers)
 
 
@@ -398,7 +438,7 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
                 f"the shard is not what its piece wrote: run its piece again (expected SHA-256 {shard.sha256[:16]}...)",
                 weight_file.path,
             )
-        return [*weight_file.table.names], sum(weight_file.table.sizes())
+        return weight_file.table.names, weight_file.table.nbytes
 
 
 def _gone(place: Folder, file: str) -> FormatError:

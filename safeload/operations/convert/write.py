@@ -31,12 +31,18 @@ from ..folders.destinations import file_in_store, replacement_of
 from ..folders.folder import Folder, LocalFolder
 from ..folders.shards import Beside, ShardWriter, config_with, extras_of, shard_bounds, warn_of_schemes, write_shards
 from ..quantize.checkpoint import Summary
+from ..quantize.engine_rules import EngineRules
 from ..sources.catalog import Catalog
+from ..sources.piece_files import PieceSource, Sources
+from ..sources.recipes import TensorRecipe
+from .decide import ConversionPiece, PlannedSummary, TensorRun, row_of, runs_of_casts
 from .make import may_be_code
 from .request import ConvertRequest, extras_for, is_restored, metadata_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_AS_STORED = -1  # stands for the dtype number of a tensor that is copied
 
 
 class ConvertReport(NamedTuple):
@@ -115,6 +121,10 @@ class Conversion(Protocol):
         """Safeload's schemes of quantized tensors."""
 
     @property
+    def texts(self) -> Mapping[str, str] | None:
+        """Metadata of the result, as text; None if it has none."""
+
+    @property
     def files(self) -> Mapping[str, Location | bytes]:
         """Other files of a folder by name: where to copy from, or the content."""
 
@@ -141,6 +151,41 @@ class Conversion(Protocol):
 
     def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
         """Write a file in the format of the conversion and return its size."""
+
+
+class PlannedConversion(Conversion, Protocol):
+    """A conversion that can be divided into pieces. The last properties are of a shard."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tensors to convert."""
+
+    @property
+    def engine_rules(self) -> EngineRules | None:
+        """The rules of an engine's format."""
+
+    @property
+    def extras(self) -> Mapping[str, Location]:
+        """Other files to copy into the folder, by name."""
+
+    @property
+    def restored(self) -> bool:
+        """True if packed tensors are dequantized."""
+
+    @property
+    def planned_summary(self) -> PlannedSummary | None:
+        """The summary without the tensors of pieces; None without ``quantize``."""
+
+    @property
+    def runs(self) -> tuple[TensorRun, ...]:
+        """The decisions."""
+
+    @property
+    def recipes(self) -> dict[str, TensorRecipe]:
+        """Recipes of tensors that are not tensors of the source."""
+
+    def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
+        """Return the source files of the tensors."""
 
 
 _Conversion = TypeVar("_Conversion", bound=Conversion)
@@ -228,15 +273,21 @@ def _warn_of_older_files(conversion: Conversion, folder: Folder) -> None:
 class Copies(NamedTuple):
     """A conversion that only copies and casts, in columns instead of an object per tensor."""
 
+    catalog: Catalog
     names: Sequence[str]  # in the result
+    reads: Sequence[str]  # names in the source
     shapes: Sequence[tuple[int, ...]]
     spans: Spans
     texts: Mapping[str, str] | None  # metadata of the result
-    config: dict[str, Any] | None
-    extras: dict[str, Location]
     threads: int | None
+    config: dict[str, Any] | None = None
+    extras: Mapping[str, Location] = {}
+    room: int = ROOM  # spaces after headers
     summary: None = None
+    planned_summary: None = None
+    engine_rules: None = None
     parameters: None = None
+    restored: bool = False
     schemes: tuple[str, ...] = ()
 
     @property
@@ -248,8 +299,16 @@ class Copies(NamedTuple):
         return int(self.spans.lengths.sum())
 
     @property
-    def files(self) -> dict[str, Location]:
+    def files(self) -> Mapping[str, Location]:
         return self.extras
+
+    @property
+    def runs(self) -> tuple[TensorRun, ...]:
+        return runs_of_casts(self.reads, self.spans.columns.sources, self.spans.targets)
+
+    @property
+    def recipes(self) -> dict[str, TensorRecipe]:
+        return {}
 
     @property
     def may_hold_codes(self) -> bool:
@@ -259,10 +318,20 @@ class Copies(NamedTuple):
         return {file: self._slice(rows) for file, rows in shard_bounds(self.spans.lengths, limit).items()}
 
     def _slice(self, rows: slice) -> Copies:
-        return self._replace(names=self.names[rows], shapes=self.shapes[rows], spans=self.spans.pick(rows))
+        return self._replace(
+            names=self.names[rows], reads=self.reads[rows], shapes=self.shapes[rows], spans=self.spans.pick(rows)
+        )
+
+    def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
+        files, first = np.unique(self.spans.columns.file, return_index=True)
+        numbered = sorted(zip(first.tolist(), files.tolist(), strict=True))
+        return sources.of_files((self.spans.files[file], k) for k, file in numbered)
 
     def weight_map(self, shards: Mapping[str, Copies]) -> dict[str, str]:
-        return {name: file for file, shard in shards.items() for name in shard.names}
+        files: dict[str, str] = {}
+        for file, shard in shards.items():
+            files.update(dict.fromkeys(shard.names, file))
+        return files
 
     def writer(self, written: Callable[[int], object]) -> CopyWriter:
         return CopyWriter(self, written)
@@ -296,16 +365,42 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     if targets is None:
         return None
     rename, metadata = options.get("rename"), metadata_for(catalog, request)
-    texts = as_texts(metadata) if metadata else {}
     return Copies(
+        catalog,
         tensors.names if rename is None else [*renamed(tensors.names, rename).values()],
+        tensors.names,
         tensors.shapes,
         Spans.of(tensors, targets),
-        pack({}, texts)[1] if texts else None,  # without descriptions of quantized tensors
+        as_texts(metadata) or None,
+        threads,
         None if request.folder is None else config_with(catalog.config, target),
         extras_for(catalog, request),
-        threads,
     )
+
+
+def planned_copies(
+    catalog: Catalog, piece: ConversionPiece, casts: Mapping[str, str | None], threads: int | None
+) -> Copies | None:
+    """Return the conversion of a piece in columns, or None unless all of its tensors are plain.
+
+    Args:
+        casts: see `casts_of`.
+    """
+    tensors = catalog.plain([*casts])
+    if tensors is None:
+        return None
+    numbers = tensors.ranges.numbers
+    codes = {code: _AS_STORED if code is None else row_of(code).number for code in set(casts.values())}
+    targets = np.fromiter(map(codes.__getitem__, casts.values()), np.int16, len(casts))
+    targets = np.where(targets == _AS_STORED, numbers, targets).astype(np.uint8)
+    for source, target in set(zip(numbers.tolist(), targets.tolist(), strict=True)):
+        row, to = dtypes.BY_NUMBER[source], dtypes.BY_NUMBER[target]
+        if row is not to and not (row.floating and to.floating and row.converts_to(to)):
+            return None
+    names = tensors.names if not piece.rename else [*renamed(tensors.names, piece.rename).values()]
+    room = ROOM if piece.editable else 0
+    spans = Spans.of(tensors, targets)
+    return Copies(catalog, names, tensors.names, tensors.shapes, spans, piece.metadata, threads, room=room)
 
 
 def _targets(numbers: Array, target: dtypes.Dtype | None) -> Array | None:
@@ -326,7 +421,8 @@ class CopyWriter:
 
     def __init__(self, copies: Copies, written: Callable[[int], object]) -> None:
         numbers = copies.spans.targets.tobytes()
-        self._header = Header(copies.names, numbers, copies.shapes, copies.texts, room=ROOM)
+        texts = None if copies.texts is None else pack({}, copies.texts)[1]  # without those of quantized tensors
+        self._header = Header(copies.names, numbers, copies.shapes, texts, room=copies.room)
         self._spans = copies.spans.pick(self._header.order)
         self._threads = copies.threads
         self._written = written

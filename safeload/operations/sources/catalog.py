@@ -191,12 +191,16 @@ class Catalog:
         """Return name, file and index of the tensors stored in files."""
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
 
-    def plain(self) -> Tensors | None:
-        """Return all tensors if they are plain tensors of a single checkpoint; else None."""
+    def plain(self, names: Sequence[str] | None = None) -> Tensors | None:
+        """Return tensors if all tensors are plain tensors of a single checkpoint; else None.
+
+        Args:
+            names: of the tensors to return, distinct and in the catalog; None for all.
+        """
         if self.in_memory or len(self.checkpoints) != 1 or self.ignored:
             return None
         with paused(len(self)):
-            tensors = tensors_of(self.checkpoints[0])
+            tensors = tensors_of(self.checkpoints[0], names)
             return tensors if tensors.plain else None
 
     def place(self, name: str) -> TensorPlace:
@@ -209,6 +213,9 @@ class Catalog:
         Raises:
             TensorNotFoundError: a name is unknown; the message suggests similar names.
         """
+        if isinstance(self._known, Checkpoint):
+            tensors_of(self._known, names)
+            return
         for name in names:
             if name not in self:
                 raise missing(name, [key for key in self if isinstance(key, str)])

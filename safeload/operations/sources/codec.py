@@ -117,7 +117,7 @@ class _Decoder:
             pairs = zip(kinds, value, strict=True)
             return tuple(self.value(each, item, f"{path}[{k}]") for k, (each, item) in enumerate(pairs))
         kind = kinds[0] if kinds else Any
-        if kind is Any or (kind in _SCALARS and all(_is_scalar(kind, item) for item in value)):
+        if kind is Any or (kind in _SCALARS and set(map(type, value)) <= {kind}):
             return origin(value)
         return origin(self.value(kind, item, f"{path}[{k}]") for k, item in enumerate(value))
 

@@ -176,12 +176,20 @@ class Sources:
         Raises:
             UnsupportedError: a URL cannot be opened without its secret query, or a store exists in this process only.
         """
-        first: dict[str, tuple[WeightFile, int]] = {}  # index of the first tensor in each file
+        first: dict[str, tuple[WeightFile, int]] = {}
         for k, name in enumerate(names):
             for file in self.files_of(name):
                 first.setdefault(file.place, (file, k))
+        return self.of_files(first.values())
+
+    def of_files(self, numbered: Iterable[tuple[WeightFile, int]]) -> tuple[PieceSource, ...]:
+        """Return the sources of a piece with tensors in these files, like `of`.
+
+        Args:
+            numbered: files, each with the index of the piece's first tensor in it.
+        """
         by_checkpoint: dict[int, list[tuple[WeightFile, int]]] = {}
-        for file, k in first.values():
+        for file, k in numbered:
             by_checkpoint.setdefault(id(self._owners[file]), []).append((file, k))
         return tuple(map(self._source_of, by_checkpoint.values()))
 
@@ -319,7 +327,7 @@ def opened(
         checkpoints = [stack.enter_context(Checkpoint(_find(source, names, storage_options))) for source in sources]
         catalog = Catalog.of(checkpoints or {})
         catalog.mapped = False
-        catalog.check(name for name in names if name not in catalog.ignored)
+        catalog.check([name for name in names if name not in catalog.ignored] if catalog.ignored else names)
         yield catalog
 
 
