@@ -11,17 +11,19 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import files
+import numpy as np
 import pytest
 from compare import Comparison, race, release
 
 import safeload
+from safeload.numpy import save_file
 
 ROUNDS = 5
 LAYERS = SHARDS = 8
@@ -133,6 +135,41 @@ def test_one_piece_at_a_time(model: Path, place: Path, table, report) -> None:
     samples = race({"ours": ours, limit: copied}, ROUNDS, prepare=release)
     job = f"a piece on one thread, {piece['nbytes'] / 1e6:.0f} MB of bf16 written and hashed"
     report(ours, [table.add(job, limit, Comparison(samples["ours"], samples[limit]))], rounds=1, prepare=release)
+
+
+TINY = 100_000
+
+
+@pytest.fixture
+def tiny(place: Path) -> Path:
+    """A file of 100,000 tensors of 16 bytes."""
+    names = [f"model.layers.{k // 100}.experts.{k % 100}.scale" for k in range(TINY)]
+    path = place / "tiny.safetensors"
+    save_file(dict.fromkeys(names, np.arange(4, dtype=np.float32)), path)
+    return path
+
+
+def test_plan_of_tiny_tensors(tiny: Path, place: Path, table, report) -> None:
+    def plan() -> Any:
+        return safeload.plan_convert(tiny, place / "never-written", dtype="bfloat16")
+
+    samples = race({"ours": plan}, ROUNDS, prepare=release)["ours"]
+    limit = Comparison(samples, [3e-6 * TINY] * len(samples))
+    report(plan, [table.add(f"plan of {TINY:,} tiny tensors", "limit: 3 us a tensor", limit, target=1)], rounds=1)
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_tiny_tensors_on_an_executor(tiny: Path, place: Path, engine: str, table, report) -> None:
+    """A piece is planned, opened, hashed and checked too: at most twice the time of a call without an executor."""
+    with ThreadPoolExecutor(2) if engine == "threads" else _workers(engine, 2) as executor:
+        sides = {
+            "ours": partial(_convert, tiny, place / "ours", executor),
+            "convert": partial(_convert, tiny, place / "one"),
+        }
+        samples = race(sides, ROUNDS, check=_same, prepare=release)
+        job = f"{TINY:,} tiny tensors to bf16 with executor= ({engine})"
+        row = table.add(job, "without executor=", Comparison(samples["ours"], samples["convert"]), at_most=2)
+        report(sides["ours"], [row], rounds=1, prepare=release)
 
 
 def _terabyte(folder: Path, tensors: int) -> Path:

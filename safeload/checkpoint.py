@@ -492,10 +492,24 @@ def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Te
     where, files = checkpoint._where, checkpoint.weight_files
     if names is not None and where is not None and not checkpoint._hidden:
         with suppress(KeyError):
-            return Tensors.located({name: where[name] for name in distinct(names)})
+            return Tensors.located(where, list(distinct(names)))
     if names is not None and (where is not None or checkpoint._hidden):
         return Tensors.of((name, *checkpoint._locate(name)) for name in distinct(names))
     return Tensors.in_file(files[0], names) if where is None else Tensors.located(where)
+
+
+def check_names(checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    """Refuse unknown names.
+
+    Raises:
+        TensorNotFoundError: a name does not exist.
+    """
+    where = checkpoint._where
+    if where is None:
+        checkpoint.weight_files[0].table.indices([*names])
+    elif not all(map(where.__contains__, names)):
+        for name in names:
+            checkpoint._locate(name)
 
 
 def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Tensors:

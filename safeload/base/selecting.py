@@ -89,7 +89,7 @@ def distinct(names: Iterable[str]) -> Iterable[str]:
         raise TypeError("names must be an iterable of names, got a single str")
     if not isinstance(names, Iterable):
         raise TypeError(f"names must be an iterable of names, got {type(names).__name__}")
-    return dict.fromkeys(names)
+    return names if isinstance(names, dict) else dict.fromkeys(names)
 
 
 def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, drop: Patterns) -> list[str]:

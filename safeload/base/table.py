@@ -204,17 +204,25 @@ class Table:
         return index
 
     def indices(self, names: list[str]) -> Sequence[int]:
-        """Return the index of each tensor: a range if many names are neighbours.
+        """Return the index of each tensor: a range if they are neighbours.
 
         Raises:
             TensorNotFoundError: no tensor has such a name.
         """
-        if 2 * len(names) * _SEARCH_COST > max(self.count, _NUMPY_FROM):
+        if len(names) > 1:
             begin = self.index(names[0])
             end = begin + len(names)
-            if self.names[begin:end] == names:
+            if end <= self.count and self._names_between(begin, end) == names:
                 return range(begin, end)
         return [self.index(name) for name in names]
+
+    def _names_between(self, begin: int, end: int) -> list[str]:
+        """Return the names of neighbouring tensors; wrong ones, and more, if names have newlines."""
+        if self._names is not None or end - begin == self.count:
+            return self.names[begin:end]
+        columns = self._columns
+        first = columns.name_ends[begin - 1] + 1 if begin else 0
+        return str(ffi.buffer(columns.names + first, columns.name_ends[end - 1] - first), "utf-8").split("\n")
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -324,7 +332,8 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements of all tensors."""
-        return sum(self._column("ends", self.count)) - sum(self._column("begins", self.count))
+        begins, ends = (np.frombuffer(self._bytes(name, 8 * self.count), np.uint64) for name in ("begins", "ends"))
+        return int((ends - begins).sum())
 
     def big_endian(self, index: int) -> bool:
         """Return whether the elements of a tensor are big-endian."""

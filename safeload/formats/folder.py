@@ -228,9 +228,11 @@ def open_index(path: str, request: OpenRequest) -> Shards:
     for file_name in sorted(names):
         missing = set(names[file_name])
         for file in opened[file_name].files:
-            places = sorted((k, tensor) for tensor in missing if (k := file.table.find(tensor)) >= 0)
-            where.update((tensor, (file, k)) for k, tensor in places)
-            missing.difference_update(tensor for _, tensor in places)
+            places = places_in(file)
+            if not places.keys() <= missing:
+                places = {tensor: place for tensor, place in places.items() if tensor in missing}
+            where.update(places)
+            missing.difference_update(places)
         if missing:
             text = f"should be in {show(file_name)[1:-1]}, but is not there"
             raise error_about(FormatError, text, path=shown, tensor=min(missing))
@@ -307,10 +309,11 @@ def _parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dic
     if metadata is not None and not isinstance(metadata, dict):
         raise FormatError(f"metadata must be an object, got {type(metadata).__name__}", shown)
     names: dict[str, list[str]] = {}
+    slashes = path.endswith(_FLAX_INDEX)
     for tensor, file_name in weight_map.items():
-        if not isinstance(file_name, str) or file_name not in names:
+        if type(file_name) is not str or file_name not in names:
             names[_shard_name(file_name, tensor, shown)] = []
-        names[file_name].append(tensor.replace("/", ".") if path.endswith(_FLAX_INDEX) else tensor)
+        names[file_name].append(tensor.replace("/", ".") if slashes else tensor)
     return names, metadata or {}
 
 

@@ -62,10 +62,18 @@ class Tensors(Sequence[FileTensor]):
         return cls._in_files(names, files, indices)
 
     @classmethod
-    def located(cls, where: Mapping[str, tuple[WeightFile, int]]) -> Tensors:
-        """Return the tensors of a mapping from names to files and indices."""
-        files, indices = [*zip(*where.values(), strict=True)] or [(), ()]
-        return cls._in_files([*where], files, indices)
+    def located(cls, where: Mapping[str, tuple[WeightFile, int]], names: Sequence[str] | None = None) -> Tensors:
+        """Return the tensors of a mapping from names to files and indices.
+
+        Args:
+            names: of the tensors to return; None for all.
+
+        Raises:
+            KeyError: the mapping does not have a name.
+        """
+        places = where.values() if names is None else map(where.__getitem__, names)
+        files, indices = [*zip(*places, strict=True)] or [(), ()]
+        return cls._in_files([*where] if names is None else names, files, indices)
 
     @classmethod
     def _in_files(cls, names: Sequence[str], files: Sequence[WeightFile], indices: Sequence[int]) -> Tensors:

@@ -161,7 +161,7 @@ def _writer(
     if casts is None:
         decisions = decisions_of(piece.tensors)
         reads = [name for decision in decisions.values() for name in decision.reads]
-        catalog = _catalog(stack, piece, reads, storage_options)
+        catalog = _catalog(stack, piece, [*dict.fromkeys(reads)], storage_options)
     else:
         catalog = _catalog(stack, piece, [*casts], storage_options)
         copies = planned_copies(catalog, piece, casts, threads)
@@ -178,13 +178,16 @@ def _writer(
 def _catalog(
     stack: ExitStack, piece: ConversionPiece, reads: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> Catalog:
-    """Open the tensors that the decisions of a piece read."""
+    """Open the tensors that the decisions of a piece read.
+
+    Args:
+        reads: distinct names, in the order of the plan, which numbers the first tensor of each file.
+    """
     if not piece.adapters and not piece.recipes:
-        return stack.enter_context(opened(piece.sources, [*dict.fromkeys(reads)], storage_options))
-    # In the order of the plan, which numbers the first tensor of each file.
+        return stack.enter_context(opened(piece.sources, reads, storage_options))
     names = [
         source
-        for name in dict.fromkeys(reads)
+        for name in reads
         for source in (dict.fromkeys(piece.recipes[name].sources) if name in piece.recipes else (name,))
     ]
     if piece.adapters:

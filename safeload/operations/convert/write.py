@@ -386,15 +386,18 @@ def planned_copies(
     Args:
         casts: see `casts_of`.
     """
-    tensors = catalog.plain([*casts])
+    tensors = catalog.plain(casts)
     if tensors is None:
         return None
     numbers = tensors.ranges.numbers
     codes = {code: _AS_STORED if code is None else row_of(code).number for code in set(casts.values())}
-    targets = np.fromiter(map(codes.__getitem__, casts.values()), np.int16, len(casts))
+    if len(codes) == 1:
+        targets = np.full(len(casts), [*codes.values()][0], np.int16)
+    else:
+        targets = np.fromiter(map(codes.__getitem__, casts.values()), np.int16, len(casts))
     targets = np.where(targets == _AS_STORED, numbers, targets).astype(np.uint8)
-    for source, target in set(zip(numbers.tolist(), targets.tolist(), strict=True)):
-        row, to = dtypes.BY_NUMBER[source], dtypes.BY_NUMBER[target]
+    for pair in np.unique(numbers.astype(np.uint16) << 8 | targets).tolist():
+        row, to = (dtypes.BY_NUMBER[number] for number in divmod(pair, 256))
         if row is not to and not (row.floating and to.floating and row.converts_to(to)):
             return None
     names = tensors.names if not piece.rename else [*renamed(tensors.names, piece.rename).values()]

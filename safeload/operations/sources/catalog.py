@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
@@ -24,7 +24,7 @@ from ...base.scheme import INT8
 from ...base.selecting import Patterns, choose, select
 from ...base.table import missing
 from ...base.text import check_name
-from ...checkpoint import Checkpoint, codes_of, folder_of, index_of, tensors_of, with_aliases
+from ...checkpoint import Checkpoint, check_names, codes_of, folder_of, index_of, tensors_of, with_aliases
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_packed
 from ...engine.read.load import Backend
@@ -191,16 +191,20 @@ class Catalog:
         """Return name, file and index of the tensors stored in files."""
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
 
-    def plain(self, names: Sequence[str] | None = None) -> Tensors | None:
-        """Return tensors if all tensors are plain tensors of a single checkpoint; else None.
+    def plain(self, names: Collection[str] | None = None) -> Tensors | None:
+        """Return tensors if all tensors are plain tensors of checkpoints; else None.
 
         Args:
             names: of the tensors to return, distinct and in the catalog; None for all.
         """
-        if self.in_memory or len(self.checkpoints) != 1 or self.ignored:
+        if self.in_memory or not self.checkpoints or self.ignored:
             return None
         with paused(len(self)):
-            tensors = tensors_of(self.checkpoints[0], names)
+            if len(self.checkpoints) == 1:
+                tensors = tensors_of(self.checkpoints[0], names)
+            else:
+                where = {name: (file, number) for name, file, number in self.entries()}
+                tensors = Tensors.located(where, None if names is None else [*names])
             return tensors if tensors.plain else None
 
     def place(self, name: str) -> TensorPlace:
@@ -214,7 +218,7 @@ class Catalog:
             TensorNotFoundError: a name is unknown; the message suggests similar names.
         """
         if isinstance(self._known, Checkpoint):
-            tensors_of(self._known, names)
+            check_names(self._known, [*names])
             return
         for name in names:
             if name not in self:

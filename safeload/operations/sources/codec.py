@@ -39,6 +39,8 @@ def encode(value: Any) -> Any:
         content = ((name, getattr(value, name), default) for name, default in _defaults_of(cls))
         return {name: encode(item) for name, item, default in content if item or item != default}
     if isinstance(value, (list, tuple)):
+        if _SCALARS.issuperset(map(type, value)):
+            return list(value)
         return [item if type(item) in _SCALARS else encode(item) for item in value]
     if isinstance(value, dict):
         return {key: encode(item) for key, item in value.items()}

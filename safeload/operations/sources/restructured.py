@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -91,7 +91,7 @@ class RestructuredCatalog(Catalog):
     def entries(self) -> list[FileTensor]:
         return self._base.entries()
 
-    def plain(self, names: Sequence[str] | None = None) -> Tensors | None:
+    def plain(self, names: Collection[str] | None = None) -> Tensors | None:
         return None
 
     def place(self, name: str) -> TensorPlace:
