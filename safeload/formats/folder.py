@@ -308,8 +308,7 @@ def _parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dic
     metadata = index.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise FormatError(f"metadata must be an object, got {type(metadata).__name__}", shown)
-    names: dict[str, list[str]] = {}
-    slashes = path.endswith(_FLAX_INDEX)
+    names, slashes = dict[str, list[str]](), path.endswith(_FLAX_INDEX)
     for tensor, file_name in weight_map.items():
         if type(file_name) is not str or file_name not in names:
             names[_shard_name(file_name, tensor, shown)] = []

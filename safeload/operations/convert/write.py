@@ -392,7 +392,7 @@ def planned_copies(
     numbers = tensors.ranges.numbers
     codes = {code: _AS_STORED if code is None else row_of(code).number for code in set(casts.values())}
     if len(codes) == 1:
-        targets = np.full(len(casts), [*codes.values()][0], np.int16)
+        targets = np.full(len(casts), next(iter(codes.values())), np.int16)
     else:
         targets = np.fromiter(map(codes.__getitem__, casts.values()), np.int16, len(casts))
     targets = np.where(targets == _AS_STORED, numbers, targets).astype(np.uint8)
