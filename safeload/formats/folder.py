@@ -228,9 +228,7 @@ def open_index(path: str, request: OpenRequest) -> Shards:
     for file_name in sorted(names):
         missing = set(names[file_name])
         for file in opened[file_name].files:
-            places = places_in(file)
-            if not places.keys() <= missing:
-                places = {tensor: place for tensor, place in places.items() if tensor in missing}
+            places = {tensor: place for tensor, place in places_in(file).items() if tensor in missing}
             where.update(places)
             missing.difference_update(places)
         if missing:
