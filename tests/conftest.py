@@ -18,6 +18,9 @@ from builders.threads import await_no_threads, threads
 # Most processes that the whole suite runs in: some tests take a gigabyte of memory.
 MOST_PROCESSES = 4
 
+# Otherwise the hundreds of programs that tests start would compile safeload anew, and each process of xdist every test.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:

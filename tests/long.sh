@@ -21,8 +21,9 @@ set -eu
 here=$(dirname "$0")
 mkdir -p "$1"
 kept=$(cd "$1" && pwd)
-SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_core/test_dequantization.py" "$here/test_engine" \
-    "$here/test_formats" "$here/test_faults.py" "$here/test_packed" "$here/test_base/test_forking.py" \
+SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_core/test_dequantization.py" \
+    "$here/test_core/test_quantization_kernels.py" "$here/test_engine" "$here/test_formats" "$here/test_faults.py" \
+    "$here/test_packed" "$here/test_base/test_forking.py" \
     "$here/test_stores/test_descriptor_budget.py" "$here/test_operations/test_destinations.py" \
     "$here/test_operations/test_differences_in_blocks.py" "$here/test_operations/test_linear.py" \
     "$here/test_operations/test_packed_tensors.py" "$here/test_saving"

@@ -10,6 +10,7 @@ import pytest
 from builders import ggml_reference
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.random import rng
+from builders.thorough import examples
 from gguf import GGMLQuantizationType
 
 from safeload.base import dtypes
@@ -116,7 +117,7 @@ def gguf_quantize(scheme, x):
 
 # ---- inputs ----
 
-COUNT = 1_250_016  # of each distribution, whole blocks; ten million in all
+COUNT = 32 * examples(39_064)  # of each distribution, whole blocks; ten million in all in tests/long.sh
 
 
 def of_blocks(values):
