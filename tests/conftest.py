@@ -14,6 +14,7 @@ import pytest
 from builders.paths import DATA, SHARED
 from builders.random import seeded
 from builders.threads import await_no_threads, threads
+from faults import shim
 
 # Most processes that the whole suite runs in: some tests take a gigabyte of memory.
 MOST_PROCESSES = 4
@@ -56,6 +57,23 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureR
 def interruptible() -> None:
     """A shell has background jobs ignore SIGINT, and so would the tests of Ctrl-C and the programs they start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fsync_does_not_wait() -> Iterator[None]:
+    """Tests save tens of thousands of files, and none of them needs to survive a power failure.
+
+    The programs that they start call the real one, as do tests/faults, where it fails.
+    """
+
+    def fsync(descriptor: int) -> None:
+        os.fstat(descriptor)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if os.name == "posix" and shim.ENVIRONMENT not in os.environ:
+            for name in ("fsync", "fdatasync"):
+                monkeypatch.setattr(os, name, fsync, raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Each read of each operation in turn: short, interrupted, refused, of a file that was cut a moment before."""
 
 import errno
+import functools
 import os
 
 import pytest
@@ -15,8 +16,14 @@ STEP = 1 if THOROUGH else 3
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 
 
+@pytest.fixture(scope="session")
+def result_of(files):
+    """What an operation on a format's file comes to."""
+    return functools.cache(lambda format, name: WORK[name](files[format]))
+
+
 @pytest.fixture(params=CASES, ids=lambda case: " - ".join(case))
-def case(request, files):
+def case(request, files, result_of):
     """The folder watched, an operation on a file in it, and what it comes to."""
     format, name = request.param
     path = files[format]
@@ -24,7 +31,7 @@ def case(request, files):
     def operation():
         return WORK[name](path)
 
-    return path.parent, operation, operation()
+    return path.parent, operation, result_of(format, name)
 
 
 def names_an_offset(error):
@@ -79,11 +86,14 @@ def test_check_reports_a_failing_disk(format, files):
     assert reported
 
 
+@pytest.fixture(scope="session")
+def contents(files):
+    return {path: path.read_bytes() for path in files["shards"].parent.rglob("*") if path.is_file()}
+
+
 @pytest.fixture
-def whole(files):
+def whole(contents):
     """Puts the files that were cut back as they were."""
-    folder = files["shards"].parent
-    contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     def restore():
         for path, content in contents.items():
