@@ -1,6 +1,7 @@
 """The rules of the architecture as tests: what may include or import what (csrc/README.md)."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -224,8 +225,13 @@ def module_name(path):
 PYTHON_NAMES = frozenset(map(module_name, PYTHON_FILES))
 
 
+@functools.cache
 def imported(path):
     """Modules of ours that a file imports, in whatever way it says so."""
+    return tuple(_imports(path))
+
+
+def _imports(path):
     package = ("safeload", *path.relative_to(PACKAGE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -321,36 +327,37 @@ def test_a_module_has_at_most_800_lines():
     assert {name: length for name, length in lengths.items() if length > 800} == {}
 
 
-def functions_of(path):
-    """The functions of a module with the class they are in, or None."""
+@functools.cache
+def contents_of(path):
+    """Name, lines and positional parameters of each function of a module; name and line of each class."""
+    functions, classes = [], []
     for parent in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         for node in ast.iter_child_nodes(parent):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield node, parent if isinstance(parent, ast.ClassDef) else None
+                begin = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+                own = names[names[:1] in (["self"], ["cls"]) and isinstance(parent, ast.ClassDef) :]
+                functions.append((node.name, node.end_lineno - begin, len(own)))
+            elif isinstance(node, ast.ClassDef):
+                classes.append((node.name, node.lineno))
+    return functions, classes
 
 
 def test_a_function_has_at_most_60_lines_and_5_positional_parameters():
     """Without its docstring and self; the loop of the pickle machine is longer."""
-    too_long, too_many = [], []
-    for path in PYTHON_FILES:
-        for node, owner in functions_of(path):
-            place = (module_name(path), node.name)
-            begin = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
-            if node.end_lineno - begin >= 60:
-                too_long.append(place)
-            names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-            if len(names[names[:1] in (["self"], ["cls"]) and owner is not None :]) > 5:
-                too_many.append(place)
+    functions = [(module_name(path), *function) for path in PYTHON_FILES for function in contents_of(path)[0]]
+    assert len(functions) > 1000
+    too_long = [(module, name) for module, name, lines, _ in functions if lines >= 60]
     assert too_long in ([], [("formats.unpickle.run", "_run")])
-    assert too_many == []
+    assert [(module, name) for module, name, _, parameters in functions if parameters > 5] == []
 
 
 def test_a_class_name_is_used_once():
     places = {}
     for path in PYTHON_FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{module_name(path)}:{node.lineno}")
+        for name, line in contents_of(path)[1]:
+            places.setdefault(name, []).append(f"{module_name(path)}:{line}")
+    assert len(places) > 100
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
 
 

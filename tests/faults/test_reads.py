@@ -19,7 +19,7 @@ NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 @pytest.fixture(scope="session")
 def result_of(files):
     """What an operation on a format's file comes to."""
-    return functools.cache(lambda format, name: WORK[name](files[format]))
+    return functools.cache(lambda kind, name: WORK[name](files[kind]))
 
 
 @pytest.fixture(params=CASES, ids=lambda case: " - ".join(case))
