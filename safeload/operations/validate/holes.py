@@ -140,9 +140,12 @@ class ZeroRun(NamedTuple):
 
 def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], str | None]) -> Finding | None:
     """Judge a run of zeros; return None if it does not indicate damage."""
-    parts = [place for place in run.places if min(place.end, run.end) - max(place.begin, run.begin) >= _BLOCK]
     whole = {place.name for place in run.whole}
-    touched = [place for place in run.places if place in parts or place.name in whole]
+    touched = [
+        place
+        for place in run.places
+        if min(place.end, run.end) - max(place.begin, run.begin) >= _BLOCK or place.name in whole
+    ]
     weighty = [
         place for place in touched if not may_be_zero(place.name) and role(place.tensor) not in ("bias", "buffer")
     ]
