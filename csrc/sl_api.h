@@ -291,6 +291,11 @@ const sl_columns *sl_table_columns(const sl_table *table);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 
+/* Numbers the shapes of a table: numbers[i] is the number of shape i, firsts[k] the first tensor with shape k. Equal
+ * shapes have equal numbers, except that a shape between many others can get a new one. Returns how many numbers there
+ * are, or 0 if there would be more than `most`, the room in `firsts`. */
+uint64_t sl_table_shapes(const sl_table *table, uint32_t *numbers, uint32_t *firsts, uint64_t most);
+
 /* ---- memory and files (platform/posix.c, platform/windows.c) ---- */
 
 /* Zeroed memory for a large buffer that is filled once; size > 0. Uses huge pages if the system has them, because
@@ -363,6 +368,18 @@ int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file
  * tensor in the file, sizes[i] the size of tensor i; both hold count entries. Free *header with sl_free. */
 int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64_t *sizes, void **header,
                               uint64_t *header_size, sl_error *error);
+
+/* The header of at most SL_BRIEF tensors. */
+#define SL_BRIEF 16
+typedef struct sl_brief_header {
+    uint64_t places[2 * SL_BRIEF]; /* for `count` tensors first order, then sizes, as in sl_safetensors_header */
+    char header[2048];
+} sl_brief_header;
+
+/* Like sl_safetensors_header without metadata, for names with '\n' after each. Returns the size of the header, or 0:
+ * for more tensors, a longer header, a name with a newline, or tensors that sl_safetensors_header refuses. */
+uint64_t sl_safetensors_brief_header(uint64_t count, const char *names, uint64_t names_size, const uint8_t *dtypes,
+                                     const uint64_t *dims, const uint64_t *dim_ends, sl_brief_header *brief);
 void sl_free(void *memory);
 
 /* ---- GGUF (formats/gguf.c) ---- */

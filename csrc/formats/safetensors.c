@@ -437,7 +437,8 @@ typedef struct text {
 static void put(text *out, const char *bytes, uint64_t size) {
     if (out->failed || size == 0) return; /* memcpy from NULL would be undefined */
     if (size > out->capacity - out->size) {
-        uint64_t capacity = (out->capacity + size) * 2; /* both are below MAX_HEADER or a name's size */
+        /* Capacity and size are below MAX_HEADER or a name's size; a small header takes a single allocation. */
+        uint64_t capacity = (out->capacity + size) * 2 + 256;
         char *grown = realloc(out->data, (size_t)capacity);
         if (grown == NULL) {
             out->failed = true;
@@ -453,8 +454,12 @@ static void put(text *out, const char *bytes, uint64_t size) {
 static void put_word(text *out, const char *word) { put(out, word, strlen(word)); }
 
 static void put_u64(text *out, uint64_t value) {
-    char digits[24];
-    put(out, digits, (uint64_t)snprintf(digits, sizeof digits, "%llu", (unsigned long long)value));
+    char digits[20], *first = digits + sizeof digits; /* snprintf would take most of the time of a header */
+    do {
+        *--first = (char)('0' + value % 10);
+        value /= 10;
+    } while (value > 0);
+    put(out, first, (uint64_t)(digits + sizeof digits - first));
 }
 
 /* Writes a string like serde_json: short escapes, \u00xx in lower case for other control characters, and everything
@@ -590,4 +595,28 @@ int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64
     *header = out.data;
     *header_size = out.size;
     return SL_OK;
+}
+
+uint64_t sl_safetensors_brief_header(uint64_t count, const char *names, uint64_t names_size, const uint8_t *dtypes,
+                                     const uint64_t *dims, const uint64_t *dim_ends, sl_brief_header *brief) {
+    uint64_t name_ends[SL_BRIEF], sizes[SL_BRIEF], ends = 0, size;
+    uint32_t order[SL_BRIEF];
+    void *header;
+    if (count > SL_BRIEF) return 0;
+    for (uint64_t i = 0; i < names_size; i++) {
+        if (names[i] != '\n') continue;
+        if (ends == count) return 0; /* a name contains a newline */
+        name_ends[ends++] = i;
+    }
+    const sl_columns columns = {
+        .count = count, .names = names, .name_ends = name_ends, .dtypes = dtypes, .dims = dims, .dim_ends = dim_ends};
+    if (ends != count || sl_safetensors_header(&columns, order, sizes, &header, &size, NULL) != SL_OK) return 0;
+    bool fits = size <= sizeof brief->header;
+    if (fits) memcpy(brief->header, header, (size_t)size);
+    free(header);
+    for (uint64_t i = 0; i < count; i++) {
+        brief->places[i] = order[i];
+        brief->places[count + i] = sizes[i];
+    }
+    return fits ? size : 0;
 }

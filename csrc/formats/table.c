@@ -243,6 +243,9 @@ static int64_t probe(const sl_table *table, const char *name, uint64_t size, uin
     }
 }
 
+/* Names are hashed this far ahead of their insertion, because each would wait for its slot from memory. */
+#define HASHED_AHEAD 16
+
 /* Hashes all names into slots, of which at most half are occupied. *again is a duplicate name, or count. If too many
  * names collide, which only a hostile file can cause, there are no slots. */
 static int32_t hash_names(sl_table *table, uint64_t *again, sl_error *error) {
@@ -253,10 +256,16 @@ static int32_t hash_names(sl_table *table, uint64_t *again, sl_error *error) {
     memset(table->slots, 0, (size_t)(slots * sizeof *table->slots));
     table->slot_mask = slots - 1;
     *again = count;
-    for (uint64_t i = 0; i < count; i++) {
-        uint64_t begin = name_begin(table, i), size = table->name_ends[i] - begin, place = 0;
-        uint64_t hash = hash_of(table->names + begin, size);
-        if (probe(table, table->names + begin, size, hash, &place, &steps) >= 0) {
+    uint64_t hashes[HASHED_AHEAD];
+    for (uint64_t i = 0, ahead = 0; i < count; i++) {
+        for (; ahead < count && ahead < i + HASHED_AHEAD; ahead++) {
+            uint64_t begin = name_begin(table, ahead);
+            uint64_t hash = hash_of(table->names + begin, table->name_ends[ahead] - begin);
+            hashes[ahead % HASHED_AHEAD] = hash;
+            SL_PREFETCH_WRITE(&table->slots[hash & table->slot_mask]);
+        }
+        uint64_t begin = name_begin(table, i), hash = hashes[i % HASHED_AHEAD], place = 0;
+        if (probe(table, table->names + begin, table->name_ends[i] - begin, hash, &place, &steps) >= 0) {
             *again = i;
             return SL_OK;
         }
@@ -438,4 +447,31 @@ int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_siz
             low = middle + 1;
     }
     return -1;
+}
+
+/* Recent shapes are remembered by this number of bits of a hash. */
+#define RECENT_BITS 8
+
+uint64_t sl_table_shapes(const sl_table *table, uint32_t *numbers, uint32_t *firsts, uint64_t most) {
+    const uint64_t odd = 0x9e3779b97f4a7c15u; /* as in hash_of */
+    uint32_t recent[1 << RECENT_BITS];
+    memset(recent, 0xff, sizeof recent);
+    uint64_t distinct = 0;
+    for (uint64_t i = 0; i < table->columns.count; i++) {
+        uint64_t begin = dim_begin(table, i), rank = table->dim_ends[i] - begin, hash = rank;
+        for (uint64_t k = 0; k < rank; k++) hash = (hash ^ table->dims[begin + k]) * odd;
+        uint32_t *slot = &recent[hash >> (64 - RECENT_BITS)];
+        if (*slot < distinct) {
+            uint64_t first = firsts[*slot], at = dim_begin(table, first);
+            if (table->dim_ends[first] - at == rank &&
+                memcmp(table->dims + at, table->dims + begin, (size_t)rank * sizeof *table->dims) == 0) {
+                numbers[i] = *slot;
+                continue;
+            }
+        }
+        if (distinct == most) return 0;
+        firsts[distinct] = (uint32_t)i;
+        numbers[i] = *slot = (uint32_t)distinct++;
+    }
+    return distinct;
 }

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+
+# Whether the collector visits young objects by themselves. It then stops tracking young tuples of texts and numbers, so
+# a pause would only make it visit them together with older objects. Without the GIL, it visits all objects each time.
+GENERATIONAL = "free-threading" not in sys.version
 
 # For fewer objects, the pause has no measurable effect.
 _PAUSED_FROM = 1000

@@ -26,8 +26,10 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "HEADER_AT",
     "LONE_NAME",
     "TIER",
+    "BriefHeader",
     "Error",
     "Loaded",
     "Lone",
@@ -112,9 +114,11 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_safetensors_table = _bind("sl_safetensors_table")
     sl_safetensors_brief = _bind("sl_safetensors_brief")
     sl_safetensors_parse = _bind("sl_safetensors_parse")
+    sl_safetensors_brief_header = _bind("sl_safetensors_brief_header")
     sl_gguf_read = _bind("sl_gguf_read")
     sl_gguf_free = _bind("sl_gguf_free")
     sl_table_find = _bind("sl_table_find")
+    sl_table_shapes = _bind("sl_table_shapes")
     sl_table_free = _bind("sl_table_free")
     sl_free = _bind("sl_free")
     sl_memory_alloc = _bind("sl_memory_alloc")
@@ -137,6 +141,10 @@ loaded_fields = struct.Struct("@qQqQQPP").unpack_from
 Lone = ctypes.c_char * ffi.sizeof("sl_lone")
 LONE_NAME = ffi.offsetof("sl_lone", "name")
 lone_numbers = struct.Struct(f"={LONE_NAME // 8}Q").unpack_from
+
+# Makes an ``sl_brief_header`` for `short`. It begins with its places; its header begins at this byte.
+BriefHeader = ctypes.c_char * ffi.sizeof("sl_brief_header")
+HEADER_AT = ffi.offsetof("sl_brief_header", "header")
 
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import TensorNotFoundError, UnsupportedError
 from . import dtypes
 from .messages import error_about
-from .native import ffi, short
+from .native import ffi, pointer, short
 from .packing import Packed
 from .text import check_name, clip, plural, printable, show
 
@@ -27,6 +27,8 @@ _NAME = 200
 # A search in C takes as long as adding this many names to a dict. A dict is built as soon as the searches have cost as
 # much as the dict will.
 _SEARCH_COST = 16
+# From this many tensors on, equal shapes share a tuple, because the garbage collector visits each tuple several times.
+_SHARED_FROM = 1000
 # From this many numbers on, numpy compares faster than Python builds a list.
 _NUMPY_FROM = 100
 
@@ -228,7 +230,7 @@ class Table:
     def shapes(self) -> list[tuple[int, ...]]:
         """Logical shapes."""
         if self._shapes is None:
-            self._shapes = self._shapes_between(0, self.count)
+            self._shapes = self._shared_shapes() or self._shapes_between(0, self.count)
         return self._shapes
 
     def _shapes_between(self, begin: int, end: int) -> list[tuple[int, ...]]:
@@ -249,6 +251,19 @@ class Table:
             return list(zip(*[iter(dims)] * rank, strict=True))
         ends = ffi.unpack(columns.dim_ends + begin, count)
         return [dims[a - before : b - before] for a, b in pairwise([before, *ends])]
+
+    def _shared_shapes(self) -> list[tuple[int, ...]] | None:
+        """Return the shapes of many tensors, in which equal shapes share a tuple; None if few shapes are equal."""
+        if self.count < _SHARED_FROM:
+            return None
+        numbers = np.empty(self.count, np.uint32)
+        firsts = np.empty(self.count // _SEARCH_COST, np.uint32)
+        places = [pointer(ffi.from_buffer(column)) for column in (numbers, firsts)]
+        distinct = short.sl_table_shapes(self._address, *places, len(firsts))
+        if not distinct:
+            return None
+        shapes = [self.shape(index) for index in firsts[:distinct].tolist()]
+        return list(map(shapes.__getitem__, numbers.tolist()))
 
     def begins(self) -> list[int]:
         """Return the first byte of each tensor in the file."""

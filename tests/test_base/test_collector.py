@@ -84,16 +84,18 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
     assert done.returncode == 0, done.stderr
 
 
-def test_describing_many_tensors_runs_no_collection(tmp_path):
-    save_file({f"t{k}": np.zeros(1, np.int8) for k in range(20_000)}, tmp_path / "x", durable=False)
+def test_describing_many_tensors_runs_no_full_collection_and_shares_equal_shapes(tmp_path):
+    save_file({f"t{k}": np.zeros(1 + k % 3, np.int8) for k in range(20_000)}, tmp_path / "x", durable=False)
     runs = []
     with safeload.open(tmp_path / "x") as checkpoint:
         gc.collect()
         gc.callbacks.append(lambda phase, info: runs.append(info["generation"]) if phase == "start" else None)
         try:
             infos = checkpoint.weight_files[0].infos()
-            during = len(runs)
+            during = [*runs]
         finally:
             gc.callbacks.pop()
     assert len(infos) == 20_000
-    assert during <= 1  # which is due when the pause ends
+    assert all(info.shape == (1 + int(info.name[1:]) % 3,) and info.parts == (info.name,) for info in infos)
+    assert len({id(info.shape) for info in infos}) == 3
+    assert 2 not in during  # the oldest generation

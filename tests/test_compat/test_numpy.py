@@ -181,6 +181,24 @@ def test_header_pads_the_data_to_a_multiple_of_eight():
         assert len(content) == 8 + size + 8
 
 
+@pytest.mark.parametrize("count", [15, 16, 17])
+@pytest.mark.parametrize("length", [1, 40, 50, 2000])
+@pytest.mark.parametrize("tail", ["", "\n", '\x01"', "\U0001f40d"])
+def test_short_headers_are_upstreams_whatever_their_number_and_names(count, length, tail):
+    """Short headers are built in one call, longer ones and those with newlines in several."""
+    dtypes = [*DTYPES.values()]
+    tensors = {
+        f"{k}{'n' * length}{tail}": np.full((2, k % 3), k % 2, dtypes[k % len(dtypes)]) for k in reversed(range(count))
+    }
+    assert save(tensors) == upstream.save(tensors)
+
+
+@pytest.mark.parametrize("room", range(30))
+def test_a_header_that_just_fits_is_upstreams(room):
+    tensors = {"n" * (1950 + 2 * room): np.ones((2, 2), np.float32)}
+    assert save(tensors) == upstream.save(tensors)
+
+
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 ARRAYS = st.builds(
     lambda dtype, shape, seed: (

@@ -40,7 +40,7 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import SafetensorError, folder_given, unsaved
 from ...stores.local import LocalStore, OpenedFile, with_room
 from ..registry import Candidate, Content, OpenRequest, explain
-from .header import MAX_HEADER, ROOM, Header, text
+from .header import MAX_HEADER, ROOM, head, text
 
 if TYPE_CHECKING:
     from ...engine.ahead.staging import StagedBytes
@@ -251,12 +251,15 @@ class TensorToWrite(NamedTuple):
         return self.data.staged if isinstance(self.data, Lazy) else None
 
     @property
-    def small(self) -> bool:
-        """True if the tensor is in memory and should be written together with its neighbours."""
+    def whole(self) -> bool:
+        """True if `buffer` has the bytes of the tensor."""
         data = self.data
-        if isinstance(data, Lazy) or data.nbytes > _TINY:
-            return False
-        return isinstance(data, Memory) or written_as_is(data)
+        return isinstance(data, Memory) or (not isinstance(data, Lazy) and written_as_is(data))
+
+    @property
+    def small(self) -> bool:
+        """True if the tensor is `whole` and should be written together with its neighbours."""
+        return self.data.nbytes <= _TINY and self.whole
 
     @property
     def nbytes(self) -> int:
@@ -264,16 +267,14 @@ class TensorToWrite(NamedTuple):
 
     @property
     def buffer(self) -> Any:
-        """The bytes of a small tensor."""
+        """The bytes of a `whole` tensor."""
         data = self.data
         return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
 
     @property
     def streamed(self) -> bool:
         """True if each buffer of `pieces` must be written before the next is made."""
-        if isinstance(self.data, Memory):
-            return False
-        return isinstance(self.data, Lazy) or not written_as_is(self.data)
+        return not self.whole
 
 
 def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | None]:
@@ -350,20 +351,18 @@ class FileWriter:
         for name in names:
             if type(name) is not str:
                 text(name, "a tensor name", tensor=name)
-        self._sources = [source_of(name, tensors[name]) for name in names]
-        shapes = [source.shape for source in self._sources]
-        numbers = bytes([source.row.number for source in self._sources])
-        self._header = Header(names, numbers, shapes, metadata, room=room)
-        self._order: list[int] = self._header.order.tolist()
-        sizes: list[int] = self._header.sizes.tolist()
-        for name, source, size in zip(names, self._sources, sizes, strict=True):
+        sources = self._sources = [source_of(name, tensors[name]) for name in names]
+        shapes = [source.shape for source in sources]
+        numbers = bytes([source.row.number for source in sources])
+        self._head, self._order, sizes = head(names, numbers, shapes, metadata, room=room)
+        for name, source, size in zip(names, sources, sizes, strict=True):
             if isinstance(source.data, Memory):
                 _check_memory(name, source.data, size)
-        self.size: int = self._header.nbytes + sum(sizes)
+        self.size: int = len(self._head) + sum(sizes)
 
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
         """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
-        yield self._header.memory, self._header.address, self._header.nbytes, False
+        yield self._head, pointer(ffi.from_buffer(self._head)), len(self._head), False
         sources = [self._sources[index] for index in self._order]
         ahead = [source.staged for source in sources if source.staged is not None]
         with _staged(ahead) as staged:
@@ -385,9 +384,8 @@ class FileWriter:
 
     def to_bytes(self) -> bytes:
         """Return the whole file."""
-        if all(source.small for source in self._sources):
-            header = ffi.buffer(self._header.memory, self._header.nbytes)
-            return b"".join([header, *(self._sources[index].buffer for index in self._order)])
+        if all(source.whole for source in self._sources):
+            return b"".join([self._head, *(self._sources[index].buffer for index in self._order)])
         out = bytearray(self.size)
         position = 0
         with closing(self.pieces()) as pieces:

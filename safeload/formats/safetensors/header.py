@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array as plain_array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import Any
+from struct import Struct
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ...base.arrays import Array
 from ...base.messages import encode
-from ...base.native import Error, check, ffi, lib, pointer
+from ...base.native import HEADER_AT, BriefHeader, Error, check, ffi, lib, pointer, short
 from ...base.text import show
 
 _NEWLINE = ord("\n")
@@ -21,6 +22,57 @@ _LENGTH = _UNIT = 8
 ROOM = 4096
 # The largest header that csrc/formats/safetensors.c accepts, without its length.
 MAX_HEADER = 100_000_000
+
+# The bytes of a header; the tensors in the order of their bytes; bytes of each tensor, in the order of the names.
+Head: TypeAlias = tuple[Any, Sequence[int], Sequence[int]]
+
+# Up to this many tensors, a single call builds a header in a buffer of fixed size.
+_FEW = lib.SL_BRIEF
+# Order and sizes in such a buffer, by number of tensors.
+_PLACES = [Struct(f"={2 * count}Q").unpack_from for count in range(_FEW + 1)]
+
+
+def head(
+    names: Sequence[str],
+    numbers: bytes,
+    shapes: Sequence[Sequence[int]],
+    metadata: Mapping[str, str] | None,
+    *,
+    room: int = 0,
+) -> Head:
+    """Return a header with upstream's order, and order and sizes as lists; see `Header`.
+
+    Raises:
+        TypeError, SafetensorError: see `Header`.
+    """
+    if metadata is None and not room and len(names) <= _FEW:
+        brief = _brief(names, numbers, shapes)
+        if brief is not None:
+            return brief
+    header = Header(names, numbers, shapes, metadata, room=room)
+    return ffi.buffer(header.memory, header.nbytes), header.order.tolist(), header.sizes.tolist()
+
+
+def _brief(names: Sequence[str], numbers: bytes, shapes: Sequence[Sequence[int]]) -> Head | None:
+    """Return the header of few tensors, or None if it is too long or `Header` must explain why there is none."""
+    try:
+        encoded = "\n".join([*names, ""]).encode()
+    except UnicodeEncodeError:
+        return None
+    count, memory = len(names), BriefHeader()
+    size = short.sl_safetensors_brief_header(
+        count,
+        encoded,
+        len(encoded),
+        numbers,
+        plain_array("Q", chain.from_iterable(shapes)).tobytes(),
+        plain_array("Q", accumulate(map(len, shapes))).tobytes(),
+        memory,
+    )
+    if not size:
+        return None
+    places = _PLACES[count](memory)
+    return memory[HEADER_AT : HEADER_AT + size], places[:count], places[count:]
 
 
 class Header:
