@@ -61,6 +61,18 @@ _LATER = {
     "storage_size": ("frameworks.torch_shared", "storage_size"),
 }
 
+# `frameworks.torch_arrays` after the first call that needs it: the import statement would take a tenth of a small load.
+_arrays: Any = None
+
+
+def _imported() -> Any:
+    global _arrays
+    from .frameworks import torch_arrays
+
+    _arrays = torch_arrays
+    return torch_arrays
+
+
 # The function that loads folders.
 _FOLDERS = "safeload.torch.load_checkpoint"
 
@@ -286,15 +298,16 @@ def load(data: bytes) -> dict[str, Tensor]:
         torch.Size([128])
     """
     try:
-        from .frameworks import torch_arrays
-
+        torch_arrays = _arrays or _imported()
         if type(data) is not bytes and isinstance(data, (str, os.PathLike)):
             raise TypeError(
                 f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
                 "safeload.torch.load_checkpoint"
             )
         arrays, table = safetensors.parse(data, copy=True)
-        return torch_arrays.from_arrays(arrays) if table is None else torch_arrays.from_table(table, arrays)
+        tensors: dict[str, Tensor]
+        tensors = torch_arrays.from_arrays(arrays) if table is None else torch_arrays.from_table(table, arrays)
+        return tensors
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -325,8 +338,7 @@ def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) 
         tensor(4.)
     """
     try:
-        from .frameworks import torch_arrays
-
+        torch_arrays = _arrays or _imported()
         keep: list[Any] = []
         return safetensors.FileWriter(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
     except SafeloadError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,10 @@ TYPES: dict[str, Any] = {
 # Bytes per element; per pair for the packed dtype.
 SIZES: dict[Any, int] = {dtype: max(1, dtypes.BY_CODE[code].bits // 8) for code, dtype in TYPES.items()}
 _ROWS: dict[Any, dtypes.Dtype] = {dtype: dtypes.BY_CODE[code] for code, dtype in TYPES.items()}
+_WHOLE_ROWS = {dtype: row for dtype, row in _ROWS.items() if not row.packed}
+# Classes whose tensors have memory of their own, unless torch wraps them for tracing; other subclasses may have none.
+_OWN_MEMORY = frozenset((Tensor, torch.nn.Parameter))
+_LITTLE = sys.byteorder == "little"
 
 # `torch.from_numpy` refuses ml_dtypes: such arrays are viewed as integers of equal size first.
 _INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
@@ -205,6 +211,10 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
         RuntimeError: tensors share memory.
         UnsupportedDtypeError, NotImplementedError: see `memory_of`.
     """
+    entries = _plain_memory(tensors)
+    if entries is not None:
+        keep.extend(tensors.values())
+        return entries
     check_tensors_apart(tensors)
     entries = {}
     for name, tensor in tensors.items():
@@ -215,6 +225,33 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
             )
         entries[name] = memory_of(name, tensor, keep)
     return entries
+
+
+def _plain_memory(tensors: Any) -> dict[str, Any] | None:
+    """Return the memory of plain contiguous tensors on the CPU, or None if any tensor needs the checks of `to_write`.
+
+    Tensors with disjoint addresses share no memory, so their storages need not be compared.
+    """
+    if not _LITTLE or not isinstance(tensors, dict):
+        return None
+    entries: dict[str, Any] = {}
+    areas = []
+    try:
+        for name, tensor in tensors.items():
+            row = _WHOLE_ROWS.get(tensor.dtype) if type(tensor) in _OWN_MEMORY else None
+            if row is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+                return None
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                return None
+            begin, nbytes = tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype]
+            if not begin:  # empty, or without memory
+                return None
+            entries[name] = Memory(row, tensor.shape, begin, nbytes)
+            areas.append((begin, begin + nbytes))
+    except RuntimeError:  # a tensor without memory
+        return None
+    areas.sort()
+    return entries if all(end <= begin for (_, end), (begin, _) in pairwise(areas)) else None
 
 
 def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:

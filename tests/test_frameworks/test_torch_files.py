@@ -441,3 +441,23 @@ def test_a_file_by_torch_save_of_a_loaded_tensor_has_only_its_bytes(tmp_path):
         out.seek(0)
         assert torch.equal(torch.load(out), loaded[name])
     assert safetensors.torch.save(loaded)  # upstream sees no shared memory either
+
+
+def test_parts_of_a_storage_are_saved_if_they_are_apart():
+    whole = torch.arange(24.0).view(6, 4)
+    apart = {"c": whole[4:], "a": whole[:2], "b": whole[2:4]}
+    assert ours.save(apart) == upstream.save(apart)
+    for overlapping in ({**apart, "d": whole[3:5]}, {**apart, "d": whole}, {"a": whole[:2], "b": whole[:2]}):
+        with pytest.raises(RuntimeError, match="share memory"):
+            ours.save(overlapping)
+
+
+def test_tensors_without_memory_of_their_own_are_refused():
+    def refused(tensor):
+        with pytest.raises(RuntimeError, match="keeps its values in other tensors"):
+            ours.save({"a": tensor})
+        return tensor
+
+    refused(torch._efficientzerotensor((3,)))
+    for transformed in (torch.func.vmap(refused), torch.func.functionalize(refused)):
+        transformed(torch.ones(2, 3))
