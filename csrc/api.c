@@ -1,7 +1,11 @@
 /* The rest of sl_api.h: functions that belong to no other file. */
 #include <stdlib.h>
 
-#include "safeload.h"
+#include "platform/platform.h"
+
+int32_t sl_file_write(int64_t file, uint64_t offset, const void *memory, uint64_t size, sl_error *error) {
+    return sl_platform_write(file, false, offset, memory, size, error);
+}
 
 void sl_free(void *memory) { free(memory); }
 

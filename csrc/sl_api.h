@@ -319,6 +319,9 @@ void sl_file_close(int64_t file);
  * Continues after interrupted and short reads. `error` may be NULL. */
 int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error);
 
+/* Writes exactly `size` bytes at `offset`. For long writes, jobs return to the caller in between. */
+int32_t sl_file_write(int64_t file, uint64_t offset, const void *memory, uint64_t size, sl_error *error);
+
 /* Opens the same file again for reads past the page cache (O_DIRECT). Returns 0 if the system or the file system does
  * not support it, which is not a failure. Close it with sl_file_close. */
 int64_t sl_file_open_direct(int64_t file);

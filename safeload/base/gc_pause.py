@@ -13,9 +13,8 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
-# Whether the collector visits young objects by themselves. It then stops tracking young tuples of texts and numbers, so
-# a pause would only make it visit them together with older objects. Without the GIL, it visits all objects each time.
-GENERATIONAL = "free-threading" not in sys.version
+# Whether the collector can visit young objects alone: without the GIL, it visits all objects each time.
+_GENERATIONAL = "free-threading" not in sys.version
 
 # For fewer objects, the pause has no measurable effect.
 _PAUSED_FROM = 1000
@@ -45,6 +44,14 @@ class _Pause:
                 self._restore = False
                 gc.enable()
 
+    def collect_young(self) -> None:
+        """Have the collector stop tracking young tuples of texts and numbers, unless the program has disabled it.
+
+        Otherwise it would visit them again and again, together with what is made of them.
+        """
+        if self._restore and _GENERATIONAL:
+            gc.collect(0)
+
     def forget(self) -> None:
         """Restore the collector in a forked child, which lacks the threads in a block."""
         self._lock = threading.RLock()
@@ -72,3 +79,9 @@ def paused(count: int) -> AbstractContextManager[None]:
         True
     """
     return _pause if count >= _PAUSED_FROM else _nothing
+
+
+def collect_young(count: int) -> None:
+    """Call `_Pause.collect_young` inside ``with paused(count)``, if it pauses."""
+    if count >= _PAUSED_FROM:
+        _pause.collect_young()

@@ -40,7 +40,11 @@ def test_a_load_without_memory_is_a_memory_error(case, files):
     refuse_each(operation, files[format].parent, operation())
 
 
-@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+# The core writes a small MOON file without memory of its own.
+ALLOCATING = {name: save for name, save in SAVES.items() if name != "moon"}
+
+
+@pytest.mark.parametrize("save", ALLOCATING.values(), ids=ALLOCATING)
 def test_a_save_without_memory_is_a_memory_error_and_leaves_nothing(save, tmp_path):
     path = tmp_path / save.name
     save.write(path, NEW)

@@ -118,15 +118,17 @@ class AtomicFile:
             self._abandon()
 
     def _keep_owner_and_mode(self, existing: os.stat_result) -> None:
-        if hasattr(os, "fchown"):
-            mine = os.fstat(self._descriptor)
-            if (mine.st_uid, mine.st_gid) != (existing.st_uid, existing.st_gid):
-                with contextlib.suppress(PermissionError):  # only root can change the owner
-                    os.fchown(self._descriptor, existing.st_uid, existing.st_gid)
         # Not on Windows: os.fchmod (since Python 3.13) would make the temporary file read-only, and such a file can
         # neither replace another file nor be deleted.
-        if os.name != "nt":
-            os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
+        if os.name == "nt":
+            return
+        mine = os.fstat(self._descriptor)
+        if (mine.st_uid, mine.st_gid) != (existing.st_uid, existing.st_gid):
+            with contextlib.suppress(PermissionError):  # only root can change the owner
+                os.fchown(self._descriptor, existing.st_uid, existing.st_gid)
+        elif mine.st_mode == existing.st_mode:
+            return
+        os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
         """Append memory, as pairs of address and size in bytes. The caller keeps it alive."""

@@ -29,6 +29,8 @@ DIRECT_SLICE_MS = 200
 _SWAPS = sys.byteorder == "big"
 # File handle of a job before its file is opened.
 _NO_FILE = -2
+# A file of up to this size is written without a job, which would take longer than the system call.
+_SHORT_FILE = 1 << 20
 # Memory for the scales of packed codes in a group of jobs.
 _PREPARED_BYTES = 64 << 20
 
@@ -343,6 +345,11 @@ def write(
     Raises:
         OSError: the file cannot be written.
     """
+    if len(pieces) == 1 and position + pieces[0][1] <= _SHORT_FILE and not in_order:
+        address, size = pieces[0]
+        error = Error()
+        check(lib.sl_file_write(handle, position, ffi.cast("void *", address), size, error), error, path)
+        return position + size
     op = lib.SL_OP_APPEND if in_order else lib.SL_OP_WRITE_BACK if durable else lib.SL_OP_WRITE
     rows, begin = [], position
     for address, size in pieces:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from ...base import dtypes
 from ...base.arrays import ArraySpec, array_spec
-from ...base.gc_pause import GENERATIONAL, paused
+from ...base.gc_pause import collect_young, paused
 from ...base.listed_table import ListedTable
 from ...base.paths import PathLike
 from ...base.scheme import INT8
@@ -117,12 +117,12 @@ class WeightFile:
     def infos(self) -> list[TensorInfo]:
         """Return the description of each tensor, in the order of the table."""
         table, count = self.table, self.table.count
-        with paused(0 if GENERATIONAL else count):
+        with paused(count):
             names = table.names
             numbers, shapes, begins, ends = table.columns(range(count))
-            own_names = list(zip(names))
-        with paused(count):
             sizes = table.sizes() if table.shaped or table.quantized else map(sub, ends, begins)
+            own_names = list(zip(names))
+            collect_young(count)
             codes = map(_CODES.__getitem__, numbers)
             fields = zip(names, codes, shapes, sizes, repeat(self.path), begins, own_names)
             # Makes each `TensorInfo` from a tuple of its fields without running Python code.

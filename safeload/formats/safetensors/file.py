@@ -219,7 +219,7 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
 _TINY, _TOGETHER = 64 << 10, 1 << 20
 
 # Types that are never masked arrays.
-_PLAIN = (np.ndarray, Lazy)
+_PLAIN = frozenset((np.ndarray, Lazy))
 
 
 class Memory(NamedTuple):
@@ -323,7 +323,7 @@ def write(
 def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileWriter:
     """Return the writer of arrays and quantized tensors, as the drop-in functions take them."""
     check_mapping(tensors, "tensors")
-    if metadata is not None or any(type(value) not in _PLAIN for value in tensors.values()):
+    if metadata is not None or not _PLAIN.issuperset(map(type, tensors.values())):
         from .quantized import pack  # only here: with it comes everything that decodes
 
         tensors, metadata = pack(tensors, metadata)
@@ -362,13 +362,17 @@ class FileWriter:
 
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
         """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
-        yield self._head, pointer(ffi.from_buffer(self._head)), len(self._head), False
         sources = [self._sources[index] for index in self._order]
+        head = [self._head]
+        if len(self._head) > _TINY or not sources or not sources[0].small:
+            yield self._head, pointer(ffi.from_buffer(self._head)), len(self._head), False
+            head.clear()
         ahead = [source.staged for source in sources if source.staged is not None]
         with _staged(ahead) as staged:
             for small, group in groupby(sources, attrgetter("small")):
                 if small:
-                    yield from _together(group)
+                    yield from _together(head, group)
+                    head = []
                     continue
                 for source in group:
                     entry = source.staged
@@ -419,9 +423,12 @@ class FileWriter:
             file.write(waiting)
 
 
-def _together(sources: Iterable[TensorToWrite]) -> Iterator[tuple[Any, int, int, bool]]:
-    """Copy small arrays into buffers, because a system call for each would take longer than the copy."""
-    waiting: list[Any] = []
+def _together(waiting: list[Any], sources: Iterable[TensorToWrite]) -> Iterator[tuple[Any, int, int, bool]]:
+    """Copy small arrays into buffers, because a system call for each would take longer than the copy.
+
+    Args:
+        waiting: what comes before the arrays.
+    """
     size = 0
     for source in sources:
         waiting.append(source.buffer)
