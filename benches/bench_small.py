@@ -1,7 +1,8 @@
-"""Small files: 64 bytes to 1 MiB in 1 to 300 tensors, loaded, opened, and in memory, both backends of both sides."""
+"""Small files: 64 bytes to 1 MiB in 1 to 300 tensors: loaded, opened, saved, in memory; both backends of both sides."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -115,6 +116,57 @@ def test_cell(job: str, count: int, nbytes: int, table, report) -> None:
     row = table.add(title, PEER, comparison, target=1, within=WITHIN)
     _cells.append((row, comparison))
     report(sides["ours"], [row], rounds=3, number=number)
+
+
+def _same_content(ours: bytes, theirs: bytes) -> None:
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(("count", "nbytes"), GRID)
+def test_save(count: int, nbytes: int, table, report) -> None:
+    arrays = safeload.numpy.load_file(_file(count, nbytes), backend="pread")
+    sides = {"ours": lambda: safeload.numpy.save(arrays), PEER: lambda: safetensors.numpy.save(arrays)}
+    number = _calls(sides[PEER])
+    samples = race(sides, ROUNDS, check=_same_content, number=number)
+    title = f"save, {count} x {_size(nbytes // count)}"
+    row = table.add(title, PEER, Comparison(samples["ours"], samples[PEER]), target=1, within=WITHIN)
+    report(sides["ours"], [row], rounds=3, number=number)
+
+
+@pytest.mark.parametrize(("count", "nbytes"), GRID)
+def test_save_file(count: int, nbytes: int, table, report, tmp_path: Path) -> None:
+    """Ours writes a new file and renames it; the peer writes into the old file, which a crash can leave incomplete."""
+    arrays = safeload.numpy.load_file(_file(count, nbytes), backend="pread")
+    content = safeload.numpy.save(arrays)
+
+    def side(name: str, save: Callable[[Path], None]) -> Callable[[], bytes]:
+        path = tmp_path / name
+
+        def run() -> bytes:
+            save(path)
+            return content
+
+        return run
+
+    def rename(path: Path) -> None:
+        temporary = f"{path}.tmp"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        os.write(descriptor, content)
+        os.close(descriptor)
+        os.replace(temporary, path)
+
+    limit = "limit: write a new file, rename it"
+    sides = {
+        "ours": side("ours", lambda path: safeload.numpy.save_file(arrays, path, durable=False)),
+        PEER: side("theirs", lambda path: safetensors.numpy.save_file(arrays, path)),
+        limit: side("limit", rename),
+    }
+    number = _calls(sides["ours"])
+    samples = race(sides, ROUNDS, number=number)
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {content}
+    title = f"save_file, durable=False, {count} x {_size(nbytes // count)}"
+    rows = [table.add(title, peer, Comparison(samples["ours"], samples[peer])) for peer in (PEER, limit)]
+    report(sides["ours"], rows, rounds=3, number=number)
 
 
 def test_the_worst_cell(table, report) -> None:
