@@ -40,8 +40,7 @@ def _in_system(source: int, begin: int, nbytes: int, target: int, at: int) -> in
 
 
 def _through_memory(source: int, begin: int, nbytes: int, target: int, at: int) -> int:
-    os.lseek(source, begin, os.SEEK_SET)
-    data = os.read(source, min(nbytes, _BUFFER))
+    data = _read(source, begin, min(nbytes, _BUFFER))
     if not data:
         raise OSError(errno.EIO, f"the file ends at byte {begin}, {nbytes} bytes too early")
     os.lseek(target, at, os.SEEK_SET)
@@ -49,3 +48,11 @@ def _through_memory(source: int, begin: int, nbytes: int, target: int, at: int) 
     while view:
         view = view[os.write(target, view) :]
     return len(data)
+
+
+def _read(source: int, begin: int, nbytes: int) -> bytes:
+    """Read without moving the position, which a caller's file object may share, if the system can."""
+    if hasattr(os, "pread"):
+        return os.pread(source, nbytes, begin)
+    os.lseek(source, begin, os.SEEK_SET)
+    return os.read(source, nbytes)

@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from _thread import get_ident
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -383,6 +383,16 @@ def of_descriptor(number: int, path: str) -> LocalStore:
 def descriptor_of(store: ByteStore) -> Descriptor | None:
     """Return the handle that lets the C core read a store directly, or None if the store has no handle."""
     return store.descriptor if isinstance(store, LocalStore) else None
+
+
+@contextlib.contextmanager
+def keeping_position(descriptor: Descriptor) -> Iterator[None]:
+    """Restore the position of a descriptor at the end: a duplicate shares it with the caller's file object."""
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+    try:
+        yield
+    finally:
+        os.lseek(descriptor, position, os.SEEK_SET)
 
 
 def direct_of(store: ByteStore) -> Descriptor | None:

@@ -504,3 +504,18 @@ def test_an_open_file_of_fsspec_is_read_from_its_position():
             assert same(safeload.load(file))
     finally:
         fs.rm("/file-objects", recursive=True)
+
+
+@POSIX
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_check_leaves_the_position(tmp_path, holes):
+    path = tmp_path / "m.safetensors"
+    safeload.numpy.save_file({"w": np.ones(1 << 20, np.float32)}, path, durable=False)
+    if holes:
+        with open(path, "r+b") as file:
+            file.truncate(1 << 20)
+            file.truncate(5 << 20)
+    with open(path, "rb") as file:
+        for _ in range(2):
+            safeload.check(file)
+            assert file.tell() == 0

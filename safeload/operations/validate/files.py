@@ -21,7 +21,7 @@ from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
 from ...formats.zip import STORED, Archive, ZipEntry
 from ...stores.files import Location
-from ...stores.local import descriptor_of
+from ...stores.local import descriptor_of, keeping_position
 from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
 from .holes import may_be_zero
@@ -307,7 +307,7 @@ def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
 def hole_begin(file: WeightFile) -> int:
     """Return the offset of the hole at the end of a file, or the size of the file without such a hole.
 
-    Without a hole, this takes a single system call. Systems without support for holes report none.
+    Without a hole, this takes three system calls. Systems without support for holes report none.
     """
     seek_data = getattr(os, "SEEK_DATA", None)
     descriptor = descriptor_of(file.store)  # a reference keeps it open
@@ -316,7 +316,8 @@ def hole_begin(file: WeightFile) -> int:
 
     def has_data(offset: int) -> bool:
         try:
-            os.lseek(descriptor, offset, seek_data)
+            with keeping_position(descriptor):
+                os.lseek(descriptor, offset, seek_data)
         except OSError as problem:
             return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
         return True

@@ -21,7 +21,7 @@ from ...engine.codes.pieces import PIECE, file_pieces
 from ...engine.run.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
-from ...stores.local import descriptor_of
+from ...stores.local import descriptor_of, keeping_position
 from ..measure.stats_table import TensorStats
 from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
@@ -294,13 +294,14 @@ def _holes_of(file: WeightFile) -> list[tuple[int, int]]:
     holes: list[tuple[int, int]] = []
     at = 0
     try:
-        for _ in range(_MOST_HOLES):
-            begin = os.lseek(descriptor, at, os.SEEK_HOLE)
-            if begin >= file.size:
-                return holes
-            at = os.lseek(descriptor, begin, os.SEEK_DATA)
-            if at - begin >= _LONG:
-                holes.append((begin, at))
+        with keeping_position(descriptor):
+            for _ in range(_MOST_HOLES):
+                begin = os.lseek(descriptor, at, os.SEEK_HOLE)
+                if begin >= file.size:
+                    return holes
+                at = os.lseek(descriptor, begin, os.SEEK_DATA)
+                if at - begin >= _LONG:
+                    holes.append((begin, at))
     except OSError:  # no data after the last hole, or no support
         return holes
     return []
