@@ -18,6 +18,7 @@ from ..base.text import printable
 from ..errors import NoMatchError, SafeloadError
 from .common import complain, log_to_stderr, plain
 from .parsers import COMMANDS, Parsers
+from .streams import STANDARD
 
 # Commands for words that people try.
 _INSTEAD = {
@@ -56,7 +57,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not arguments:
         parsers.top.print_help(sys.stderr)
         parsers.top.exit(2)
-    place = next((k for k, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
+    place = next(
+        (k for k, word in enumerate(arguments) if not word.startswith("-") or word == STANDARD), len(arguments)
+    )
     word = arguments[place] if place < len(arguments) else ""
     if word not in COMMANDS and _is_path(word):
         return _options(parsers.command("info"), arguments)
@@ -81,7 +84,7 @@ def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpa
 
 def _is_path(word: str) -> bool:
     """True if a word that is not a command exists as a path or looks like a path."""
-    return os.path.lexists(word) or any(mark in word for mark in (os.sep, "/", ".", "*"))
+    return word == STANDARD or os.path.lexists(word) or any(mark in word for mark in (os.sep, "/", ".", "*"))
 
 
 def _unknown(word: str) -> str:

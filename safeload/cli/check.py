@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..base.text import plural, printable
@@ -15,7 +16,6 @@ from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,
-    STDOUT,
     add_json,
     add_opening,
     add_overwrite,
@@ -30,6 +30,7 @@ from .common import (
     suggest,
 )
 from .flags import in_options
+from .streams import read_again, refuse, source
 
 if TYPE_CHECKING:
     from ..operations.folders.output import Output
@@ -112,7 +113,9 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.validate.findings import HARMLESS_WARNINGS
 
     output, policy = _output(options), _policy(options)
-    with cluster(options.dask) as executor:
+    repeated = options.manifest is not None or output is not None
+    reading = read_again(options.path) if repeated else nullcontext(source(options.path))
+    with cluster(options.dask) as executor, reading as options.path:
         report = _report(options, executor, output)
     if policy is not None:
         policy(report)
@@ -139,6 +142,7 @@ def _policy(options: argparse.Namespace) -> Callable[[CheckReport], object] | No
     """Return the function that checks the rules of --policy, or None."""
     if options.policy is None:
         return None
+    refuse(options.path, "--policy checks files")
     from ..operations.trust.policy import check_policy, read_policy
 
     policy, complete = read_policy(options.policy), not (options.structure or options.only or options.drop)
@@ -156,8 +160,7 @@ def _output(options: argparse.Namespace) -> Output | None:
     from ..operations.folders.output import Output
     from ..stores.digests import is_manifest
 
-    if options.write_manifest == STDOUT:
-        raise ValueError("--write-manifest needs a file, because the findings go to stdout")
+    refuse(options.write_manifest, "--write-manifest needs a file")
     output = Output(
         "--write-manifest",
         options.write_manifest,
@@ -217,7 +220,7 @@ def _manifest(
         report.add(manifest.compare(expected, current))
     if output is None:
         return
-    if not is_url(options.path):
+    if isinstance(options.path, str) and not is_url(options.path):
         from ..engine.run.threads import thread_count
         from ..formats.verifying import digests_of
 

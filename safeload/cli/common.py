@@ -13,6 +13,7 @@ from ..base import log
 from ..base.layout import is_terminal, terminal_columns
 from ..base.text import plural, printable
 from ..errors import one_line
+from .streams import STANDARD, STDIN, source
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -23,9 +24,6 @@ STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong u
 # False if the shell leaves patterns such as *.safetensors to the program.
 SHELL_EXPANDS = os.name != "nt"
 
-# The path of stdout.
-STDOUT = "-"
-
 # Attribute that `suggest` sets on argparse actions.
 SUGGESTED = "suggested"
 
@@ -34,7 +32,7 @@ _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": 
 
 def add_path(parser: Any, name: str = "path", *, several: bool = False) -> None:
     """Add the path of a checkpoint or, if ``several``, one or more ``paths``."""
-    text = "a weight file, a folder, an index.json, or a URL: hf://, s3://, https://, ..."
+    text = "a weight file, a folder, an index.json, a URL (hf://, s3://, https://, ...), or - for stdin"
     if several:
         parser.add_argument("paths", metavar="PATH", nargs="+", help=f"{text}; may be repeated")
     else:
@@ -144,11 +142,11 @@ def not_negative(text: str) -> float:
     return value
 
 
-def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
-    """Open a checkpoint with the options of `add_opening`."""
+def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
+    """Open a checkpoint, or stdin for "-", with the options of `add_opening`."""
     from ..loading import entry  # imported here: it imports NumPy, and `safeload --help` needs neither
 
-    return entry.open(path, **opening(options))
+    return entry.open(source(path), **opening(options))
 
 
 def opening(options: argparse.Namespace) -> dict[str, Any]:
@@ -165,6 +163,8 @@ def shown(path: str) -> str:
     """Return a path for printing; a URL loses its secrets."""
     from ..stores import url as urls
 
+    if path == STANDARD:
+        return STDIN
     return urls.shown(path) if urls.is_url(path) else path
 
 
@@ -294,15 +294,6 @@ def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
     if not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda text, kind: text
     return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text else text
-
-
-def write_to_stdout(text: str) -> int:
-    """Write text in UTF-8, whatever the encoding of the terminal, and return its size in bytes."""
-    data = text.encode("utf-8", "backslashreplace")
-    sys.stdout.flush()
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
-    return len(data)
 
 
 # ---- progress ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,6 +32,7 @@ from .common import (
     suggest,
 )
 from .flags import in_options
+from .streams import STANDARD, binary_stdout, check_once, source
 from .verify import add_trusted, against_of
 
 _ALL = "*"  # the pattern of a scheme for all matrices
@@ -72,11 +74,13 @@ def register(parser: Any) -> None:
         f"the largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders, index.json or URLs to merge")
+    parser.add_argument(
+        "source", metavar="SOURCE", nargs="+", help="files, folders, index.json, URLs, or - for stdin, to merge"
+    )
     parser.add_argument(
         "destination",
         metavar="DESTINATION",
-        help="a file, or a folder: a path or URL without suffix or with a final slash",
+        help="a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
     )
     dtype = parser.add_argument("--dtype", help='dtype for floating tensors, such as "float32" or "BF16"')
     suggest(dtype, targets)
@@ -176,11 +180,19 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert and return the exit status."""
-    for option in ("resume", "dask"):
-        sharded = options.max_shard_size is not None or is_url(options.destination)
-        if getattr(options, option) and not sharded and not is_folder(where(options.destination), options.format):
-            raise ValueError(f"--{option} needs a folder as destination, got {show(options.destination)}")
-    report = _convert(options)
+    check_once(options.source)
+    to_stdout = options.destination == STANDARD
+    for option in ("resume", "dask", "max_shard_size"):
+        sharded = option == "max_shard_size" or options.max_shard_size is not None or is_url(options.destination)
+        if not getattr(options, option):
+            continue
+        if to_stdout or (not sharded and not is_folder(where(options.destination), options.format)):
+            flag = option.replace("_", "-")
+            raise ValueError(f"--{flag} needs a folder as destination, got {show(options.destination)}")
+    if to_stdout:
+        _to_stdout(options)
+        return 0
+    report = _convert(options, options.destination)
     if options.json:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
         if report.summary is not None:
@@ -191,15 +203,26 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(options: argparse.Namespace) -> ConvertReport:
+def _to_stdout(options: argparse.Namespace) -> None:
+    """Write the result to stdout, and the report to stderr."""
+    if options.json:
+        raise ValueError(f"{STANDARD} and --json both write to stdout; pass only one of them")
+    with binary_stdout() as stdout:
+        report = _convert(options, stdout)
+    report = report._replace(destination="stdout", files=["stdout"])
+    print(in_options(str(report)), file=sys.stderr)
+
+
+def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         verify = _verify(options)
         if verify is not None and not plain:
             raise ValueError("--verify cannot be combined with --root, --unknown-globals and --stored")
+        sources = map(source, options.source)
         return convert(
-            options.source if plain else [stack.enter_context(open_path(path, options)) for path in options.source],
-            options.destination,
+            list(sources) if plain else [stack.enter_context(open_path(path, options)) for path in sources],
+            destination,
             dtype=options.dtype,
             quantize=_schemes(options.quantize),
             imatrix=options.imatrix,

@@ -20,6 +20,7 @@ from .common import (
     open_path,
     painter,
 )
+from .streams import check_once
 
 # Maximum number of rows of each list on a terminal.
 _ROWS = 40
@@ -62,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the differences between ``options.a`` and ``options.b`` and return the exit status."""
     from ..operations.measure.diff import diff  # only here: importing it takes milliseconds
 
+    check_once([options.a, options.b])
     with (
         open_path(options.a, options) as a,
         open_path(options.b, options) as b,

@@ -13,6 +13,7 @@ from ..base.text import plural, show
 from ..operations.saving.edit import edit, recover_edit
 from ..operations.saving.edit_base import Edit
 from .common import STATUS, shown
+from .streams import refuse
 
 _EPILOG = f"""examples:
   safeload edit model.safetensors --metadata author=me --metadata format
@@ -58,6 +59,7 @@ def register(parser: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Edit and return the exit status."""
+    refuse(options.path, "edit changes files")
     changes = len(options.metadata) + len(options.rename) + len(options.drop)
     if options.recover == bool(changes):
         raise ValueError("pass either changes (--metadata, --rename, --drop) or --recover")

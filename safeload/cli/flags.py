@@ -6,7 +6,7 @@ import re
 
 # Arguments in advice, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
 _ARGUMENT = r"""(?<![^ (])
-    (base|dtype|drop|format|ignore|keep|layout|max_shard_size|metadata|only|overwrite|quantize|rename|resume|root|stored
+    (base|dtype|drop|format|ignore|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|rename|resume|root|stored
      |unknown_globals)
     (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?<=ignore=)(?=')
        | (?<=quantize=)(?=')

@@ -30,6 +30,7 @@ from .common import (
     storage_options,
 )
 from .flags import in_options
+from .streams import check_once
 
 _EPILOG = f"""examples:
   safeload info model.safetensors
@@ -71,6 +72,7 @@ def register(parser: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the contents of ``options.paths`` and return the exit status."""
     options.paths = expanded(options.paths)
+    check_once(options.paths)
     if options.depth is not None:
         options.tree = True
     if len(options.paths) == 1:

@@ -8,6 +8,7 @@ from typing import Any
 from ..operations.saving.apply import apply_patch
 from ..operations.saving.patch import make_patch
 from .common import STATUS, add_overwrite, shown
+from .streams import refuse
 
 _EPILOG = f"""examples:
   safeload patch make step-100.safetensors step-200.safetensors patch.safetensors
@@ -43,6 +44,8 @@ def register(parser: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Make or apply a patch and return the exit status."""
     destination = options.destination
+    for path in (options.base, options.second, destination):
+        refuse(path, "patch reads and writes files")
     if options.action == "make":
         if destination is None or options.no_check:
             raise ValueError("safeload patch make takes BASE NEW PATCH")

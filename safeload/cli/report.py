@@ -11,7 +11,6 @@ from ..base.scheme import SCHEMES
 from ..base.text import printable, size
 from .common import (
     STATUS,
-    STDOUT,
     add_json,
     add_opening,
     add_overwrite,
@@ -19,8 +18,8 @@ from .common import (
     add_threads,
     bar,
     opening,
-    write_to_stdout,
 )
+from .streams import STANDARD, read_again, write_to_stdout
 
 _EPILOG = f"""examples:
   safeload report model.safetensors -o report.html
@@ -73,18 +72,19 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.report.page import is_page
     from ..operations.report.report import PageRequest, page_of
 
-    if options.output == STDOUT and options.json:
+    if options.output == STANDARD and options.json:
         raise ValueError("--output - and --json both write to stdout; pass only one of them")
     overwrite = options.overwrite
     output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
-    if options.output != STDOUT:
+    if options.output != STANDARD:
         output.check()
     request = PageRequest(options.quantize, options.digest, options.threads, bar)
-    text, report = page_of(options.path, opening(options), request)
-    nbytes = write_to_stdout(text) if options.output == STDOUT else output.write(text, report.files)
+    with read_again(options.path) as path:
+        text, report = page_of(path, opening(options), request)
+    nbytes = write_to_stdout(text) if options.output == STANDARD else output.write(text, report.files)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": report.ok}, indent=1))
     else:
-        where, stream = ("stdout", sys.stderr) if options.output == STDOUT else (options.output, sys.stdout)
+        where, stream = ("stdout", sys.stderr) if options.output == STANDARD else (options.output, sys.stdout)
         print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)}: {report.verdict}", file=stream)
     return 0 if report.ok else 1

@@ -8,7 +8,8 @@ import sys
 from typing import Any, NoReturn
 
 from ..errors import SafeloadError
-from .common import add_json, columns, complain, expanded, painter
+from .common import add_json, columns, complain, expanded, painter, shown
+from .streams import check_once, source
 
 # Exit status of wrong usage (EX_USAGE of sysexits.h), because 2 means dangerous.
 _USAGE = 64
@@ -33,7 +34,9 @@ def register(parser: Any) -> None:
         "or imported."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a file, a folder or a URL; may be repeated")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a file, a folder, a URL, or - for stdin; may be repeated"
+    )
     parser.add_argument("--all", action="store_true", help="list harmless globals too; --json always lists them")
     parser.add_argument(
         "--storage-option", metavar="KEY=VALUE", action="append", help="for URLs: an option of the filesystem"
@@ -65,12 +68,14 @@ def _run(options: argparse.Namespace) -> int:
     from .common import storage_options
 
     total = ScanReport()
-    for path in expanded(options.paths):
+    paths = expanded(options.paths)
+    check_once(paths)
+    for path in paths:
         try:
-            report = scan(path, storage_options=storage_options(options))
+            report = scan(source(path), storage_options=storage_options(options))
         except (OSError, SafeloadError, ModuleNotFoundError) as error:
             complain(error)
-            total.unreadable.append((path, str(error)))
+            total.unreadable.append((shown(path), str(error)))
             continue
         total.add(report)
     if options.json:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..base.text import printable
 from .common import STATUS, add_overwrite
+from .streams import refuse
 
 # The variable with the password of the key: arguments are visible to other users of the machine.
 PASSWORD = "SAFELOAD_KEY_PASSWORD"
@@ -56,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     """Write the signature of ``options.path`` and return the exit status."""
     from ..operations.trust.sign import sign  # imported here: it would slow down the other commands
 
+    refuse(options.path, "sign signs files")
+    refuse(options.output, "--output needs a file")
     if options.shard_size is not None and options.shard_size < 1:
         raise ValueError(f"--shard-size must be at least 1, got {options.shard_size}")
     path = sign(

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from .common import STATUS, add_json, add_threads, bar, columns, painter, storage_options
+from .streams import refuse
 
 _EPILOG = f"""examples:
   safeload verify Llama-3.2-1B/ --against llama.sha256.json
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report about ``options.path`` and return the exit status."""
     from ..operations.trust.verify import verify  # imported here: it would slow down the other commands
 
+    refuse(options.path, "verify compares files")
     with bar("verify") as progress:
         report = verify(
             options.path,

@@ -1,0 +1,111 @@
+"""``-`` as a path of the command line: stdin as a source, stdout as a destination."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from ..base.text import show
+
+# The path of stdin and of stdout.
+STANDARD = "-"
+# The name of stdin in output and messages.
+STDIN = "<stdin>"
+
+# Bytes copied at once.
+_PIECE = 1 << 20
+
+
+def source(path: Any) -> Any:
+    """Return a path unchanged, or stdin as a binary file object for "-".
+
+    Raises:
+        ValueError: stdin is closed or a terminal.
+    """
+    if path != STANDARD:
+        return path
+    if sys.stdin is None or sys.stdin.closed:
+        raise ValueError(f"{STANDARD} reads stdin, which is closed; {_other()}")
+    if sys.stdin.isatty():
+        raise ValueError(f"{STANDARD} reads stdin, which is a terminal; redirect a file or a pipe to it, or {_other()}")
+    return sys.stdin.buffer
+
+
+@contextmanager
+def read_again(path: str) -> Iterator[Any]:
+    """Yield the `source` for a command that reads it several times: of a pipe, a temporary copy."""
+    stream = source(path)
+    if stream is path or _is_file(stream):
+        yield stream
+        return
+    with tempfile.TemporaryFile(prefix="safeload-", buffering=0) as copy:
+        while data := stream.read(_PIECE):
+            copy.write(data)
+        copy.seek(0)
+        if os.name != "nt":  # there the name is the path of the file
+            vars(copy)["name"] = STDIN
+        yield copy
+
+
+def check_once(paths: Sequence[str]) -> None:
+    """Refuse "-" as several sources, because stdin can be read once.
+
+    Raises:
+        ValueError: "-" is repeated.
+    """
+    if paths.count(STANDARD) > 1:
+        raise ValueError(f"{STANDARD} is repeated, but stdin can be read only once")
+
+
+def refuse(path: str | None, what: str) -> None:
+    """Refuse "-" where a command needs a file.
+
+    Args:
+        what: the command, option or argument, and what it does with files.
+
+    Raises:
+        ValueError: the path is "-".
+    """
+    if path == STANDARD:
+        raise ValueError(f"{what}, not {STANDARD} for a stream; {_other()}")
+
+
+def _other() -> str:
+    return f"for a file of this name pass {show(os.path.join(os.curdir, STANDARD))}"
+
+
+def _is_file(stream: BinaryIO) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError):  # not a stream of the system
+        return False
+
+
+@contextmanager
+def binary_stdout() -> Iterator[BinaryIO]:
+    """Yield stdout for binary data, and flush it at the end.
+
+    Raises:
+        ValueError: stdout is a terminal.
+    """
+    if sys.stdout.isatty():
+        raise ValueError(
+            f"{STANDARD} writes binary data to stdout, which is a terminal; redirect it, such as > model.safetensors"
+        )
+    sys.stdout.flush()
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+def write_to_stdout(text: str) -> int:
+    """Write text in UTF-8, whatever the encoding of the terminal, and return its size in bytes."""
+    data = text.encode("utf-8", "backslashreplace")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return len(data)
