@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import stat
-import sys
 import time
 from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import FormatError, SafeloadError
 from .copying import BLOCK
+from .file_lock import lock
 from .local import identity_of
 
 # The journal of NAME is ".NAME.safeload-edit".
@@ -248,22 +248,8 @@ class Locked:
 
 
 def _lock(descriptor: int, path: str) -> None:
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            os.lseek(descriptor, 1 << 62, os.SEEK_SET)  # no byte of the file, which others may read
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
-            message = "another edit of this file is in progress"
-            raise BlockingIOError(errno.EWOULDBLOCK, message, path) from None
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):  # a filesystem without locks
-            raise
+    if lock(descriptor) is False:
+        raise BlockingIOError(errno.EWOULDBLOCK, "another edit of this file is in progress", path)
 
 
 # ---- editing and recovering ----

@@ -13,6 +13,7 @@ import pytest
 import safeload
 from safeload import UnsupportedError
 from safeload.cli import main
+from safeload.engine.run.atomic_file import AtomicFile
 from safeload.operations.saving.edit import recover_edit
 from safeload.stores.edit_journal import Journal, digest, journal_of
 from safeload.stores.edit_journal import write as write_journal
@@ -305,6 +306,55 @@ def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
     assert path.read_bytes() == data
     assert os.listdir(path.parent) == [path.name]
     assert recover_edit(path) == "nothing"
+
+
+@posix
+@pytest.mark.parametrize("sealed", [False, True])
+def test_recovery_leaves_files_that_are_being_written(path, sealed):
+    left = path.parent / f".{path.name}.0123456789abcdef.tmp"
+    left.write_bytes(b"of a killed process")
+    data = path.read_bytes()
+    with AtomicFile(path, len(data)) as file, AtomicFile(path.parent / "other.safetensors", 1):
+        with file.stream() as stream:
+            stream.write(data[:-8] + bytes(8))
+        if sealed:  # as shards that wait for the last one
+            file.seal()
+        assert recover_edit(path) == recover_edit(path.parent) == "nothing"
+        assert left.exists()
+    assert path.read_bytes() == data[:-8] + bytes(8)
+    assert recover_edit(path) == "nothing"
+    assert not left.exists()
+    assert not list(path.parent.glob("*.tmp"))
+
+
+@posix
+def test_recovery_leaves_temporary_files_of_filesystems_without_locks(path, monkeypatch):
+    left = path.parent / f".{path.name}.0123456789abcdef.tmp"
+    left.write_bytes(b"perhaps of a killed process")
+    monkeypatch.setattr("safeload.engine.run.atomic_file.lock", lambda descriptor: None)
+    recover_edit(path)
+    assert left.exists()
+
+
+@posix
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_was_forked_during_a_save_does_not_lock_the_file(path):
+    data = path.read_bytes()
+    with AtomicFile(path, len(data)) as file:
+        with file.stream() as stream:
+            stream.write(data)
+        begin, end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.read(begin, 1)
+            os._exit(0)
+    with safeload.edit(path) as edited:
+        edited.metadata["step"] = "9"
+    os.close(end)
+    os.waitpid(child, 0)
+    os.close(begin)
+    assert safeload.open(path).metadata["step"] == "9"
 
 
 def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf):

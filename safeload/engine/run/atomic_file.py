@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from ...base.arrays import Array, byteswapped
 from ...base.native import Error, check, lib
 from ...base.paths import PathLike, native_path, unwritable
 from ...stores.copying import copy_range
+from ...stores.file_lock import lock, unlock
 from ...stores.local import Identity, identity_of, replace
 from . import jobs
 from .memory import address_of
@@ -29,6 +31,7 @@ _COPY_BUFFER = 16 << 20
 
 # A temporary name is ".NAME.RANDOM.tmp". RANDOM has this many hexadecimal digits.
 _RANDOM, _SUFFIX = 16, ".tmp"
+_TEMPORARY = re.compile(rf"\..*\.[0-9a-f]{{{_RANDOM}}}{re.escape(_SUFFIX)}", re.DOTALL)
 # The longest name of most filesystems (NAME_MAX) minus the additions of a temporary name.
 _LONGEST_STEM = 255 - len(".") - len(".") - _RANDOM - len(_SUFFIX)
 
@@ -111,6 +114,8 @@ class AtomicFile:
             self._temporary = None
             # The caller knows the path, not the temporary name.
             raise type(error)(error.errno, error.strerror, self.path) from None
+        if os.name != "nt":  # Windows removes no open file
+            lock(self._descriptor)  # for `remove_abandoned`
 
     def __del__(self) -> None:
         """Remove the file if the exception of a signal arrived before the ``with`` block began."""
@@ -181,7 +186,7 @@ class AtomicFile:
             assert other._temporary is not None
             old, own = self._temporary, os.stat(self._temporary)
             if self._descriptor >= 0:
-                os.close(self._take_descriptor())
+                self._close_descriptor()
             if os.name != "nt":
                 with contextlib.suppress(PermissionError):  # only root can change the owner
                     os.chown(other._temporary, own.st_uid, own.st_gid)
@@ -210,7 +215,7 @@ class AtomicFile:
                 os.fsync(self._descriptor)
             if identify:
                 self.identity = identity_of(os.fstat(self._descriptor))
-            os.close(self._take_descriptor())
+            self._close_descriptor()
 
     def __enter__(self) -> AtomicFile:
         return self
@@ -251,13 +256,19 @@ class AtomicFile:
                 raise
             raise type(error)(error.errno, error.strerror, self.path) from None
 
+    def _close_descriptor(self) -> None:
+        descriptor = self._take_descriptor()
+        if self._temporary is not None:
+            unlock(descriptor)
+        os.close(descriptor)
+
     def _take_descriptor(self) -> int:
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
     def _abandon(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._take_descriptor())
+            self._close_descriptor()
         if self._temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
@@ -354,6 +365,33 @@ def leftovers(folder: str, names: Iterable[str]) -> list[str]:
         for entry in os.listdir(folder)
         if entry.endswith(_SUFFIX) and entry[: -_RANDOM - len(_SUFFIX)] in stems
     ]
+
+
+def remove_abandoned(folder: str, names: Iterable[str]) -> None:
+    """Remove temporary files of these files, unless a process is writing in the folder.
+
+    A writer locks the file that it writes. Its complete files wait without a lock, so a locked file protects all.
+    """
+    temporary = [entry for entry in os.listdir(folder) if _TEMPORARY.fullmatch(entry)]
+    if any(_is_in_use(os.path.join(folder, entry)) for entry in temporary):
+        return
+    for path in leftovers(folder, names):
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # Windows: in use
+            os.unlink(path)
+
+
+def _is_in_use(path: str) -> bool:
+    """Return True unless it is certain that no process is writing a temporary file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return os.name != "nt" and lock(descriptor) is not True
+    finally:
+        os.close(descriptor)
 
 
 def _move_without_replacing(source: str, target: str) -> None:

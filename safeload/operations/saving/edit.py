@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ...base.paths import PathLike
-from ...engine.run.atomic_file import leftovers
+from ...engine.run.atomic_file import remove_abandoned
 from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ...formats.folder import INDEX, SINGLE
 from ...stores.edit_journal import Locked, recover
@@ -77,6 +77,8 @@ def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:
 def recover_edit(path: PathLike) -> str:
     """Complete an interrupted edit of a file, or of the shards of a folder or index.
 
+    Temporary files that killed processes left of them are removed, unless a process is writing in the folder.
+
     Returns:
         "nothing" if no edit was interrupted; "old" if a file has its old header again; else "new".
 
@@ -88,7 +90,7 @@ def recover_edit(path: PathLike) -> str:
     folder = text if os.path.isdir(text) else os.path.dirname(text) if text.endswith(".index.json") else None
     if folder is None:
         return _recover_file(text)
-    _remove_leftovers(folder, [INDEX])
+    remove_abandoned(folder or ".", [INDEX])
     shards = sorted(name for name in os.listdir(folder or ".") if name.endswith(".safetensors") and name[0] != ".")
     results = [_recover_file(os.path.join(folder, name)) for name in shards]
     return next((result for result in ("old", "new") if result in results), "nothing")
@@ -98,10 +100,5 @@ def _recover_file(path: str) -> str:
     real = resolved(path, force=True)
     with Locked(real) as file:
         result = recover(file)
-        _remove_leftovers(os.path.dirname(real), [os.path.basename(real)])
+        remove_abandoned(os.path.dirname(real) or ".", [os.path.basename(real)])
     return result
-
-
-def _remove_leftovers(folder: str, names: list[str]) -> None:
-    for leftover in leftovers(folder or ".", names):
-        os.unlink(leftover)
