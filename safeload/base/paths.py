@@ -25,14 +25,17 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
 
     Raises:
         TypeError: not a path.
-        ValueError: the path contains a NUL, which would truncate it silently.
+        ValueError: the path contains a NUL, which would truncate it silently, or a lone surrogate that is no byte.
         OSError: the path is longer than any system accepts.
     """
     if isinstance(path, (bytes, bytearray, memoryview)):
         _refuse_content(path)
     fs_path = os.fspath(path)
     text = fs_path if isinstance(fs_path, str) else os.fsdecode(fs_path)
-    encoded = text.encode() if os.name == "nt" else os.fsencode(text)
+    try:
+        encoded = text.encode() if os.name == "nt" else os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"lone surrogate in path {show(text)}") from None
     if b"\0" in encoded:
         raise ValueError(f"embedded null byte in path {show(text)}")
     if len(encoded) > _LONGEST_PATH:

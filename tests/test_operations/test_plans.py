@@ -787,3 +787,41 @@ def test_a_digest_of_large_and_small_writes():
             digest.begin([(array.ctypes.data, array.size)] if array.size else [(0, 0)])
             digest.wait()
         assert digest.hexdigest() == hashlib.sha256(b"".join(blocks)).hexdigest()
+
+
+@pytest.mark.parametrize("key", ["folder", "file", "outdated", "extras", "config"])
+def test_a_plan_with_a_path_that_no_system_has_is_refused(tmp_path, key):
+    source = tmp_path / "source"
+    safeload.save({"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}, source / "", max_shard_size=20)
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text("{}")
+    plan = safeload.plan_convert(source, tmp_path / "out", dtype="float16", max_shard_size=10)
+    results = [safeload.run_piece(piece) for piece in plan.pieces]
+    if key == "file":
+        with pytest.raises(FormatError, match="invalid plan: lone surrogate in path"):
+            safeload.run_piece({**plan.pieces[0], "file": "\ud800.safetensors"})
+        return
+    changed = {
+        "folder": "/\ud800",
+        "outdated": ["\ud800"],
+        "extras": {"tokenizer.json": "/\ud800"},
+        "config": {**plan["config"], "source": ["/\ud800", 2, 0]},
+    }
+    with pytest.raises((FormatError, ValueError), match="lone surrogate in path"):
+        safeload.finalize({**plan, key: changed[key]}, results)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: safeload.open(path),
+        lambda path: safeload.save({"a": np.ones(4)}, path),
+        lambda path: safeload.convert({"a": np.ones(4)}, f"{path}.npz"),
+        lambda path: safeload.Layout.from_json(path),
+        lambda path: safeload.check({"a": np.ones(4)}, config=path),
+    ],
+)
+def test_a_path_with_a_lone_surrogate_is_refused_by_name(call):
+    with pytest.raises(ValueError, match=r"lone surrogate in path 'a\\ud800") as caught:
+        call("a\ud800")
+    assert not isinstance(caught.value, UnicodeError)

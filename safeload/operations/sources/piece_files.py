@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...base import dtypes
-from ...base.paths import absolute
+from ...base.paths import absolute, native_path
 from ...base.text import plural, show
 from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.weight_file import WeightFile
@@ -67,7 +67,7 @@ class FileVersion(NamedTuple):
         Raises:
             FormatError: the file has changed.
         """
-        _check_path(self.path)
+        check_path(self.path)
         check_unchanged(self.path, (self.size, self.version))  # type: ignore[arg-type]
 
 
@@ -104,7 +104,7 @@ class PieceSource:
         if not self.files:
             raise ValueError("a source must have files")
         for path in (self.folder, *(file.path for file in self.files)):
-            _check_path(path)
+            check_path(path)
         if self.format is not None:
             formats_of(self.format)
         if self.unknown_globals not in ("refuse", "inert"):
@@ -130,9 +130,16 @@ def version_of(path: str, size: int, version: Any) -> list[Any]:
     return [urls.shown(path).replace("\\", "/").rpartition("/")[2], size, version]
 
 
-def _check_path(path: str) -> None:
-    if "\0" in path:
-        raise FormatError(f"invalid plan: a path must not contain NUL, got {show(path)}")
+def check_path(path: str) -> None:
+    """Refuse a path or name that no system can have.
+
+    Raises:
+        FormatError: it has a NUL or a lone surrogate, or is too long.
+    """
+    try:
+        native_path(path)
+    except (ValueError, OSError) as error:
+        raise FormatError(f"invalid plan: {error}") from None
 
 
 class Sources:
@@ -268,6 +275,7 @@ def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapp
         planned: storage options of the plan, without secrets.
         storage_options: of this process; they take precedence.
     """
+    check_path(path)
     if not urls.is_url(path):
         return LOCAL
     from ...stores.remote_files import RemoteFiles  # only here: most paths are local
@@ -302,7 +310,6 @@ def location_of(planned: str | PlannedPath, storage_options: Mapping[str, Any] |
         storage_options: of this process; they take precedence.
     """
     path, options = (planned, None) if isinstance(planned, str) else (planned.path, planned.storage_options)
-    _check_path(path)
     return Location(files_at(path, options, storage_options), path)
 
 

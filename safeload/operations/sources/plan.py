@@ -16,7 +16,7 @@ from ...base.text import plural, printable, show
 from ...errors import FormatError, UnsupportedError
 from .catalog import Catalog
 from .codec import decode
-from .piece_files import PieceSource, opened
+from .piece_files import PieceSource, check_path, opened
 
 # Prefixes of messages.
 INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
@@ -72,6 +72,7 @@ def bare_name(name: str) -> str:
     """
     if not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
         raise FormatError(f"{INVALID_PLAN}: files must have bare names, got {show(name)}")
+    check_path(name)
     return name
 
 
