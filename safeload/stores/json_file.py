@@ -36,16 +36,13 @@ def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]
 
 def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Like `read_json`, but also return the version of the file."""
-    content, version = _content(path, what, files)
+    content, version = read_content(path, what, files)
     return parse_json(content, what, files.shown(path)), version
 
 
 def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
     """Like `read_json`, but return None if the file does not exist."""
-    if not files.remote and not os.path.lexists(path):
-        check_missing = getattr(files, "check_missing", None)  # of verified files only
-        if check_missing is not None:
-            check_missing(path)
+    if is_missing(path, files):
         return None
     try:
         return read_json(path, what, files)
@@ -53,6 +50,20 @@ def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] 
         if files.remote:  # without permission to list, stores refuse access to missing files
             return None
         raise
+
+
+def is_missing(path: str, files: Files) -> bool:
+    """Return True if a local file does not exist. Of remote files only opening tells.
+
+    Raises:
+        VerificationError: the file is missing, but should be there.
+    """
+    if files.remote or os.path.lexists(path):
+        return False
+    check_missing = getattr(files, "check_missing", None)  # of verified files only
+    if check_missing is not None:
+        check_missing(path)
+    return True
 
 
 def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
@@ -92,7 +103,8 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _content(path: str, what: str, files: Files) -> tuple[bytes, tuple[Any, ...]]:
+def read_content(path: str, what: str, files: Files = LOCAL) -> tuple[bytes, tuple[Any, ...]]:
+    """Read a regular file, and return its bytes and version; see `read_json`."""
     shown = files.shown(path)
     try:
         store = files.open(path)

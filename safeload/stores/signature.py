@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,8 +106,7 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFile
         text = "a signature without a key or certificate proves nothing: pass safeload.Signature(path, key=...)"
         raise error_about(VerificationError, f"{text}", path=shown)
     for path in [*signature.certificates] if signature.key is None else [signature.key]:
-        with open(path, "rb"):  # the library's own errors do not name the file
-            pass
+        check_readable(path)
     try:
         statement = _statement(content, shown)
     except FormatError as error:
@@ -154,6 +154,16 @@ class _Capture:
         return True
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def check_readable(path: PathLike) -> None:
+    """Refuse a key that cannot be opened, because the library's own errors do not name it.
+
+    A pipe can be opened only once, so the library opens it.
+    """
+    if stat.S_ISREG(os.stat(path).st_mode):
+        with open(path, "rb"):
+            pass
 
 
 def _verified_entries(content: bytes, signature: Signature, shown: str) -> frozenset[tuple[str, str]] | None:

@@ -149,3 +149,30 @@ def test_a_terminal_and_a_closed_stdin_are_no_source(run, monkeypatch, capsys):
 def test_a_terminal_gets_no_binary_data(run):
     status, output = on_terminal("convert", "m.safetensors", "-")
     assert (status, "- writes binary data to stdout, which is a terminal" in output) == (2, True)
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "pipe"], "not a regular file: weights are mapped or read at offsets (pipe)"),
+        (["diff", "m.safetensors", "pipe"], "not a regular file: weights are mapped or read at offsets (pipe)"),
+        (["convert", "m.safetensors", "o.npz", "--verify", "pipe"], "not a regular file"),
+        (["convert", "m.safetensors", "o.npz", "--adapter", "pipe"], "not a regular file"),
+        (["convert", "m.safetensors", "o.npz", "--layout", "./pipe"], "the layout is not a regular file (./pipe)"),
+        (["convert", "m.safetensors", "o.gguf", "--quantize", "q4_0", "--imatrix", "pipe"], "not a regular file"),
+        (["check", "m.safetensors", "--config", "pipe"], "config.json is not a regular file (pipe)"),
+        (["check", "m.safetensors", "--schema", "./pipe"], "the schema is not a regular file (./pipe)"),
+        (["check", "m.safetensors", "--manifest", "pipe"], "the manifest is not a regular file (pipe)"),
+        (["check", "m.safetensors", "--policy", "pipe"], "the policy is not a regular file (pipe)"),
+        (["patch", "apply", "m.safetensors", "pipe", "o.safetensors"], "not a regular file"),
+        (["edit", "pipe", "--drop", "b"], "only regular files can be edited"),
+        (["scan", "pipe"], "not a regular file"),
+        (["verify", "m.safetensors", "--against", "pipe"], "not a regular file"),
+    ],
+)
+def test_a_named_pipe_is_refused_and_never_waited_for(run, arguments, message):
+    os.mkfifo("pipe")
+    status, out, err = run(*arguments)
+    assert (status, message in out + err) == (1, True)
+    assert sorted(os.listdir()) == ["m.safetensors", "pipe"]

@@ -23,7 +23,7 @@ from ...base.cached import cached_property
 from ...base.text import plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...stores.files import Location
-from ...stores.json_file import MAX_JSON, read_if_there
+from ...stores.json_file import MAX_JSON, is_missing, read_if_there
 from ...stores.store import read_at
 from . import pre_tokenizers, sentencepiece
 from .sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
@@ -81,6 +81,8 @@ class TokenizerFiles:
             FormatError: the file is too large, or not a regular file.
         """
         place = self.folder / name
+        if is_missing(place.path, place.files):
+            return None
         try:
             store = place.files.open(place.path)
         except FileNotFoundError:

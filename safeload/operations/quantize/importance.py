@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from ...formats.gguf import imatrix
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.gguf.mixtures import EMBEDDINGS
 from ...loading.entry import open as open_checkpoint
+from ...stores.files import LOCAL
+from ...stores.store import read_at
 from ...stores.url import is_url
 
 _MAGIC = b"GGUF"
@@ -39,13 +42,11 @@ def read_importance(path: PathLike) -> ImportanceMatrix:
     """
     shown = os.fspath(path)
     if not is_url(shown):
-        with open(shown, "rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                size = os.fstat(file.fileno()).st_size
-                if size > MAX_FILE:
-                    raise FormatError(f"{size:,} bytes are too large for an importance matrix", shown)
-                file.seek(0)
-                return imatrix.of_dat(shown, file.read())
+        with closing(LOCAL.open(shown)) as store:  # refuses pipes, which could block
+            if read_at(store, 0, min(len(_MAGIC), store.size)) != _MAGIC:
+                if store.size > MAX_FILE:
+                    raise FormatError(f"{store.size:,} bytes are too large for an importance matrix", shown)
+                return imatrix.of_dat(shown, read_at(store, 0, store.size))
     with open_checkpoint(shown) as checkpoint:
         names = [name for name in checkpoint if name.endswith((imatrix.SUMS, imatrix.COUNTS))]
         return imatrix.of_gguf(shown, checkpoint.load(names=names), checkpoint.metadata)

@@ -28,7 +28,7 @@ from ...checkpoint import Checkpoint
 from ...errors import FormatError, SafeloadError, one_line
 from ...formats.verifying import signature_beside
 from ...stores.files import Files
-from ...stores.json_file import MAX_JSON, parse_json
+from ...stores.json_file import parse_json, read_content
 from ...stores.places import places_of
 from ...stores.signature import Signature
 from ...stores.store import read_at
@@ -84,12 +84,10 @@ def read_policy(path: str) -> Policy:
 
     Raises:
         ValueError: it is not TOML or JSON, or has an unknown key or a wrong value.
+        FormatError: it is not a regular file, or too large.
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
-        content = file.read(MAX_JSON + 1)
-    if len(content) > MAX_JSON:
-        raise ValueError(f"{path}: a policy may have {MAX_JSON:,} bytes")
+    content, _ = read_content(path, "the policy")
     rules = _parse(path, content)
     for key, value in rules.items():
         if key not in _ACCEPTED:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import SafeloadError, one_line
 from ...stores.digests import SIGNATURE_NAME, is_signature
-from ...stores.signature import library
+from ...stores.signature import check_readable, library
 from ..folders.output import Output
 
 
@@ -53,8 +53,7 @@ def sign(
     if chain and certificate is None:
         raise ValueError("a chain of certificates needs the signer's certificate")
     for file in (key, *([] if certificate is None else [certificate]), *chain):
-        with open(file, "rb"):  # the library's own errors do not name the file
-            pass
+        check_readable(file)
     target = output or (os.path.join(path, SIGNATURE_NAME) if os.path.isdir(path) else f"{path}.sig")
     written = Output("--output", target, "signature", is_signature, overwrite=overwrite, sources=(key, certificate))
     written.check()
