@@ -16,7 +16,7 @@ Names = tuple[str, ...]
 
 # Names outside of layers, without the prefix of the model.
 ENDS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 # Suffixes of buffers that llama.cpp computes itself.
 BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
 

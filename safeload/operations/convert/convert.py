@@ -75,7 +75,8 @@ def convert(
     Names stay as they are unless you pass ``rename``. A model of transformers that becomes a ".gguf" file is converted
     to the form that llama.cpp runs, with its tokenizer: ``quantize`` and ``keep`` then match names of llama.cpp, or
     else of the source, and options that select other tensors require ``raw``. An unsupported architecture is refused by
-    name. A GGUF model becomes a folder for transformers in the same way, with its config and tokenizer. A diffusion
+    name. The only weight file of a supported model, such as "Llama-3.2-1B/model.safetensors", stands for its folder.
+    A GGUF model becomes a folder for transformers in the same way, with its config and tokenizer. A diffusion
     model, recognized by its names, becomes a ".gguf" file for ComfyUI, and such a file a checkpoint again, with its
     tensors dequantized and in their original shapes.
 
@@ -274,7 +275,7 @@ def _at_once(
             old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
         else:
             replacement_of(folder).check_free(overwrite)
-        catalog = stack.enter_context(open_sources(src, options.get("storage_options"), verify))
+        catalog = stack.enter_context(open_sources(src, request, verify))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if old is not None:

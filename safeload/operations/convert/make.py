@@ -224,9 +224,8 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
         diffusion = recognized(catalog)
         if diffusion is None:
             return catalog
-    for key in ("layout", "names", "only", "drop", "rename"):
-        if options.get(key) is not None:
-            raise ValueError(f"{key}= would leave no complete model: pass raw=True to write single tensors")
+    if request.selecting is not None:
+        raise ValueError(f"{request.selecting}= would leave no complete model: pass raw=True to write single tensors")
     target = request.target
     if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"

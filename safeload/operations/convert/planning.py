@@ -111,7 +111,7 @@ def planned(
     plan = _continued(request.folder, call) if overwrite and resume else None
     if plan is None:
         with ExitStack() as stack:
-            catalog = stack.enter_context(open_sources(sources, request.options.get("storage_options")))
+            catalog = stack.enter_context(open_sources(sources, request))
             if is_restored(catalog, request):
                 raise UnsupportedError(
                     f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "

@@ -35,10 +35,14 @@ from ..quantize.encoding import WEIGHTS
 from ..quantize.engine_rules import EngineRules, preset_named
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
-from ..sources.catalog import Catalog, Given, has_names
+from ..sources.catalog import Catalog, Given, has_names, is_path
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
+
+
+# Options with which the result is no complete model.
+_SELECTING = ("layout", "names", "only", "drop", "rename")
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -79,6 +83,19 @@ class ConvertRequest(NamedTuple):
         """The rules of an engine's format; None for safeload's own schemes and without ``quantize``."""
         preset = preset_named(self.options.get("quantize"))
         return None if preset is None else EngineRules(preset, self.options.get("keep"))
+
+    @property
+    def selecting(self) -> str | None:
+        """The first option that leaves out or renames tensors, so that no complete model results; or None."""
+        return next((key for key in _SELECTING if self.options.get(key) is not None), None)
+
+    @property
+    def needs_model(self) -> bool:
+        """True if the result is an engine's, unless options ask for single tensors."""
+        options = self.options
+        if self.engine_rules is not None:
+            return options.get("names") is None and options.get("only") is None
+        return self.format == "gguf" and not options.get("raw") and self.selecting is None
 
     @property
     def every_tensor(self) -> bool:
@@ -200,10 +217,10 @@ def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> 
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
 
 
-def open_sources(
-    src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None, verify: Verify = None
-) -> Catalog:
+def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: Verify = None) -> Catalog:
     """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files.
+
+    A file that is the only one of a model stands for its folder if the result is an engine's.
 
     Args:
         verify: for a single path, see `safeload.load`.
@@ -214,13 +231,21 @@ def open_sources(
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
     unfinished.check_unopened(sources)
-    catalog = Catalog.of(sources, storage_options, verify)
+    catalog, model = Catalog.of(sources, request.options.get("storage_options"), verify), None
     try:
         unfinished.check_opened(catalog)
+        if request.needs_model and len(sources) == 1 and is_path(sources[0]):
+            from .only_file import model_of_file  # only here: most results need no model
+
+            storage_options = request.options.get("storage_options")
+            model = model_of_file(catalog, request.engine_rules, storage_options=storage_options, verify=verify)
     except BaseException:
         with catalog:
             raise
-    return catalog
+    if model is None:
+        return catalog
+    with catalog:
+        return model
 
 
 def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:

@@ -39,7 +39,7 @@ from ...packed import codes_without_scale
 from ...packed.codes_without_scale import Codes
 from ...packed.families import Stored
 from ...packed.quantization import Quantization, quantization_of
-from ...stores.places import Located, is_located
+from ...stores.places import Located, is_file_object, is_located
 from .description import TensorDescription, about_value, stored_as
 
 if TYPE_CHECKING:
@@ -493,6 +493,11 @@ Given: TypeAlias = PathLike | Located | Checkpoint | Mapping[str, Any] | Catalog
 def has_names(source: Any) -> TypeGuard[Given]:
     """Return True if `Catalog.of` accepts an input, False if it is a single array."""
     return isinstance(source, (str, os.PathLike, Mapping, Catalog)) or is_located(source)
+
+
+def is_path(source: Any) -> bool:
+    """Return True for the path of a file or folder, which is not open yet."""
+    return isinstance(source, (str, os.PathLike)) or (is_located(source) and not is_file_object(source))
 
 
 def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, TensorPlace]:

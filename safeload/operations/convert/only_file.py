@@ -1,0 +1,75 @@
+"""Convert the only weight file of a model, passed by its own path, as the model of its folder.
+
+The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ...base import log
+from ...errors import SafeloadError, VerificationError
+from ...formats.folder import read_config
+from ...models.choosing import choose
+from ...models.gguf_sources import EMBEDDING, SOURCES
+from ...stores.files import Location
+from ..architectures.to_llama_cpp import source_of
+from ..quantize.engine_rules import EngineRules
+from ..sources.catalog import Catalog
+
+if TYPE_CHECKING:
+    from ...formats.verifying import Verify
+
+
+def model_of_file(
+    catalog: Catalog,
+    rules: EngineRules | None,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    verify: Verify,
+) -> Catalog | None:
+    """Return the open folder of a file, if the folder is a supported model in this file alone; else None.
+
+    Args:
+        catalog: the open file.
+        rules: of the engine; None for llama.cpp.
+        storage_options: of the file.
+        verify: of the file.
+
+    Raises:
+        VerificationError: a file beside it is not covered.
+    """
+    if catalog.folder is not None or catalog.config is not None or len(catalog.weight_files) != 1:
+        return None
+    if catalog.format == "gguf":
+        return None
+    file = catalog.weight_files[0]
+    parent = file.files.split(file.place)[0]
+    try:
+        config = read_config(parent, file.files)
+        if config is None or not _is_supported(config, catalog, rules):
+            return None
+        place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
+        with ExitStack() as stack:
+            folder = stack.enter_context(Catalog.of(place, storage_options, verify))
+            if [other.place for other in folder.weight_files] != [file.place]:
+                return None  # the folder's model is another one
+            stack.pop_all()
+    except VerificationError:
+        raise
+    except (SafeloadError, OSError) as error:
+        log.debug("%s: not the model of its folder: %s", file.path, error)
+        return None
+    return folder
+
+
+def _is_supported(config: dict[str, Any], catalog: Catalog, rules: EngineRules | None) -> bool:
+    """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
+    if rules is not None:
+        model_type = config.get("model_type")
+        known = isinstance(model_type, str) and model_type in rules.engine.model_types
+        return known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
+    return source_of(config) in SOURCES and any(name.endswith(EMBEDDING) for name in catalog)
