@@ -3,7 +3,7 @@
 #include "kernels/scalar.h"
 
 /* Values [0, count) with a single scale. */
-static void scale_run(void *values, size_t count, const sl_scaling *one) {
+static void scale_values(void *values, size_t count, const sl_scaling *one) {
     for (size_t i = 0; i < count; i++) {
         float value = float_of(load32(values, i));
         if (one->zeros != NULL) value -= *one->zeros;
@@ -17,7 +17,7 @@ static void sl_scale_scalar(void *values, size_t count, const sl_scaling *scalin
     size_t block = scaling->block, at = 0, end = block - scaling->first;
     for (size_t i = 0; i < count; i = end, end += block, at++) {
         const sl_scaling one = sl_scaling_at(scaling, at);
-        scale_run((uint8_t *)values + 4 * i, (end < count ? end : count) - i, &one);
+        scale_values((uint8_t *)values + 4 * i, (end < count ? end : count) - i, &one);
     }
 }
 

@@ -379,7 +379,7 @@ def expected_shards(path: str, files: Files) -> ExpectedShards | None:
     folder, base = files.split(path)
     numbered: _NumberedFiles | None
     if base.endswith(".json"):
-        return _listed_shards(folder, base, files)
+        return listed_shards(folder, base, files)
     if files.is_folder(path):
         names = [name for name, is_folder in files.listing(path) if not is_folder]
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -387,7 +387,7 @@ def expected_shards(path: str, files: Files) -> ExpectedShards | None:
         if not indexes and SINGLE not in names and TORCH_INDEX in names:
             indexes = [TORCH_INDEX]
         if indexes:
-            return _listed_shards(path, indexes[0], files) if len(indexes) == 1 else None
+            return listed_shards(path, indexes[0], files) if len(indexes) == 1 else None
         sets = (
             [] if SINGLE in names else [numbered for numbered in sets_of(names) if numbered.suffix in WEIGHT_SUFFIXES]
         )
@@ -403,7 +403,12 @@ def expected_shards(path: str, files: Files) -> ExpectedShards | None:
     return ExpectedShards(folder, None, dict.fromkeys([*numbered.in_order, *numbered.missing()], ()), None)
 
 
-def _listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
+def listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
+    """List the shards in the index of this name.
+
+    Raises:
+        FormatError, OSError: the index is malformed, or cannot be read.
+    """
     path = files.join(folder, base)
     names, metadata = _parse_index(read_json(path, "index.json", files), path, files)
     total = metadata.get("total_size")
@@ -512,16 +517,6 @@ def choose(names: Sequence[str], path: str) -> list[str] | None:
     sharded = [name for name in names if name.endswith(DCP_SUFFIX)]
     chosen = _choose_safetensors(names, path, lambda: False) or sharded or _choose_torch(names, path)
     return chosen or _choose_gguf(names, path)
-
-
-def indexed_shards(index: str, files: Files) -> list[str]:
-    """Return the names of the shards in an ``index.json``.
-
-    Raises:
-        FormatError: the index is malformed.
-        OSError: it cannot be read.
-    """
-    return sorted(_parse_index(read_json(index, "index.json", files), index, files)[0])
 
 
 def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable[[], bool]) -> list[str] | None:

@@ -15,7 +15,7 @@ from ..base.paths import PathLike, native_path, os_error
 from ..base.results import Row, as_html
 from ..base.text import plural, printable, size
 from ..errors import SafeloadError, one_line
-from ..formats.folder import choose, indexed_shards, sets_of
+from ..formats.folder import choose, listed_shards, sets_of
 from ..formats.foreign import DCP_SUFFIX
 from ..formats.registry import DCP, ROWS
 from ..stores import hub_cache, ollama
@@ -216,7 +216,7 @@ def _indexed(index: str, names: Sequence[str], folder: str) -> _Weights:
     suffix = ".bin" if ".bin." in index else ".safetensors"
     form = _format(suffix) or ""
     try:
-        shards = indexed_shards(os.path.join(folder, index), LOCAL)
+        shards = listed_shards(folder, index, LOCAL).names
     except (SafeloadError, OSError) as error:
         present = [name for name in names if name.endswith(suffix)]
         return _Weights("", present, form, f"damaged: {one_line(error)}")
