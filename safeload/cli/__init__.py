@@ -46,7 +46,6 @@ _INSTEAD = {
     "tree": "info PATH --tree",
     "unshard": "convert FOLDER/ DESTINATION",
     "validate": "check PATH",
-    "verify": "check PATH --manifest FILE",
     "view": "info PATH",
 }
 

@@ -18,6 +18,7 @@ from ..checkpoint import Checkpoint, codes_of
 from ..formats.registry import row_of
 from ..stores.url import is_url
 from .common import STATUS, add_json, add_opening, add_path, columns, open_path, painter, positive
+from .streams import refuse
 
 _EPILOG = f"""examples:
   safeload bench model.safetensors
@@ -43,7 +44,7 @@ def register(parser: Any) -> None:
         "can read it: safetensors.numpy, torch, gguf, numpy."
     )
     parser.epilog = _EPILOG
-    add_path(parser)
+    add_path(parser, stdin=False)
     parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="number of rounds; default: 5")
     add_opening(parser)
     add_json(parser)
@@ -52,6 +53,7 @@ def register(parser: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Time ``options.path`` and return the exit status."""
+    refuse(options.path, "bench times files")
     if is_url(options.path):
         raise ValueError("bench cannot time a URL; download the checkpoint first")
     with open_path(options.path, options) as opened:

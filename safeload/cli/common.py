@@ -30,9 +30,10 @@ SUGGESTED = "suggested"
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
 
 
-def add_path(parser: Any, name: str = "path", *, several: bool = False) -> None:
-    """Add the path of a checkpoint or, if ``several``, one or more ``paths``."""
-    text = "a weight file, a folder, an index.json, a URL (hf://, s3://, https://, ...), or - for stdin"
+def add_path(parser: Any, name: str = "path", *, several: bool = False, stdin: bool = True) -> None:
+    """Add the path of a checkpoint or, if ``several``, one or more ``paths``; False for ``stdin`` leaves out "-"."""
+    more = "a URL (hf://, s3://, https://, ...), or - for stdin" if stdin else "or a URL: hf://, s3://, https://, ..."
+    text = f"a weight file, a folder, an index.json, {more}"
     if several:
         parser.add_argument("paths", metavar="PATH", nargs="+", help=f"{text}; may be repeated")
     else:

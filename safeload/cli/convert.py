@@ -57,9 +57,9 @@ Options apply in this order: --only and --drop select tensors by their names in 
 --dtype and --quantize convert them, --rename renames them.
 
 A model of transformers becomes a .gguf file that llama.cpp runs, with its tokenizer, and a .gguf file becomes a folder
-that transformers loads. --quantize for a .gguf file takes patterns of llama.cpp's names, such as '*ffn_down*', or of
-names in the source. A diffusion model becomes a .gguf file for ComfyUI, and such a file a checkpoint again; flux, sd1
-and sdxl can be quantized.
+that transformers loads. The only weight file of a model stands for its folder. --quantize for a .gguf file takes
+patterns of llama.cpp's names, such as '*ffn_down*', or of names in the source. A diffusion model becomes a .gguf file
+for ComfyUI, and such a file a checkpoint again; flux, sd1 and sdxl can be quantized.
 
 With --resume or --dask a folder is written shard by shard, and .safeload-resume/ in it has a record of each complete
 shard until the conversion is finished. If that is interrupted, run the same command with --resume to continue.

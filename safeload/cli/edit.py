@@ -53,7 +53,11 @@ def register(parser: Any) -> None:
     )
     parser.add_argument("--drop", metavar="NAME", action="append", default=[], help="remove a tensor; may be repeated")
     parser.add_argument("--force", action="store_true", help="edit a file that has several hard links")
-    parser.add_argument("--recover", action="store_true", help="complete an interrupted edit, and do nothing else")
+    parser.add_argument(
+        "--recover",
+        action="store_true",
+        help="complete an interrupted edit and remove temporary files of killed processes; change nothing else",
+    )
     parser.set_defaults(run=run)
 
 

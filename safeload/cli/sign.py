@@ -41,7 +41,9 @@ def register(parser: Any) -> None:
     parser.add_argument(
         "--chain", metavar="FILE", action="append", default=[], help="an intermediate certificate; may be repeated"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="the signature; default: model.sig in the folder")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="the signature; default: model.sig in the folder, or FILE.sig"
+    )
     parser.add_argument(
         "--shard-size", metavar="BYTES", type=int, help="sign ranges of this size instead of whole files"
     )

@@ -91,8 +91,10 @@ def binary_stdout() -> Iterator[BinaryIO]:
     """Yield stdout for binary data, and flush it at the end.
 
     Raises:
-        ValueError: stdout is a terminal.
+        ValueError: stdout is closed or a terminal.
     """
+    if getattr(sys.stdout, "name", None) == os.devnull:  # `main` has replaced a closed stream
+        raise ValueError(f"{STANDARD} writes to stdout, which is closed; {_other()}")
     if sys.stdout.isatty():
         raise ValueError(
             f"{STANDARD} writes binary data to stdout, which is a terminal; redirect it, such as > model.safetensors"

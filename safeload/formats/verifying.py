@@ -160,7 +160,7 @@ def _beside(path: str, files: Files) -> Expected:
     shown = files.shown(path)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
-        raise error_about(VerificationError, f"{text}", path=shown)
+        raise error_about(VerificationError, text, path=shown)
     if digest_in_cache(path) is not None:
         return CachedFiles(_OLLAMA)
     folder = path if os.path.isdir(path) else os.path.dirname(path)
@@ -174,8 +174,11 @@ def _beside(path: str, files: Files) -> Expected:
             VerificationError, f"{len(manifests)} manifests beside it: {names}; pass one of them", path=shown
         )
     if not manifests:
-        text = f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it"
-        raise error_about(VerificationError, f"{text}", path=shown)
+        text = (
+            f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
+            "of trusted files, run `safeload check PATH --write-manifest FILE`"
+        )
+        raise error_about(VerificationError, text, path=shown)
     return _listed(_content(manifests[0], LOCAL), path, files)
 
 

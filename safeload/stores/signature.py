@@ -104,7 +104,7 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFile
     """
     if signature.key is None and not signature.certificates:
         text = "a signature without a key or certificate proves nothing: pass safeload.Signature(path, key=...)"
-        raise error_about(VerificationError, f"{text}", path=shown)
+        raise error_about(VerificationError, text, path=shown)
     for path in [*signature.certificates] if signature.key is None else [signature.key]:
         check_readable(path)
     try:

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -119,6 +118,7 @@ def test_a_destination_is_stdout(run, monkeypatch, options, format):
         (["patch", "apply", "-", "m.safetensors"], "patch reads and writes files, not - for a stream"),
         (["sign", "-", "--key", "k.pem"], "sign signs files, not - for a stream"),
         (["sign", "m.safetensors", "--key", "k.pem", "-o", "-"], "--output needs a file, not - for a stream"),
+        (["bench", "-"], "bench times files, not - for a stream"),
         (["verify", "-"], "verify compares files, not - for a stream"),
     ],
 )
@@ -144,8 +144,13 @@ def test_a_terminal_and_a_closed_stdin_are_no_source(run, monkeypatch, capsys):
     assert "- reads stdin, which is closed" in capsys.readouterr().err
 
 
+def test_a_closed_stdout_is_no_destination(run, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    status, _, err = run("convert", "m.safetensors", "-")
+    assert (status, "- writes to stdout, which is closed" in err) == (2, True)
+
+
 @POSIX
-@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
 def test_a_terminal_gets_no_binary_data(run):
     status, output = on_terminal("convert", "m.safetensors", "-")
     assert (status, "- writes binary data to stdout, which is a terminal" in output) == (2, True)

@@ -65,8 +65,8 @@ def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> N
         missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
     if tensors and missing:
         log.warning(
-            "%s: no engine will load this file: %s. A folder with config.json and tokenizer, converted without "
-            "raw=True, becomes a model that llama.cpp loads",
+            "%s: no engine will load this file: %s. The folder of a supported model, with config.json and tokenizer, "
+            "becomes a file that llama.cpp loads unless raw=True is passed",
             printable(path),
             "; ".join(missing),
         )
