@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from . import dtypes
-from .text import show
+from .text import tensor_named
 
 Array = np.ndarray[Any, Any]
 
@@ -90,7 +90,7 @@ def as_array(value: Any, name: str = "") -> Array:
     Raises:
         TypeError: see `refuse_masked`.
     """
-    refuse_masked(value, f"tensor {show(name)}" if name else "the array")
+    refuse_masked(value, tensor_named(name) if name else "the array")
     array: Array = np.asarray(value)
     return array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from ..errors import FormatError, SafeloadError
-from .text import show
+from .text import show, tensor_named
 
 _Error = TypeVar("_Error", bound=SafeloadError)
 
@@ -19,7 +19,7 @@ def error_about(
         text: the rest of the message; after a tensor a predicate ("has 5 dims"), or a clause that begins with a colon.
     """
     if tensor is not None:
-        text = f"tensor {show(tensor)}{'' if text.startswith(':') else ' '}{text}"
+        text = f"{tensor_named(tensor)}{'' if text.startswith(':') else ' '}{text}"
     if path is not None and not issubclass(kind, FormatError):  # a FormatError ends with its path
         text = f"{path}: {text}"
     return kind(text, path=path, offset=offset, tensor=tensor)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .paths import os_error
-from .text import show
+from .text import show, tensor_named
 
 try:
     from .._core import ffi, lib
@@ -173,7 +173,7 @@ def failure(
     """Return the exception for a status other than ``SL_OK``, see `check`."""
     message = ffi.string(error.message).decode("utf-8", "replace")
     if subject is None and tensor is not None:
-        subject = f"tensor {show(tensor)}"
+        subject = tensor_named(tensor)
     if subject is not None:
         message = f"{subject}: {message}"
     offset = error.position if error.position >= 0 else None

@@ -74,7 +74,12 @@ def _digits(text: str) -> str:
 
 def subject(name: str | None) -> str:
     """Return the beginning of a message about a tensor; it is empty if the tensor has no name."""
-    return f"tensor {show(name)}: " if name else ""
+    return f"{tensor_named(name)}: " if name else ""
+
+
+def tensor_named(name: object) -> str:
+    """Return a tensor as the subject of a message: "tensor 'w'"."""
+    return f"tensor {show(name)}"
 
 
 def check_name(name: Any) -> None:

@@ -19,7 +19,7 @@ from ..base import dtypes
 from ..base.arrays import array_fits, check_mapping, not_an_array, refuse_masked
 from ..base.messages import encode, error_about
 from ..base.paths import PathLike
-from ..base.text import check_name, show
+from ..base.text import check_name, show, tensor_named
 from ..engine.read.lazy import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
@@ -147,11 +147,11 @@ def _entry(name: Any, value: Any) -> bytes:
     """
     check_name(name)
     if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
-        raise not_an_array(f"tensor {show(name)}", value)
+        raise not_an_array(tensor_named(name), value)
     if not isinstance(value, (np.ndarray, Lazy)):
         text = f'is {value.scheme}; MOON holds only float16 arrays: pass dtype="float16"'
         raise error_about(UnsupportedError, text, tensor=name)
-    refuse_masked(value, f"tensor {show(name)}")
+    refuse_masked(value, tensor_named(name))
     if value.dtype.newbyteorder("=") != np.float16:
         floating = dtypes.of_array(value, name).floating
         advice = 'pass dtype="float16"' if floating else "leave it out"

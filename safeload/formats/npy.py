@@ -27,7 +27,7 @@ from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_ar
 from ..base.listed_table import ListedTable, Listing
 from ..base.messages import error_about
 from ..base.paths import PathLike
-from ..base.text import check_name, show
+from ..base.text import check_name, show, tensor_named
 from ..engine.read.lazy import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile, pieces_of
 from ..engine.run.memory import address_of
@@ -208,11 +208,11 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
-        raise not_an_array(f"tensor {show(name)}", value)
+        raise not_an_array(tensor_named(name), value)
     if not isinstance(value, (np.ndarray, Lazy)):
         text = f'is {value.scheme}, which {format} does not support: pass dtype="float32"'
         raise error_about(UnsupportedError, text, tensor=name)
-    refuse_masked(value, f"tensor {show(name)}")
+    refuse_masked(value, tensor_named(name))
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
         advice = ': pass dtype="float32"' if dtypes.row_of(value.dtype) else ""
         text = f"is {dtypes.shown(value.dtype)}, which {format} does not support{advice}"

@@ -11,7 +11,7 @@ import numpy as np
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import check_mapping, not_an_array
 from ..base.messages import error_about
-from ..base.text import show
+from ..base.text import show, tensor_named
 from ..engine.codes.quantized_tensor import QuantizedTensor
 from ..engine.read.lazy import Lazy
 from ..engine.run.memory import POOLED_BELOW
@@ -276,7 +276,7 @@ def _to_write(name: str, value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError(f"tensor {show(name)} is a jax.ShapeDtypeStruct, which has no values")
     if not isinstance(value, jax.Array):
-        raise not_an_array(f"tensor {show(name)}", value, "a JAX or NumPy array", safetensors=True)
+        raise not_an_array(tensor_named(name), value, "a JAX or NumPy array", safetensors=True)
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"tensor {show(name)} is traced: save it outside of jit, grad and vmap")
     if value.is_deleted():

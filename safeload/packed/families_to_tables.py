@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..base import dtypes
 from ..base.listed_table import ListedTable, Listing
 from ..base.packing import CODES, Packed, Packing, Part
-from ..base.text import plural, show
+from ..base.text import plural, show, tensor_named
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
 from .companions import IGNORED, unread
@@ -323,7 +323,7 @@ class _Finder:
             if suffix is None or name in self.hidden or name in self.packed or name in self._companions:
                 continue
             stem = name.removesuffix(suffix)
-            owner = f"tensor {show(owner_of(stem))}"
+            owner = tensor_named(owner_of(stem))
             if owner not in reported and not any(stem + other in self.refused for other in suffixes):
                 reported.add(owner)
                 self.faults.append(f"{owner}: the checkpoint has {show(name)}, {missing}")
@@ -355,7 +355,7 @@ def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> 
 
 def _is_reported(name: str, reported: set[str]) -> bool:
     stems = (name, name.removesuffix("_packed"), name.removesuffix("_blocks"), name.replace(".qweight", ".weight"))
-    return any(f"tensor {show(stem)}" in reported for stem in stems)
+    return any(tensor_named(stem) in reported for stem in stems)
 
 
 def _sparse_owner(stem: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import ArraySpec, foreign_order
 from ...base.packing import Packed
-from ...base.text import show
+from ...base.text import tensor_named
 from ...errors import UnsupportedError
 from ..run.weight_file import WeightFile
 from .tensors import FileTensor, Tensors, packed_of
@@ -136,11 +136,8 @@ def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes,
     if refused:
         k = min(refused)
         row = dtypes.BY_NUMBER[sources[k]]
-        raise UnsupportedError(
-            f"tensor {show(tensors.names[k])}: cannot convert {row.code} to {target.code}",
-            path=file.path,
-            tensor=tensors.names[k],
-        )
+        text = f"{tensor_named(tensors.names[k])}: cannot convert {row.code} to {target.code}"
+        raise UnsupportedError(text, path=file.path, tensor=tensors.names[k])
     return bytes(targets), ways
 
 

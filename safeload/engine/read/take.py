@@ -15,7 +15,7 @@ from ...base.messages import error_about
 from ...base.native import lib
 from ...base.packing import Packed
 from ...base.scheme import INT8
-from ...base.text import show
+from ...base.text import tensor_named
 from ...errors import UnsupportedError
 from ..codes.packed_rows import row_block, rows_of
 from ..codes.part_rows import PartRows
@@ -46,30 +46,30 @@ def positions_in(rows: Any, count: int, name: str) -> Array:
         TypeError: not a sequence of integers or a mask.
         IndexError: an integer is out of range, or the mask has another length.
     """
-    shown = show(name)
+    about = tensor_named(name)
     if isinstance(rows, (slice, str, bytes)) or rows is None or (not isinstance(rows, range) and _is_integer(rows)):
         kind = type(rows).__name__
-        raise TypeError(f"tensor {shown}: rows must be a list, an integer array or a mask, got {kind}: {_ADVICE}")
+        raise TypeError(f"{about}: rows must be a list, an integer array or a mask, got {kind}: {_ADVICE}")
     indices = np.arange(rows.start, rows.stop, rows.step) if _is_plain_range(rows) else np.asarray(rows)
     if indices.ndim != 1:
-        raise TypeError(f"tensor {shown}: rows must have 1 axis, got {indices.ndim}")
+        raise TypeError(f"{about}: rows must have 1 axis, got {indices.ndim}")
     if indices.dtype.kind == "b":
         if len(indices) != count:
-            raise IndexError(f"tensor {shown}: the mask must have {count:,} elements, got {len(indices):,}")
+            raise IndexError(f"{about}: the mask must have {count:,} elements, got {len(indices):,}")
         return np.flatnonzero(indices).astype(np.int64)
     if not len(indices):
         return np.empty(0, np.int64)
     if indices.dtype.kind == "O":  # integers beyond 64 bits, or no numbers
         kinds = [type(index).__name__ for index in indices if not _is_integer(index)]
         if kinds:
-            raise TypeError(f"tensor {shown}: rows must be integers, got {kinds[0]}")
+            raise TypeError(f"{about}: rows must be integers, got {kinds[0]}")
     elif indices.dtype.kind not in "iu":
-        raise TypeError(f"tensor {shown}: rows must be integers or a boolean mask, got {indices.dtype}")
+        raise TypeError(f"{about}: rows must be integers or a boolean mask, got {indices.dtype}")
     outside = (indices >= count) | (indices < -count)
     if outside.any():
         at = int(outside.argmax())
         limits = f"expected {-count} to {count - 1}" if count else "it has no rows"
-        raise IndexError(f"tensor {shown}: row {indices[at]} is out of range: {limits} (element {at} of rows)")
+        raise IndexError(f"{about}: row {indices[at]} is out of range: {limits} (element {at} of rows)")
     indices = indices.astype(np.int64)
     return np.where(indices < 0, indices + count, indices)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from ...base.messages import error_about
 from ...base.scheme import SCHEMES
-from ...base.text import show
 from ...errors import UnsupportedError
 from ...models.diffusion import DIFFUSION_MODELS
 from .mixtures import FILE_TYPES, FLOAT16, TensorType, axes_of, is_quantized
@@ -71,9 +71,8 @@ def choose(file_type: str, shapes: Mapping[str, tuple[int, ...]], architecture: 
             continue
         part = next((part for part in _FOREIGN if part in name), None)
         if part is not None:
-            raise UnsupportedError(
-                f"tensor {show(name)} is no tensor of {architecture}, because of {part}", tensor=name
-            )
+            text = f"is no tensor of {architecture}, because of {part}"
+            raise error_about(UnsupportedError, text, tensor=name)
         kind = next((kind for kind, parts in _KINDS.items() if any(part in name for part in parts)), "")
         number = counters[kind]
         counters[kind] += 1

@@ -16,7 +16,7 @@ from ...base.native import lib
 from ...base.packing import CODES, GGUF, SCALE
 from ...base.paths import PathLike
 from ...base.scheme import INT8
-from ...base.text import check_name, show
+from ...base.text import check_name, show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
@@ -141,10 +141,10 @@ def _plan(name: Any, value: Any) -> _Plan:
     elif isinstance(value, _Ternary):
         number, data = _I2_S, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
-        refuse_masked(value, f"tensor {show(name)}")
+        refuse_masked(value, tensor_named(name))
         number, data = _element_type(name, value.dtype), value
     else:
-        raise not_an_array(f"tensor {show(name)}", value, "a NumPy array or a QuantizedTensor")
+        raise not_an_array(tensor_named(name), value, "a NumPy array or a QuantizedTensor")
     raw, shape = encode(name, "tensor name", tensor=name), value.shape
     if b"\0" in raw:
         raise SafeloadError(f"tensor name {show(name)} contains NUL, where ggml would truncate it", tensor=name)

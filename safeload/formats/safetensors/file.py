@@ -31,7 +31,7 @@ from ...base.native import (
 )
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
-from ...base.text import show
+from ...base.text import show, tensor_named
 from ...engine.read import in_memory
 from ...engine.read.lazy import Lazy, Staged, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
@@ -298,9 +298,9 @@ def source_of(name: str, value: Any) -> TensorToWrite:
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)):
-        raise not_an_array(f"tensor {show(name)}", value, safetensors=True)
+        raise not_an_array(tensor_named(name), value, safetensors=True)
     if type(value) not in _PLAIN:
-        refuse_masked(value, f"tensor {show(name)}")
+        refuse_masked(value, tensor_named(name))
     return TensorToWrite(dtypes.of_array(value, name), value.shape, value)
 
 

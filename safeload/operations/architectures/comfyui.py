@@ -104,11 +104,11 @@ def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...
     """
     shape, count = tuple(about.shape), math.prod(about.shape)
     if len(shape) > _MOST_AXES:
-        raise UnsupportedError(
-            f"tensor {show(about.name)} has {len(shape)} axes, but GGUF allows {_MOST_AXES}: only ComfyUI-GGUF's own "
-            "tools (convert.py, then fix_5d_tensors.py) convert this model",
-            tensor=about.name,
+        text = (
+            f"has {len(shape)} axes, but GGUF allows {_MOST_AXES}: only ComfyUI-GGUF's own tools (convert.py, then "
+            "fix_5d_tensors.py) convert this model"
         )
+        raise error_about(UnsupportedError, text, tensor=about.name)
     divides = model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW
     if divides and max(shape) > _LONGEST_AXIS:
         text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"
@@ -123,11 +123,11 @@ def _dtype_of(name: str, about: TensorDescription, model: DiffusionModel) -> str
         UnsupportedError: the tensor does not hold floating-point numbers.
     """
     if not about.quantized and (not about.floating or about.row.packed):
-        raise UnsupportedError(
-            f"tensor {show(about.name)} is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF; "
-            "raw=True writes the tensors as they are",
-            tensor=about.name,
+        text = (
+            f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF; raw=True writes the tensors "
+            "as they are"
         )
+        raise error_about(UnsupportedError, text, tensor=about.name)
     code = None if about.quantized else about.row.code
     small = len(about.shape) == 1 or math.prod(about.shape) <= _SMALL or any(part in name for part in model.kept_f32)
     if code in _WIDE and small:

@@ -159,7 +159,8 @@ class _Recipes:
                 unknown.append(name)
             for target, recipe in placed:
                 if target in recipes and recipe is not None:
-                    raise FormatError(f"tensor {show(name)} is a second {target}", self._catalog.title, tensor=name)
+                    text = f"is a second {target}"
+                    raise error_about(FormatError, text, path=self._catalog.title, tensor=name)
                 recipes.setdefault(target, recipe or TensorRecipe((), ()))
         if unknown:
             raise UnsupportedError(
@@ -203,13 +204,14 @@ class _Recipes:
         if self._source.permuted and part in ("attn_q", "attn_k"):
             heads = self._config.heads if part == "attn_q" else self._config.kv_heads
             if not shape or shape[0] % (2 * heads):
-                raise FormatError(f"tensor {show(name)} {list(shape)} does not have {heads} heads", tensor=name)
+                raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
         shift = 1.0 if self._source.norm_shift and name.endswith("norm.weight") else 0.0
         if part == "ffn_gate_inp_shexp" and shape not in (
             (width := self._config.size(gguf_sources.WIDTH),),
             (1, width),
         ):
-            raise FormatError(f"tensor {show(name)} must have the shape [1, {width}], got {list(shape)}", tensor=name)
+            text = f"must have the shape [1, {width}], got {list(shape)}"
+            raise error_about(FormatError, text, tensor=name)
         return TensorRecipe(shape, (Move(name),), heads, shift=shift)
 
     def _of_experts(
@@ -248,7 +250,8 @@ class _Recipes:
         axes = 2 if suffix == "bias" else 3
         rows = shape[-1 if experts.interleaved else -2] if len(shape) == axes else 1
         if rows % 2 or shape[0] > MAX_EXPERTS:
-            raise FormatError(f"tensor {show(name)} {list(shape)} does not hold gate and up of experts", tensor=name)
+            text = f"{list(shape)} does not hold gate and up of experts"
+            raise error_about(FormatError, text, tensor=name)
         half = rows // 2
         columns = shape[1 if experts.interleaved else 2 : axes - 1 if experts.interleaved else axes]
         for k, role in enumerate(("gate", "up")):

@@ -163,14 +163,14 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, SourcePart]:
             continue
         modules = _FUSED_PARTS[match[2]]
         if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
-            raise FormatError(f"tensor {show(name)} {list(shape)} does not hold experts", tensor=name)
+            raise error_about(FormatError, f"{list(shape)} does not hold experts", tensor=name)
         rows = shape[1] // len(modules)
         for expert in range(shape[0]):
             for k, module in enumerate(modules):
                 part = RowRange() if len(modules) == 1 else RowRange(k * rows, (k + 1) * rows)
                 full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
                 if full in catalog:
-                    raise FormatError(f"tensor {show(full)} is also a part of {show(name)}", tensor=full)
+                    raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
                 parts[full] = SourcePart(name, TensorView(expert, part), (rows, shape[2]))
     return parts
 
@@ -243,10 +243,8 @@ class _Stacks:
         """Divide the up-projection of latent attention by heads."""
         heads, keys, values = map(self._size, ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
         if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
-            raise FormatError(
-                f"tensor {show(name)} {list(part.shape)} does not have {heads} heads of {keys} + {values} rows",
-                tensor=name,
-            )
+            text = f"{list(part.shape)} does not have {heads} heads of {keys} + {values} rows"
+            raise error_about(FormatError, text, tensor=name)
         module, columns = name.removesuffix("kv_b_proj.weight"), part.shape[1]
         first = [k * (keys + values) for k in range(heads)]
         embed = tuple(

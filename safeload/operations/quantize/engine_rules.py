@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
 from ...base import dtypes, packing
+from ...base.messages import error_about
 from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset, preset_of
 from ...base.text import show
 from ...errors import UnsupportedError
@@ -116,11 +117,11 @@ class EngineRules:
         stacked = self._experts is not None and is_stack(name)
         if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
             what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
-            raise UnsupportedError(
-                f"tensor {show(name)} {what}, and {preset.name} quantizes the 2-D weights of linear modules: "
-                "pass ignore= with its name to leave it unquantized",
-                tensor=name,
+            text = (
+                f"{what}, and {preset.name} quantizes the 2-D weights of linear modules: pass ignore= with its name to "
+                "leave it unquantized"
             )
+            raise error_about(UnsupportedError, text, tensor=name)
         if any(side % preset.sides for side in shape):
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
         if preset.engine == MLX and shape[-1] % preset.columns(shape):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
+from ...base.messages import error_about
 from ...base.text import show
 from ...errors import UnsupportedError
 from ...formats.gguf import image_types, mixtures
@@ -91,11 +92,8 @@ class FileTypeRules(Rules):
         if self._matrix is not None and name in self._matrix.vectors:
             return
         missing = "pass imatrix=" if self._matrix is None else f"{show(self._matrix.path)} has no entry for it"
-        raise UnsupportedError(
-            f"tensor {show(name)} becomes {chosen.type}, which file type {self.file_type} requires an importance "
-            f"matrix for: {missing}",
-            tensor=name,
-        )
+        text = f"becomes {chosen.type}, which file type {self.file_type} requires an importance matrix for: {missing}"
+        raise error_about(UnsupportedError, text, tensor=name)
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
         if any(fnmatchcase(name, pattern) for pattern in self.patterns):

@@ -10,7 +10,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import as_array, not_an_array
 from ...base.scheme import INT8, row_of
-from ...base.text import show
+from ...base.text import tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor
 
 
@@ -68,7 +68,7 @@ def about_value(name: str, value: Any) -> TensorDescription:
         TypeError: the value is a dict.
     """
     if isinstance(value, Mapping):
-        raise not_an_array(f"tensor {show(name)}", value)
+        raise not_an_array(tensor_named(name), value)
     if isinstance(value, QuantizedTensor):
         if value.packing is not None:
             row = dtypes.BY_NAME[value.data.dtype.name]
