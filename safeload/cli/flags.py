@@ -6,8 +6,8 @@ import re
 
 # Arguments in advice, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
 _ARGUMENT = r"""(?<![^ (])
-    (base|dtype|drop|format|ignore|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|rename|resume|root|stored
-     |unknown_globals)
+    (base|dtype|drop|force|format|ignore|imatrix|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|rename
+     |resume|root|stored|unknown_globals|verify)
     (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?<=ignore=)(?=')
        | (?<=quantize=)(?=')
        | (?=[ ,;:.)]|$) )
@@ -39,6 +39,8 @@ _CODE = (
     (r"\bscheme=\{('[^']*)': None\}", r"--quantize \1=none'"),
     (r"no pattern of scheme= matches", "no pattern of --quantize matches"),
     (r"\bscheme=", "--quantize "),
+    (r"\bexecutor=", "--dask"),
+    (r"\badapters=", "--adapter"),
     (r"or a dict with a scheme for each name pattern", "or --quantize PATTERN=SCHEME for each kind of matrix"),
     (r"pass check=False", "pass --no-check"),
     (r"pass safeload\.Signature\(path, key=\.\.\.\)", "pass --key or --certificate"),

@@ -21,6 +21,10 @@ from safeload.numpy import save_file
         ("File exists; pass overwrite=True to replace it", "File exists; pass --overwrite to replace it"),
         ("pass resume=True to continue or overwrite=True to", "pass --resume to continue or --overwrite to"),
         ('unknown_globals="inert" reads the tensors', "--unknown-globals inert reads the tensors"),
+        ("raw=True writes the tensors as they are", "--raw writes the tensors as they are"),
+        ("many hard links; pass force=True", "many hard links; pass --force"),
+        ("pass imatrix=", "pass --imatrix"),
+        ("verify= does not cover files that executor= reads", "--verify does not cover files that --dask reads"),
         ("a folder needs max_shard_size", "a folder needs --max-shard-size"),
         ("pass dtype= to dequantize it", "pass --dtype to dequantize it"),
         ("only='*.w' matches nothing", "only --only '*.w' matches nothing"[5:]),
@@ -50,7 +54,10 @@ ELSEWHERE = (
     "operations/quantize/quantize.py", "operations/quantize/stack.py", "stores/places.py",
 )  # fmt: skip
 DOORS = ("compat", "frameworks", "cli")
-ARGUMENTS = "storage_options|unknown_globals|max_shard_size|overwrite|resume|stored|dtype|only|drop|keep|root|format"
+ARGUMENTS = (
+    "storage_options|unknown_globals|max_shard_size|overwrite|resume|stored|dtype|only|drop|keep|root|format"
+    "|imatrix|force|raw|executor|adapters"
+)
 PYTHON = re.compile(rf"(?<![\w-])(?:{ARGUMENTS})=(?!=)|safeload\.(?:open|load|convert)\b|\b(?:overwrite|resume)=True")
 
 
