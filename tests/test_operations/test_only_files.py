@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from builders import llama_models
 from builders.engine_models import write_model
+from builders.hub import Hub, Repository
 
 import safeload
 from safeload.cli import main
@@ -131,6 +132,22 @@ def test_a_url_of_the_only_file(model, tmp_path, is_raw):
     assert not is_raw(f"memory://only-file/{FILE}", storage_options={})
     memory.rm("/only-file/config.json")
     assert is_raw(f"memory://only-file/{FILE}", storage_options={})
+
+
+@pytest.mark.store_packages
+def test_the_only_file_of_a_repository_of_the_hub(model, tmp_path, is_raw, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    for key in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with Hub() as hub:
+        hub.repositories["owner/name"] = Repository()
+        hub.repositories["owner/name"].commit({file.name: file.read_bytes() for file in model.iterdir()})
+        options = {"endpoint": hub.url(), "token": hub.token}
+        assert not is_raw(f"hf://owner/name/{FILE}", storage_options=options)
+        (model / "config.json").write_text("{}")
+        hub.repositories["owner/name"].commit({file.name: file.read_bytes() for file in model.iterdir()})
+        assert is_raw(f"hf://owner/name/{FILE}", storage_options=options)
 
 
 def test_the_files_beside_it_must_be_verified_too(model, tmp_path, is_raw):
