@@ -244,7 +244,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
             if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                 return None
             begin, nbytes = tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype]
-            if not begin:  # empty, or without memory
+            if not begin or _beyond(tensor, nbytes):  # empty, or without memory
                 return None
             entries[name] = Memory(row, tensor.shape, begin, nbytes)
             areas.append((begin, begin + nbytes))
@@ -252,6 +252,12 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
         return None
     areas.sort()
     return entries if all(end <= begin for (_, end), (begin, _) in pairwise(areas)) else None
+
+
+def _beyond(tensor: Any, nbytes: int) -> bool:
+    """Return True if the storage ends before this many bytes of a tensor, as FSDP leaves it between two passes."""
+    storage: torch.UntypedStorage = tensor.untyped_storage()
+    return tensor.storage_offset() * tensor.element_size() + nbytes > storage.nbytes()
 
 
 def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
@@ -316,6 +322,7 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
     Raises:
         UnsupportedDtypeError: safetensors lacks the dtype.
         NotImplementedError: the tensor is on the device "meta" and has no values.
+        RuntimeError: the memory of the tensor was freed.
     """
     row = row_of(name, tensor)
     if tensor.device.type != "cpu" and not row.packed:
@@ -324,10 +331,16 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
     keep.append(tensor)
     if foreign_order(False) and row.swap > 1:
         return to_array(tensor)  # the writer swaps its bytes
+    nbytes = tensor.numel() * SIZES[tensor.dtype]
+    if tensor.data_ptr() and nbytes and _beyond(tensor, nbytes):
+        raise RuntimeError(
+            f"tensor {show(name)}: its memory was freed: the storage has {tensor.untyped_storage().nbytes()} bytes, but "
+            f"the tensor needs {nbytes} from element {tensor.storage_offset()} on"
+        )
     shape = tuple(tensor.shape)
     if row.packed and shape:
         shape = (*shape[:-1], shape[-1] * row.block)
-    return Memory(row, shape, tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype])
+    return Memory(row, shape, tensor.data_ptr(), nbytes)
 
 
 def row_of(name: str, tensor: Any) -> dtypes.Dtype:

@@ -184,6 +184,15 @@ def test_upstream_raises_the_same_class(case):
         upstream.save(tensors)
 
 
+@pytest.mark.parametrize("rest", [0, 128])
+def test_a_tensor_whose_memory_was_freed_is_refused(rest):
+    tensor = torch.ones(100)[16:]
+    tensor.untyped_storage().resize_(rest)
+    for tensors in ({"a": tensor}, {"a": tensor, "b": torch.ones(2)}, {"a": tensor, "b": torch.ones(0)}):
+        with pytest.raises(RuntimeError, match=r"'a': its memory was freed: .* needs 336 from element 16 on"):
+            ours.save(tensors)
+
+
 @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, "text", ["a"]], ids=repr)
 def test_metadata_that_is_not_text_is_refused(metadata):
     with pytest.raises(TypeError):
