@@ -12,6 +12,7 @@ import pytest
 from builders.clusters import RESUME
 from builders.executors import processes
 from builders.models import small, write_folder
+from builders.paths import DATA
 from builders.quantized import FIXTURES
 from builders.random import rng
 
@@ -143,6 +144,11 @@ def test_other_formats(both, tmp_path):
     safeload.convert(floats, tmp_path / "source.gguf")
     both(tmp_path / "source.gguf", dtype="float16", max_shard_size=500)
     both([tmp_path / "source.gguf", *([] if os.name == "nt" else [folder_of_one(tmp_path)])], max_shard_size=500)
+
+
+def test_a_path_with_several_files(both):
+    """Chunked arrays of Flax are read through a file of their own, over the same path."""
+    both(DATA / "flax" / "chunked.msgpack", dtype="float64", max_shard_size=200)
 
 
 def folder_of_one(tmp_path):

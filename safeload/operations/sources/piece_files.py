@@ -183,20 +183,19 @@ class Sources:
         Raises:
             UnsupportedError: a URL cannot be opened without its secret query, or a store exists in this process only.
         """
-        first: dict[str, tuple[WeightFile, int]] = {}
-        for k, name in enumerate(names):
-            for file in self.files_of(name):
-                first.setdefault(file.place, (file, k))
-        return self.of_files(first.values())
+        return self.of_files((file, k) for k, name in enumerate(names) for file in self.files_of(name))
 
     def of_files(self, numbered: Iterable[tuple[WeightFile, int]]) -> tuple[PieceSource, ...]:
         """Return the sources of a piece with tensors in these files, like `of`.
 
         Args:
-            numbered: files, each with the index of the piece's first tensor in it.
+            numbered: files, each with the index of a tensor of the piece, in ascending order of indices.
         """
-        by_checkpoint: dict[int, list[tuple[WeightFile, int]]] = {}
+        first: dict[str, tuple[WeightFile, int]] = {}  # a path can have several files, each with a part of its bytes
         for file, k in numbered:
+            first.setdefault(file.place, (file, k))
+        by_checkpoint: dict[int, list[tuple[WeightFile, int]]] = {}
+        for file, k in first.values():
             by_checkpoint.setdefault(id(self._owners[file]), []).append((file, k))
         return tuple(map(self._source_of, by_checkpoint.values()))
 
