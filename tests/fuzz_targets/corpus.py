@@ -7,6 +7,7 @@ usage: corpus.py unpack FOLDER     every corpus into FOLDER/<target>/
 
 import base64
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -78,7 +79,7 @@ def _torch():
     from malformed.test_torch import CASES, GOOD, LEGACY
 
     real = [path.read_bytes() for path in (TESTS / "data" / "torch").iterdir()]
-    return [GOOD, LEGACY, *real, *(content for content, _, _ in CASES.values())]
+    return [GOOD, LEGACY, *real, *(content for content, _, _ in CASES.values() if not callable(content))]
 
 
 def _pickle():
@@ -607,6 +608,7 @@ SEEDS = {
 }
 
 
+@functools.cache
 def seeds(target):
     """The inputs that the tests' own files give a target."""
     return sorted({data for data in SEEDS[target]() if len(data) <= LARGEST})

@@ -178,6 +178,7 @@ def check_checkpoint(checkpoint):
 def open_file(data, suffix, **options):
     """Opens a file of these bytes and looks at all of it; the tensors, None when it is refused."""
     path = FOLDER / f"input{suffix}"
+    path.unlink(missing_ok=True)  # ext4 waits for the disk where a file is truncated and written again
     path.write_bytes(data)
     try:
         with watched(), safeload.open(path, **options) as checkpoint:
