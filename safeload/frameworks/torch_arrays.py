@@ -257,7 +257,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
 def _beyond(tensor: Any, nbytes: int) -> bool:
     """Return True if the storage ends before this many bytes of a tensor, as FSDP leaves it between two passes."""
     storage: torch.UntypedStorage = tensor.untyped_storage()
-    return tensor.storage_offset() * tensor.element_size() + nbytes > storage.nbytes()
+    return bool(tensor.storage_offset() * tensor.element_size() + nbytes > storage.nbytes())
 
 
 def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
