@@ -10,8 +10,12 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 # Whether the collector can visit young objects alone: without the GIL, it visits all objects each time.
 _GENERATIONAL = "free-threading" not in sys.version
@@ -45,10 +49,7 @@ class _Pause:
                 gc.enable()
 
     def collect_young(self) -> None:
-        """Have the collector stop tracking young tuples of texts and numbers, unless the program has disabled it.
-
-        Otherwise it would visit them again and again, together with what is made of them.
-        """
+        """Have the collector visit young objects, unless the program has disabled it."""
         if self._restore and _GENERATIONAL:
             gc.collect(0)
 
@@ -81,7 +82,13 @@ def paused(count: int) -> AbstractContextManager[None]:
     return _pause if count >= _PAUSED_FROM else _nothing
 
 
-def collect_young(count: int) -> None:
-    """Call `_Pause.collect_young` inside ``with paused(count)``, if it pauses."""
-    if count >= _PAUSED_FROM:
-        _pause.collect_young()
+def collected_young(tuples: Iterable[_T], count: int) -> Iterable[_T]:
+    """Return tuples of texts and numbers; in a pause, many are made now and visited by the collector while young.
+
+    Otherwise it would visit them again and again, together with what is made of them.
+    """
+    if count < _PAUSED_FROM:
+        return tuples
+    complete = list(tuples)
+    _pause.collect_young()
+    return complete

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload.base.gc_pause import collect_young, paused
+from safeload.base.gc_pause import collected_young, paused
 from safeload.numpy import save_file
 
 
@@ -60,7 +60,7 @@ def test_the_last_of_several_blocks_restores_it():
 def test_a_child_that_is_forked_meanwhile_collects_again():
     program = """
 import gc, os, threading
-from safeload.base.gc_pause import collect_young, paused
+from safeload.base.gc_pause import collected_young, paused
 inside, leave = threading.Event(), threading.Event()
 def other():
     with paused(100_000):
@@ -101,18 +101,20 @@ def test_describing_many_tensors_runs_no_full_collection_and_shares_equal_shapes
     assert 2 not in during  # the oldest generation
 
 
-def test_young_objects_are_collected_in_a_pause_unless_the_program_has_disabled_the_collector():
+def test_young_tuples_are_visited_in_a_pause_unless_the_program_has_disabled_the_collector():
     runs = []
+    names = [f"n{k}" for k in range(5000)]
     gc.callbacks.append(lambda phase, info: runs.append(info["generation"]) if phase == "start" else None)
     try:
-        with paused(100_000):
-            collect_young(100_000)
-        collect_young(10)
-        collected, runs[:] = [*runs], []
+        with paused(5000):
+            tuples = list(collected_young(zip(names), 5000))
+        visited, runs[:] = [*runs], []
         gc.disable()
-        with paused(100_000):
-            collect_young(100_000)
+        with paused(5000):
+            assert list(collected_young(zip(names), 5000)) == tuples
+        assert list(collected_young(zip(names), 10)) == tuples
         assert not runs
     finally:
         gc.callbacks.pop()
-    assert collected == ([] if "free-threading" in sys.version else [0])
+    assert visited == ([] if "free-threading" in sys.version else [0])
+    assert tuples == [(name,) for name in names]

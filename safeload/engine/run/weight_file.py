@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from ...base import dtypes
 from ...base.arrays import ArraySpec, array_spec
-from ...base.gc_pause import collect_young, paused
+from ...base.gc_pause import collected_young, paused
 from ...base.listed_table import ListedTable
 from ...base.paths import PathLike
 from ...base.scheme import INT8
@@ -121,8 +121,7 @@ class WeightFile:
             names = table.names
             numbers, shapes, begins, ends = table.columns(range(count))
             sizes = table.sizes() if table.shaped or table.quantized else map(sub, ends, begins)
-            own_names = list(zip(names))
-            collect_young(count)
+            own_names = collected_young(zip(names), count)
             codes = map(_CODES.__getitem__, numbers)
             fields = zip(names, codes, shapes, sizes, repeat(self.path), begins, own_names)
             # Makes each `TensorInfo` from a tuple of its fields without running Python code.
