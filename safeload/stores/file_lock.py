@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 
 # Errors of filesystems without locks.
-_UNABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_UNABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 _FAR = 1 << 62  # no byte of the file, which others may read
 
 

@@ -115,7 +115,8 @@ class AtomicFile:
             # The caller knows the path, not the temporary name.
             raise type(error)(error.errno, error.strerror, self.path) from None
         if os.name != "nt":  # Windows removes no open file
-            lock(self._descriptor)  # for `remove_abandoned`
+            with contextlib.suppress(OSError):  # the file can be written without a lock
+                lock(self._descriptor)  # for `remove_abandoned`
 
     def __del__(self) -> None:
         """Remove the file if the exception of a signal arrived before the ``with`` block began."""
@@ -390,6 +391,8 @@ def _is_in_use(path: str) -> bool:
         return True
     try:
         return os.name != "nt" and lock(descriptor) is not True
+    except OSError:
+        return True
     finally:
         os.close(descriptor)
 
