@@ -203,7 +203,7 @@ def open_index(path: str, request: OpenRequest) -> Shards:
     index, version = read_version(path, "index.json", files)
     if base.endswith(KERAS_INDEX_SUFFIX):
         return _open_keras_index(index, (files.absolute(path), version), path, request)
-    names, metadata = _parse_index(index, path, files)
+    names, metadata = parse_index(index, path, files)
 
     def open_shard(file_name: str) -> Opened:
         try:
@@ -296,8 +296,12 @@ def _below(where: Mapping[str, Any], root: str, path: str) -> dict[str, Any]:
     return below
 
 
-def _parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the tensor names of each shard, and the metadata of the index."""
+def parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the tensor names of each shard, and the metadata of the index.
+
+    Raises:
+        FormatError: the index is malformed, or names a file outside its folder.
+    """
     shown = files.shown(path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -410,7 +414,7 @@ def listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
         FormatError, OSError: the index is malformed, or cannot be read.
     """
     path = files.join(folder, base)
-    names, metadata = _parse_index(read_json(path, "index.json", files), path, files)
+    names, metadata = parse_index(read_json(path, "index.json", files), path, files)
     total = metadata.get("total_size")
     return ExpectedShards(folder, base, names, total if type(total) is int else None)
 

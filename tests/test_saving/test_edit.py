@@ -557,7 +557,7 @@ def test_a_folder_edit_that_fails_leaves_the_folder(folder):
     index = folder / "model.safetensors.index.json"
     assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
     index.write_text(json.dumps({"weight_map": {"t0": "../model.safetensors"}}))
-    with pytest.raises(safeload.FormatError, match="files beside it"):
+    with pytest.raises(safeload.FormatError, match="the bare name of a file in the same folder"):
         safeload.edit(folder)
 
 
@@ -592,3 +592,12 @@ def test_wrong_arguments_change_nothing(arguments, status, path):
     before = path.read_bytes()
     assert main(["edit", str(path), *arguments]) == status
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["\ud800.safetensors", "../a.safetensors", "a\0.safetensors", "", 1, [], "."])
+def test_an_index_that_names_no_file_beside_it_is_refused(tmp_path, name):
+    safeload.save({"a": np.ones(4, np.float32)}, tmp_path / "folder")
+    index = tmp_path / "folder" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(safeload.FormatError, match=r"weight_map\['a'\] must"):
+        safeload.edit(tmp_path / "folder")

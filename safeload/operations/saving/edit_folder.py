@@ -11,6 +11,8 @@ from typing import Any
 from ...base.text import show
 from ...engine.run.atomic_file import write_text
 from ...errors import FormatError, UnsupportedError
+from ...formats.folder import parse_index
+from ...stores.files import LOCAL
 from ...stores.json_file import read_json
 from ..folders.store_folder import marked
 from .edit_base import Edit, EditedMetadata, resolved
@@ -28,10 +30,8 @@ class FolderEdit(Edit):
         self.path = index
         self._real = resolved(index, force=force)
         self._content = read_json(self._real, "an index")
-        files = self._content.get("weight_map")
-        if not isinstance(files, dict) or not all(_is_bare(file) for file in files.values()):
-            raise FormatError("an index needs a weight_map of tensors to files beside it", index)
-        self._files: dict[str, str] = dict(files)
+        parse_index(self._content, index, LOCAL)
+        self._files: dict[str, str] = dict(self._content["weight_map"])
         self._shards: dict[str, SafetensorsEdit] = {}
         with self._stack:  # closed unless everything opens
             for file in dict.fromkeys(self._files.values()):
@@ -136,7 +136,3 @@ def _undo(shard: SafetensorsEdit) -> None:
 def _remove(path: str) -> None:
     with suppress(OSError):
         os.unlink(path)
-
-
-def _is_bare(name: Any) -> bool:
-    return isinstance(name, str) and bool(name) and os.path.basename(name) == name and name not in (".", "..")
