@@ -529,6 +529,16 @@ typedef struct sl_packed {
     uint64_t grid_rows, grid_columns;     /* elements of a matrix's grid */
     uint64_t grid_step;                   /* elements between the grids of consecutive matrices; 0: a common grid */
     const float *scales, *zeros, *biases; /* grids, or NULL */
+    /* Grids as they are stored, or NULL: converted when they are used, in place of `scales`, `zeros` and `biases`. Not
+     * with groups of columns. */
+    const void *stored_scales, *stored_zeros, *stored_biases;
+    int32_t scale_dtype, bias_dtype; /* real, of 8, 16 or 32 bits */
+    int32_t zero_layout;             /* zeros are codes of 4 bits: SL_LAYOUT_ROWS, COLUMNS or WORDS */
+    int32_t shared_divides;
+    uint64_t zero_bytes;     /* between consecutive stored rows of zeros */
+    const float *zero_table; /* 16 numbers */
+    const float *shared;     /* multiplies (divides) the stored scales of matrix m: shared[m * shared_step]; or NULL */
+    uint64_t shared_step;
     /* Per column, or per row for COLUMNS and transposed WORDS: */
     const uint32_t *groups; /* its column (row) of the grid; NULL: blocks */
     const float *factors;   /* or NULL */

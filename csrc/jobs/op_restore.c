@@ -16,10 +16,12 @@
  * row. */
 #define TILE_COLUMNS ((uint64_t)64)
 #define NIBBLE_COLUMNS ((uint64_t)128)
-/* The destination of a column is prefetched two columns before it is dequantized. Without the prefetch, each column
- * would wait for memory. Stores past the cache need no prefetch. Transposing codes is faster than transposing
- * values. */
+/* The destination of a column is prefetched two columns before it is dequantized, and so are the words of the next
+ * tile. Without the prefetch, each column would wait for memory. Stores past the cache need no prefetch. Transposing
+ * codes is faster than transposing values. */
 #define AHEAD ((uint64_t)2)
+/* Bytes of the words of a tile with codes of 8 bits. */
+#define WORDS (MOST_ROWS / 4 * TILE_COLUMNS * 4)
 /* Columns that the kernel of groups dequantizes at a time: a cache line of scales. Gathering column after column would
  * be slower, except for 4 bits without groups. */
 #define FEW ((uint64_t)16)
@@ -31,10 +33,10 @@
 #define TILE_READ ((uint64_t)1 << 20)
 
 /* Scratch: the codes (or values) of a tile in column order, values in row order (or gathered codes), the values of a
- * column, its scales, zeros and biases, and the bytes that were read. */
+ * column, its scales, zeros and biases, the words of the next tile, and the bytes that were read. */
 #define TURNED (MOST_ROWS * TILE_COLUMNS * sizeof(float))
 #define LINE (MOST_ROWS * sizeof(float))
-#define TILE_SCRATCH (2 * TURNED + 4 * LINE + TILE_READ)
+#define TILE_SCRATCH (2 * TURNED + 4 * LINE + WORDS + TILE_READ)
 
 /* Number of stored rows of words or bytes for `rows` rows of codes. */
 static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
@@ -129,15 +131,15 @@ typedef struct band {
     const sl_job *job;
     const sl_plan *plan;
     uint64_t matrix, row, rows;
-    uint64_t lines, line_bits; /* stored rows, and the bits of a column in each */
-    const uint8_t *bytes;      /* of the first stored row, from column `begin` on */
-    uint64_t pitch, begin;     /* bytes between stored rows */
-    uint64_t scaled_as;        /* the grid's column in `scaling`, or UINT64_MAX */
-    const float *tiled[3];     /* the scales, zeros and biases of a tile, column by column, or NULL */
-    uint64_t tiled_from;       /* the grid's first column in `tiled` */
+    uint64_t lines, line_bits;     /* stored rows, and the bits of a column in each */
+    const uint8_t *bytes;          /* of the first stored row, from column `begin` on */
+    uint64_t pitch, begin;         /* bytes between stored rows */
+    uint64_t scaled_as;            /* the grid's column in `scaling`, or UINT64_MAX */
+    const float *tiled[SL_GRIDS];  /* the grids of some columns, column by column, or NULL */
+    uint64_t tiled_from, tiled_to; /* the grid's columns in `tiled`: none if both are the same */
     uint64_t tiled_rows;
     sl_scaling scaling; /* of the rows of a column */
-    uint8_t *turned, *values, *line, *staging;
+    uint8_t *turned, *values, *line, *words, *staging;
     float *gathered;
     const uint32_t *groups; /* of each row, relative to `first_group` */
     uint64_t first_group, group_count;
@@ -148,45 +150,66 @@ static bool in_nibbles(const sl_packed *packed, uint64_t columns) {
     return packed->bits == 4 && packed->layout != SL_LAYOUT_COLUMNS && columns % 8 == 0;
 }
 
+/* Transposes rows [first, first + rows) and columns [from, to) of a grid to `tiled`. `room` holds as many elements. */
+static const float *tile_grid(const band *self, int k, uint64_t first, uint64_t rows, float *tiled, float *room) {
+    const sl_packed *packed = self->job->packed;
+    uint64_t columns = self->tiled_to - self->tiled_from;
+    const float *grid = NULL;
+    int64_t step = (int64_t)(packed->grid_columns * sizeof(float));
+    for (uint64_t r = 0; r < rows; r++) {
+        sl_packed_place place = {self->matrix, first + r, self->tiled_from};
+        const float *row = sl_packed_grid(packed, self->plan, k, place, columns, room + r * columns);
+        if (r == 0) grid = row;
+        if (r == 0 && row != room) break; /* in place */
+    }
+    if (grid == NULL) return NULL;
+    if (grid == room) step = (int64_t)(columns * sizeof(float));
+    sl_copy_2d(sizeof(float), rows, columns, (sl_plane){(uint8_t *)(uintptr_t)grid, step, sizeof(float)},
+               (sl_plane){(uint8_t *)tiled, sizeof(float), (int64_t)(rows * sizeof(float))});
+    return tiled;
+}
+
 /* Transposes the scales of a tile in blocks: gathered column by column, lines of a grid with rows of a power of two
  * would evict each other before the next column uses them. */
 static void tile_scales(band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
-    const float *grids[3] = {packed->scales, packed->zeros, packed->biases};
-    memset(self->tiled, 0, sizeof self->tiled);
-    bool used = packed->layout == SL_LAYOUT_ROWS && !in_nibbles(packed, columns); /* turn() keeps values there */
-    if (packed->scales == NULL || packed->groups != NULL || used) return;
+    if (!sl_packed_scaled(packed) || packed->groups != NULL) return;
     uint64_t first = self->row / packed->row_block, last = (self->row + self->rows - 1) / packed->row_block;
-    uint64_t from = column / packed->column_block, to = (column + columns - 1) / packed->column_block;
-    uint64_t rows = last - first + 1, size = rows * (to - from + 1) * sizeof(float);
-    if (3 * size > TURNED) return;
-    self->tiled_from = from;
-    self->tiled_rows = rows;
-    int64_t step = (int64_t)(packed->grid_columns * sizeof(float));
-    for (size_t k = 0; k < 3; k++) {
-        if (grids[k] == NULL) continue;
-        const float *grid = grids[k] + self->matrix * packed->grid_step + first * packed->grid_columns + from;
-        uint8_t *tiled = self->values + k * size;
-        sl_copy_2d(sizeof(float), rows, to - from + 1, (sl_plane){(uint8_t *)(uintptr_t)grid, step, sizeof(float)},
-                   (sl_plane){tiled, sizeof(float), (int64_t)(rows * sizeof(float))});
-        self->tiled[k] = (const float *)(const void *)tiled;
+    uint64_t from = column / packed->column_block, to = (column + columns - 1) / packed->column_block + 1;
+    if (packed->layout == SL_LAYOUT_ROWS && !in_nibbles(packed, columns)) { /* turn() keeps values there */
+        self->tiled_from = self->tiled_to = 0;
+        return;
     }
+    if (from >= self->tiled_from && to <= self->tiled_to) return;
+    to = sl_min_u64(to > from + FEW ? to : from + FEW,
+                    packed->grid_columns); /* wide enough to transpose in registers */
+    uint64_t rows = last - first + 1, size = rows * (to - from);
+    self->tiled_from = self->tiled_to = 0;
+    if (rows > MOST_ROWS || (SL_GRIDS + 1) * size * sizeof(float) > TURNED) return;
+    self->tiled_from = from;
+    self->tiled_to = to;
+    self->tiled_rows = rows;
+    float *tiled = (float *)(void *)self->values, *room = tiled + SL_GRIDS * size;
+    for (int k = 0; k < SL_GRIDS; k++) self->tiled[k] = tile_grid(self, k, first, rows, tiled + (size_t)k * size, room);
 }
 
-/* Gathers a column of grid `k`, at `grid`, for the rows of a band. */
-static const float *gather(const band *self, size_t k, const float *grid, uint64_t column) {
+/* Gathers a column of a grid for the rows of a band. */
+static const float *gather(const band *self, int k, uint64_t column) {
     const sl_packed *packed = self->job->packed;
-    float *out = self->gathered + k * MOST_ROWS;
+    float *out = self->gathered + (size_t)k * MOST_ROWS, room;
+    if (column >= self->tiled_from && column < self->tiled_to)
+        return self->tiled[k] == NULL ? NULL : self->tiled[k] + (column - self->tiled_from) * self->tiled_rows;
+    bool grouped = packed->groups != NULL && sl_packed_by_row(packed);
+    uint64_t first = grouped ? 0 : self->row / packed->row_block;
+    uint64_t count = grouped ? self->rows : (self->row + self->rows - 1) / packed->row_block - first + 1;
+    sl_packed_place place = {self->matrix, 0, column};
+    const float *grid = sl_packed_grid(packed, self->plan, k, place, 1, &room);
     if (grid == NULL) return NULL;
-    if (self->tiled[k] != NULL) return self->tiled[k] + (column - self->tiled_from) * self->tiled_rows;
-    grid += self->matrix * packed->grid_step + column;
-    if (packed->groups != NULL && sl_packed_by_row(packed)) {
-        const uint32_t *groups = packed->groups + self->row;
-        for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[groups[r] * packed->grid_columns];
-        return out;
+    for (uint64_t r = 0; r < count; r++) {
+        place.row = grouped ? packed->groups[self->row + r] : first + r;
+        out[r] = grid == &room ? *sl_packed_grid(packed, self->plan, k, place, 1, &room)
+                               : grid[place.row * packed->grid_columns];
     }
-    uint64_t first = self->row / packed->row_block, last = (self->row + self->rows - 1) / packed->row_block;
-    for (uint64_t r = first; r <= last; r++) out[r - first] = grid[r * packed->grid_columns];
     return out;
 }
 
@@ -194,27 +217,54 @@ static const float *gather(const band *self, size_t k, const float *grid, uint64
 static const sl_scaling *scaling_of(band *self, uint64_t column) {
     const sl_packed *packed = self->job->packed;
     bool by_row = sl_packed_by_row(packed), each = by_row && packed->groups != NULL;
-    if (packed->scales == NULL) return NULL;
+    if (!sl_packed_scaled(packed)) return NULL;
     uint64_t at = packed->groups != NULL && !by_row ? packed->groups[column] : column / packed->column_block;
     if (at != self->scaled_as) {
         uint64_t block = each ? 1 : packed->row_block, first = each ? 0 : self->row % block;
-        self->scaling = (sl_scaling){(size_t)block, (size_t)first, gather(self, 0, packed->scales, at),
-                                     gather(self, 1, packed->zeros, at), gather(self, 2, packed->biases, at)};
+        self->scaling = (sl_scaling){(size_t)block, (size_t)first, gather(self, SL_GRID_SCALES, at),
+                                     gather(self, SL_GRID_ZEROS, at), gather(self, SL_GRID_BIASES, at)};
         self->scaled_as = at;
     }
     return &self->scaling;
+}
+
+/* Bytes of the words of some columns in a stored row of COLUMNS; 0 in other layouts, which take a cache line at most.
+ */
+static uint64_t width_of(const band *self, uint64_t columns) {
+    return self->job->packed->layout == SL_LAYOUT_COLUMNS ? columns * 4 : 0;
+}
+
+/* Prefetches the words of some columns in stored rows [line, end). */
+static void prefetch_words(const band *self, uint64_t column, uint64_t width, uint64_t line, uint64_t end) {
+    for (; line < end; line++) {
+        const uint8_t *from = self->bytes + line * self->pitch + (column - self->begin) * 4;
+        for (uint64_t at = 0; at < width; at += 64) SL_PREFETCH(from + at);
+    }
+}
+
+/* Copies these words, one row after another. In place they could not stay in the cache: if the pitch is a power of two,
+ * all rows compete for the same sets. */
+static void copy_words(const band *self, uint64_t column, uint64_t width, uint64_t line, uint64_t end) {
+    for (; line < end; line++) {
+        const uint8_t *from = self->bytes + line * self->pitch + (column - self->begin) * 4;
+        if (width == TILE_COLUMNS * 4) /* a constant, which compiles to a few moves */
+            memcpy(self->words + line * width, from, TILE_COLUMNS * 4);
+        else
+            memcpy(self->words + line * width, from, (size_t)width);
+    }
 }
 
 /* Transposes a tile: the words of each column, words with the nibbles of eight columns, or, in other layouts, values.
  */
 static void turn(const band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
-    uint64_t skipped = column - self->begin;
+    uint64_t lines = self->lines, skipped = column - self->begin;
     sl_plane from = {(uint8_t *)(uintptr_t)self->bytes + skipped * self->line_bits / 8, (int64_t)self->pitch, 4};
-    uint64_t lines = self->lines;
-    if (in_nibbles(packed, columns))
+    if (packed->layout == SL_LAYOUT_COLUMNS)
+        from = (sl_plane){self->words, (int64_t)columns * 4, 4};
+    else if (in_nibbles(packed, columns))
         columns /= 8;
-    else if (packed->layout == SL_LAYOUT_ROWS) {
+    else {
         from = (sl_plane){self->values, (int64_t)columns * 4, 4};
         for (uint64_t r = 0; r < lines; r++)
             sl_packed_look_up(packed, self->plan, self->bytes + r * self->pitch, skipped, columns, NULL,
@@ -261,26 +311,47 @@ static void prefetch(const band *self, uint64_t value, uint64_t count) {
     for (uint64_t at = 0; at < size; at += 64) SL_PREFETCH_WRITE(memory + at);
 }
 
-/* Dequantizes columns [column, end), which begin at a whole word. Values are finished while they are in the first-level
- * cache, because reading them again from memory would have to wait for the stores. */
-static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
+/* Number of columns in the tile at `column`. */
+static uint64_t tile_columns(const band *self, uint64_t column, uint64_t end) {
+    uint64_t some = sl_min_u64(end - column, in_nibbles(self->job->packed, 8) ? NIBBLE_COLUMNS : TILE_COLUMNS);
+    return some > 8 ? some - some % 8 : some; /* the last word may be partial */
+}
+
+/* Restores the columns of a transposed tile, and meanwhile copies the words of the next one, `width` bytes of each
+ * stored row from column `next` on. Values are finished while they are in the first-level cache, because reading them
+ * again from memory would have to wait for the stores. */
+static int32_t restore_tile(band *self, uint64_t column, uint64_t columns, uint64_t next, uint64_t width,
+                            sl_error *error) {
     const sl_packed *packed = self->job->packed;
     work one = {self->job, &self->plan->conversion, self->plan->streams};
-    bool nibbles = in_nibbles(packed, 8);
-    for (uint64_t some; column < end; column += some) {
-        some = sl_min_u64(end - column, nibbles ? NIBBLE_COLUMNS : TILE_COLUMNS);
-        if (some > 8) some -= some % 8; /* the last word may be partial */
+    uint64_t lines = width > 0 ? self->lines : 0, step = lines / columns + 1;
+    self->scaled_as = UINT64_MAX;
+    for (uint64_t k = 0; k < columns; k++) {
+        uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
+        if (!one.streams && column + k + AHEAD < packed->columns)
+            prefetch(self, value + AHEAD * packed->rows, self->rows);
+        prefetch_words(self, next, width, k * step, sl_min_u64((k + 1) * step, lines));
+        if (k >= AHEAD) copy_words(self, next, width, (k - AHEAD) * step, sl_min_u64((k - AHEAD + 1) * step, lines));
+        restore_column(self, column, columns, k);
+        int32_t status = store(&one, self->line, value, self->rows, error);
+        if (status != SL_OK) return status;
+    }
+    copy_words(self, next, width, columns > AHEAD ? (columns - AHEAD) * step : 0, lines);
+    return SL_OK;
+}
+
+/* Dequantizes columns [column, end), which begin at a whole word. */
+static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
+    uint64_t some = tile_columns(self, column, end), width = width_of(self, some);
+    prefetch_words(self, column, width, 0, width > 0 ? self->lines : 0);
+    copy_words(self, column, width, 0, width > 0 ? self->lines : 0);
+    for (uint64_t next; column < end; column = next, some = tile_columns(self, column, end)) {
+        next = column + some;
+        width = next < end ? width_of(self, tile_columns(self, next, end)) : 0;
         turn(self, column, some);
         tile_scales(self, column, some);
-        self->scaled_as = UINT64_MAX;
-        for (uint64_t k = 0; k < some; k++) {
-            uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
-            if (!one.streams && column + k + AHEAD < packed->columns)
-                prefetch(self, value + AHEAD * packed->rows, self->rows);
-            restore_column(self, column, some, k);
-            int32_t status = store(&one, self->line, value, self->rows, error);
-            if (status != SL_OK) return status;
-        }
+        int32_t status = restore_tile(self, column, some, next, width, error);
+        if (status != SL_OK) return status;
     }
     return SL_OK;
 }
@@ -289,7 +360,7 @@ static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_err
 
 /* Whether the kernel of groups is faster for these codes. */
 static bool in_groups(const sl_packed *packed) {
-    if (packed->layout != SL_LAYOUT_COLUMNS || packed->scales == NULL || packed->column_block != 1) return false;
+    if (packed->layout != SL_LAYOUT_COLUMNS || !sl_packed_scaled(packed) || packed->column_block != 1) return false;
     if (packed->groups == NULL && packed->bits == 4) return false;
     for (int code = 0; code < 1 << packed->bits; code++) {
         float number = packed->table[0] + (float)code;
@@ -326,29 +397,47 @@ static uint8_t *collect(const void *from, uint64_t step, uint64_t rows, uint64_t
     return to;
 }
 
-/* Describes the codes of `columns` columns, at most TILE_COLUMNS, and their scales. The scales are gathered unless most
- * of them belong to other rows. */
+/* Whether the scales of a tile are gathered: unless most of them belong to other rows, or there are too many. Stored
+ * scales must be. */
+static bool gathers(const band *self) {
+    const uint64_t line = TILE_COLUMNS * 4, room = 2 * TURNED - FEW * FEW_LINE - self->lines * line;
+    if (self->group_count > room / (SL_GRIDS * line)) return false;
+    return sl_packed_stores(self->job->packed) || self->group_count <= self->rows;
+}
+
+/* Gathers the elements of a grid for `columns` columns in rows TILE_COLUMNS elements apart. */
+static const float *gather_groups(const band *self, int k, uint64_t column, uint64_t columns, uint8_t *to) {
+    const sl_packed *packed = self->job->packed;
+    sl_packed_place place = {self->matrix, self->first_group, column};
+    float *out = (float *)(void *)to;
+    const float *grid = sl_packed_grid(packed, self->plan, k, place, columns, out);
+    if (grid == NULL) return NULL;
+    if (grid != out) return (float *)(void *)collect(grid, packed->grid_columns * 4, self->group_count, columns, to);
+    for (uint64_t group = 1; group < self->group_count; group++) {
+        place.row++;
+        sl_packed_grid(packed, self->plan, k, place, columns, out + group * TILE_COLUMNS);
+    }
+    return out;
+}
+
+/* Describes the codes of `columns` columns, at most TILE_COLUMNS, and their scales. */
 static sl_grouped grouped_of(const band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
     const uint64_t line = TILE_COLUMNS * 4;
-    const float *grids[3] = {packed->scales, packed->zeros, packed->biases};
-    uint64_t step = packed->grid_columns, size = self->group_count * line, words = self->lines * line;
-    uint8_t *to = self->turned + FEW * FEW_LINE, *end = self->turned + 2 * TURNED;
+    const float *grids[SL_GRIDS];
+    uint8_t *to = self->turned + FEW * FEW_LINE;
     sl_grouped all = {.pitch = line, .bits = packed->bits, .first = packed->table[0], .groups = self->groups};
     all.words = collect(self->bytes + (column - self->begin) * 4, self->pitch, self->lines, columns, to);
-    to += words;
-    bool fits = self->group_count <= self->rows && size * 3 <= (uint64_t)(end - to);
-    all.step = fits ? TILE_COLUMNS : (size_t)step;
-    for (size_t k = 0; k < 3; k++) {
-        if (grids[k] == NULL) continue;
-        grids[k] += self->matrix * packed->grid_step + self->first_group * step + column;
-        if (!fits) continue;
-        grids[k] = (const float *)(void *)collect(grids[k], step * 4, self->group_count, columns, to);
-        to += size;
-    }
-    all.scales = grids[0];
-    all.zeros = grids[1];
-    all.biases = grids[2];
+    to += self->lines * line;
+    bool gathered = gathers(self);
+    all.step = gathered ? TILE_COLUMNS : (size_t)packed->grid_columns;
+    for (int k = 0; k < SL_GRIDS; k++, to += gathered ? self->group_count * line : 0)
+        grids[k] = gathered ? gather_groups(self, k, column, columns, to)
+                            : sl_packed_grid(packed, self->plan, k,
+                                             (sl_packed_place){self->matrix, self->first_group, column}, columns, NULL);
+    all.scales = grids[SL_GRID_SCALES];
+    all.zeros = grids[SL_GRID_ZEROS];
+    all.biases = grids[SL_GRID_BIASES];
     return all;
 }
 
@@ -422,13 +511,15 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     self.values = self.turned + TURNED;
     self.line = self.values + TURNED;
     self.gathered = (float *)(void *)(self.line + LINE);
-    self.staging = self.line + 4 * LINE;
+    self.words = self.line + 4 * LINE;
+    self.staging = self.words + WORDS;
     uint64_t begin = (self.matrix * lines_of(packed, packed->rows) + lines_of(packed, self.row)) * packed->row_bytes;
     uint64_t size = sl_min_u64(self.lines * packed->row_bytes, packed->size - begin), most = packed->columns;
     /* Columns of a much wider matrix are read without the rest of the rows. */
     bool narrow = self.line_bits * packed->columns / 8 < packed->row_bytes / 4;
     bool grouped = in_groups(packed), at_once = job->file == SL_MEMORY || (size <= TILE_READ && !narrow);
     if (grouped) take_groups(&self);
+    if (grouped && sl_packed_stores(packed)) grouped = gathers(&self);
     if (!at_once) most = TILE_READ * 8 / (self.lines * self.line_bits) / TILE_COLUMNS * TILE_COLUMNS;
     for (uint64_t column = 0; column < packed->columns; column += most) {
         uint64_t end = sl_min_u64(column + most, packed->columns);

@@ -18,6 +18,12 @@ bool sl_packed_by_row(const sl_packed *packed) {
 
 bool sl_packed_in_tiles(const sl_packed *packed) { return packed->transpose != 0 || sl_packed_by_row(packed); }
 
+bool sl_packed_scaled(const sl_packed *packed) { return packed->scales != NULL || packed->stored_scales != NULL; }
+
+bool sl_packed_stores(const sl_packed *packed) {
+    return packed->stored_scales != NULL || packed->stored_zeros != NULL || packed->stored_biases != NULL;
+}
+
 /* Number of planes in a row of bytes. */
 static uint64_t planes_of(const sl_packed *packed) { return 8 / (uint64_t)packed->bits; }
 
@@ -133,13 +139,62 @@ static bool covers(uint64_t count, uint64_t block, uint64_t elements) {
     return block > 0 && (count == 0 || (count - 1) / block < elements);
 }
 
+/* Whether numbers of a dtype can be the elements of a grid. */
+static bool can_store(int32_t dtype) {
+    const sl_dtype_info *info = sl_dtype_get(dtype);
+    return info != NULL && (info->bits == 8 || info->bits == 16 || info->bits == 32) &&
+           sl_tier_convert(SL_TIER_SCALAR, dtype, SL_F32) != NULL;
+}
+
+/* Number of stored rows of a matrix's zeros. */
+static uint64_t zero_rows(const sl_packed *packed) {
+    uint64_t rows = packed->grid_rows;
+    return packed->zero_layout == SL_LAYOUT_COLUMNS ? rows / 8 + (rows % 8 != 0) : rows;
+}
+
+/* Checks the grids that are converted when they are used. */
+static int32_t check_stored(const sl_packed *packed, sl_error *error) {
+    uint64_t columns = packed->grid_columns, least = 0, all;
+    int32_t layout = packed->zero_layout;
+    if ((packed->scales != NULL && packed->stored_scales != NULL) ||
+        (packed->zeros != NULL && packed->stored_zeros != NULL) ||
+        (packed->biases != NULL && packed->stored_biases != NULL))
+        REFUSE("packed codes have scales, zero points or biases twice");
+    if (packed->groups != NULL && !sl_packed_by_row(packed) && sl_packed_stores(packed))
+        REFUSE("stored scales cannot have groups of columns");
+    if (packed->stored_scales != NULL && !can_store(packed->scale_dtype))
+        REFUSE("scales cannot be stored as dtype %d", packed->scale_dtype);
+    if (packed->stored_biases != NULL && !can_store(packed->bias_dtype))
+        REFUSE("biases cannot be stored as dtype %d", packed->bias_dtype);
+    if (packed->shared != NULL &&
+        (packed->stored_scales == NULL || !sl_mul_u64(packed->matrices, packed->shared_step, &all) ||
+         all > SIZE_MAX / sizeof(float)))
+        REFUSE("a shared scale needs stored scales, and steps that fit in 64 bits");
+    if (packed->stored_zeros == NULL) return SL_OK;
+    if (layout != SL_LAYOUT_ROWS && layout != SL_LAYOUT_COLUMNS && layout != SL_LAYOUT_WORDS)
+        REFUSE("zero points in layout %d", layout);
+    if (packed->zero_table == NULL) REFUSE("zero points of 4 bits lack a table");
+    if (layout == SL_LAYOUT_ROWS) least = columns / 2 + columns % 2;
+    if (layout == SL_LAYOUT_WORDS) least = (columns / 8 + (columns % 8 != 0)) * 4;
+    if (layout == SL_LAYOUT_COLUMNS && !sl_mul_u64(columns, 4, &least)) least = UINT64_MAX;
+    if (packed->zero_bytes < least || !sl_mul_u64(zero_rows(packed), packed->zero_bytes, &all) ||
+        !sl_mul_u64(all, packed->matrices, &all) || all > SIZE_MAX)
+        REFUSE("rows of %llu bytes cannot hold %llu x %llu zero points, or exceed 64 bits",
+               (unsigned long long)packed->zero_bytes, (unsigned long long)packed->grid_rows,
+               (unsigned long long)columns);
+    return SL_OK;
+}
+
 static int32_t check_grid(const sl_packed *packed, sl_error *error) {
     bool grouped = packed->groups != NULL, by_row = sl_packed_by_row(packed);
     uint64_t elements, all;
-    if (packed->scales == NULL) {
-        if (packed->zeros != NULL || packed->biases != NULL || grouped) REFUSE("packed codes lack scales");
+    if (!sl_packed_scaled(packed)) {
+        if (packed->zeros != NULL || packed->biases != NULL || grouped || sl_packed_stores(packed))
+            REFUSE("packed codes lack scales");
         return SL_OK;
     }
+    int32_t status = check_stored(packed, error);
+    if (status != SL_OK) return status;
     if (!sl_mul_u64(packed->grid_rows, packed->grid_columns, &elements) ||
         (packed->grid_step != 0 && packed->grid_step < elements) ||
         !sl_mul_u64(packed->grid_step, packed->matrices, &all) || !sl_add_u64(all, elements, &all) ||
@@ -183,6 +238,8 @@ void sl_packed_plan(const sl_job *job, sl_plan *plan) {
     plan->scratch += SCRATCH;
     plan->restore = sl_tier_restore(plan->tier);
     if (job->packed->table == NULL) plan->numbers = sl_tier_convert(plan->tier, job->packed->codes, SL_F32);
+    plan->grids[SL_GRID_SCALES] = sl_tier_convert(plan->tier, job->packed->scale_dtype, SL_F32);
+    plan->grids[SL_GRID_BIASES] = sl_tier_convert(plan->tier, job->packed->bias_dtype, SL_F32);
 }
 
 /* ---- values ---- */
@@ -247,6 +304,56 @@ void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8
     if (scaling != NULL) plan->restore.scale(values, some, scaling);
 }
 
+/* ---- grids ---- */
+
+/* Converts stored scales or biases. */
+static void convert_grid(const sl_packed *packed, const sl_plan *plan, int grid, sl_packed_place place, uint64_t count,
+                         float *out) {
+    bool scales = grid == SL_GRID_SCALES;
+    const uint8_t *stored = scales ? packed->stored_scales : packed->stored_biases;
+    uint64_t at = place.matrix * packed->grid_step + place.row * packed->grid_columns + place.column;
+    const sl_dtype_info *dtype = sl_dtype_get(scales ? packed->scale_dtype : packed->bias_dtype);
+    plan->grids[grid](stored + sl_dtype_bytes(dtype, at), out, (size_t)count);
+    if (!scales || packed->shared == NULL) return;
+    const sl_scaling shared = {(size_t)count, 0, packed->shared + place.matrix * packed->shared_step, NULL, NULL};
+    if (packed->shared_divides != 0)
+        sl_restore_divide(out, (size_t)count, &shared);
+    else
+        plan->restore.scale(out, (size_t)count, &shared);
+}
+
+/* Looks up stored zeros. */
+static void look_up_zeros(const sl_packed *packed, const sl_plan *plan, sl_packed_place place, uint64_t count,
+                          float *out) {
+    uint64_t row = packed->zero_layout == SL_LAYOUT_COLUMNS ? place.row / 8 : place.row;
+    if (packed->grid_step != 0) row += place.matrix * zero_rows(packed);
+    const uint8_t *bytes = (const uint8_t *)packed->stored_zeros + row * packed->zero_bytes;
+    const sl_packed codes = {.layout = packed->zero_layout, .bits = 4, .table = packed->zero_table};
+    if (packed->zero_layout == SL_LAYOUT_COLUMNS)
+        plan->restore.words(bytes + place.column * 4, 4 * (int)(place.row % 8), (size_t)count, packed->zero_table, NULL,
+                            out);
+    else
+        sl_packed_look_up(&codes, plan, bytes, place.column, count, NULL, out);
+}
+
+const float *sl_packed_grid(const sl_packed *packed, const sl_plan *plan, int grid, sl_packed_place place,
+                            uint64_t count, float *out) {
+    const float *const grids[SL_GRIDS] = {packed->scales, packed->zeros, packed->biases};
+    const void *const stored[SL_GRIDS] = {packed->stored_scales, packed->stored_zeros, packed->stored_biases};
+    if (grids[grid] != NULL)
+        return grids[grid] + place.matrix * packed->grid_step + place.row * packed->grid_columns + place.column;
+    if (stored[grid] == NULL) return NULL;
+    if (grid == SL_GRID_ZEROS)
+        look_up_zeros(packed, plan, place, count, out);
+    else
+        convert_grid(packed, plan, grid, place, count, out);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    for (uint64_t i = 0; i < count; i++)
+        out[i] = float_of(load32(out, (size_t)i)); /* kernels store in file byte order */
+#endif
+    return out;
+}
+
 /* A range of codes in a row, with values in the order of the codes. */
 typedef struct codes {
     uint64_t matrix, row, column, count;
@@ -261,18 +368,22 @@ static const float *gather(const float *grid, const uint32_t *groups, uint64_t c
 
 static const float *advanced(const float *grid, uint64_t by) { return grid == NULL ? NULL : grid + by; }
 
-static sl_scaling scaling_of(const sl_packed *packed, const codes *range, float *gathered) {
-    uint64_t column = range->column, count = range->count;
-    uint64_t at = range->matrix * packed->grid_step + range->row / packed->row_block * packed->grid_columns;
+static sl_scaling scaling_of(const sl_packed *packed, const sl_plan *plan, const codes *range, float *gathered) {
+    uint64_t column = range->column, count = range->count, row = range->row / packed->row_block;
     if (packed->groups != NULL) {
+        uint64_t at = range->matrix * packed->grid_step + row * packed->grid_columns;
         const uint32_t *groups = packed->groups + column;
         return (sl_scaling){1, 0, gather(packed->scales + at, groups, count, gathered),
                             gather(advanced(packed->zeros, at), groups, count, gathered + SL_VALUES),
                             gather(advanced(packed->biases, at), groups, count, gathered + 2 * SL_VALUES)};
     }
-    at += column / packed->column_block;
-    return (sl_scaling){(size_t)packed->column_block, (size_t)(column % packed->column_block), packed->scales + at,
-                        advanced(packed->zeros, at), advanced(packed->biases, at)};
+    uint64_t block = packed->column_block, first = column % block, elements = (first + count - 1) / block + 1;
+    sl_packed_place place = {range->matrix, row, column / block};
+    const float *grids[SL_GRIDS];
+    for (int k = 0; k < SL_GRIDS; k++)
+        grids[k] = sl_packed_grid(packed, plan, k, place, elements, gathered + (size_t)k * SL_VALUES);
+    return (sl_scaling){(size_t)block, (size_t)first, grids[SL_GRID_SCALES], grids[SL_GRID_ZEROS],
+                        grids[SL_GRID_BIASES]};
 }
 
 /* Multiplies values by the factors of their columns, if any. */
@@ -287,8 +398,8 @@ static void restore_range(const sl_packed *packed, const sl_plan *plan, const co
                           uint8_t *scratch) {
     sl_scaling own;
     const sl_scaling *scaling = NULL;
-    if (packed->scales != NULL) {
-        own = scaling_of(packed, range, (float *)(void *)(scratch + SL_STAGING));
+    if (sl_packed_scaled(packed)) {
+        own = scaling_of(packed, plan, range, (float *)(void *)(scratch + SL_STAGING));
         scaling = &own;
     }
     if (packed->layout == SL_LAYOUT_PLANES)
@@ -387,8 +498,8 @@ static int32_t restore_masked(const sl_job *job, const sl_plan *plan, uint64_t e
             codes range = {.row = element / packed->columns, .column = element % packed->columns, .count = size};
             range.matrix = range.row / packed->rows;
             range.row %= packed->rows;
-            if (packed->scales != NULL) {
-                const sl_scaling own = scaling_of(packed, &range, gathered);
+            if (sl_packed_scaled(packed)) {
+                const sl_scaling own = scaling_of(packed, plan, &range, gathered);
                 plan->restore.scale(out, (size_t)size, &own);
             }
             multiply(packed, plan, &range, out);

@@ -14,6 +14,24 @@ bool sl_packed_in_tiles(const sl_packed *packed);
 /* Whether groups and factors belong to rows instead of columns. */
 bool sl_packed_by_row(const sl_packed *packed);
 
+/* The grids of a packed tensor. */
+enum { SL_GRID_SCALES, SL_GRID_ZEROS, SL_GRID_BIASES, SL_GRIDS };
+
+/* Whether there are scales. */
+bool sl_packed_scaled(const sl_packed *packed);
+
+/* Whether a grid is converted when it is used. */
+bool sl_packed_stores(const sl_packed *packed);
+
+/* A place in the grids. */
+typedef struct sl_packed_place {
+    uint64_t matrix, row, column;
+} sl_packed_place;
+
+/* Returns at most SL_VALUES elements of a row of a grid: in place, or converted to `out`; NULL without such a grid. */
+const float *sl_packed_grid(const sl_packed *packed, const sl_plan *plan, int grid, sl_packed_place place,
+                            uint64_t count, float *out);
+
 /* Smallest number of values that a job dequantizes at a time: a block. */
 uint64_t sl_packed_unit(const sl_job *job);
 

@@ -37,6 +37,7 @@ typedef struct sl_plan {
     sl_conversion conversion; /* first == NULL: none */
     sl_restore restore;       /* of a packed job */
     sl_convert_fn numbers;    /* of its codes; NULL if they have a table */
+    sl_convert_fn grids[3];   /* of its stored scales and biases; NULL: none */
     int32_t tier;
     bool streams; /* the results are stored past the cache */
 } sl_plan;

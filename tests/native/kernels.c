@@ -473,6 +473,110 @@ static uint64_t check_restored(uint64_t state, const restored *how, uint64_t row
     return state;
 }
 
+/* Grids as they are stored, and the same in f32. */
+static struct stored_grids {
+    float f32[3][MOST_ROWS * MOST_COLUMNS], zero_table[16], shared;
+    uint8_t numbers[2 * MOST_ROWS * MOST_COLUMNS + SHIFTS], zeros[MOST_ROWS * (MOST_COLUMNS + 8) + SHIFTS];
+} stored;
+
+static void fill_stored(const sl_packed *packed, int32_t dtype, uint64_t shift, uint64_t *seed) {
+    static const uint64_t PERMUTED[] = {0, 4, 1, 5, 2, 6, 3, 7};
+    uint64_t elements = packed->grid_rows * packed->grid_columns, words = (packed->grid_columns + 7) / 8;
+    uint64_t zeros = shift + 4 * (packed->grid_rows * words + packed->grid_columns);
+    for (size_t i = 0; i < 16; i++) stored.zero_table[i] = random_float(seed);
+    for (size_t i = 0; i < shift + 2 * elements; i++) stored.numbers[i] = (uint8_t)(random_u64(seed) >> 56) & 0x3b;
+    for (size_t i = 0; i < zeros; i++) stored.zeros[i] = (uint8_t)(random_u64(seed) >> 56);
+    EXPECT(sl_convert(0, dtype, SL_F32, stored.numbers + shift, stored.f32[0], (size_t)elements) == SL_OK);
+    EXPECT(sl_convert(0, SL_BF16, SL_F32, stored.numbers + shift, stored.f32[2], (size_t)elements) == SL_OK);
+    for (uint64_t i = 0; i < elements; i++) {
+        uint64_t row = i / packed->grid_columns, column = i % packed->grid_columns, word = row * words + column / 8;
+        uint64_t nibble = packed->zero_layout == SL_LAYOUT_WORDS ? PERMUTED[column % 8] : column % 8;
+        if (packed->zero_layout == SL_LAYOUT_COLUMNS) {
+            word = row / 8 * packed->grid_columns + column;
+            nibble = row % 8;
+        }
+        stored.f32[1][i] = stored.zero_table[sl_load_le32(stored.zeros + shift + 4 * word) >> 4 * nibble & 15];
+        for (size_t k = 0; k < 3; k += 2) { /* conversions store in file byte order */
+            uint32_t bits = sl_load_le32((const uint8_t *)&stored.f32[k][i]);
+            memcpy(&stored.f32[k][i], &bits, sizeof bits);
+        }
+        if (dtype == SL_BF16) stored.f32[0][i] /= stored.shared;
+        if (dtype != SL_BF16 && dtype != SL_F16) stored.f32[0][i] *= stored.shared;
+    }
+}
+
+/* Grids as they are stored give the values of the same grids in f32, on every tier. */
+static void check_stored(const restored *how, int32_t zero_layout, uint64_t rows, uint64_t columns, bool grouped) {
+    static float table[256];
+    static uint32_t groups[MOST_ROWS];
+    static const int32_t DTYPES[] = {SL_F16, SL_BF16, SL_F8_E4M3, SL_F8_E5M2, SL_F8_E8M0};
+    uint64_t seed = rows * 4099 + columns * 4 + (uint64_t)zero_layout, shift = seed % SHIFTS;
+    bool by_row = how->layout == SL_LAYOUT_COLUMNS || (how->layout == SL_LAYOUT_WORDS && how->transpose != 0);
+    int32_t dtype = DTYPES[(rows + columns) % 5];
+    sl_packed packed = packed_of(how, rows, columns);
+    size_t size = (size_t)(rows * columns * 4);
+    uint8_t *codes = allocate(packed.size), *wanted = allocate(size), *got = allocate(size);
+    for (uint64_t i = 0; i < packed.size; i++) codes[i] = (uint8_t)(random_u64(&seed) >> 56);
+    for (size_t i = 0; i < 256; i++) table[i] = (float)i - 8;
+    packed.table = table;
+    packed.row_block = by_row ? 32 : 1 + seed % 3;
+    packed.column_block = by_row ? 1 : 1 + seed % 33;
+    packed.grid_rows = (rows - 1) / packed.row_block + 1;
+    packed.grid_columns = (columns - 1) / packed.column_block + 1;
+    packed.zero_layout = zero_layout;
+    packed.zero_bytes = zero_layout == SL_LAYOUT_COLUMNS ? packed.grid_columns * 4 : (packed.grid_columns + 7) / 8 * 4;
+    for (size_t i = 0; i < rows; i++) groups[i] = (uint32_t)(random_u64(&seed) % packed.grid_rows);
+    if (grouped) packed.groups = groups;
+    stored.shared = 0.37f;
+    fill_stored(&packed, dtype, shift, &seed);
+    packed.scales = stored.f32[0];
+    packed.zeros = stored.f32[1];
+    packed.biases = stored.f32[2];
+    sl_job job = {.op = SL_OP_RESTORE, .from = SL_F32, .to = SL_F32, .file = SL_MEMORY, .size = size};
+    job.offset = (uint64_t)(uintptr_t)codes;
+    job.packed = &packed;
+    job.memory = wanted;
+    run_job(SL_TIER_SCALAR, &job);
+    packed.scales = packed.zeros = packed.biases = NULL;
+    packed.stored_scales = packed.stored_biases = stored.numbers + shift;
+    packed.stored_zeros = stored.zeros + shift;
+    packed.zero_table = stored.zero_table;
+    packed.scale_dtype = dtype;
+    packed.bias_dtype = SL_BF16;
+    packed.shared = dtype == SL_F16 ? NULL : &stored.shared;
+    packed.shared_divides = dtype == SL_BF16;
+    job.memory = got;
+    for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+        if (!sl_tier_available(tier)) continue;
+        memset(got, UNTOUCHED, size);
+        run_job(tier, &job);
+        if (memcmp(got, wanted, size) != 0)
+            FAIL("%s: %s, %" PRIu64 " x %" PRIu64 ", stored scales", sl_tier_name(tier), how->name, rows, columns);
+    }
+    free(codes);
+    free(wanted);
+    free(got);
+}
+
+static void check_all_stored(void) {
+    static const restored LAYOUTS[] = {
+        {"rows", SL_LAYOUT_ROWS, 4, 0, 0, 1, 1, 0},         {"stream", SL_LAYOUT_ROWS, 3, 0, 0, 1, 1, 0},
+        {"transposed", SL_LAYOUT_ROWS, 4, 0, 1, 1, 1, 0},   {"transposed_3", SL_LAYOUT_ROWS, 3, 0, 1, 1, 1, 0},
+        {"columns_4", SL_LAYOUT_COLUMNS, 4, 0, 1, 8, 1, 0}, {"columns_3", SL_LAYOUT_COLUMNS, 3, 0, 1, 32, 1, 0},
+        {"words", SL_LAYOUT_WORDS, 4, 0, 1, 1, 8, 0},       {"planes_2", SL_LAYOUT_PLANES, 2, 0, 0, 4, 1, 0},
+    };
+    static const int32_t ZEROS[] = {SL_LAYOUT_ROWS, SL_LAYOUT_COLUMNS, SL_LAYOUT_WORDS};
+    for (size_t k = 0; k < sizeof LAYOUTS / sizeof *LAYOUTS; k++) {
+        const restored *how = &LAYOUTS[k];
+        bool by_row = how->layout == SL_LAYOUT_COLUMNS || (how->layout == SL_LAYOUT_WORDS && how->transpose != 0);
+        for (size_t i = 0; i < 3; i++)
+            for (uint64_t rows = how->row_step; rows <= MOST_ROWS; rows = 3 * rows + how->row_step)
+                for (uint64_t columns = how->column_step; columns <= 700; columns = 2 * columns + how->column_step)
+                    for (int grouped = 0; grouped <= by_row; grouped++)
+                        check_stored(how, ZEROS[i], rows, columns, grouped != 0);
+    }
+}
+
 static void check_all_restored(void) {
     static const restored LAYOUTS[] = {
         {"rows", SL_LAYOUT_ROWS, 4, 0, 0, 1, 1, 0},
@@ -760,6 +864,7 @@ int main(void) {
     check_all_statistics();
     check_differences();
     check_all_restored();
+    check_all_stored();
     check_all_encoded();
     check_copies();
     check_streams();

@@ -204,6 +204,71 @@ static const sl_packed GOOD[] = {
      .mask = GIVEN,
      .starts = GIVEN,
      .mask_columns = 19},
+    {.layout = SL_LAYOUT_ROWS,
+     .bits = 4,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 32,
+     .columns = 67,
+     .row_block = 3,
+     .column_block = 5,
+     .table = GIVEN,
+     .stored_scales = GIVEN,
+     .scale_dtype = SL_F8_E4M3,
+     .shared = GIVEN,
+     .shared_step = 1,
+     .stored_zeros = GIVEN,
+     .zero_layout = SL_LAYOUT_COLUMNS,
+     .zero_table = GIVEN,
+     .stored_biases = GIVEN,
+     .bias_dtype = SL_BF16},
+    {.layout = SL_LAYOUT_COLUMNS,
+     .bits = 4,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 96,
+     .columns = 72,
+     .transpose = 1,
+     .row_block = 32,
+     .column_block = 1,
+     .table = GIVEN,
+     .stored_scales = GIVEN,
+     .scale_dtype = SL_F16,
+     .stored_zeros = GIVEN,
+     .zero_layout = SL_LAYOUT_ROWS,
+     .zero_table = GIVEN},
+    {.layout = SL_LAYOUT_COLUMNS,
+     .bits = 3,
+     .forbidden = -1,
+     .matrices = 1,
+     .rows = 96,
+     .columns = 130,
+     .transpose = 1,
+     .column_block = 1,
+     .table = GIVEN,
+     .stored_scales = GIVEN,
+     .scale_dtype = SL_BF16,
+     .shared = GIVEN,
+     .shared_divides = 1,
+     .zeros = GIVEN,
+     .stored_biases = GIVEN,
+     .bias_dtype = SL_I8,
+     .groups = GIVEN},
+    {.layout = SL_LAYOUT_WORDS,
+     .bits = 4,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 96,
+     .columns = 72,
+     .transpose = 1,
+     .row_block = 32,
+     .column_block = 1,
+     .table = GIVEN,
+     .stored_scales = GIVEN,
+     .scale_dtype = SL_F16,
+     .stored_zeros = GIVEN,
+     .zero_layout = SL_LAYOUT_WORDS,
+     .zero_table = GIVEN},
 };
 enum { GOOD_COUNT = sizeof GOOD / sizeof *GOOD };
 
@@ -243,6 +308,9 @@ static void repair(sl_packed *packed, bool row_bytes, bool grid) {
     packed->grid_columns = packed->groups != NULL && !by_row(packed) ? 3
                                                                      : quotient(packed->columns, packed->column_block);
     packed->grid_step = packed->matrices > 2 ? 0 : packed->grid_rows * packed->grid_columns + 1;
+    packed->zero_bytes = packed->zero_layout == SL_LAYOUT_COLUMNS ? packed->grid_columns * 4
+                         : packed->zero_layout == SL_LAYOUT_WORDS ? quotient(packed->grid_columns, 8) * 4
+                                                                  : quotient(packed->grid_columns, 2);
 }
 
 static sl_packed good(size_t k) {
@@ -293,7 +361,33 @@ static uint64_t grid_claim(const sl_packed *packed) {
     return times(plus(before, times(packed->grid_rows, packed->grid_columns)), sizeof(float));
 }
 
-enum { CODES, TABLE, SCALES, ZEROS, BIASES, GROUPS, FACTORS, MASK, STARTS, CLAIMS };
+/* Elements of the grids, and rows of zeros, all matrices together. */
+static uint64_t stored_claim(const sl_packed *packed, int32_t dtype) {
+    return bytes_of(dtype, grid_claim(packed) == UINT64_MAX ? UINT64_MAX : grid_claim(packed) / sizeof(float));
+}
+
+static uint64_t zeros_claim(const sl_packed *packed) {
+    uint64_t rows = packed->zero_layout == SL_LAYOUT_COLUMNS ? quotient(packed->grid_rows, 8) : packed->grid_rows;
+    return times(times(rows, packed->zero_bytes), packed->grid_step == 0 ? 1 : packed->matrices);
+}
+
+enum {
+    CODES,
+    TABLE,
+    SCALES,
+    ZEROS,
+    BIASES,
+    GROUPS,
+    FACTORS,
+    MASK,
+    STARTS,
+    SHARED,
+    ZERO_TABLE,
+    STORED_SCALES,
+    STORED_ZEROS,
+    STORED_BIASES,
+    CLAIMS
+};
 
 /* Random places, and where the values of each part of a row begin; none where there is more memory than is filled. */
 static void fill_places(const sl_packed *packed, uint8_t *mask, uint64_t *starts) {
@@ -318,8 +412,25 @@ static bool give(sl_packed *packed, claim claims[CLAIMS]) {
     uint64_t lines = times(packed->matrices, packed->rows);
     sizes[MASK] = times(lines, quotient(packed->columns, 8));
     sizes[STARTS] = times(plus(times(lines, quotient(packed->columns, packed->mask_columns)), 1), 8);
-    const void *const needed[CLAIMS] = {given,          packed->table,   packed->scales, packed->zeros, packed->biases,
-                                        packed->groups, packed->factors, packed->mask,   packed->starts};
+    sizes[SHARED] = times(plus(times(packed->matrices > 0 ? packed->matrices - 1 : 0, packed->shared_step), 1), 4);
+    sizes[ZERO_TABLE] = 64;
+    sizes[STORED_SCALES] = stored_claim(packed, packed->scale_dtype);
+    sizes[STORED_ZEROS] = zeros_claim(packed);
+    sizes[STORED_BIASES] = stored_claim(packed, packed->bias_dtype);
+    const void *const needed[CLAIMS] = {given,
+                                        packed->table,
+                                        packed->scales,
+                                        packed->zeros,
+                                        packed->biases,
+                                        packed->groups,
+                                        packed->factors,
+                                        packed->mask,
+                                        packed->starts,
+                                        packed->shared,
+                                        packed->zero_table,
+                                        packed->stored_scales,
+                                        packed->stored_zeros,
+                                        packed->stored_biases};
     for (size_t i = 0; i < CLAIMS; i++) {
         if (needed[i] == NULL) sizes[i] = 0;
         if (!is_possible(sizes[i])) return false;
@@ -331,6 +442,11 @@ static bool give(sl_packed *packed, claim claims[CLAIMS]) {
         ((uint8_t *)claims[CODES].memory)[i] = (uint8_t)(random_u64() & kept);
     for (size_t i = TABLE; i < GROUPS; i++) fill_floats(&claims[i]);
     fill_floats(&claims[FACTORS]);
+    fill_floats(&claims[SHARED]);
+    fill_floats(&claims[ZERO_TABLE]);
+    for (size_t i = STORED_SCALES; i <= STORED_BIASES; i++) /* below 2 in every float */
+        for (uint64_t k = 0; claims[i].size <= small && k < claims[i].size; k++)
+            ((uint8_t *)claims[i].memory)[k] = (uint8_t)(random_u64() & 0x3b);
     bool filled = claims[MASK].size <= small && claims[STARTS].size <= small && packed->mask_columns > 0;
     if (packed->layout == SL_LAYOUT_MASKED && packed->mask != NULL && packed->starts != NULL && filled)
         fill_places(packed, claims[MASK].memory, claims[STARTS].memory);
@@ -349,6 +465,11 @@ static bool give(sl_packed *packed, claim claims[CLAIMS]) {
     POINT(factors, FACTORS);
     POINT(mask, MASK);
     POINT(starts, STARTS);
+    POINT(shared, SHARED);
+    POINT(zero_table, ZERO_TABLE);
+    POINT(stored_scales, STORED_SCALES);
+    POINT(stored_zeros, STORED_ZEROS);
+    POINT(stored_biases, STORED_BIASES);
 #undef POINT
     return true;
 }
@@ -469,13 +590,18 @@ static void restore_large(void) {
 /* ---- one field at a time, and pairs ---- */
 
 #define FIELD(name) offsetof(sl_packed, name)
-static const size_t INTS[] = {FIELD(layout),     FIELD(bits),      FIELD(codes),     FIELD(word_codes),
-                              FIELD(high_first), FIELD(transpose), FIELD(forbidden), FIELD(interleaved)};
+static const size_t INTS[] = {FIELD(layout),        FIELD(bits),        FIELD(codes),      FIELD(word_codes),
+                              FIELD(high_first),    FIELD(transpose),   FIELD(forbidden),  FIELD(interleaved),
+                              FIELD(divide),        FIELD(scale_dtype), FIELD(bias_dtype), FIELD(zero_layout),
+                              FIELD(shared_divides)};
 static const size_t SIZES[] = {FIELD(size),         FIELD(matrices),  FIELD(rows),         FIELD(columns),
                                FIELD(row_bytes),    FIELD(row_block), FIELD(column_block), FIELD(grid_rows),
-                               FIELD(grid_columns), FIELD(grid_step), FIELD(mask_columns), FIELD(first_row)};
-static const size_t POINTERS[] = {FIELD(table),  FIELD(scales),  FIELD(zeros), FIELD(biases),
-                                  FIELD(groups), FIELD(factors), FIELD(mask),  FIELD(starts)};
+                               FIELD(grid_columns), FIELD(grid_step), FIELD(zero_bytes),   FIELD(shared_step),
+                               FIELD(mask_columns), FIELD(first_row)};
+static const size_t POINTERS[] = {FIELD(table),     FIELD(scales),        FIELD(zeros),        FIELD(biases),
+                                  FIELD(groups),    FIELD(factors),       FIELD(mask),         FIELD(starts),
+                                  FIELD(shared),    FIELD(stored_scales), FIELD(stored_zeros), FIELD(stored_biases),
+                                  FIELD(zero_table)};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 enum { FIELDS = COUNT(INTS) + COUNT(SIZES) + COUNT(POINTERS) };
 
@@ -548,7 +674,7 @@ static void set(sl_packed *packed, size_t field, size_t k) {
     memcpy((char *)packed + POINTERS[field - COUNT(SIZES)], &pointer, sizeof pointer);
 }
 
-static bool is_in_grid(size_t field) { return field >= COUNT(INTS) + 5 && field < COUNT(INTS) + 10; }
+static bool is_in_grid(size_t field) { return field >= COUNT(INTS) + 5 && field < COUNT(INTS) + 11; }
 
 /* As it is; then with the sizes that follow from it, so that more of the checks are reached. */
 static void try(const sl_packed *changed, size_t size, bool row_bytes, bool grid) {
@@ -660,6 +786,22 @@ static void refuse_all(void) {
     REFUSE(13, starts, NULL, "lack the mask");
     REFUSE(13, mask_columns, 0, "lack the mask");
     REFUSE(14, grid_rows, 5, "do not cover");
+    REFUSE(15, scales, GIVEN, "twice");
+    REFUSE(15, zeros, GIVEN, "twice");
+    REFUSE(15, biases, GIVEN, "twice");
+    REFUSE(15, stored_scales, NULL, "lack scales");
+    REFUSE(15, groups, GIVEN, "cannot have groups of columns");
+    static const int32_t NO_ELEMENTS[] = {SL_Q8_0, SL_F4, SL_C64, SL_F64, -1, SL_DTYPE_LIMIT};
+    for (size_t i = 0; i < COUNT(NO_ELEMENTS); i++) {
+        REFUSE(15, scale_dtype, NO_ELEMENTS[i], "scales cannot be stored as dtype");
+        REFUSE(15, bias_dtype, NO_ELEMENTS[i], "biases cannot be stored as dtype");
+    }
+    REFUSE(0, shared, GIVEN, "needs stored scales");
+    REFUSE(15, zero_layout, SL_LAYOUT_PLANES, "zero points in layout");
+    REFUSE(15, zero_table, NULL, "zero points of 4 bits lack a table");
+    REFUSE(15, zero_bytes, 55, "cannot hold 11 x 14 zero points");
+    REFUSE(16, zero_bytes, 35, "cannot hold 3 x 72 zero points");
+    REFUSE(18, zero_bytes, 35, "cannot hold 3 x 72 zero points");
     sl_packed wrong = good(0);
     refuse(&wrong, size_of(&wrong) + 4, "values are not");
     refuse(&wrong, size_of(&wrong) / 2, "values are not");
@@ -725,7 +867,7 @@ static void find_forbidden(void) {
 /* Starts and a mask that do not fit each other, or the values: a fault of the file, and nothing else is read. */
 static void find_misplaced(void) {
     static const uint64_t BY[] = {1, 2, 7, UINT64_MAX, UINT64_MAX - 6, UINT64_C(1) << 40, UINT64_C(1) << 63};
-    for (size_t k = 13; k < GOOD_COUNT; k++) {
+    for (size_t k = 13; k < 15; k++) {
         sl_packed packed = good(k);
         claim claims[CLAIMS];
         sl_error error;

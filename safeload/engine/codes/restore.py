@@ -22,7 +22,7 @@ from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of
-from . import masked, zero_points
+from . import masked, stored_grids, zero_points
 from .code_ranges import Range, bytes_before, mask_bytes, ranges_of, stored_rows, values_before, whole
 from .code_tables import table_of
 
@@ -154,19 +154,22 @@ class CodeReader:
         height = grid.rows if part.rows == self._packed.rows else -(-part.rows // grid.row_block)
         rows, columns = slice(row, row + height), slice(column, column + self._grid_columns(grid))
         at = rows, columns
-        scales = self._elements(packing.SCALE, grid, (first, matrices), at)
-        shape = scales.shape
+        height, width = rows.stop - rows.start, columns.stop - columns.start
         fields.update(
-            scales=self._finite(packing.SCALE, scales, (first, rows.start, columns.start)),
             row_block=grid.row_block,
             column_block=grid.column_block,
-            grid_rows=shape[1],
-            grid_columns=shape[2],
-            grid_step=0 if grid.shared else shape[1] * shape[2],
+            grid_rows=height,
+            grid_columns=width,
+            grid_step=0 if grid.shared else height * width,
         )
-        if packing.BIAS in self._parts:
-            biases = self._elements(packing.BIAS, grid, (first, matrices), at)
-            fields["biases"] = self._finite(packing.BIAS, biases, (first, rows.start, columns.start))
+        for role, name in (packing.SCALE, "scales"), (packing.BIAS, "biases"):
+            if role not in self._parts:
+                continue
+            stored = self._stored_numbers(role, grid, (first, matrices), at)
+            if stored is None:
+                numbers = self._elements(role, grid, (first, matrices), at)
+                stored = {name: self._finite(role, numbers, (first, rows.start, columns.start))}
+            fields.update(stored)
         if self._packed.zeros is not None:
             self._add_packed_zeros(fields, grid, self._packed.zeros, (first, matrices), at)
         elif packing.ZERO in self._parts:
@@ -179,6 +182,32 @@ class CodeReader:
             )
         if packing.GROUPS in self._parts:
             fields["groups"] = self._groups(grid)
+
+    def _stored_numbers(
+        self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]
+    ) -> dict[str, Any] | None:
+        """Return the fields for scales or biases as they are stored; None if they must become float32 first."""
+        packed, stored = self._packed, self._parts[role]
+        row, (rows, columns) = self._dtype_of(role), at
+        rule = packed.scale_rule if role == packing.SCALE else packing.STORED
+        if rule in (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE) or packed.family == packing.OWN:
+            return None
+        if not stored_grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
+            return None
+        count = matrices[1] * (rows.stop - rows.start) * grid.columns
+        begin = (matrices[0] * grid.rows + rows.start) * grid.columns
+        if columns != slice(0, grid.columns) or begin + count > math.prod(stored.shape):
+            return None
+        raw = read_part(stored, begin * row.block_bytes, count * row.block_bytes).view(np.uint8)
+        if not stored_grids.all_finite(raw, row):
+            return None
+        if role == packing.BIAS:
+            return {"stored_biases": raw, "bias_dtype": row.number}
+        fields = {"stored_scales": raw, "scale_dtype": row.number}
+        if rule == packing.STORED:
+            return fields
+        shared = stored_grids.shared_fields(packed, row, self._shared(), matrices)
+        return None if shared is None else fields | shared
 
     def _elements(self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
         """Return elements of a part as float32 [matrices, rows, columns]; whole rows of the grid are read at once."""
@@ -194,12 +223,20 @@ class CodeReader:
             elements.reshape(-1, width)[k] = read(begin + k * grid.columns + columns.start, width)
         return elements
 
+    def _dtype_of(self, role: str) -> dtypes.Dtype:
+        scales = self._packed.scale_dtype if role == packing.SCALE else None
+        return self._parts[role].row if scales is None else dtypes.BY_CODE[scales]
+
+    def _shared(self) -> Array:
+        """Return the factors or divisors of all scales."""
+        size = math.prod(self._parts[packing.GLOBAL].shape)
+        shared = self._finite(packing.GLOBAL, self._floats(packing.GLOBAL, 0, size)).reshape(-1)
+        return shared / np.float32(2688) if self._packed.scale_rule == packing.MLX_GLOBAL else shared
+
     def _floats(self, role: str, begin: int, count: int) -> Array:
         """Return elements of a part as float32."""
         part = self._parts[role]
-        row, size = part.row, math.prod(part.shape)
-        if role == packing.SCALE and self._packed.scale_dtype is not None:
-            row = dtypes.BY_CODE[self._packed.scale_dtype]
+        row, size = self._dtype_of(role), math.prod(part.shape)
         raw = read_part(part, begin * row.block_bytes, min(count, size) * row.block_bytes)
         array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
         if row is _F32:
@@ -219,10 +256,7 @@ class CodeReader:
         with np.errstate(all="ignore"):  # `_finite` refuses bad results
             if rule == packing.INVERSE:
                 return np.reciprocal(scales)
-            size = math.prod(self._parts[packing.GLOBAL].shape)
-            shared = self._finite(packing.GLOBAL, self._floats(packing.GLOBAL, 0, size))
-            if rule == packing.MLX_GLOBAL:
-                shared = shared / np.float32(2688)
+            shared, size = self._shared(), math.prod(self._parts[packing.GLOBAL].shape)
             if size > 1:  # a scale per expert, or per equal part of its rows
                 assert packed.grid is not None
                 rows, columns = packed.grid.rows, packed.grid.columns
@@ -278,7 +312,14 @@ class CodeReader:
         if only is not None:
             fields["table"] = table - zero_points.numbers_of(zeros, np.array(only, np.uint32), table)
             return
-        fields["zeros"] = np.ascontiguousarray(zero_points.read_numbers(zeros, grid, read, matrices, at, table=table))
+        packed, stored = self._packed, None
+        if not packed.symmetric and stored_grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
+            stored = stored_grids.zero_fields(zeros, grid, read, (matrices, at), table)
+        if stored is None:
+            stored = {
+                "zeros": np.ascontiguousarray(zero_points.read_numbers(zeros, grid, read, matrices, at, table=table))
+            }
+        fields.update(stored)
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
