@@ -1,4 +1,7 @@
-"""Jobs on files behind URLs, ours and those of peers; `python remote_jobs.py JOB URL` is one in its own process."""
+"""Jobs on files behind URLs, ours and those of peers.
+
+`python remote_jobs.py JOB URL [BYTES]` runs one in its own process, after it has touched and released so much memory.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import json
 import os
 import resource
 import shutil
+import socket
+import ssl
 import struct
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import files
 import ml_dtypes
@@ -86,10 +93,10 @@ def _shards(fs: Any, url: str) -> dict[str, list[str]]:
     return found
 
 
-def _arrays(content: bytes) -> Arrays:
+def _arrays(content: bytes | memoryview) -> Arrays:
     """Of a safetensors file in memory, without a copy: safetensors.numpy.load has no BF16."""
     end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
+    header = json.loads(bytes(content[8:end]))
     header.pop("__metadata__", None)
     data = memoryview(content)[end:]
     return {
@@ -142,8 +149,6 @@ def some_fsspec(url: str, pattern: str, shards: list[str] | None = None) -> Arra
 
 def load_obstore(url: str) -> Arrays:
     """All shards at once: each is one request."""
-    from concurrent.futures import ThreadPoolExecutor
-
     import obstore
     from obstore.store import HTTPStore
 
@@ -153,6 +158,30 @@ def load_obstore(url: str) -> Arrays:
         return bytes(obstore.get(store, name).bytes())
 
     shards = sorted(set(json.loads(get(INDEX))["weight_map"].values()))
+    with ThreadPoolExecutor(len(shards)) as pool:
+        return {name: array for content in pool.map(get, shards) for name, array in _arrays(content).items()}
+
+
+def load_sockets(url: str) -> Arrays:
+    """By bare sockets, a thread and a connection to a shard: the least that Python can do."""
+
+    def get(name: str) -> memoryview:
+        parts = urlsplit(f"{url}/{name}")
+        with socket.create_connection((parts.hostname, parts.port)) as connection:
+            if parts.scheme == "https":
+                connection = ssl.create_default_context().wrap_socket(connection, server_hostname=parts.hostname)
+            text = f"GET {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
+            connection.sendall(text.encode())
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):  # a byte at a time, so that the rest is the body
+                head += connection.recv(1)
+            size = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+            memory, at = memoryview(np.empty(size, np.uint8)), 0
+            while at < size:
+                at += connection.recv_into(memory[at:])
+            return memory
+
+    shards = sorted(set(json.loads(bytes(get(INDEX)))["weight_map"].values()))
     with ThreadPoolExecutor(len(shards)) as pool:
         return {name: array for content in pool.map(get, shards) for name, array in _arrays(content).items()}
 
@@ -241,6 +270,8 @@ def main() -> None:
     if ours:  # connections, threads, what the core takes at first
         listing(url)
         load(url, only="model.norm.weight", dtype="float32")
+    if sys.argv[3:]:
+        files.settle(int(sys.argv[3]))
     cpu, peak, started = _cpu(), _peak(), time.perf_counter()
     result = job(url)
     seconds, used = time.perf_counter() - started, _cpu() - cpu

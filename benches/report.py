@@ -83,11 +83,11 @@ LOSSES = (
         "huggingface_hub.get_safetensors_metadata", "list a Hub model of 5 shards, 5 ms latency",
         "huggingface_hub, metadata only",
         "Three answers in sequence if the index is in the Hub's cache, else five: the commit, then a redirect and its "
-        "target for the index and for the shards. Connections are new, the peer's are kept."),
+        "target for the index and for the shards. The peer waits once more; it keeps connections, ours are new."),
     Row("bench_remote", "processor's time of the client for 1 GB, 1 Gbit/s, 5 ms", "fsspec.cat, np.frombuffer",
         "CPU time for 1 GB over HTTP", "fsspec",
-        "Three quarters of it is system time. Batches of 256 KiB have halved the switches of 16 threads, but not the "
-        "copies and cleared pages."),
+        "Three quarters of it is system time, mostly the first touch of memory that the host hands out again. Threads "
+        "wake up for batches of 256 KiB."),
     Row("bench_remote", "processor's time of the client for 1 GB, 1 Gbit/s, 5 ms", "obstore.get, np.frombuffer",
         "CPU time for 1 GB over HTTP", "obstore", "As above."),
     Row("bench_remote", "processor's time of the client for 1 GB, TLS, no limit, 5 ms", "fsspec.cat, np.frombuffer",

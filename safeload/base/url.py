@@ -30,6 +30,7 @@ _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%(?:25)?([A-Za-z0-9._~-]{1,32}))?\]")
 # Characters dropped by some readers, and treated as delimiters by others.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _IN_PATH, _IN_QUERY = "/%:@!$&'()*+,;=~", "/?%:@!$&'()*+,;=~"
 # fsspec's filesystems cut these endings off a name.
@@ -311,7 +312,7 @@ def _check_characters(text: str) -> None:
         raise UrlError("it has a control character")
     if "\\" in text:
         raise UrlError("it has a backslash: escape it as %5C")
-    if any("\ud800" <= char <= "\udfff" for char in text):
+    if _SURROGATE.search(text):
         raise UrlError("it has a lone surrogate")
 
 

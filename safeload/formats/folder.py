@@ -50,6 +50,7 @@ from .registry import (
     plugin_rows,
     row_of,
 )
+from .safetensors.header import window_for
 from .zero import names as zero
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -78,7 +79,6 @@ _RANK_FILE = re.compile(
     re.ASCII | re.DOTALL,
 )
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
-
 
 # A set with more missing files is not listed: its names are wrong.
 _MOST_MISSING = 10_000
@@ -207,11 +207,11 @@ def open_index(path: str, request: OpenRequest) -> Shards:
 
     def open_shard(file_name: str) -> Opened:
         try:
-            return open_file(files.join(folder, file_name), request)
+            window = window_for(file_name, names[file_name])
+            return open_file(files.join(folder, file_name), request._replace(window=window))
         except FileNotFoundError as error:
-            place = error.filename
-            message = f"No such file or directory: {place}; {base} lists it: was the download finished?"
-            raise missing_file(place, message) from None
+            message = f"No such file or directory: {error.filename}; {base} lists it: was the download finished?"
+            raise missing_file(error.filename, message) from None
 
     opened: dict[str, Opened] = {}
     config: list[dict[str, Any] | None] = []

@@ -20,6 +20,7 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, SafeloadError
 from ..stores.files import LOCAL, Files
+from ..stores.store import WINDOW
 from . import foreign
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class OpenRequest(NamedTuple):
     root: str | None = None  # name of the nested container to read; None for all
     inert: bool = False  # accept unknown globals of a pickle as placeholders
     files: Files = LOCAL  # the store of the paths
+    window: int = WINDOW  # bytes of the first request for a remote file
 
 
 class StoredTensor(NamedTuple):

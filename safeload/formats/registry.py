@@ -270,7 +270,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
         opened = _open_safetensors(path, request)
         if opened is not None:
             return opened
-    file = open_without_table(path, files=request.files)
+    file = open_without_table(path, files=request.files, window=request.window)
     candidate = None
     try:
         if file.verified:

@@ -26,7 +26,7 @@ from . import url as urls
 from .files import LOCAL
 from .local import LocalStore, compare, identity_of, of_descriptor
 from .remote import RemoteStore, fill
-from .store import ByteStore, Span
+from .store import WINDOW, ByteStore, Span
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -377,7 +377,7 @@ class FileObjects:
             if head is not None:
                 yield source.name, head
 
-    def open(self, path: str) -> ByteStore:
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
         source = self._sources.get(path)
         if source is not None:
             return source.open()

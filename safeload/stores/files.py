@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from ..base.paths import absolute
 from ..errors import SafeloadError
 from .local import check_unchanged, compare, open_local
-from .store import ByteStore
+from .store import WINDOW, ByteStore
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -23,8 +23,11 @@ class Files(Protocol):
     def remote(self) -> bool:
         """Whether every method call can be a network request."""
 
-    def open(self, path: str) -> ByteStore:
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
         """Open a file for reading.
+
+        Args:
+            window: bytes of the first request, if the file is remote.
 
         Raises:
             FormatError: not a regular file.
@@ -83,7 +86,7 @@ class LocalFiles:
     def __reduce__(self) -> str:
         return "LOCAL"
 
-    def open(self, path: str) -> ByteStore:
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
         return open_local(path)
 
     def is_folder(self, path: str) -> bool:

@@ -16,7 +16,7 @@ from . import url as urls
 from .foreign_errors import checked
 from .local import LocalStore, open_local, replace
 from .options import secrets_of, secrets_of_urls
-from .store import ByteStore
+from .store import WINDOW, ByteStore
 from .thread_group import each
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs"))
 class LocalUrls:
     """``file://`` URLs."""
 
-    def open(self, url: str) -> LocalStore:
+    def open(self, url: str, window: int = WINDOW) -> LocalStore:
         shown = urls.shown(url)
         try:
             return open_local(urls.local_path(url), shown=shown)
@@ -88,7 +88,7 @@ class Filesystem:
     def __repr__(self) -> str:
         return "<Filesystem>"  # options are secret
 
-    def open(self, url: str) -> ByteStore:
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file; if it is on this machine, open it directly."""
         from .fsspec_store import FsspecStore
 
@@ -97,8 +97,8 @@ class Filesystem:
         if _has_files(handle.fs):
             return open_local(_downloaded(handle, path, shown), shown=shown)
         _drop_outdated(handle, path, shown)
-        signed = self._signer.open(handle, path, shown) if _is_s3(handle.fs) else None
-        return FsspecStore(handle, path, shown) if signed is None else signed
+        signed = self._signer.open(handle, path, shown, window) if _is_s3(handle.fs) else None
+        return FsspecStore(handle, path, shown, window) if signed is None else signed
 
     def is_folder(self, url: str) -> bool:
         """Return whether a URL is a folder; False if listing is forbidden, because a file could still be readable."""

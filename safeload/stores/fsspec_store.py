@@ -19,7 +19,7 @@ from ..errors import FormatError, RemoteError, UnsupportedError
 from .foreign_errors import changed, checked, retried
 from .remote import RemoteStore, fill
 from .stop import current
-from .store import Span
+from .store import WINDOW, Span
 
 if TYPE_CHECKING:
     from .http import HttpStore
@@ -128,8 +128,8 @@ class FsspecStore(RemoteStore):
         url: the URL in messages.
     """
 
-    def __init__(self, handle: FsspecHandle, place: str, url: str) -> None:
-        super().__init__()
+    def __init__(self, handle: FsspecHandle, place: str, url: str, window: int = WINDOW) -> None:
+        super().__init__(window)
         self.path = url
         self._handle = handle
         self._place = place
@@ -184,7 +184,7 @@ class Signer:
         self._client: Client | None = None
         self._making = ProcessLock()
 
-    def open(self, handle: FsspecHandle, place: str, shown: str) -> HttpStore | None:
+    def open(self, handle: FsspecHandle, place: str, shown: str, window: int) -> HttpStore | None:
         """Open an object; return None if s3fs has to read it, or may have a better error.
 
         Raises:
@@ -208,7 +208,7 @@ class Signer:
         try:
             from .http import HttpStore
 
-            return HttpStore(shown, resolve, self._shared(handle))
+            return HttpStore(shown, resolve, self._shared(handle), window)
         except (FormatError, FileNotFoundError):
             raise
         except (RemoteError, ImportError) as error:

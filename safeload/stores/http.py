@@ -45,7 +45,7 @@ class Web:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
 
-    def open(self, url: str) -> HttpStore:
+    def open(self, url: str, window: int = WINDOW) -> HttpStore:
         """Open a file. The user and password of a URL are sent only to its host.
 
         Raises:
@@ -54,7 +54,7 @@ class Web:
             RemoteError: the file cannot be opened.
         """
         target = target_of(url, self._client.headers)
-        return HttpStore(urls.shown(url), lambda: target, self._client)
+        return HttpStore(urls.shown(url), lambda: target, self._client, window)
 
     def is_folder(self, url: str) -> bool:
         return False  # HTTP has only files
@@ -157,6 +157,7 @@ class HttpStore(RemoteStore):
         path: the URL in messages.
         resolve: returns the URL to read; called from any thread, and again if access to the URL is refused.
         client: shared by files with the same options.
+        window: bytes of the first request.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -164,8 +165,8 @@ class HttpStore(RemoteStore):
         RemoteError: the file cannot be opened.
     """
 
-    def __init__(self, path: str, resolve: Callable[[], RequestTarget], client: Client) -> None:
-        super().__init__()
+    def __init__(self, path: str, resolve: Callable[[], RequestTarget], client: Client, window: int = WINDOW) -> None:
+        super().__init__(window)
         self.path = path
         self._resolve = resolve
         self._client = client
@@ -175,7 +176,7 @@ class HttpStore(RemoteStore):
         try:
             self._target = resolve()
             self._route = _Route(self._target.url)
-            self._persist(_Transfer([Span(0, memoryview(bytearray(WINDOW)))]), self._opened)
+            self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]), self._opened)
         except BaseException:
             client.connections.leave(self)
             raise
@@ -269,7 +270,9 @@ class HttpStore(RemoteStore):
 
     def _opened(self, exchange: Exchange, url: WebUrl) -> Failure | None:
         """Take the size, the version and the first window from the response to the first request."""
-        content = (_whole if exchange.status == 200 else _first_window)(exchange, self.path)
+        content = (
+            _whole(exchange, self.path) if exchange.status == 200 else _first_window(exchange, self.path, self.window)
+        )
         if isinstance(content, Failure):
             return content
         self.size, window = content
@@ -322,7 +325,7 @@ def _refusal(exchange: Exchange, path: str, credentials: str) -> Failure | None:
     return of_status(status, exchange.headers.get("Retry-After"), path)
 
 
-def _first_window(exchange: Exchange, path: str) -> tuple[int, bytes] | Failure:
+def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes] | Failure:
     """Return the size of a file and its beginning."""
     total = _total(exchange)
     if exchange.status == 416 and total == 0:
@@ -331,7 +334,7 @@ def _first_window(exchange: Exchange, path: str) -> tuple[int, bytes] | Failure:
         return of_status(exchange.status, None, path)
     if total is None:
         return Failure(RemoteError("the server does not report the file size", path))
-    window = bytearray(min(WINDOW, total))
+    window = bytearray(min(size, total))
     failure = _misplaced(exchange, 0, len(window), path)
     if failure is not None:
         return failure

@@ -28,7 +28,7 @@ from .http_client import Client, RequestTarget, web_url
 from .hub_cache import COMMIT, CachedRepository
 from .local import LocalStore, open_local
 from .options import secrets_of
-from .store import ByteStore
+from .store import WINDOW, ByteStore
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _URL = re.compile(
@@ -219,7 +219,7 @@ class Hub:
 
     # ---- Backend ----
 
-    def open(self, url: str) -> ByteStore:
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
         place = self._place(url)
         shown = urls.shown(url)
         snapshot = self._known(place, url, ask=False)
@@ -248,7 +248,7 @@ class Hub:
             return RequestTarget(web_url(address)[0], headers)
 
         try:
-            store = HttpStore(shown, resolve, self._client)
+            store = HttpStore(shown, resolve, self._client, window)
             store.version = (store.size, snapshot.commit)  # as of a cached file
             return store
         except RemotePermissionError as error:

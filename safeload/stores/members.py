@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..errors import UnsupportedError, missing_file
 from .remote import RemoteStore, read_spans
-from .store import ByteStore, Span
+from .store import WINDOW, ByteStore, Span
 from .thread_group import each
 
 _Item = TypeVar("_Item")
@@ -103,7 +103,7 @@ class MemberFiles:
         """All folders, those at the top first."""
         return sorted(self._folders, key=lambda folder: (folder.count("/") if folder else -1, folder))
 
-    def open(self, path: str) -> ByteStore:
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
         member = self._members.get(path)
         if member is None:
             raise missing_file(self.shown(path), f"No such member: {self.shown(path)}")

@@ -18,7 +18,7 @@ from .foreign_errors import changed, cleaned, is_transient, retried, translated
 from .options import secrets_of
 from .remote import ForeignStore, RemoteStore, fill
 from .remote_files import RemoteFiles
-from .store import ByteStore, Span
+from .store import WINDOW, ByteStore, Span
 from .thread_group import each
 
 # Schemes of obstore's classes; any other class uses its own name.
@@ -87,7 +87,7 @@ class Single:
     def __repr__(self) -> str:
         return f"<{type(self._store).__name__}>"
 
-    def open(self, url: str) -> RemoteStore:
+    def open(self, url: str, window: int = WINDOW) -> RemoteStore:
         return self._store if isinstance(self._store, RemoteStore) else ForeignStore(self._store, urls.shown(url))
 
     def is_folder(self, url: str) -> bool:
@@ -139,8 +139,8 @@ class Obstore:
             raise ValueError(f"{urls.shown(url)} is not in {self.root}")
         return url[len(self.root) :].strip("/")
 
-    def open(self, url: str) -> ObstoreFile:
-        return ObstoreFile(self._store, self._place(url), url, self._secrets)
+    def open(self, url: str, window: int = WINDOW) -> ObstoreFile:
+        return ObstoreFile(self._store, self._place(url), url, self._secrets, window=window)
 
     def is_folder(self, url: str) -> bool:
         entries = self._list(url)
@@ -181,10 +181,11 @@ class ObstoreFile(RemoteStore):
         place: the path in the store.
         url: the URL in messages.
         secrets: texts to keep out of messages.
+        window: see `RemoteStore`.
     """
 
-    def __init__(self, store: Any, place: str, url: str, secrets: list[str]) -> None:
-        super().__init__()
+    def __init__(self, store: Any, place: str, url: str, secrets: list[str], *, window: int = WINDOW) -> None:
+        super().__init__(window)
         self.path = url
         self._store, self._place, self._secrets, self._process = store, place, secrets, os.getpid()
         meta = checked_call(lambda: store.head(place), url, secrets)

@@ -23,6 +23,9 @@ class RemoteStore(ABC):
 
     While the file is opened, small reads are served from windows, which are fetched on demand.
 
+    Args:
+        window: bytes of the first window.
+
     Attributes:
         path: the URL in messages, without user, password and query.
         size: in bytes.
@@ -36,7 +39,8 @@ class RemoteStore(ABC):
     here = False  # True if reading the whole file takes no network
     _closed = False
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = WINDOW) -> None:
+        self.window = window
         self._windows: dict[int, bytes] = {}  # by offset
         self._begins: list[int] = []  # sorted offsets of the windows
         self._lock = ProcessLock()
@@ -142,8 +146,9 @@ class RemoteStore(ABC):
             if offset < end:
                 content = window[offset - begin : offset - begin + size]
                 return content + self.read_at(offset + len(content), size - len(content))
-        begin = max(0, min(offset, self.size - WINDOW))
-        memory = bytearray(max(offset + size, min(begin + WINDOW, self.size)) - begin)
+        length = WINDOW if self._begins else self.window
+        begin = max(0, min(offset, self.size - length))
+        memory = bytearray(max(offset + size, min(begin + length, self.size)) - begin)
         self.read_into(begin, memory)
         content = bytes(memory)
         self.keep(begin, content)

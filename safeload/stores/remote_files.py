@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from . import url as urls
 from .files import LOCAL
 from .options import public_options
-from .store import ByteStore
+from .store import WINDOW, ByteStore
 from .thread_group import each
 
 _Item = TypeVar("_Item")
@@ -21,8 +21,11 @@ _Result = TypeVar("_Result")
 class Backend(Protocol):
     """One kind of store, opened with the caller's options. URLs are the caller's, secrets included."""
 
-    def open(self, url: str) -> ByteStore:
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file: a `RemoteStore`, or a `LocalStore` if the file is on this machine.
+
+        Args:
+            window: bytes of the first request.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -99,11 +102,11 @@ class RemoteFiles:
             backend = self._backends.setdefault(_key(url), _backend(url, self._options or {}))
         return backend
 
-    def open(self, path: str) -> ByteStore:
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if not urls.is_url(path):
             return LOCAL.open(path)
         urls.check_no_page(path)
-        return self.backend(path).open(path)
+        return self.backend(path).open(path, window)
 
     def is_folder(self, path: str) -> bool:
         return self.backend(path).is_folder(path) if urls.is_url(path) else LOCAL.is_folder(path)

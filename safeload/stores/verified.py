@@ -20,7 +20,7 @@ from .digests import Expected, ExpectedFile, Hasher
 from .files import Files
 from .local import LocalStore
 from .remote import RemoteStore, fill
-from .store import ByteStore, Span
+from .store import WINDOW, ByteStore, Span
 from .thread_group import REMOTE_WORKERS, each, in_order
 
 _Item = TypeVar("_Item")
@@ -340,11 +340,11 @@ class VerifiedFiles:
     def __reduce__(self) -> tuple[Any, ...]:
         return VerifiedFiles, (self._files, self.expected)
 
-    def open(self, path: str) -> ByteStore:
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if self.expected.lists and not self.expected.covers(path, self._files):
             self.expected.of(path, self._files, None)  # raises before anything is opened
         try:
-            store = self._files.open(path)
+            store = self._files.open(path, window)
         except FileNotFoundError:
             self.check_missing(path)
             raise

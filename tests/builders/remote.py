@@ -82,7 +82,7 @@ class Served:
         """Bytes of all requests."""
         return sum(end - begin for _, begin, end in self.requests)
 
-    def open(self, path):
+    def open(self, path, window=WINDOW):
         if "://" not in path:
             return LOCAL.open(path)
         if path not in self.content:

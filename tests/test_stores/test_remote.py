@@ -23,8 +23,8 @@ CONTENT = os.urandom(1 << 20)
 class Store(RemoteStore):
     """Counts requests."""
 
-    def __init__(self, content=CONTENT):
-        super().__init__()
+    def __init__(self, content=CONTENT, **options):
+        super().__init__(**options)
         self.path, self.content, self.size, self.version = "test://a", content, len(content), (len(content), None)
         self.requests = []
         self.lock = threading.Lock()
@@ -43,6 +43,16 @@ def test_small_reads_are_answered_from_windows():
     assert store.requests == [(0, WINDOW)]
     assert store.read_at(WINDOW - 1, 2) == CONTENT[WINDOW - 1 : WINDOW + 1]
     assert store.requests[1:] == [(WINDOW, 2 * WINDOW)]
+
+
+def test_only_the_first_window_has_a_size_of_its_own():
+    store = Store(window=1000)
+    assert store.read_at(0, 8) == CONTENT[:8]
+    assert store.read_at(500, 2000) == CONTENT[500:2500]
+    assert store.requests == [(0, 1000), (1000, 1000 + WINDOW)]
+    store = Store(window=2 * WINDOW)
+    assert store.read_at(len(CONTENT) - 1, 1) == CONTENT[-1:]
+    assert store.requests == [(len(CONTENT) - 2 * WINDOW, len(CONTENT))]
 
 
 def test_the_window_at_the_end_reaches_back():

@@ -19,7 +19,7 @@ from ...base.table import Table, TensorInfo
 from ...errors import UnsupportedError
 from ...stores.files import LOCAL, Files
 from ...stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
-from ...stores.store import ByteStore, read_at
+from ...stores.store import WINDOW, ByteStore, read_at
 
 
 class WeightFile:
@@ -226,12 +226,15 @@ def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown
             os.unlink(path)
 
 
-def open_without_table(path: PathLike, *, shown: str | None = None, files: Files = LOCAL) -> WeightFile:
+def open_without_table(
+    path: PathLike, *, shown: str | None = None, files: Files = LOCAL, window: int = WINDOW
+) -> WeightFile:
     """Open a file with an empty table, for formats that are read in Python.
 
     Args:
         shown: the path in later messages, if it differs.
         files: opens the path.
+        window: see `Files.open`.
 
     Raises:
         FormatError: not a regular file.
@@ -239,7 +242,7 @@ def open_without_table(path: PathLike, *, shown: str | None = None, files: Files
     """
     if files is not LOCAL:
         place = os.fspath(path)
-        store = files.open(place)
+        store = files.open(place, window)
         file = WeightFile(getattr(store, "path", place), store, ListedTable([]), files, files.absolute(place))
         file.verified = hasattr(store, "verify")
         return file

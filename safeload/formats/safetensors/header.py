@@ -14,6 +14,7 @@ from ...base.arrays import Array
 from ...base.messages import encode
 from ...base.native import HEADER_AT, BriefHeader, Error, check, ffi, lib, pointer, short
 from ...base.text import show
+from ...stores.store import WINDOW
 
 _NEWLINE = ord("\n")
 # Bytes of the length before the header, and the unit of its padding.
@@ -22,6 +23,8 @@ _LENGTH = _UNIT = 8
 ROOM = 4096
 # The largest header that csrc/formats/safetensors.c accepts, without its length.
 MAX_HEADER = 100_000_000
+# For `window_for`: room and metadata, bytes of a tensor besides its name, and the largest estimate.
+_BASE, _ENTRY, _MOST = 2 * ROOM, 112, 1 << 20
 
 # The bytes of a header; the tensors in the order of their bytes; bytes of each tensor, in the order of the names.
 Head: TypeAlias = tuple[Any, Sequence[int], Sequence[int]]
@@ -195,6 +198,17 @@ class _Columns:
         # Separators come after the ends.
         ends = accumulate((len(part) + len(separator) for part in encoded), initial=-len(separator))
         self.column(ends_field, plain_array("Q", islice(ends, 1, None)))
+
+
+def window_for(file_name: str, names: Sequence[str]) -> int:
+    """Return the size of the first request for a shard that an index lists: its header should fit.
+
+    A small request spares the round trips in which a new connection reaches its speed; a header that does not fit takes
+    a second request.
+    """
+    if not file_name.endswith(".safetensors"):
+        return WINDOW
+    return min(_BASE + len(names) * _ENTRY + sum(map(len, names)), _MOST)
 
 
 def text(value: Any, subject: str, *, tensor: str | None = None) -> str:
