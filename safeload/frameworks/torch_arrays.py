@@ -333,9 +333,10 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
         return to_array(tensor)  # the writer swaps its bytes
     nbytes = tensor.numel() * SIZES[tensor.dtype]
     if tensor.data_ptr() and nbytes and _beyond(tensor, nbytes):
+        stored = tensor.untyped_storage().nbytes()
         raise RuntimeError(
-            f"tensor {show(name)}: its memory was freed: the storage has {tensor.untyped_storage().nbytes()} bytes, but "
-            f"the tensor needs {nbytes} from element {tensor.storage_offset()} on"
+            f"tensor {show(name)}: its memory was freed: the storage has {stored} bytes, but the tensor needs {nbytes} "
+            f"from element {tensor.storage_offset()} on"
         )
     shape = tuple(tensor.shape)
     if row.packed and shape:
