@@ -68,3 +68,23 @@ def test_columns_of_one_file(opened):
     )
     with pytest.raises(safeload.TensorNotFoundError, match="does not contain tensor absent"):
         Tensors.in_file(file, ["absent"])
+
+
+@pytest.mark.parametrize("ranks", ["equal", "mixed", "scalars"])
+@pytest.mark.parametrize("count", [5, 400])
+@pytest.mark.parametrize("newline", [False, True])
+def test_neighbours_in_a_file(tmp_path, ranks, count, newline):
+    """Neighbours are a range, whose columns are decoded without the rest; other names are found singly."""
+    shapes = {"equal": [(2, 3), (0, 1)], "mixed": SHAPES, "scalars": [()]}[ranks]
+    names = [f"{k:04}{chr(10) if newline and k == 3 else ''}" for k in range(count)]
+    save_file({name: np.zeros(shapes[k % len(shapes)], np.int8) for k, name in enumerate(names)}, tmp_path / "x")
+    for begin, end in ((0, count), (0, 3), (1, count - 1), (2, 5), (count - 1, count), (3, 3)):
+        with safeload.open(tmp_path / "x") as opened:
+            file = opened.weight_files[0]
+            tensors = Tensors.in_file(file, names[begin:end])
+            assert newline or isinstance(tensors.indices, range) == (end - begin > 1)
+            check(tensors, [(name, file, begin + k) for k, name in enumerate(names[begin:end])])
+            back = Tensors.in_file(file, names[begin:end][::-1])
+            check(back, [(name, file, begin + k) for k, name in enumerate(names[begin:end])][::-1])
+    with safeload.open(tmp_path / "x") as opened, pytest.raises(safeload.TensorNotFoundError, match="nothing"):
+        Tensors.in_file(opened.weight_files[0], [*names[:2], "nothing"])
