@@ -379,10 +379,12 @@ typedef struct sl_brief_header {
     char header[2048];
 } sl_brief_header;
 
-/* Like sl_safetensors_header without metadata, for names with '\n' after each. Returns the size of the header, or 0:
- * for more tensors, a longer header, a name with a newline, or tensors that sl_safetensors_header refuses. */
+/* Like sl_safetensors_header, for names with '\n' after each, and without metadata if metadata_ends is NULL. Returns
+ * the size of the header, or 0: for more tensors, a longer header, a name with a newline, or tensors that
+ * sl_safetensors_header refuses. */
 uint64_t sl_safetensors_brief_header(uint64_t count, const char *names, uint64_t names_size, const uint8_t *dtypes,
-                                     const uint64_t *dims, const uint64_t *dim_ends, sl_brief_header *brief);
+                                     const uint64_t *dims, const uint64_t *dim_ends, const char *metadata_text,
+                                     const uint64_t *metadata_ends, uint64_t metadata_count, sl_brief_header *brief);
 void sl_free(void *memory);
 
 /* ---- GGUF (formats/gguf.c) ---- */

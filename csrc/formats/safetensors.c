@@ -598,7 +598,8 @@ int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64
 }
 
 uint64_t sl_safetensors_brief_header(uint64_t count, const char *names, uint64_t names_size, const uint8_t *dtypes,
-                                     const uint64_t *dims, const uint64_t *dim_ends, sl_brief_header *brief) {
+                                     const uint64_t *dims, const uint64_t *dim_ends, const char *metadata_text,
+                                     const uint64_t *metadata_ends, uint64_t metadata_count, sl_brief_header *brief) {
     uint64_t name_ends[SL_BRIEF], sizes[SL_BRIEF], ends = 0, size;
     uint32_t order[SL_BRIEF];
     void *header;
@@ -608,8 +609,16 @@ uint64_t sl_safetensors_brief_header(uint64_t count, const char *names, uint64_t
         if (ends == count) return 0; /* a name contains a newline */
         name_ends[ends++] = i;
     }
-    const sl_columns columns = {
-        .count = count, .names = names, .name_ends = name_ends, .dtypes = dtypes, .dims = dims, .dim_ends = dim_ends};
+    const sl_columns columns = {.count = count,
+                                .names = names,
+                                .name_ends = name_ends,
+                                .dtypes = dtypes,
+                                .dims = dims,
+                                .dim_ends = dim_ends,
+                                .has_metadata = metadata_ends != NULL,
+                                .metadata_count = metadata_count,
+                                .metadata_text = metadata_text,
+                                .metadata_ends = metadata_ends};
     if (ends != count || sl_safetensors_header(&columns, order, sizes, &header, &size, NULL) != SL_OK) return 0;
     bool fits = size <= sizeof brief->header;
     if (fits) memcpy(brief->header, header, (size_t)size);

@@ -184,19 +184,32 @@ def test_header_pads_the_data_to_a_multiple_of_eight():
 @pytest.mark.parametrize("count", [15, 16, 17])
 @pytest.mark.parametrize("length", [1, 40, 50, 2000])
 @pytest.mark.parametrize("tail", ["", "\n", '\x01"', "\U0001f40d"])
-def test_short_headers_are_upstreams_whatever_their_number_and_names(count, length, tail):
+@pytest.mark.parametrize("metadata", METADATA)
+def test_short_headers_are_upstreams_whatever_their_number_and_names(count, length, tail, metadata):
     """Short headers are built in one call, longer ones and those with newlines in several."""
     dtypes = [*DTYPES.values()]
     tensors = {
         f"{k}{'n' * length}{tail}": np.full((2, k % 3), k % 2, dtypes[k % len(dtypes)]) for k in reversed(range(count))
     }
-    assert save(tensors) == upstream.save(tensors)
+    assert save(tensors, metadata) == upstream.save(tensors, metadata)
 
 
 @pytest.mark.parametrize("room", range(30))
 def test_a_header_that_just_fits_is_upstreams(room):
     tensors = {"n" * (1950 + 2 * room): np.ones((2, 2), np.float32)}
     assert save(tensors) == upstream.save(tensors)
+    metadata = {"k" * (960 + room): "v" * (960 + room)}
+    assert save({"n": np.ones(2)}, metadata) == upstream.save({"n": np.ones(2)}, metadata)
+
+
+def test_keys_of_metadata_ascend_whatever_the_number_of_tensors():
+    ascending = ["", "a", "b", "\uffff", "\U0001f40d"]
+    metadata = {key: f"of {key}" for key in reversed(ascending)}
+    for count in (1, 16, 17):
+        content = save({f"t{k}": np.zeros(1) for k in range(count)}, metadata)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        assert list(header["__metadata__"]) == ascending
+        assert header["__metadata__"] == metadata
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

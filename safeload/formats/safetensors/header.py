@@ -48,29 +48,32 @@ def head(
     Raises:
         TypeError, SafetensorError: see `Header`.
     """
-    if metadata is None and not room and len(names) <= _FEW:
-        brief = _brief(names, numbers, shapes)
+    if not room and len(names) <= _FEW:
+        brief = _brief(names, numbers, shapes, metadata)
         if brief is not None:
             return brief
     header = Header(names, numbers, shapes, metadata, room=room)
     return ffi.buffer(header.memory, header.nbytes), header.order.tolist(), header.sizes.tolist()
 
 
-def _brief(names: Sequence[str], numbers: bytes, shapes: Sequence[Sequence[int]]) -> Head | None:
+def _brief(
+    names: Sequence[str], numbers: bytes, shapes: Sequence[Sequence[int]], metadata: Mapping[str, str] | None
+) -> Head | None:
     """Return the header of few tensors, or None if it is too long or `Header` must explain why there is none."""
     try:
         encoded = "\n".join([*names, ""]).encode()
     except UnicodeEncodeError:
         return None
     count, memory = len(names), BriefHeader()
+    dims = plain_array("Q", chain.from_iterable(shapes)).tobytes()
+    dim_ends = plain_array("Q", accumulate(map(len, shapes))).tobytes()
+    texts: list[bytes] = []
+    text_ends = None
+    if metadata is not None:
+        texts = _metadata_texts(metadata)
+        text_ends = plain_array("Q", accumulate(map(len, texts))).tobytes()
     size = short.sl_safetensors_brief_header(
-        count,
-        encoded,
-        len(encoded),
-        numbers,
-        plain_array("Q", chain.from_iterable(shapes)).tobytes(),
-        plain_array("Q", accumulate(map(len, shapes))).tobytes(),
-        memory,
+        count, encoded, len(encoded), numbers, dims, dim_ends, b"".join(texts), text_ends, len(texts) // 2, memory
     )
     if not size:
         return None
@@ -120,10 +123,10 @@ class Header:
         keep.column("dim_ends", plain_array("Q", accumulate(map(len, shapes))))
         columns.count = count = len(names)
         if metadata is not None:
-            pairs = sorted((text(k, "a metadata key"), text(v, f"metadata {show(k)}")) for k, v in metadata.items())
+            texts = _metadata_texts(metadata)
             columns.has_metadata = 1
-            columns.metadata_count = len(pairs)
-            keep.texts("metadata_text", "metadata_ends", [part for pair in pairs for part in pair], separator=b"")
+            columns.metadata_count = len(texts) // 2
+            keep.texts("metadata_text", "metadata_ends", texts, separator=b"")
         self.order: Array = np.empty(count, np.uint32)
         self.sizes: Array = np.empty(count, np.uint64)
         memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
@@ -186,17 +189,16 @@ class _Columns:
                 text(name, "a tensor name", tensor=name)
             raise
         if len(names) <= _ONE_BY_ONE or encoded.count(b"\n") != len(names):
-            self.texts("names", "name_ends", names, separator=b"\n")
+            self.texts("names", "name_ends", [name.encode() for name in names], separator=b"\n")
             return
         ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
         self.column("names", encoded)
         self.column("name_ends", ends.astype(np.uint64))
 
-    def texts(self, field: str, ends_field: str, texts: Sequence[str], *, separator: bytes) -> None:
-        encoded = [text.encode() for text in texts]
-        self.column(field, separator.join([*encoded, b""]) if separator else b"".join(encoded))
+    def texts(self, field: str, ends_field: str, texts: Sequence[bytes], *, separator: bytes) -> None:
+        self.column(field, separator.join([*texts, b""]) if separator else b"".join(texts))
         # Separators come after the ends.
-        ends = accumulate((len(part) + len(separator) for part in encoded), initial=-len(separator))
+        ends = accumulate((len(part) + len(separator) for part in texts), initial=-len(separator))
         self.column(ends_field, plain_array("Q", islice(ends, 1, None)))
 
 
@@ -209,6 +211,22 @@ def window_for(file_name: str, names: Sequence[str]) -> int:
     if not file_name.endswith(".safetensors"):
         return WINDOW
     return min(_BASE + len(names) * _ENTRY + sum(map(len, names)), _MOST)
+
+
+def _metadata_texts(metadata: Mapping[str, str]) -> list[bytes]:
+    """Return keys and values in turn, in ascending order of keys.
+
+    Raises:
+        TypeError, SafetensorError: see `text`.
+    """
+    pairs = [*metadata.items()]
+    try:
+        if all(type(key) is str is type(value) for key, value in pairs):
+            return [part.encode() for pair in sorted(pairs) for part in pair]
+    except UnicodeEncodeError:
+        pass  # refused below, with the name of the key
+    pairs = sorted((text(key, "a metadata key"), text(value, f"metadata {show(key)}")) for key, value in pairs)
+    return [part.encode() for pair in pairs for part in pair]
 
 
 def text(value: Any, subject: str, *, tensor: str | None = None) -> str:
