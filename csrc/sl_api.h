@@ -343,8 +343,9 @@ int32_t sl_safetensors_open(const char *path_utf8, sl_file *opened, sl_table **t
 typedef struct sl_loaded {
     sl_file file; /* closed, with handle -1, if `content` is set */
     sl_table *table;
-    void *content;  /* all bytes of the file, to free with sl_free; NULL if the file is larger than `largest` */
-    sl_error error; /* of the call; on failure everything else is untouched */
+    void *content;      /* all bytes of the file, to free with sl_free; NULL if the file is larger than `largest` */
+    sl_columns columns; /* of `table` */
+    sl_error error;     /* of the call; on failure everything else is untouched */
 } sl_loaded;
 
 /* Like sl_safetensors_open, but a file of at most `largest` bytes is read whole, with a single call, and closed. */

@@ -41,7 +41,6 @@ __all__ = ["Checkpoint", "LayerStream", "TensorLike", "TensorSlice", "TensorStre
 
 # Formats that can come with a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
-_PACKED = (SAFETENSORS, GGUF)
 
 
 class Checkpoint(Mapping[str, TensorLike]):
@@ -75,45 +74,41 @@ class Checkpoint(Mapping[str, TensorLike]):
     ignored: Mapping[str, StoredPart]  # internal
 
     def __init__(self, opened: OpenedPath) -> None:
-        where, metadata = opened.where, opened.metadata
-        stored = opened.recipe is not None and opened.recipe.stored
+        title, kind, files, where, metadata, config, index_file, notes, recipe, complete = opened
+        stored = recipe is not None and recipe.stored
         self._hidden: Mapping[str, str] = {}
         self.ignored = {}
         self._refused: Mapping[str, str] = {}
         self._quantization: Quantization | None = None
         self._searched = False  # for a quantization in the config, in the files and beside the files
-        if opened.format == SAFETENSORS and not stored:
-            where = unpack_all(opened.files, where)
+        if kind == SAFETENSORS and not stored:
+            if where is not None or KEY in metadata:
+                where = unpack_all(files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
-        if not stored and opened.format in _PACKED and any(file.table.may_be_packed() for file in opened.files):
+        if not stored and kind in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files):
             from .packed import families_to_tables  # only here: most checkpoints do not need it
 
             logical = families_to_tables.make_logical(
-                opened.files,
-                where,
-                quantization_of(opened.config),
-                title=opened.title,
-                complete=opened.complete,
-                in_gguf=opened.format == GGUF,
+                files, where, quantization_of(config), title=title, complete=complete, in_gguf=kind == GGUF
             )
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
             self._searched = True
-        self.path = opened.title
-        self.weight_files = opened.files
+        self.path = title
+        self.weight_files = files
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._codes: Mapping[str, codes_without_scale.Codes] | None = None
         self._closed = False
-        self._recipe = opened.recipe
-        self._index = opened.index_file
-        index = index_of(self)
+        self._recipe = recipe
+        self._index = index_file
+        index = None if index_file is None else index_of(self)
         self.index = None if index is None else index.shown
-        self.notes = list(opened.notes)
-        self.format = opened.format
-        self.files = list(dict.fromkeys(file.path for file in opened.files))
+        self.notes = list(notes)
+        self.format = kind
+        self.files = list(dict.fromkeys([file.path for file in files]))
         self.metadata = metadata
-        self.config = opened.config
+        self.config = config
         self.last_load: LoadStats | None = None
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:

@@ -43,8 +43,9 @@ def forget(monkeypatch):
     """Looks for entry points anew, now and afterwards."""
 
     def clear():
-        for function in (plugins._entry_points, plugins._load, formats.module_of):
+        for function in (plugins._entry_points, plugins._load):
             function.cache_clear()
+        formats.modules.clear()
         for name in ("toyformat", "ownformat", "otherformat"):
             sys.modules.pop(name, None)
         importlib.invalidate_caches()

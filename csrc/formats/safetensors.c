@@ -422,6 +422,7 @@ int32_t sl_safetensors_load(const char *path_utf8, uint64_t largest, sl_loaded *
     if (status != SL_OK) return status;
     loaded->file = file;
     loaded->content = content;
+    loaded->columns = *sl_table_columns(loaded->table);
     return SL_OK;
 }
 

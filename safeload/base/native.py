@@ -27,6 +27,7 @@ except ImportError as error:
 
 __all__ = [
     "HEADER_AT",
+    "LOADED_COLUMNS",
     "LONE_NAME",
     "TIER",
     "BriefHeader",
@@ -34,7 +35,9 @@ __all__ = [
     "Loaded",
     "Lone",
     "available_tiers",
+    "bytes_at",
     "check",
+    "columns_at",
     "content_buffer",
     "ffi",
     "kept",
@@ -45,6 +48,7 @@ __all__ = [
     "pointer",
     "private_buffer",
     "short",
+    "text_at",
     "tier_name",
 ]
 
@@ -132,10 +136,29 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_stats_merge = _bind("sl_stats_merge")
 
 
-# Makes an ``sl_loaded`` for `short`, and unpacks its fields before the error. Objects of `ffi` would take longer, and
-# without the GIL threads contend for the reference counts of `ffi` and its types.
+# Return a copy of memory, as bytes or as UTF-8 text. Objects of `ffi` would take longer, and without the GIL threads
+# contend for the reference counts of `ffi` and its types.
+bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+text_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyUnicode_FromStringAndSize", ctypes.pythonapi)
+)
+
+# Makes an ``sl_loaded`` for `short`, and unpacks its fields before the error.
 Loaded = ctypes.c_char * ffi.sizeof("sl_loaded")
-loaded_fields = struct.Struct("@qQqQQPP").unpack_from
+_COLUMNS = "QPQPPPPPPiiiiQPPQ"
+loaded_fields = struct.Struct(f"@qQqQQPP{_COLUMNS}").unpack_from
+# The place of the first column among these fields.
+LOADED_COLUMNS = 7
+
+_column_fields = struct.Struct(f"@{_COLUMNS}")
+
+
+def columns_at(address: int) -> tuple[int, ...]:
+    """Return the fields of an ``sl_columns`` up to ``metadata_size``; see `base.table`."""
+    return _column_fields.unpack(bytes_at(address, _column_fields.size))
+
 
 # Makes an ``sl_lone`` for `short`, and unpacks its numbers: they precede its name.
 Lone = ctypes.c_char * ffi.sizeof("sl_lone")

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import TensorNotFoundError, UnsupportedError
 from . import dtypes
 from .messages import error_about
-from .native import ffi, pointer, short
+from .native import bytes_at, columns_at, ffi, pointer, short, text_at
 from .packing import Packed
 from .text import check_name, clip, plural, printable, show
 
@@ -35,7 +35,10 @@ _NUMPY_FROM = 100
 # This number of searches costs less than a dict and the columns, even for a single tensor.
 _FREE_SEARCHES = 2
 
-_COLUMNS = ffi.typeof("const sl_columns *")
+_COLUMNS, _NUMBERS = map(ffi.typeof, ("const sl_columns *", "const uint64_t *"))
+# Places of fields in `native.columns_at`.
+_NAMES, _NAMES_SIZE, _NAME_ENDS, _DTYPES, _DIMS, _DIM_ENDS, _BEGINS, _ENDS = range(1, 9)
+_ASCEND, _NEWLINES, _PLAIN, _HAS_METADATA, _PAIRS, _METADATA, _METADATA_ENDS, _METADATA_SIZE = range(9, 17)
 _LITTLE = sys.byteorder == "little"
 
 
@@ -131,6 +134,7 @@ class Table:
     unknown: Mapping[str, Unknown] = MappingProxyType({})
 
     _address = 0
+    _cdata: Any = None
     _names: list[str] | None = None
     _index: dict[str, int] | None = None
     _shapes: list[tuple[int, ...]] | None = None
@@ -138,21 +142,24 @@ class Table:
     _entries: list[Entry] | None = None
     _searches = 0
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, fields: Sequence[int] | None = None) -> None:
         self._address = address
-        columns = self._columns = ffi.cast(_COLUMNS, address)
-        self.count: int = columns.count
-        if columns.plain and _LITTLE:
+        fields = self._fields = columns_at(address) if fields is None else fields
+        self.count: int = fields[0]
+        if fields[_PLAIN] and _LITTLE:
             self.plain = True
 
     def __del__(self, free: Any = short.sl_table_free) -> None:  # a default, because globals may be gone at exit
         free(self._address)
 
-    def _bytes(self, column: str, size: int) -> bytes:
-        return ffi.buffer(getattr(self._columns, column), size)[:] if size else b""
+    def _columns(self) -> Any:
+        columns = self._cdata
+        if columns is None:
+            columns = self._cdata = ffi.cast(_COLUMNS, self._address)
+        return columns
 
-    def _column(self, name: str, count: int) -> list[int]:
-        column: list[int] = ffi.unpack(getattr(self._columns, name), count) if count else []
+    def _column(self, field: int, count: int) -> list[int]:
+        column: list[int] = ffi.unpack(ffi.cast(_NUMBERS, self._fields[field]), count) if count else []
         return column
 
     @property
@@ -165,17 +172,20 @@ class Table:
     def _make_names(self) -> list[str]:
         if self.count == 0:
             return []
-        text = ffi.buffer(self._columns.names, self._columns.names_size - 1)  # without the last newline
-        if self._columns.newline_in_names:
-            starts = [0] + [end + 1 for end in self._column("name_ends", self.count)]
-            return [str(text[begin : end - 1], "utf-8") for begin, end in pairwise(starts)]
-        return str(text, "utf-8").split("\n")
+        fields = self._fields
+        place = fields[_NAMES], fields[_NAMES_SIZE] - 1  # without the last newline
+        if fields[_NEWLINES]:
+            names = bytes_at(*place)
+            starts = [0] + [end + 1 for end in self._column(_NAME_ENDS, self.count)]
+            return [str(names[begin : end - 1], "utf-8") for begin, end in pairwise(starts)]
+        text: str = text_at(*place)
+        return text.split("\n")
 
     def sorted_names(self) -> list[str]:
         """Return the names in ascending order of their UTF-8 bytes, which is also the order of their code points."""
         # The caller gets a new list either way, so listing a file should not keep a second list in memory.
         names = self._make_names() if self._names is None else list(self._names)
-        if not self._columns.names_ascend:
+        if not self._fields[_ASCEND]:
             names.sort()
         return names
 
@@ -222,7 +232,7 @@ class Table:
         """Return the names of neighbouring tensors; wrong ones, and more, if names have newlines."""
         if self._names is not None or end - begin == self.count:
             return self.names[begin:end]
-        columns = self._columns
+        columns = self._columns()
         first = columns.name_ends[begin - 1] + 1 if begin else 0
         return str(ffi.buffer(columns.names + first, columns.name_ends[end - 1] - first), "utf-8").split("\n")
 
@@ -237,7 +247,7 @@ class Table:
         """Return the logical shapes of neighbouring tensors."""
         if begin == end:
             return []
-        columns, count = self._columns, end - begin
+        columns, count = self._columns(), end - begin
         before, last = columns.dim_ends[begin - 1] if begin else 0, columns.dim_ends[end - 1]
         dims = tuple(ffi.unpack(columns.dims + before, last - before)) if last > before else ()
         rank = len(dims) // count
@@ -267,7 +277,7 @@ class Table:
 
     def begins(self) -> list[int]:
         """Return the first byte of each tensor in the file."""
-        return self._column("begins", self.count)
+        return self._column(_BEGINS, self.count)
 
     @property
     def rows(self) -> list[dtypes.Dtype]:
@@ -279,13 +289,14 @@ class Table:
     @property
     def numbers(self) -> bytes:
         """Numbers of the dtypes."""
-        return self._bytes("dtypes", self.count)
+        numbers: bytes = bytes_at(self._fields[_DTYPES], self.count)
+        return numbers
 
     def shape(self, index: int) -> tuple[int, ...]:
         """Return the logical shape of a tensor, without decoding other shapes."""
         if self._shapes is not None:
             return self._shapes[index]
-        columns = self._columns
+        columns = self._columns()
         if index == 0:
             return tuple(ffi.unpack(columns.dims, columns.dim_ends[0]))
         ends = columns.dim_ends
@@ -294,15 +305,16 @@ class Table:
 
     def row(self, index: int) -> dtypes.Dtype:
         """Return a tensor's row of the dtype table."""
-        return dtypes.BY_NUMBER[self._columns.dtypes[index]]
+        return dtypes.BY_NUMBER[self._columns().dtypes[index]]
 
     def byte_range(self, index: int) -> tuple[int, int]:
         """Return the bytes of a tensor in the file: [begin, end)."""
-        return self._columns.begins[index], self._columns.ends[index]
+        columns = self._columns()
+        return columns.begins[index], columns.ends[index]
 
     def byte_ranges(self) -> list[tuple[int, int]]:
         """Return the bytes of each tensor in the file."""
-        return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
+        return list(zip(self._column(_BEGINS, self.count), self._column(_ENDS, self.count), strict=True))
 
     def entry(self, index: int) -> Entry:
         """Return the properties needed to read a tensor."""
@@ -311,7 +323,7 @@ class Table:
         if self._index is not None:  # after many searches, the columns make each further entry a single step
             self._entries = list(zip(*self._columns_between(0, self.count), strict=True))
             return self._entries[index]
-        columns = self._columns
+        columns = self._columns()
         return columns.dtypes[index], self.shape(index), columns.begins[index], columns.ends[index]
 
     def columns(self, indices: Sequence[int]) -> Columns:
@@ -329,10 +341,10 @@ class Table:
     def _columns_between(self, begin: int, end: int) -> Columns:
         """Return the properties of neighbouring tensors."""
         if begin == 0 and end == self.count:
-            return Columns(self.numbers, self.shapes, self._column("begins", end), self._column("ends", end))
+            return Columns(self.numbers, self.shapes, self._column(_BEGINS, end), self._column(_ENDS, end))
         if begin == end:
             return Columns(b"", (), (), ())
-        columns, count = self._columns, end - begin
+        columns, count = self._columns(), end - begin
         return Columns(
             self.numbers[begin:end],
             self._shapes_between(begin, end) if self._shapes is None else self._shapes[begin:end],
@@ -347,7 +359,7 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements of all tensors."""
-        begins, ends = (np.frombuffer(self._bytes(name, 8 * self.count), np.uint64) for name in ("begins", "ends"))
+        begins, ends = (np.frombuffer(bytes_at(self._fields[k], 8 * self.count), np.uint64) for k in (_BEGINS, _ENDS))
         return int((ends - begins).sum())
 
     def big_endian(self, index: int) -> bool:
@@ -399,12 +411,12 @@ class Table:
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Return ``__metadata__``, or None. The last value of a duplicate key wins."""
-        columns = self._columns
-        if not columns.has_metadata:
+        fields = self._fields
+        if not fields[_HAS_METADATA]:
             return None
-        text = self._bytes("metadata_text", columns.metadata_size)
-        ends = self._column("metadata_ends", 2 * columns.metadata_count)
-        parts = [text[a:b].decode() for a, b in pairwise([0, *ends])]
+        text: bytes = bytes_at(fields[_METADATA], fields[_METADATA_SIZE])
+        ends = [0, *self._column(_METADATA_ENDS, 2 * fields[_PAIRS])]
+        parts = [text[a:b].decode() for a, b in pairwise(ends)]
         return dict(zip(parts[::2], parts[1::2], strict=True))
 
 

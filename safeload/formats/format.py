@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,10 +31,14 @@ MAX_FOLDERS = 16
 _MAX_RANK = 64
 
 
-@cache
+# The modules of formats, by name. Threads contend for `functools.cache` without the GIL.
+modules: dict[str, Any] = {}
+
+
 def module_of(name: str) -> Any:
     """Return a module: absolute, or of this package if its name begins with a dot."""
-    return import_module(name, __package__)
+    module = modules.get(name)
+    return modules.setdefault(name, import_module(name, __package__)) if module is None else module
 
 
 class Format(NamedTuple):

@@ -68,8 +68,9 @@ class Recipe(NamedTuple):
     @property
     def options(self) -> OpenRequest:
         """Options for opening each file."""
-        formats = None if self.format is None else registry.formats_of(self.format)
-        return OpenRequest(formats, self.root, self.unknown_globals == "inert", self.files)
+        _, _, format, root, unknown_globals, _, files = self
+        formats = None if format is None else registry.formats_of(format)
+        return OpenRequest(formats, root, unknown_globals == "inert", files)
 
 
 class OpenedPath(NamedTuple):
@@ -103,7 +104,7 @@ def open_paths(
     """Open the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None:
         registry.formats_of(format)
-    if unknown_globals not in _UNKNOWN_GLOBALS:
+    if unknown_globals != "refuse" and unknown_globals not in _UNKNOWN_GLOBALS:
         raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(unknown_globals)}')
     if isinstance(path, (list, tuple)):
         texts, files = places_of(path, storage_options)
@@ -129,17 +130,16 @@ def open_paths(
         opened = registry.open_file(text, recipe.options)
     if opened is None:
         return _open_shards(text, recipe)
-    if opened.format == registry.GGUF:
+    kind, file, others, _, notes, config = opened
+    if kind == registry.GGUF:
         from .gguf.split import is_part
 
-        if is_part(opened.file):
+        if is_part(file):
             from . import folder
 
             return _logged(text, recipe, folder.open_parts(opened, recipe.options))
-    where, config = opened.where, opened.config
-    return OpenedPath(
-        text, opened.format, opened.files, where, opened.metadata, config, notes=opened.notes, recipe=recipe
-    )
+    where, metadata = opened.where if others else None, file.table.metadata() or {}
+    return OpenedPath(text, kind, [file, *others], where, metadata, config, notes=notes, recipe=recipe)
 
 
 def _verified(texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None) -> Files:

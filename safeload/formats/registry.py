@@ -51,9 +51,12 @@ _ZIP, _PICKLE = (
 )
 _TORCH, _TORCH_SUFFIXES = "torch checkpoints", (".pt", ".pth", ".ckpt", ".bin")
 
+# The module of safetensors, which opens files by path.
+_OPENED_BY_PATH = ".safetensors.file"
+
 # fmt: off
 ROWS = (
-    Format("safetensors", "safetensors", "a safetensors file", foreign.is_safetensors, ".safetensors.file",
+    Format("safetensors", "safetensors", "a safetensors file", foreign.is_safetensors, _OPENED_BY_PATH,
            (".safetensors",), writes=True, metadata=True, peer="safetensors.numpy"),
     Format("torch zip", _TORCH, _ZIP, foreign.is_zip, ".torch.zip_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
@@ -266,11 +269,12 @@ def open_file(path: str, request: OpenRequest) -> Opened:
         UnsupportedError: the format is not supported.
         OSError: the file cannot be opened or read.
     """
-    if request.files is LOCAL and (request.formats is None or SAFETENSORS in request.formats):
+    formats, _, _, files, window = request
+    if files is LOCAL and (formats is None or SAFETENSORS in formats):
         opened = _open_safetensors(path, request)
         if opened is not None:
             return opened
-    file = open_without_table(path, files=request.files, window=request.window)
+    file = open_without_table(path, files=files, window=window)
     candidate = None
     try:
         if file.verified:
@@ -307,7 +311,7 @@ def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
 def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
     """Open a local safetensors file; None if it begins like another supported format."""
     try:
-        file: WeightFile = BY_NAME[SAFETENSORS].load().open_file(path)
+        file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path)
     except FormatError:
         with closing(open_without_table(path)) as again:  # not `read_head`, which would hide a failing disk
             head = again.read_at(0, foreign.HEAD_SIZE)

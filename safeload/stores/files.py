@@ -78,50 +78,55 @@ class Files(Protocol):
         """Map a function over items, concurrently if the files are remote."""
 
 
-class LocalFiles:
-    """The local file system."""
+class LOCAL:
+    """The local file system, itself a `Files`: threads would contend for an instance without the GIL."""
 
     remote = False
 
-    def __reduce__(self) -> str:
-        return "LOCAL"
-
-    def open(self, path: str, window: int = WINDOW) -> ByteStore:
+    @staticmethod
+    def open(path: str, window: int = WINDOW) -> ByteStore:
         return open_local(path)
 
-    def is_folder(self, path: str) -> bool:
+    @staticmethod
+    def is_folder(path: str) -> bool:
         return os.path.isdir(path)
 
-    def listing(self, folder: str) -> list[tuple[str, bool]]:
+    @staticmethod
+    def listing(folder: str) -> list[tuple[str, bool]]:
         with os.scandir(folder) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
 
-    def join(self, folder: str, name: str) -> str:
+    @staticmethod
+    def join(folder: str, name: str) -> str:
         return os.path.join(folder, name)
 
-    def split(self, path: str) -> tuple[str, str]:
+    @staticmethod
+    def split(path: str) -> tuple[str, str]:
         return os.path.split(path)
 
-    def absolute(self, path: str) -> str:
+    @staticmethod
+    def absolute(path: str) -> str:
         return absolute(path)
 
-    def shown(self, path: str) -> str:
+    @staticmethod
+    def shown(path: str) -> str:
         return path
 
-    def public(self, path: str) -> str:
+    @staticmethod
+    def public(path: str) -> str:
         return path
 
-    def public_options(self) -> dict[str, Any] | None:
+    @staticmethod
+    def public_options() -> dict[str, Any] | None:
         return None
 
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+    @staticmethod
+    def check_unchanged(path: str, seen: tuple[Any, ...]) -> None:
         check_unchanged(path, seen)
 
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    @staticmethod
+    def each(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         return [function(item) for item in items]
-
-
-LOCAL = LocalFiles()
 
 
 class Location:

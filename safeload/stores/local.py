@@ -10,9 +10,9 @@ import sys
 import time
 import weakref
 from _thread import get_ident
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ..base.native import Error, check, ffi, lib, mapped_buffer, pointer, short
 from ..base.paths import PathLike, absolute, native_path
@@ -34,9 +34,23 @@ class Identity(NamedTuple):
     inode: int  # on the device; meaningful only in this process
 
 
-# Files with open descriptors, by descriptor, oldest first. Every access is a single atomic operation, so no lock is
+# Files with open descriptors, by descriptor, oldest first.
+_Descriptors: TypeAlias = "dict[int, weakref.ref[LocalStore]]"
+
+# The files opened by each thread, because threads would contend for a single dict without the GIL. A file that another
+# thread has closed stays until its number is used again. Every access is a single atomic operation, so no lock is
 # needed: a lock could be held by another thread at a fork.
-_open: dict[int, weakref.ref[LocalStore]] = {}
+_open: dict[int, _Descriptors] = {}
+
+
+def _open_here() -> _Descriptors:
+    """Return the files opened by this thread."""
+    files = _open.get(get_ident())
+    return _open.setdefault(get_ident(), {}) if files is None else files
+
+
+def _count_open() -> int:
+    return sum(map(len, list(_open.values())))
 
 
 class Descriptor(int):
@@ -49,15 +63,22 @@ class Descriptor(int):
     __slots__ = ()
 
     # Defaults, because free-threaded Python drops globals before the last objects at exit.
-    def __del__(self, known: dict[int, weakref.ref[LocalStore]] = _open, close: Any = short.sl_file_close) -> None:
-        known.pop(int(self), None)  # before another file gets its number
+    def __del__(
+        self,
+        opened: Mapping[int, _Descriptors] = _open,
+        thread: Callable[[], int] = get_ident,
+        close: Any = short.sl_file_close,
+    ) -> None:
+        files = opened.get(thread())
+        if files is not None:
+            files.pop(int(self), None)  # before another file gets its number
         close(int(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an open file cannot be copied or pickled")
 
 
-# The system's limit is queried only above this many open files.
+# The system's limit is queried only above this many open files, which have at least as many descriptors.
 _UNCHECKED = 32
 # Maximum number of open files, even if the system's limit is higher.
 _MOST_OPEN = 4096
@@ -74,21 +95,27 @@ def _budget() -> int:
 
 
 def _release(count: int) -> bool:
-    """Close up to ``count`` idle descriptors, oldest files first but never the latest; return whether any was closed.
+    """Close up to ``count`` idle descriptors, a thread's oldest files first but never this thread's latest.
 
     Moved or modified files keep their descriptors, because they could not be opened again.
+
+    Returns:
+        Whether any was closed.
     """
-    released = 0
+    released, here = 0, _open_here()
     busy = {number for claim in list(_claims.values()) for number in list(claim.held.values())}
-    for number in list(_open)[:-1]:
-        if number in busy:
-            continue
-        reference = _open.get(number)
-        file = None if reference is None else reference()
-        if file is not None and file.release():
-            released += 1
-            if released >= count:
-                break
+    for files in list(_open.values()):
+        for number in list(files)[: -1 if files is here else None]:
+            if number in busy:
+                continue
+            reference = files.get(number)
+            file = None if reference is None else reference()
+            if file is None or not file.holds(number):  # another thread has closed it
+                files.pop(number, None)
+            elif file.release():
+                released += 1
+                if released >= count:
+                    return True
     return released > 0
 
 
@@ -98,7 +125,8 @@ def _release_at(path: str) -> bool:
         identity = identity_of(os.stat(path))
     except OSError:
         return False
-    files = [file for reference in list(_open.values()) if (file := reference()) is not None and file.gives_way]
+    references = [reference for files in list(_open.values()) for reference in list(files.values())]
+    files = [file for reference in references if (file := reference()) is not None and file.gives_way]
     return sum(file.release() for file in files if file.identity == identity) > 0
 
 
@@ -123,7 +151,7 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
         status = attempt()
     while status == lib.SL_E_OS and error.os_errno in _NONE_FREE:
         deadline = deadline or time.monotonic() + _PATIENCE
-        if not _release(max(1, len(_open) // 2)):
+        if not _release(max(1, _count_open() // 2)):
             if not _others_hold():
                 break
             time.sleep(_PAUSE)
@@ -210,14 +238,8 @@ def compare(version: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
         raise FormatError(f"the file has changed since it was opened: {what}", path)
 
 
-class OpenedFile(NamedTuple):
-    """The fields of the C core's ``sl_file``."""
-
-    handle: int
-    size: int
-    mtime_ns: int
-    device: int
-    inode: int
+# The fields of the C core's ``sl_file``: its handle, its size in bytes, and the rest of its `Identity`.
+OpenedFile: TypeAlias = tuple[int, int, int, int, int]
 
 
 class LocalStore:
@@ -228,7 +250,6 @@ class LocalStore:
 
     Args:
         path: as the caller wrote it.
-        opened: the C core's ``sl_file``, or its fields.
         brief: True if the file is closed again at once: it gets no `place`, and its descriptor stays open until then.
         shown: the path in messages, if it differs.
 
@@ -244,18 +265,17 @@ class LocalStore:
     mark: str | None = None
     _closed = False
 
-    def __init__(self, path: str, opened: Any, *, brief: bool = False, shown: str | None = None) -> None:
+    def __init__(self, path: str, opened: OpenedFile, *, brief: bool = False, shown: str | None = None) -> None:
         self.path = path if shown is None else shown
-        self.size: int = opened.size
-        self._opened = opened
-        self._descriptor: Descriptor | None = Descriptor(opened.handle)
+        handle, self.size, *_ = self._opened = opened
+        self._descriptor: Descriptor | None = Descriptor(handle)
         if not brief:
             self.place = absolute(path)
             if os.name == "nt":
                 self._status = os.stat(self.place)
-            _open[opened.handle] = weakref.ref(self)
-            if len(_open) > _UNCHECKED and len(_open) > (budget := _budget()):
-                _release(len(_open) - budget + budget // 4)
+            _open_here()[handle] = weakref.ref(self)
+            if handle > _UNCHECKED and (count := _count_open()) > _UNCHECKED and count > (budget := _budget()):
+                _release(count - budget + budget // 4)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
@@ -270,8 +290,7 @@ class LocalStore:
         """The file's identity when it was first opened."""
         if os.name == "nt":
             return identity_of(self._status)
-        opened = self._opened
-        return Identity(opened.size, opened.mtime_ns, opened.device, opened.inode)
+        return Identity(*self._opened[1:])
 
     @property
     def closed(self) -> bool:
@@ -287,6 +306,10 @@ class LocalStore:
                 raise ValueError(f"{self.path} is closed")
             descriptor = self._reopen()
         return descriptor
+
+    def holds(self, number: int) -> bool:
+        """Return whether this is the number of the descriptor."""
+        return self._descriptor == number
 
     def release(self) -> bool:
         """Close the descriptor until the next read, unless the file has moved or changed; return whether it did."""
@@ -307,7 +330,7 @@ class LocalStore:
         reopened = open_local(self.place, shown=self.path)
         compare(reopened.version, seen, self.path)
         self._descriptor = descriptor = reopened.descriptor
-        _open[int(descriptor)] = weakref.ref(self)
+        _open_here()[int(descriptor)] = weakref.ref(self)
         if self._closed:  # by another thread, meanwhile
             self._descriptor = None
         return descriptor
@@ -362,7 +385,8 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
     opened, error = ffi.new("sl_file *"), Error()
     arguments = encoded, pointer(opened), pointer(error)
     check(with_room(lambda: int(short.sl_file_open(*arguments)), error), error, text)
-    return LocalStore(text, opened, shown=shown)
+    fields = opened.handle, opened.size, opened.mtime_ns, opened.device, opened.inode
+    return LocalStore(text, fields, shown=shown)
 
 
 def of_descriptor(number: int, path: str) -> LocalStore:
@@ -376,8 +400,7 @@ def of_descriptor(number: int, path: str) -> LocalStore:
     """
     status = os.fstat(number)
     identity = identity_of(status)
-    fields = identity.size, identity.mtime_ns, identity.device, identity.inode
-    return LocalStore(path, ffi.new("sl_file *", (os.dup(number), *fields)))
+    return LocalStore(path, (os.dup(number), *identity))
 
 
 def descriptor_of(store: ByteStore) -> Descriptor | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from ..base.paths import PathLike, native_path, plain_text
+from ..base.paths import PathLike, native_path, private_text
 from ..base.text import show
 from . import url as urls
 from .files import LOCAL, Files, Location
@@ -66,8 +66,11 @@ def places_of(
         ValueError: a list with files of several stores, or with URLs beside a caller's store; a path with a NUL; a
             closed file object.
     """
-    if len(paths) == 1 and type(path := paths[0]) is str and not urls.is_url(path):  # most calls
-        return [plain_text(path)], LOCAL
+    if len(paths) == 1:  # most calls
+        only = paths[0]
+        text = only if type(only) is str else _plain_path(only)
+        if text is not None and not urls.is_url(text):
+            return [private_text(text)], LOCAL
     texts: list[str] = []
     files: Files = LOCAL
     url_files: Files | None = None
@@ -76,7 +79,7 @@ def places_of(
         if isinstance(path, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(path, "fs"):
             text = path if isinstance(path, str) else native_path(path)[0]
             if not urls.is_url(text):
-                texts.append(plain_text(text))
+                texts.append(private_text(text))
                 continue
             if "\0" in text:
                 raise ValueError(f"embedded null byte in path {show(urls.shown(text))}")
@@ -100,6 +103,14 @@ def places_of(
             files = _common(files, location.files)
             texts.append(location.path)
     return texts, files
+
+
+def _plain_path(path: Any) -> str | None:
+    """Return the text of a `pathlib` path; None for anything else, such as a path in a filesystem of fsspec."""
+    if not hasattr(type(path), "__fspath__") or hasattr(path, "fs"):
+        return None
+    text = os.fspath(path)
+    return text if type(text) is str else None
 
 
 def _is_at_start(file: Any) -> bool:

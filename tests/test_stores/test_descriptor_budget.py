@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from builders.thorough import part_of
 
+import safeload
 from safeload.numpy import save_file
+from safeload.stores import local
 
 resource = pytest.importorskip("resource")
 pytestmark = [
@@ -171,3 +175,28 @@ def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_pa
         timeout=120,
     )
     assert done.stdout == "fine\n", done.stderr
+
+
+def test_a_thread_closes_idle_files_of_another(tmp_path):
+    for k in range(3):
+        save_file({"a": np.full(2, k, np.float32)}, tmp_path / f"{k}.safetensors", durable=False)
+    with ThreadPoolExecutor(1) as pool:
+        opened = list(pool.map(safeload.open, (tmp_path / f"{k}.safetensors" for k in range(3))))
+    stores = [checkpoint.weight_files[0].store for checkpoint in opened]
+    numbers = [int(store.descriptor) for store in stores]
+    assert local._release(sys.maxsize)
+    assert not any(store.holds(number) for store, number in zip(stores, numbers, strict=True))
+    assert [float(checkpoint["a"][0]) for checkpoint in opened] == [0, 1, 2]  # opened again, here
+
+
+def test_a_file_closed_by_another_thread_is_forgotten(tmp_path):
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "a.safetensors", durable=False)
+    with ThreadPoolExecutor(1) as pool:
+        opened, thread = pool.submit(
+            lambda: (safeload.open(tmp_path / "a.safetensors"), threading.get_ident())
+        ).result()
+        number = int(opened.weight_files[0].store.descriptor)
+        opened.close()
+        assert number in local._open[thread]
+        local._release(sys.maxsize)
+        assert number not in local._open[thread]

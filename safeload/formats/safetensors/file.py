@@ -15,6 +15,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ...base.native import (
+    LOADED_COLUMNS,
     LONE_NAME,
     Error,
     Loaded,
@@ -38,7 +39,7 @@ from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
 from ...errors import SafetensorError, folder_given, unsaved
-from ...stores.local import LocalStore, OpenedFile, with_room
+from ...stores.local import LocalStore, with_room
 from ..registry import Candidate, Content, OpenRequest, explain
 from .header import MAX_HEADER, ROOM, head, text
 
@@ -69,8 +70,8 @@ def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.l
         FormatError: the file breaks the format, or has another format.
         OSError: the file cannot be opened.
     """
-    text, opened, table, _ = _loaded(path, 0, folders)
-    return WeightFile(text, LocalStore(text, opened, brief=brief), Table(table))
+    text, fields = _loaded(path, 0, folders)
+    return WeightFile(text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[LOADED_COLUMNS:]))
 
 
 class Resident(NamedTuple):
@@ -97,22 +98,22 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     """
     if backend == "pread":
         thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
-    text, opened, address, content = _loaded(path, _SMALL[backend], folders)
-    table = Table(address)
+    text, fields = _loaded(path, _SMALL[backend], folders)
+    _, size, _, _, _, address, content, *_ = fields
+    table = Table(address, fields[LOADED_COLUMNS:])
     if not content:
-        return WeightFile(text, LocalStore(text, opened, brief=True), table)
-    return Resident(table, in_memory.views_of(table, content_buffer(ffi.cast("void *", content), opened.size)))
+        return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
+    return Resident(table, in_memory.views_of(table, content_buffer(ffi.cast("void *", content), size)))
 
 
-def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, OpenedFile, int, int]:
-    """Return the path as text, the open file, and the addresses of its table and its content, or 0."""
+def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any, ...]]:
+    """Return the path as text, and the fields of its ``sl_loaded``, see `loaded_fields`."""
     text, encoded = native_path(path)
     memory = Loaded()
     status = short.sl_safetensors_load(encoded, largest, memory)
     if status:
         _retry(text, (encoded, largest, memory), status, folders)
-    *opened, table, content = loaded_fields(memory)
-    return text, OpenedFile(*opened), table, content
+    return text, loaded_fields(memory)
 
 
 def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> None:
