@@ -1,8 +1,14 @@
-"""Opening a file and listing its tensors."""
+"""Opening a file and listing its tensors.
+
+`FREE_THREADED_PYTHON` is the path of an interpreter without the GIL in which safeload is installed (not from another
+checkout), such as the one that tests/pythons/run.sh builds.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +22,7 @@ from compare import Comparison, race, same_list, spinning
 import safeload
 
 PEER = "safetensors.safe_open"
+FREE_THREADED = os.environ.get("FREE_THREADED_PYTHON")
 
 # Per file: rounds, calls to a sample, the ratio to be reached.
 SIZES = {"n300": (100, 10, 2), "n100k": (15, 1, 10), "n100k_by_layer": (15, 1, 10)}
@@ -101,6 +108,29 @@ def test_open_and_list_in_eight_threads(size: str, rounds: int, files_each: int,
             table.add(job, one, Comparison(samples["open"], samples[one])),
         ]
         report(ours, rows, rounds=rounds)
+
+
+@pytest.mark.skipif(FREE_THREADED is None, reason="FREE_THREADED_PYTHON names no interpreter without the GIL")
+@pytest.mark.parametrize(
+    ("job", "size", "rounds", "calls"),
+    [("open", "n300", 30, 200), ("open", "n100k", 10, 4), ("load_file", "n300", 30, 100)],
+)
+def test_eight_threads_without_the_gil(job: str, size: str, rounds: int, calls: int, table, request) -> None:
+    """Beside one thread that does as much, in the same process."""
+    assert FREE_THREADED is not None
+    program = Path(__file__).with_name("eight_threads.py")
+    path = request.getfixturevalue(size)
+    done = subprocess.run(
+        [FREE_THREADED, "-I", str(program), job, str(path), str(rounds), str(calls)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=os.sep,
+    )
+    samples = json.loads(done.stdout)
+    what, one = ("open and list", "safeload.open") if job == "open" else (job, f"safeload.numpy.{job}")
+    title = f"{what}, {size}, in 8 threads, CPython {samples['python']} without the GIL"
+    table.add(title, f"{one} in one thread", Comparison(samples["threads"], samples["one"]), target=1.7)
 
 
 @pytest.mark.parametrize("size", ["n300", "n100k"])
