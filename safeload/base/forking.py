@@ -27,7 +27,7 @@ _PATIENCE, _PAUSE = 30.0, 0.001
 _LOCKS = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
 # Modules that hold these locks during every fork, unless they are older than our hook, which then runs first.
 _HOLDERS = {"logging": "_lock", "concurrent.futures.thread": "_global_shutdown_lock"}
-_OLDER = frozenset(_HOLDERS).intersection(sys.modules)
+_OLDER = frozenset([name for name in _HOLDERS if name in sys.modules])  # without the GIL, other threads may import
 
 
 class ProcessLock:
