@@ -29,6 +29,7 @@ static int32_t plan_weighted(const sl_job *job, sl_plan *plan, sl_error *error) 
                        (unsigned long long)row_bytes);
     status = sl_plan_values(job, plan, error);
     if (status != SL_OK || job->size == 0) return status;
+    if (buffer > SIZE_MAX / 2) return sl_fail_memory(error, buffer); /* sums with it must not wrap around */
     plan->scratch += buffer;
     /* Chunks are whole rows, because the weights of some types depend on the row. */
     sl_plan_bytes(job, row_bytes > SL_CHUNK ? row_bytes : SL_CHUNK - SL_CHUNK % row_bytes, 0, plan);

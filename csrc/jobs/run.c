@@ -127,8 +127,9 @@ int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t th
     if (status == SL_OK) {
         uint64_t total = self.first_chunk[count], next = cursor->chunks_done;
         self.threads = sl_parallel_threads(self.threads, next, total);
-        uint64_t scratch = self.scratch_size * (uint64_t)self.threads;
-        self.scratch = malloc((size_t)scratch + 1);
+        uint64_t scratch;
+        if (!sl_mul_u64(self.scratch_size, (uint64_t)self.threads, &scratch)) scratch = UINT64_MAX;
+        self.scratch = scratch < SIZE_MAX ? malloc((size_t)scratch + 1) : NULL;
         status = self.scratch == NULL ? sl_fail_memory(error, scratch)
                                       : sl_parallel(run_chunk, &self, self.scratch, self.scratch_size, next, total,
                                                     self.threads, slice_ms, &next, error);

@@ -355,8 +355,9 @@ static uint64_t culprit(const encoder *self, uint64_t row, uint64_t rows, uint64
 static int32_t encode_segment(const encoder *self, uint64_t row, uint64_t rows, uint64_t begin, uint64_t end,
                               uint64_t *position) {
     const sl_encoding *job = self->job;
-    const uint64_t group = job->group, per_row = (job->columns + group - 1) / group;
-    const size_t count = (size_t)((end - begin + group - 1) / group);
+    /* A group can exceed the columns by far, so nothing is added to it. */
+    const uint64_t group = job->group, per_row = (job->columns - 1) / group + 1;
+    const size_t count = (size_t)((end - begin - 1) / group + 1);
     float values[TILE + SL_ENCODE_LANES];
     extremes of;
     blocks how;

@@ -118,3 +118,24 @@ def test_unknown_arguments_are_refused():
     assert native.lib.sl_encode(99, job, position) == native.lib.SL_E_ARGUMENT
     job.group, job.columns = 8, 64
     assert native.lib.sl_encode(0, job, position) == native.lib.SL_E_ARGUMENT
+
+
+@pytest.mark.parametrize("tier", [native.lib.SL_TIER_SCALAR, *TIERS])
+def test_a_group_can_exceed_the_columns_by_far(tier):
+    weights, results = rng.standard_normal((3, 100), np.float32), []
+    for group in (100, 101, (1 << 64) - 1):
+        scales, codes = np.zeros(3, np.float32), np.zeros((3, 100), np.uint8)
+        job, position = native.ffi.new("sl_encoding *"), native.ffi.new("uint64_t *")
+        setattr(job, "from", native.lib.SL_F32)
+        job.method, job.bits, job.is_signed = native.lib.SL_ENCODE_INT, 8, 1
+        job.rows, job.columns, job.row_block, job.group, job.row_bytes = 3, 100, 1, group, 100
+        for field, kind, array in (
+            ("weights", "void", weights),
+            ("scales", "float", scales),
+            ("codes", "uint8_t", codes),
+        ):
+            setattr(job, field, native.ffi.cast(f"{kind} *", array.ctypes.data))
+        assert native.lib.sl_encode(tier, job, position) == native.lib.SL_OK
+        results.append((scales.tobytes(), codes.tobytes()))
+    assert np.frombuffer(results[0][0], np.float32).all()
+    assert results[1:] == results[:1] * 2

@@ -193,3 +193,19 @@ def test_an_operation_that_there_is_not():
     for op in (-1, lib.SL_OP_COUNT):
         with pytest.raises(SafeloadError, match=f"unknown operation {op}"):
             jobs.Batch([Job(None, 0, 0, 0, op=op)]).run()
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows"), [((1 << 62) - 256, 1), (1 << 60, 4)], ids=["a row", "rows of all threads"]
+)
+def test_rows_that_exceed_memory_are_refused(columns, rows, open_file):
+    """The sum of a thread's buffers, and the product with the number of threads, must not wrap around."""
+    factors, blocks = np.ones(256, np.float32), np.zeros(1 << 20, np.uint8)
+    channels = ffi.new(
+        "sl_channels *", {"count": columns, "inner": 1, "factors": ffi.cast("float *", address_of(factors))}
+    )
+    job, cursor, error = ffi.new("sl_job *"), ffi.new("sl_cursor *"), ffi.new("sl_error *")
+    setattr(job, "from", lib.SL_BF16)
+    job.op, job.to, job.file, job.size = lib.SL_OP_WEIGHTED, lib.SL_Q4_0, open_file(bytes(1 << 20)), 2 * columns * rows
+    job.memory, job.channels = ffi.cast("void *", address_of(blocks)), channels
+    assert lib.sl_jobs_run(job, 1, lib.SL_TIER_SCALAR, rows, 0, cursor, error) == lib.SL_E_MEMORY
