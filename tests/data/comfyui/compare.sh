@@ -10,7 +10,7 @@ cd "$kept"
 [ -d ComfyUI-GGUF ] || git clone https://github.com/city96/ComfyUI-GGUF
 git -C ComfyUI-GGUF checkout -q 795e451
 [ -d venv ] || python3 -m venv venv
-venv/bin/pip install -q torch gguf safetensors tqdm -e "$root"
+venv/bin/pip install -q torch==2.13.0 gguf safetensors tqdm -e "$root"
 [ -d source ] || {
     # The patch is for tag b3962; this release has a llama.cpp of a few weeks before, to which it applies.
     pip download -q --no-deps --no-binary :all: llama-cpp-python==0.3.1
