@@ -12,7 +12,7 @@ from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, TRUNCATE, armed
 import safeload
 from safeload import SafeloadError
 
-STEP = 1 if THOROUGH else 3
+STEP = 1 if THOROUGH else 5
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 
 

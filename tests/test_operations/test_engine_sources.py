@@ -20,6 +20,8 @@ from safeload.errors import RangeError, UnsupportedError
 from safeload.numpy import load_file, save_file
 from safeload.packed.engines import config_for
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]  # test_engine_formats.py runs the same C
+
 FORMATS = ["nvfp4a16", "mlx4"]
 
 

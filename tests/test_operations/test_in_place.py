@@ -18,7 +18,7 @@ from safeload.cli import main
 from safeload.numpy import save_file
 from safeload.operations.folders import unfinished
 
-pytestmark = pytest.mark.any_python
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 INDEX = "model.safetensors.index.json"
 NOTE = unfinished.NAME

@@ -771,14 +771,19 @@ def test_shards_of_an_index(tmp_path):
         safeload.open(tmp_path)
 
 
-def test_torch_and_what_reads_pickles_are_not_imported(made):
+def test_torch_and_what_reads_pickles_are_not_imported(tmp_path):
+    paths = []
+    for k, content_of in enumerate(WAYS.values()):
+        paths.append(tmp_path / f"{k}")
+        paths[-1].write_bytes(content_of(MADE.value))
     code = (
         "import sys, safeload; before = set(sys.modules)\n"
         "assert not {'zipfile', 'safeload.formats.unpickle.run', 'safeload.formats.torch.zip_file'} & before, before\n"
-        "safeload.open(sys.argv[1]).load()\n"
-        "assert not any(name.split('.')[0] == 'torch' for name in sys.modules)"
+        "for path in sys.argv[1:]:\n"
+        "    safeload.open(path).load()\n"
+        "    assert not any(name.split('.')[0] == 'torch' for name in sys.modules), path"
     )
-    subprocess.run([sys.executable, "-c", code, str(made)], check=True, cwd=os.sep)
+    subprocess.run([sys.executable, "-c", code, *map(str, paths)], check=True, cwd=os.sep)
 
 
 def test_a_pickle_that_torch_did_not_write(tmp_path):
