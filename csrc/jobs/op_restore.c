@@ -16,12 +16,10 @@
  * row. */
 #define TILE_COLUMNS ((uint64_t)64)
 #define NIBBLE_COLUMNS ((uint64_t)128)
-/* The destination of a column is prefetched two columns before it is dequantized, and so are the words of the next
- * tile. Without the prefetch, each column would wait for memory. Stores past the cache need no prefetch. Transposing
- * codes is faster than transposing values. */
+/* The destination of a column is prefetched two columns before it is dequantized. Without the prefetch, each column
+ * would wait for memory. Stores past the cache need no prefetch. Transposing codes is faster than transposing
+ * values. */
 #define AHEAD ((uint64_t)2)
-/* Bytes of the words of a tile with codes of 8 bits. */
-#define WORDS (MOST_ROWS / 4 * TILE_COLUMNS * 4)
 /* Columns that the kernel of groups dequantizes at a time: a cache line of scales. Gathering column after column would
  * be slower, except for 4 bits without groups. */
 #define FEW ((uint64_t)16)
@@ -33,10 +31,10 @@
 #define TILE_READ ((uint64_t)1 << 20)
 
 /* Scratch: the codes (or values) of a tile in column order, values in row order (or gathered codes), the values of a
- * column, its scales, zeros and biases, the words of the next tile, and the bytes that were read. */
+ * column, its scales, zeros and biases, and the bytes that were read. */
 #define TURNED (MOST_ROWS * TILE_COLUMNS * sizeof(float))
 #define LINE (MOST_ROWS * sizeof(float))
-#define TILE_SCRATCH (2 * TURNED + 4 * LINE + WORDS + TILE_READ)
+#define TILE_SCRATCH (2 * TURNED + 4 * LINE + TILE_READ)
 
 /* Number of stored rows of words or bytes for `rows` rows of codes. */
 static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
@@ -139,7 +137,7 @@ typedef struct band {
     uint64_t tiled_from, tiled_to; /* the grid's columns in `tiled`: none if both are the same */
     uint64_t tiled_rows;
     sl_scaling scaling; /* of the rows of a column */
-    uint8_t *turned, *values, *line, *words, *staging;
+    uint8_t *turned, *values, *line, *staging;
     float *gathered;
     const uint32_t *groups; /* of each row, relative to `first_group` */
     uint64_t first_group, group_count;
@@ -228,43 +226,16 @@ static const sl_scaling *scaling_of(band *self, uint64_t column) {
     return &self->scaling;
 }
 
-/* Bytes of the words of some columns in a stored row of COLUMNS; 0 in other layouts, which take a cache line at most.
- */
-static uint64_t width_of(const band *self, uint64_t columns) {
-    return self->job->packed->layout == SL_LAYOUT_COLUMNS ? columns * 4 : 0;
-}
-
-/* Prefetches the words of some columns in stored rows [line, end). */
-static void prefetch_words(const band *self, uint64_t column, uint64_t width, uint64_t line, uint64_t end) {
-    for (; line < end; line++) {
-        const uint8_t *from = self->bytes + line * self->pitch + (column - self->begin) * 4;
-        for (uint64_t at = 0; at < width; at += 64) SL_PREFETCH(from + at);
-    }
-}
-
-/* Copies these words, one row after another. In place they could not stay in the cache: if the pitch is a power of two,
- * all rows compete for the same sets. */
-static void copy_words(const band *self, uint64_t column, uint64_t width, uint64_t line, uint64_t end) {
-    for (; line < end; line++) {
-        const uint8_t *from = self->bytes + line * self->pitch + (column - self->begin) * 4;
-        if (width == TILE_COLUMNS * 4) /* a constant, which compiles to a few moves */
-            memcpy(self->words + line * width, from, TILE_COLUMNS * 4);
-        else
-            memcpy(self->words + line * width, from, (size_t)width);
-    }
-}
-
 /* Transposes a tile: the words of each column, words with the nibbles of eight columns, or, in other layouts, values.
  */
 static void turn(const band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
-    uint64_t lines = self->lines, skipped = column - self->begin;
+    uint64_t skipped = column - self->begin;
     sl_plane from = {(uint8_t *)(uintptr_t)self->bytes + skipped * self->line_bits / 8, (int64_t)self->pitch, 4};
-    if (packed->layout == SL_LAYOUT_COLUMNS)
-        from = (sl_plane){self->words, (int64_t)columns * 4, 4};
-    else if (in_nibbles(packed, columns))
+    uint64_t lines = self->lines;
+    if (in_nibbles(packed, columns))
         columns /= 8;
-    else {
+    else if (packed->layout == SL_LAYOUT_ROWS) {
         from = (sl_plane){self->values, (int64_t)columns * 4, 4};
         for (uint64_t r = 0; r < lines; r++)
             sl_packed_look_up(packed, self->plan, self->bytes + r * self->pitch, skipped, columns, NULL,
@@ -311,47 +282,26 @@ static void prefetch(const band *self, uint64_t value, uint64_t count) {
     for (uint64_t at = 0; at < size; at += 64) SL_PREFETCH_WRITE(memory + at);
 }
 
-/* Number of columns in the tile at `column`. */
-static uint64_t tile_columns(const band *self, uint64_t column, uint64_t end) {
-    uint64_t some = sl_min_u64(end - column, in_nibbles(self->job->packed, 8) ? NIBBLE_COLUMNS : TILE_COLUMNS);
-    return some > 8 ? some - some % 8 : some; /* the last word may be partial */
-}
-
-/* Restores the columns of a transposed tile, and meanwhile copies the words of the next one, `width` bytes of each
- * stored row from column `next` on. Values are finished while they are in the first-level cache, because reading them
- * again from memory would have to wait for the stores. */
-static int32_t restore_tile(band *self, uint64_t column, uint64_t columns, uint64_t next, uint64_t width,
-                            sl_error *error) {
+/* Dequantizes columns [column, end), which begin at a whole word. Values are finished while they are in the first-level
+ * cache, because reading them again from memory would have to wait for the stores. */
+static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
     const sl_packed *packed = self->job->packed;
     work one = {self->job, &self->plan->conversion, self->plan->streams};
-    uint64_t lines = width > 0 ? self->lines : 0, step = lines / columns + 1;
-    self->scaled_as = UINT64_MAX;
-    for (uint64_t k = 0; k < columns; k++) {
-        uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
-        if (!one.streams && column + k + AHEAD < packed->columns)
-            prefetch(self, value + AHEAD * packed->rows, self->rows);
-        prefetch_words(self, next, width, k * step, sl_min_u64((k + 1) * step, lines));
-        if (k >= AHEAD) copy_words(self, next, width, (k - AHEAD) * step, sl_min_u64((k - AHEAD + 1) * step, lines));
-        restore_column(self, column, columns, k);
-        int32_t status = store(&one, self->line, value, self->rows, error);
-        if (status != SL_OK) return status;
-    }
-    copy_words(self, next, width, columns > AHEAD ? (columns - AHEAD) * step : 0, lines);
-    return SL_OK;
-}
-
-/* Dequantizes columns [column, end), which begin at a whole word. */
-static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
-    uint64_t some = tile_columns(self, column, end), width = width_of(self, some);
-    prefetch_words(self, column, width, 0, width > 0 ? self->lines : 0);
-    copy_words(self, column, width, 0, width > 0 ? self->lines : 0);
-    for (uint64_t next; column < end; column = next, some = tile_columns(self, column, end)) {
-        next = column + some;
-        width = next < end ? width_of(self, tile_columns(self, next, end)) : 0;
+    bool nibbles = in_nibbles(packed, 8);
+    for (uint64_t some; column < end; column += some) {
+        some = sl_min_u64(end - column, nibbles ? NIBBLE_COLUMNS : TILE_COLUMNS);
+        if (some > 8) some -= some % 8; /* the last word may be partial */
         turn(self, column, some);
         tile_scales(self, column, some);
-        int32_t status = restore_tile(self, column, some, next, width, error);
-        if (status != SL_OK) return status;
+        self->scaled_as = UINT64_MAX;
+        for (uint64_t k = 0; k < some; k++) {
+            uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
+            if (!one.streams && column + k + AHEAD < packed->columns)
+                prefetch(self, value + AHEAD * packed->rows, self->rows);
+            restore_column(self, column, some, k);
+            int32_t status = store(&one, self->line, value, self->rows, error);
+            if (status != SL_OK) return status;
+        }
     }
     return SL_OK;
 }
@@ -511,8 +461,7 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     self.values = self.turned + TURNED;
     self.line = self.values + TURNED;
     self.gathered = (float *)(void *)(self.line + LINE);
-    self.words = self.line + 4 * LINE;
-    self.staging = self.words + WORDS;
+    self.staging = self.line + 4 * LINE;
     uint64_t begin = (self.matrix * lines_of(packed, packed->rows) + lines_of(packed, self.row)) * packed->row_bytes;
     uint64_t size = sl_min_u64(self.lines * packed->row_bytes, packed->size - begin), most = packed->columns;
     /* Columns of a much wider matrix are read without the rest of the rows. */
