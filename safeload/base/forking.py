@@ -21,7 +21,7 @@ PACKAGES = frozenset(
     }
     | {"safetensors"}  # by way of `install_as_safetensors`
 )
-# In seconds. A fork never waits longer, because an import may itself wait for the forking thread.
+# In seconds. A fork waits no longer for the next module, because an import may itself wait for the forking thread.
 _PATIENCE, _PAUSE = 30.0, 0.001
 # CPython's locks of modules during import: weak references by name.
 _LOCKS = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
@@ -78,12 +78,14 @@ def _holding() -> dict[str, Any]:
 def _wait() -> None:
     if not _imported_elsewhere():
         return
-    before, deadline = _holding(), time.monotonic() + _PATIENCE
+    before, count, deadline = _holding(), len(sys.modules), time.monotonic() + _PATIENCE
     # Their hooks have already locked these for the fork, but an import may need them, as `logging.getLogger` does.
     lent = [lock for lock in before.values() if _is_held(lock)]
     for lock in lent:
         lock.release()
     while _imported_elsewhere() and time.monotonic() < deadline:
+        if len(sys.modules) != count:  # the import gets on: that of torch can take longer on a busy machine
+            count, deadline = len(sys.modules), time.monotonic() + _PATIENCE
         time.sleep(_PAUSE)
     # Python listed the hooks when the fork began: hooks registered since then would release free locks.
     for lock in [*lent, *(lock for name, lock in _holding().items() if name not in before)]:

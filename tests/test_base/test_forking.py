@@ -42,7 +42,7 @@ def forked(function):
     if child == 0:
         status = 3
         try:
-            signal.alarm(20)
+            signal.alarm(120)  # importing torch takes 30 s on a busy machine
             function()
             status = 0
         finally:
@@ -302,3 +302,30 @@ def test_stores_outlive_a_fork_and_their_locks_are_process_locks():
     for module in (ROOT / "safeload/stores").rglob("*.py"):
         if module.name not in ("thread_group.py", "stop.py"):  # of one call, in the process that makes it
             assert not re.search(r"threading\.R?Lock|Condition\(", module.read_text("utf-8")), module
+
+
+# Starts to import a package of many modules in a thread, and forks meanwhile.
+SLOW = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from safeload.base import forking
+forking._PATIENCE = 0.6
+threading.Thread(target=lambda: __import__("tokenizers")).start()
+while "tokenizers" not in sys.modules:
+    time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    os._exit(0 if "tokenizers.last" in sys.modules else 5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_waits_for_an_import_that_gets_on(tmp_path):
+    package = tmp_path / "tokenizers"
+    package.mkdir()
+    names = [*(f"part{k}" for k in range(12)), "last"]
+    package.joinpath("__init__.py").write_text("".join(f"import tokenizers.{name}\n" for name in names))
+    for name in names:
+        package.joinpath(f"{name}.py").write_text("import time; time.sleep(0.1)")
+    done = subprocess.run([sys.executable, "-I", "-c", SLOW, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0\n", done.stderr
