@@ -56,10 +56,13 @@ def check_available() -> None:
 
 def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
     """Return a function from a stream to its decompressed stream, and the errors of that stream."""
-    if sys.version_info >= (3, 14):
-        from compression.zstd import ZstdError, ZstdFile
+    try:
+        if sys.version_info >= (3, 14):
+            from compression.zstd import ZstdError, ZstdFile
 
-        return ZstdFile, (ZstdError, EOFError)
+            return ZstdFile, (ZstdError, EOFError)
+    except ImportError:
+        pass  # a Python built without zstd
     try:
         import zstandard
     except ImportError:
