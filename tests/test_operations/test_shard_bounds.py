@@ -1,6 +1,6 @@
 """Shards hold as many tensors as fit, in order."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safeload.operations.folders.shards import shard_bounds
@@ -15,6 +15,7 @@ def one_by_one(sizes, limit):
     return shards
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9) | st.integers(0, 1 << 55), max_size=30), st.integers(1, 20) | st.integers(1, 1 << 56))
 def test_each_shard_takes_tensors_up_to_the_limit(sizes, limit):
     bounds = shard_bounds(sizes, limit)

@@ -174,13 +174,13 @@ def test_an_edit_of_a_file_that_is_its_own_source(path):
 def test_100000_changes_take_linear_time(tmp_path):
     count = 100_000
     safeload.save({f"t{k}": np.ones(1, np.int8) for k in range(count)}, tmp_path / "a.safetensors", durable=False)
-    started = time.perf_counter()
+    started = time.process_time()
     with safeload.edit(tmp_path / "a.safetensors", durable=False) as file:
         for k in range(0, count, 2):
             file.rename(f"t{k}", f"r{k}")
         for k in range(1, count, 4):
             del file[f"t{k}"]
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert len(safeload.open(tmp_path / "a.safetensors")) == 75_000
 
 
