@@ -36,7 +36,9 @@ TESTS=(
     tests/test_urls.py
 )
 # What the tests import.
-HELPERS=(gguf pytest pytest-xdist pytest-benchmark hypothesis fsspec urllib3 sybil setuptools zstandard h5py tokenizers)
+HELPERS=(gguf pytest pytest-xdist pytest-benchmark hypothesis fsspec urllib3 sybil setuptools)
+# And those that have no wheel for 3.13t.
+WHEELS=(zstandard h5py tokenizers)
 
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -106,8 +108,8 @@ install() {
         pip --no-build-isolation --no-deps "$work/cffi"
         pip --no-build-isolation --no-deps "$work/source"
         ;;
-    oldest) pip --only-binary :all: "${OLDEST[@]}" "$wheel" "${HELPERS[@]}" safetensors ;;
-    *) pip --only-binary :all: "$wheel" "${HELPERS[@]}" safetensors ;;
+    oldest) pip --only-binary :all: "${OLDEST[@]}" "$wheel" "${HELPERS[@]}" "${WHEELS[@]}" safetensors ;;
+    *) pip --only-binary :all: "$wheel" "${HELPERS[@]}" "${WHEELS[@]}" safetensors ;;
     esac
 }
 
