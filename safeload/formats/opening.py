@@ -306,8 +306,9 @@ def reopen_subset(
                 file.close()
         raise
     files = [file for shard in shards for file in shard.files]
-    if alone:
-        return OpenedPath(seen[0][0], shards[0].format, files, shards[0].where or None, {}, config, recipe=recipe)
+    if alone:  # the metadata describes quantized tensors
+        shard = shards[0]
+        return OpenedPath(seen[0][0], shard.format, files, shard.where or None, shard.metadata, config, recipe=recipe)
     return OpenedPath(seen[0][0], shards[0].format, files, where, {}, config, recipe=recipe)
 
 
