@@ -112,7 +112,7 @@ def both(tmp_path, monkeypatch):
         {"metadata": {"more": "1", "z": None, "safeload.quantized": "{}"}},
         {"max_shard_size": "5GB", "dtype": "float16"},
     ],
-    ids=str,
+    ids=["nothing", "dtype", "dtype and only", "drop", "rename", "metadata", "one shard"],
 )
 def test_plan_and_bytes_are_those_of_tensor_by_tensor(both, request, source, options):
     plan = both(request.getfixturevalue(source), **options)
