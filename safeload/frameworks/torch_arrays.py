@@ -211,6 +211,8 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
         RuntimeError: tensors share memory.
         UnsupportedDtypeError, NotImplementedError: see `memory_of`.
     """
+    if isinstance(tensors, dict):  # a subclass can make its tensors when asked, and another thread can replace them
+        tensors = dict(tensors.items())
     entries = _plain_memory(tensors)
     if entries is not None:
         keep.extend(tensors.values())

@@ -193,6 +193,22 @@ def test_a_tensor_whose_memory_was_freed_is_refused(rest):
             ours.save(tensors)
 
 
+class MadeWhenAsked(dict):
+    """Tensors of as many ones as the values say."""
+
+    def items(self):
+        return ((name, torch.ones(count)) for name, count in super().items())
+
+
+@pytest.mark.parametrize("names", ["a", "abcdefgh"])
+def test_a_dict_that_makes_its_tensors_when_asked_is_saved(names, tmp_path):
+    tensors = MadeWhenAsked(dict.fromkeys(names, 1_000_000))
+    expected = dict(tensors.items())
+    same(ours.load(ours.save(tensors)), expected)
+    ours.save_file(tensors, tmp_path / "x")
+    same(ours.load_file(tmp_path / "x"), expected)
+
+
 @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, "text", ["a"]], ids=repr)
 def test_metadata_that_is_not_text_is_refused(metadata):
     with pytest.raises(TypeError):
