@@ -486,8 +486,9 @@ def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Te
     """
     where, files = checkpoint._where, checkpoint.weight_files
     if names is not None and where is not None and not checkpoint._hidden:
+        names = list(distinct(names))  # may be an iterator
         with suppress(KeyError):
-            return Tensors.located(where, list(distinct(names)))
+            return Tensors.located(where, names)
     if names is not None and (where is not None or checkpoint._hidden):
         return Tensors.of((name, *checkpoint._locate(name)) for name in distinct(names))
     return Tensors.in_file(files[0], names) if where is None else Tensors.located(where)

@@ -216,6 +216,18 @@ def test_load_reports_progress_and_takes_threads(folder):
     assert calls[-1] == (total, total)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_missing_name_of_an_iterator_is_refused(several, path, folder):
+    names = ["a"] if several else ["weight"]
+    with safeload.open(folder if several else path) as checkpoint:
+        assert list(checkpoint.load(iter(names))) == names
+        for refused in ([*names, "missing"], ["missing"], ["missing", *names]):
+            with pytest.raises(TensorNotFoundError, match="missing"):
+                checkpoint.load(iter(refused))
+            with pytest.raises(TensorNotFoundError, match="missing"):
+                list(checkpoint.stream(iter(refused)))
+
+
 @pytest.mark.parametrize(
     "call", ["checkpoint['weigth']", "checkpoint.get_slice('weigth')", "checkpoint.load(['weigth'])"]
 )
