@@ -27,7 +27,7 @@ import safeload
 import safeload.gguf
 import safeload.moon
 from safeload import SafetensorError
-from safeload.engine.run.atomic_file import AtomicFile
+from safeload.engine.run.atomic_file import AtomicFile, remove_abandoned
 from safeload.engine.run.memory import address_of
 from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
@@ -949,6 +949,26 @@ def test_a_file_whose_block_never_began_is_removed(tmp_path):
     del file
     gc.collect()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_an_exception_in_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
+    data = np.arange(5, dtype=np.uint8)
+    with AtomicFile(tmp_path / "x", 5) as file:
+        child = os.fork()
+        if child == 0:
+            try:
+                file.__exit__(SystemExit, SystemExit(), None)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        (temporary,) = os.listdir(tmp_path)
+        remove_abandoned(str(tmp_path), ["x"])
+        assert os.listdir(tmp_path) == [temporary]
+        file.write([(address_of(data), 5)])
+    assert (tmp_path / "x").read_bytes() == data.tobytes()
+    assert os.listdir(tmp_path) == ["x"]
 
 
 @pytest.mark.parametrize("durable", [True, False])

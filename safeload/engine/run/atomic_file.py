@@ -120,7 +120,7 @@ class AtomicFile:
 
     def __del__(self) -> None:
         """Remove the file if the exception of a signal arrived before the ``with`` block began."""
-        if getattr(self, "_temporary", None) is not None and self._process == os.getpid():
+        if getattr(self, "_temporary", None) is not None:
             self._abandon()
 
     def _keep_owner_and_mode(self, existing: os.stat_result) -> None:
@@ -268,6 +268,8 @@ class AtomicFile:
         return descriptor
 
     def _abandon(self) -> None:
+        if self._process != os.getpid():  # a forked child: its parent goes on writing the file
+            self._temporary = None
         if self._descriptor >= 0:
             self._close_descriptor()
         if self._temporary is not None:
