@@ -38,12 +38,24 @@ def source(path: Any) -> Any:
 
 @contextmanager
 def read_again(path: str) -> Iterator[Any]:
-    """Yield the `source` for a command that reads it several times: of a pipe, a temporary copy."""
+    """Yield the `source` for a command that reads it several times: of a pipe, a temporary copy.
+
+    Raises:
+        FormatError, UnsupportedError: a pipe has another format; it is not read to its end, which may never come.
+    """
     stream = source(path)
     if stream is path or _is_file(stream):
         yield stream
         return
+    # Imported here: they would slow down other commands.
+    from ..formats.foreign import HEAD_SIZE
+    from ..formats.registry import check_head
+
+    head = stream.read(HEAD_SIZE)
+    if len(head) == HEAD_SIZE:
+        check_head(head, STDIN)
     with tempfile.TemporaryFile(prefix="safeload-", buffering=0) as copy:
+        copy.write(head)
         while data := stream.read(_PIECE):
             copy.write(data)
         copy.seek(0)

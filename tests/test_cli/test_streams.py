@@ -129,6 +129,16 @@ def test_other_streams_are_refused_and_no_file_is_created(run, arguments, messag
     assert os.listdir() == ["m.safetensors"]
 
 
+@pytest.mark.parametrize("arguments", [["report", "-"], ["check", "-", "--write-manifest", "new.json"], ["info", "-"]])
+def test_a_pipe_with_another_format_is_not_read_to_its_end(run, arguments, monkeypatch):
+    read = []
+    monkeypatch.setattr("safeload.cli.streams.tempfile.TemporaryFile", lambda **options: read.append("all"))
+    status, _, err = run(*arguments, data=bytes(1 << 20))
+    assert (status, read) == (1, [])
+    assert "no known weight format starts with 00 00" in err
+    assert os.listdir() == ["m.safetensors"]
+
+
 def test_a_file_of_this_name_has_a_folder_in_its_path(run):
     path = os.path.join(os.curdir, "-")
     assert run("convert", "m.safetensors", path, "--format", "npz")[0] == 0
