@@ -59,8 +59,7 @@ def read_again(path: str) -> Iterator[Any]:
         while data := stream.read(_PIECE):
             copy.write(data)
         copy.seek(0)
-        if os.name != "nt":  # there the name is the path of the file
-            vars(copy)["name"] = STDIN
+        vars(copy)["name"] = STDIN
         yield copy
 
 

@@ -16,7 +16,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from ..base.forking import ProcessLock
@@ -155,6 +155,7 @@ class _FileObject:
         self._seeks = self._real is not None or (self._start is not None and _seeks_cheaply(file))
         self._head = b""  # taken from an object that cannot seek
         self._latest: Callable[[], LocalStore | None] = lambda: None  # a store to duplicate
+        self._copy: _FileObject | None = None  # on Windows
 
     # ---- kinds ----
 
@@ -256,14 +257,25 @@ class _FileObject:
 
     def _copied(self) -> ByteStore:
         """Copy the object to a temporary file without a name, whose space is free after its last array."""
-        with tempfile.TemporaryFile(prefix="safeload-") as out:
+        if self._copy is not None:
+            return self._copy._on_demand()
+        with ExitStack() as stack:
+            out = stack.enter_context(tempfile.TemporaryFile(prefix="safeload-"))
             out.write(self._head)
             self._head = b""
             with self._locked.lock.own, self._restored():
                 while part := _part(self.file, _CHUNK, self.name):
                     out.write(part)
             out.flush()
-            return of_descriptor(out.fileno(), self.name)
+            if os.name != "nt":
+                return of_descriptor(out.fileno(), self.name)
+            out.seek(0)  # a copy cannot be opened again by its descriptor
+            copy = _FileObject(out)
+            copy.name = self.name
+            store = copy._on_demand()
+            self._copy = copy
+            weakref.finalize(copy, stack.pop_all().close)
+            return store
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

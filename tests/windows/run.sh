@@ -13,6 +13,7 @@ MODULES=(
     tests/test_cli
     tests/test_compat/test_numpy.py
     tests/test_compat/test_safe_open.py
+    tests/test_stores/test_file_objects.py
     tests/test_stores/test_prefetch.py
     tests/test_engine/test_loading.py
     tests/test_engine/test_stream.py
