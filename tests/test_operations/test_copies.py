@@ -4,10 +4,9 @@ import json
 import os
 import threading
 
-import ml_dtypes
 import numpy as np
 import pytest
-from builders.random import rng
+from builders.mixed_tensors import many, tensor
 from builders.remote import Served
 from builders.rooms import without_room
 
@@ -20,20 +19,6 @@ from safeload.operations.convert import convert as operation
 from safeload.stores.files import Location
 
 pytestmark = pytest.mark.any_python
-
-DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
-
-
-def tensor(dtype, shape):
-    bits = rng.integers(0, 2, shape) if dtype == "bool" else rng.integers(-50, 50, shape)
-    return bits.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
-
-
-def many(count=300):
-    """Tensors of all dtypes and of many shapes, some of them empty or scalars, in no order of names."""
-    shapes = [(), (0, 3), (1,), (7,), (2, 3), (3, 1, 5), (64, 64)]
-    names = [f"{'zyx'[k % 3]}.{k * 7919 % count}.é{chr(10) if k == 5 else ''}" for k in range(count)]
-    return {name: tensor(DTYPES[k % len(DTYPES)], shapes[k % len(shapes)]) for k, name in enumerate(names)}
 
 
 def written(path, header, data):
@@ -59,7 +44,7 @@ def unordered(path, tensors):
 
 @pytest.fixture
 def model(tmp_path):
-    save_file(many(), tmp_path / "model.safetensors", {"origin": "here", "z": "1"})
+    save_file(many(300), tmp_path / "model.safetensors", {"origin": "here", "z": "1"})
     return tmp_path / "model.safetensors"
 
 

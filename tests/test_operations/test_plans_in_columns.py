@@ -6,11 +6,11 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import ml_dtypes
 import numpy as np
 import pytest
 from builders.clusters import RESUME
 from builders.executors import processes
+from builders.mixed_tensors import DTYPES, SHAPES, many, tensor
 from builders.models import small, write_folder
 from builders.paths import DATA
 from builders.quantized import FIXTURES
@@ -23,19 +23,6 @@ from safeload.operations.convert import planning, run_plan
 pytestmark = pytest.mark.no_core
 
 INDEX = "model.safetensors.index.json"
-DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
-SHAPES = [(), (0, 3), (1,), (7,), (2, 3), (3, 1, 5), (64, 64)]
-
-
-def tensor(dtype, shape):
-    bits = rng.integers(0, 2, shape) if dtype == "bool" else rng.integers(-50, 50, shape)
-    return bits.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
-
-
-def many(count=63, stem=""):
-    """Tensors of all dtypes and of many shapes, some of them empty or scalars, in no order of names."""
-    names = [f"{stem}{'zyx'[k % 3]}.{k * 7919 % count}.é{chr(10) if k == 5 else ''}" for k in range(count)]
-    return {name: tensor(DTYPES[k % len(DTYPES)], SHAPES[k % len(SHAPES)]) for k, name in enumerate(names)}
 
 
 def contents(folder):
@@ -44,7 +31,7 @@ def contents(folder):
 
 @pytest.fixture
 def file(tmp_path):
-    save_file(many(), tmp_path / "model.safetensors", {"origin": "here", "z": "1"})
+    save_file(many(63), tmp_path / "model.safetensors", {"origin": "here", "z": "1"})
     return tmp_path / "model.safetensors"
 
 
