@@ -13,8 +13,10 @@ PathLike = str | os.PathLike[str]
 
 # In bytes: the limit of Windows, which is far above PATH_MAX of other systems.
 _LONGEST_PATH = 65_536
-# How `os.fsencode` encodes paths. It is a closure, for whose cells threads contend without the GIL.
-_ENCODING, _ERRORS = sys.intern(sys.getfilesystemencoding()), sys.intern(sys.getfilesystemencodeerrors())
+# How the C core takes paths: as `os.fsencode` encodes them, a closure for whose cells threads contend without the GIL,
+# but on Windows in strict UTF-8.
+_SYSTEM = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+_ENCODING, _ERRORS = map(sys.intern, ("utf-8", "strict") if os.name == "nt" else _SYSTEM)
 # PATH_MAX of Linux. Bytes are rarely a path; by mistake they can be the content of a file.
 _LONGEST_BYTES = 4096
 # Errors if a path does not exist: a signed URL is too long, and "owner/name" may have a file "owner".
@@ -36,7 +38,7 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
     fs_path = os.fspath(path)
     text = fs_path if isinstance(fs_path, str) else os.fsdecode(fs_path)
     try:
-        encoded = text.encode() if os.name == "nt" else text.encode(_ENCODING, _ERRORS)
+        encoded = text.encode(_ENCODING, _ERRORS)
     except UnicodeEncodeError:
         raise ValueError(f"lone surrogate in path {show(text)}") from None
     if b"\0" in encoded:
@@ -48,7 +50,7 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
 
 def private_text(path: str) -> str:
     """Return a copy of a path unless `native_path` refuses it: threads would contend for a caller's without the GIL."""
-    return native_path(path)[1].decode("utf-8" if os.name == "nt" else _ENCODING, _ERRORS)
+    return native_path(path)[1].decode(_ENCODING, _ERRORS)
 
 
 def _refuse_content(path: bytes | bytearray | memoryview) -> None:

@@ -251,14 +251,10 @@ class Table:
         before, last = columns.dim_ends[begin - 1] if begin else 0, columns.dim_ends[end - 1]
         dims = tuple(ffi.unpack(columns.dims + before, last - before)) if last > before else ()
         rank = len(dims) // count
-        if count < _NUMPY_FROM:
-            ends = ffi.unpack(columns.dim_ends + begin, count)
-            alike = rank and ends == list(range(before + rank, last + 1, rank))
-        else:
-            expected = np.arange(before + rank, last + 1, max(rank, 1), dtype=np.uint64).tobytes()
-            alike = rank and expected == ffi.buffer(columns.dim_ends + begin, 8 * count)[:]
-        if alike:
-            return list(zip(*[iter(dims)] * rank, strict=True))
+        if rank and count >= _NUMPY_FROM:
+            expected = np.arange(before + rank, last + 1, rank, dtype=np.uint64).tobytes()
+            if expected == ffi.buffer(columns.dim_ends + begin, 8 * count)[:]:
+                return list(zip(*[iter(dims)] * rank, strict=True))
         ends = ffi.unpack(columns.dim_ends + begin, count)
         return [dims[a - before : b - before] for a, b in pairwise([before, *ends])]
 

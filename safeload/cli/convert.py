@@ -182,11 +182,11 @@ def run(options: argparse.Namespace) -> int:
     """Convert and return the exit status."""
     check_once(options.source)
     to_stdout = options.destination == STANDARD
+    sharded = options.max_shard_size is not None or is_url(options.destination)
     for option in ("resume", "dask", "max_shard_size"):
-        sharded = option == "max_shard_size" or options.max_shard_size is not None or is_url(options.destination)
         if not getattr(options, option):
             continue
-        if to_stdout or (not sharded and not is_folder(where(options.destination), options.format)):
+        if to_stdout or not (sharded or is_folder(where(options.destination), options.format)):
             flag = option.replace("_", "-")
             raise ValueError(f"--{flag} needs a folder as destination, got {show(options.destination)}")
     if to_stdout:

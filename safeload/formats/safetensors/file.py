@@ -253,7 +253,7 @@ class TensorToWrite(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True if `buffer` has the bytes of the tensor."""
+        """True if `buffer` has the bytes of the tensor; else each buffer of `pieces` is written before the next."""
         data = self.data
         return isinstance(data, Memory) or (not isinstance(data, Lazy) and written_as_is(data))
 
@@ -271,11 +271,6 @@ class TensorToWrite(NamedTuple):
         """The bytes of a `whole` tensor."""
         data = self.data
         return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
-
-    @property
-    def streamed(self) -> bool:
-        """True if each buffer of `pieces` must be written before the next is made."""
-        return not self.whole
 
 
 def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | None]:
@@ -378,7 +373,7 @@ class FileWriter:
                 for source in group:
                     entry = source.staged
                     if entry is None or staged is None:
-                        streamed = source.streamed
+                        streamed = not source.whole
                         for owner, address, size in source.pieces():
                             yield owner, address, size, streamed
                         continue

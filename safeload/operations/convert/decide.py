@@ -39,7 +39,7 @@ from .request import ConvertRequest
 
 _F32 = dtypes.BY_CODE["F32"]
 # Stands for the dtype number of a tensor that is copied.
-_COPY = -1
+AS_STORED = -1
 
 
 class Decision(NamedTuple):
@@ -308,9 +308,9 @@ def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> tuple
         sources: uint8, dtype numbers in the source.
         targets: uint8, dtype numbers in the result.
     """
-    casts = np.where(sources == targets, _COPY, targets.astype(np.int16))
+    casts = np.where(sources == targets, AS_STORED, targets.astype(np.int16))
     begins = [0, *(np.flatnonzero(casts[1:] != casts[:-1]) + 1).tolist()] if len(casts) else []
-    codes = [None if number == _COPY else dtypes.BY_NUMBER[number].code for number in casts[begins].tolist()]
+    codes = [None if number == AS_STORED else dtypes.BY_NUMBER[number].code for number in casts[begins].tolist()]
     ends = [*begins[1:], len(casts)]
     return tuple(
         TensorRun(names=tuple(names[begin:end]), dtype=code)

@@ -35,14 +35,12 @@ from ..quantize.engine_rules import EngineRules
 from ..sources.catalog import Catalog
 from ..sources.piece_files import PieceSource, Sources
 from ..sources.recipes import TensorRecipe
-from .decide import ConversionPiece, PlannedSummary, TensorRun, row_of, runs_of_casts
+from .decide import AS_STORED, ConversionPiece, PlannedSummary, TensorRun, row_of, runs_of_casts
 from .make import may_be_code
 from .request import ConvertRequest, extras_for, is_restored, metadata_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_AS_STORED = -1  # stands for the dtype number of a tensor that is copied
 
 
 class ConvertReport(NamedTuple):
@@ -390,12 +388,12 @@ def planned_copies(
     if tensors is None:
         return None
     numbers = tensors.ranges.numbers
-    codes = {code: _AS_STORED if code is None else row_of(code).number for code in set(casts.values())}
+    codes = {code: AS_STORED if code is None else row_of(code).number for code in set(casts.values())}
     if len(codes) == 1:
         targets = np.full(len(casts), next(iter(codes.values())), np.int16)
     else:
         targets = np.fromiter(map(codes.__getitem__, casts.values()), np.int16, len(casts))
-    targets = np.where(targets == _AS_STORED, numbers, targets).astype(np.uint8)
+    targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in np.unique(numbers.astype(np.uint16) << 8 | targets).tolist():
         row, to = (dtypes.BY_NUMBER[number] for number in divmod(pair, 256))
         if row is not to and not (row.floating and to.floating and row.converts_to(to)):

@@ -63,7 +63,7 @@ class TensorBytes:
         for owner, address, size in source.pieces():
             waiting.append((address, size))
             owners.append(owner)
-            if source.streamed:
+            if not source.whole:
                 self._file.write(waiting)
                 waiting, owners = [], []
         self._file.write(waiting)
