@@ -175,6 +175,9 @@ def _machine() -> dict[str, str]:
         pass
     found["memory touched before each sample of a row of gigabytes"] = f"{files.hot_memory() / 1e9:.0f} GB"
     found["cpus"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
     if hasattr(os, "getloadavg"):
         found["load average"] = f"{os.getloadavg()[0]:.1f}"
     return found | {package: _version(package) for package in PACKAGES}

@@ -309,4 +309,6 @@ def to_numpy(array: Any) -> NumpyArray:
 
 def _fetched(array: Any) -> NumpyArray:
     """Return the values of an array on one device, through a temporary: JAX caches `numpy.asarray` in the array."""
-    return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array]))
+    array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+    values: NumpyArray = jax.device_get(array)  # `jax.transfer_guard` may forbid implicit transfers
+    return values

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,8 +29,14 @@ from .torch_arrays import torch
 # Exact conversions to do on the device, after a copy of fewer bytes.
 _WIDENED = {"BF16": ("F32", "F64"), "F16": ("F32", "F64"), "F32": ("F64",)}
 
-# More threads save no time, and each pins a buffer.
-_MOST_WORKERS = 32
+# More threads save no time.
+_MOST_THREADS = 32
+# From this number of threads on, `_SHARING` of them fill a buffer together, and buffers are `_LARGER` times as large:
+# fewer buffers mean fewer steps in Python, in which the other threads wait.
+_FEW_THREADS, _SHARING, _LARGER = 4, 3, 2
+# Pieces of up to `_SMALL` bytes, if at least `_SEVERAL` lie next to each other, are copied to the device together and
+# divided there: to start a copy takes as long as to copy `_SMALL` bytes.
+_SMALL, _SEVERAL = 64 << 10, 8
 
 
 class DeviceCopies(Protocol):
@@ -44,8 +51,8 @@ class DeviceCopies(Protocol):
     def copying(self) -> AbstractContextManager[object]:
         """Return a context to start copies in. They wait for earlier uses of the memory that `empty` has returned."""
 
-    def copy(self, destination: Any, source: Any) -> None:
-        """Start to copy the bytes of a buffer to a device tensor of equal size."""
+    def copy(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
+        """Start to copy ranges of a buffer, (begin, end) in ascending order, to device tensors of equal sizes."""
 
     def convert(self, destination: Any, source: Any) -> None:
         """Start to convert a device tensor to the destination's dtype; the source is not used again."""
@@ -75,8 +82,9 @@ class Blocking:
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def copy(self, destination: Any, source: Any) -> None:
-        destination.copy_(source)
+    def copy(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
+        for destination, (begin, end) in zip(destinations, places, strict=True):
+            destination.copy_(buffer[begin:end])
 
     def convert(self, destination: Any, source: Any) -> None:
         destination.copy_(source)
@@ -120,8 +128,27 @@ class Streamed:
         context: AbstractContextManager[object] = self._module.stream(self._stream)
         return context
 
-    def copy(self, destination: Any, source: Any) -> None:
-        destination.copy_(source, non_blocking=True)
+    def copy(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
+        pairs = zip(destinations, places, strict=True)
+        for small, neighbours in groupby(pairs, lambda pair: pair[1][1] - pair[1][0] <= _SMALL):
+            run = list(neighbours)
+            if small and len(run) >= _SEVERAL:
+                self._copy_together([destination for destination, _ in run], buffer, [place for _, place in run])
+                continue
+            for destination, (begin, end) in run:
+                destination.copy_(buffer[begin:end], non_blocking=True)
+
+    def _copy_together(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
+        """Copy neighbouring ranges to the device at once, and from there to their tensors."""
+        first, last = places[0][0], places[-1][1]
+        with self.allocating():
+            copied = self.empty((last - first,), torch.uint8)
+        self._stream.wait_stream(self._caller)
+        copied.copy_(buffer[first:last], non_blocking=True)
+        borders = [border for place in places for border in place]
+        parts = copied.split_with_sizes([after - before for before, after in pairwise(borders)])
+        torch._foreach_copy_(destinations, parts[::2])  # the others lie between two places
+        copied.record_stream(self._stream)  # its memory stays reserved until the copies are done
 
     def convert(self, destination: Any, source: Any) -> None:
         destination.copy_(source)
@@ -194,13 +221,20 @@ def _arrivals(
     """Yield each tensor once its last copy was started. At the end, or if closed, all copies are done."""
     targets: dict[Any, _Target] = {}
     for entry in entries:
-        targets.setdefault(_key(entry), _Target(entry, copies)).names.append(entry.name)
+        key = _key(entry)
+        if key in targets:
+            targets[key].aliases += (entry.name,)
+        else:
+            targets[key] = _Target(entry, copies)
     by_name = {target.moved.name: target for target in targets.values()}
     moved = in_file_order((target.moved for target in targets.values()), (entry.file for entry in entries))
-    total = sum(entry.nbytes for entry in moved)
-    workers = max(1, min(thread_count(total, threads), _MOST_WORKERS, total // SMALLEST_BUFFER))
+    total = sum(target.left for target in targets.values())
+    workers = max(1, min(thread_count(total, threads), _MOST_THREADS, total // SMALLEST_BUFFER))
+    sharing = workers >= _FEW_THREADS
+    if sharing:
+        workers = -(-workers // _SHARING)
     count = max(BUFFERS, workers + 2)  # one is copied while the consumer starts the copies of another
-    size = buffer_size(total, count)
+    size = buffer_size(total, count, larger=_LARGER if sharing else 1)
     buffers: dict[int, Any] = {}
 
     def make(number: int) -> Array:
@@ -209,29 +243,34 @@ def _arrivals(
         return array
 
     ring = Ring(size, count, make, copies.wait)
-    reading = staged(moved, ring, threads, workers=workers, ordered=False)
+    reading = staged(moved, ring, threads, workers=workers, sharing=_SHARING if sharing else 1, ordered=False)
     meter = Meter(progress, total)
     try:
         for target in targets.values():
-            yield from target.arrivals(nothing)  # empty ones
+            if not target.left:  # it is empty
+                yield from target.arrivals(nothing)
         for filled in reading:
             if filled.buffer is None:
                 target = by_name[filled.name]
-                target.allocate()
+                array = filled.array.reshape(-1).view(np.uint8)
                 with copies.copying():
-                    target.copy(0, torch.from_numpy(filled.array.reshape(-1).view(np.uint8)))
+                    copies.copy([target.part(0, array.size)], torch.from_numpy(array), [(0, array.size)])
+                    target.copied(array.size)
                 meter.add(target.moved.nbytes)
                 yield from target.arrivals(copies.finish)
                 continue
-            for piece in filled.pieces:
-                by_name[piece.name].allocate()
+            parts = [by_name[name].part(begin, nbytes) for name, begin, nbytes, _ in filled.pieces]
+            places = [(at, at + nbytes) for _, _, nbytes, at in filled.pieces]
             with copies.copying():
-                for name, begin, nbytes, at in filled.pieces:
-                    by_name[name].copy(begin, buffers[filled.buffer][at : at + nbytes])
+                copies.copy(parts, buffers[filled.buffer], places)
+                del parts
+                complete = [target for piece in filled.pieces if (target := by_name[piece.name]).copied(piece.nbytes)]
                 copies.started(filled.buffer)
             meter.add(sum(piece.nbytes for piece in filled.pieces))
-            for piece in filled.pieces:
-                yield from by_name[piece.name].arrivals(partial(copies.wait, filled.buffer))
+            wait = partial(copies.wait, filled.buffer)
+            for target in complete:
+                yield from target.arrivals(wait)
+            del complete
     finally:
         reading.close()
         copies.finish()  # before memory in use by copies is freed
@@ -247,39 +286,48 @@ def _key(entry: Entry) -> Any:
 class _Target:
     """A device tensor under construction."""
 
-    def __init__(self, entry: Entry, copies: DeviceCopies) -> None:
-        self.names: list[str] = []  # that get the tensor
-        self.moved = _moved(entry)  # the entry to copy
-        self._copies = copies
-        self._copied = torch_arrays.described(self.moved)[1]
-        self._shape, self._dtype = torch_arrays.described(entry)
-        self._left = self.moved.nbytes
-        self._memory: Any = None
-        self._result: Any = None if self._left else copies.empty(self._shape, self._dtype)
+    __slots__ = ("_copies", "_dtype", "_memory", "_nbytes", "_result", "_sent", "_shape", "aliases", "left", "moved")
 
-    def allocate(self) -> None:
-        """Allocate the tensor's memory, if it has none yet."""
+    def __init__(self, entry: Entry, copies: DeviceCopies) -> None:
+        self.moved = _moved(entry)  # the entry to copy
+        self.aliases: tuple[str, ...] = ()  # further names that get the tensor
+        self._copies = copies
+        self._shape, self._dtype = torch_arrays.described(entry)
+        self._sent = self._dtype if self.moved is entry else torch_arrays.described(self.moved)[1]
+        self.left = self._nbytes = self.moved.nbytes  # bytes to copy
+        self._memory: Any = None
+        self._result: Any = None if self.left else copies.empty(self._shape, self._dtype)
+
+    def part(self, begin: int, nbytes: int) -> Any:
+        """Return the tensor's bytes from ``begin`` on, to copy to; the first call allocates its memory."""
         if self._memory is None:
             # Its own storage, because writers save whole storages, and some libraries free them.
-            self._memory = self._copies.empty((self.moved.nbytes,), torch.uint8)
-            copied = self._memory.view(self._copied).reshape(self._shape)
-            self._result = copied if self._copied == self._dtype else self._copies.empty(self._shape, self._dtype)
+            self._memory = self._copies.empty((self._nbytes,), torch.uint8)
+            if self._sent == self._dtype:
+                self._result = self._memory.view(self._sent).view(self._shape)
+            else:
+                self._result = self._copies.empty(self._shape, self._dtype)
+        return self._memory if nbytes == self._nbytes else self._memory[begin : begin + nbytes]
 
-    def copy(self, begin: int, source: Any) -> None:
-        """Start to copy part of a buffer to the tensor's bytes from ``begin`` on."""
-        size = source.numel()
-        self._copies.copy(self._memory[begin : begin + size], source)
-        self._left -= size
-        if not self._left and self._copied != self._dtype:
-            copied, self._memory = self._memory.view(self._copied).reshape(self._shape), None
-            self._copies.convert(self._result, copied)
+    def copied(self, nbytes: int) -> bool:
+        """Note that copies of so many bytes have been started; after the last ones, start to convert the tensor.
+
+        Returns:
+            True after the last ones.
+        """
+        self.left -= nbytes
+        if self.left:
+            return False
+        if self._sent != self._dtype:
+            sent, self._memory = self._memory.view(self._sent).view(self._shape), None
+            self._copies.convert(self._result, sent)
+        return True
 
     def arrivals(self, wait: Callable[[], object]) -> Iterator[Arrival]:
-        """Yield the tensor for each of its names, if all its bytes are being copied."""
-        if self._left or self._result is None:
-            return
+        """Yield the complete tensor for each of its names, once."""
         tensor, self._memory, self._result = self._result, None, None
-        for name in self.names:
+        yield self.moved.name, tensor, wait
+        for name in self.aliases:
             yield name, tensor.view(tensor.shape), wait
 
 

@@ -40,8 +40,9 @@ class Late(torch_devices.Blocking):
         self.tensors.append(weakref.ref(tensor))
         return tensor
 
-    def copy(self, destination, source):
-        self.queue.put(lambda: destination.copy_(source))
+    def copy(self, destinations, buffer, places):
+        work = super().copy
+        self.queue.put(lambda: work(destinations, buffer, places))
 
     def convert(self, destination, source):
         self.converted.append((source.dtype, destination.dtype))

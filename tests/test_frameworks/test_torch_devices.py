@@ -99,6 +99,16 @@ def test_a_buffer_is_not_filled_before_its_copies_are_done(tmp_path, small_ring)
     assert late.finished == 1
 
 
+@pytest.mark.parametrize(("threads", "count", "size"), [(1, 4, 1), (3, 5, 1), (4, 4, 2), (8, 5, 2), (16, 8, 2)])
+def test_number_and_size_of_the_buffers(tmp_path, small_ring, threads, count, size):
+    path = tmp_path / "x.safetensors"
+    save_file({f"t{k:02}": np.full(4096, k, np.float32) for k in range(80)}, path)
+    late = Late(0)
+    assert_same(load(path, copies=late, threads=threads), load_file(path))
+    assert 1 < len(late.buffers) <= count
+    assert {buffer.numel() for buffer in late.buffers} == {size * staging.BUFFER}
+
+
 def test_a_wait_that_does_nothing_would_be_noticed(tmp_path, small_ring):
     """The claim of the test before can fail."""
     path = tmp_path / "x.safetensors"
@@ -200,6 +210,26 @@ def test_the_steps_of_a_device_with_streams(tmp_path, small_ring, monkeypatch, p
     steps = [entry for entry in log if entry[0] in ("allocate", "wait", "enter")]
     for before, after in pairwise(steps):
         assert (before[0], after[0]) != ("allocate", "enter"), "the caller's stream may still use what the memory held"
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_small_neighbours_are_copied_to_the_device_together(tmp_path, small_ring, monkeypatch, dtype):
+    path = tmp_path / "x.safetensors"
+    generator = np.random.default_rng(2)
+    sizes = [*range(1, 40), 3000, 5, 7, 3000, *range(1, 20)]
+    save_file({f"t{k:03}": generator.standard_normal(n).astype(np.float16) for k, n in enumerate(sizes)}, path)
+    module, copied = Module(), []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(torch_devices, "_SMALL", 4096)
+    together = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, parts: copied.append(len(to)) or together(to, parts))
+    loaded = load(path, dtype, torch_devices.Streamed(CPU))
+    assert_same(loaded, load_file(path, dtype=dtype))
+    assert copied
+    assert sum(copied) > 50
+    for tensor in loaded.values():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def test_each_tensor_has_a_storage_of_its_own(tmp_path, small_ring):

@@ -8,6 +8,8 @@ from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...base import dtypes
 from ...base.arrays import Array, foreign_order
 from ...base.packing import Packed, Packing, by_columns, row_unit
@@ -18,7 +20,7 @@ from ..read.delivery import deliver
 from ..read.plan import Entry
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
-from ..run.jobs import Batch
+from ..run.jobs import Batch, move
 from ..run.memory import ALIGNMENT, address_of, aligned_bytes, private_array
 
 # Bytes of a buffer, and number of buffers. A buffer has work for all threads, and takes long enough to copy to a device
@@ -27,6 +29,8 @@ BUFFER, BUFFERS = 16 << 20, 4
 SMALLEST_BUFFER = 64 << 10
 # A chunk takes at most this part of a buffer, which limits the unused end of a buffer.
 _PER_BUFFER = 4
+# From this number of chunks in a buffer on, columns are faster than a job for each.
+_MANY = 32
 # Writers read up to this many bytes on request: reading ahead on a thread would take longer.
 IN_TURN = 4 << 20
 
@@ -147,9 +151,13 @@ class Filled(NamedTuple):
     name: str = ""  # of the indivisible tensor
 
 
-def buffer_size(total: int, count: int | None = None) -> int:
-    """Return the size of each of ``count`` buffers, by default `BUFFERS`, for tensors of ``total`` bytes."""
-    return max(SMALLEST_BUFFER, min(BUFFER, -(-total // (count or BUFFERS))))
+def buffer_size(total: int, count: int | None = None, *, larger: int = 1) -> int:
+    """Return the size of each of ``count`` buffers, by default `BUFFERS`, for tensors of ``total`` bytes.
+
+    Args:
+        larger: a buffer takes at most so many times `BUFFER`.
+    """
+    return max(SMALLEST_BUFFER, min(BUFFER * larger, -(-total // (count or BUFFERS))))
 
 
 class Ring:
@@ -194,22 +202,29 @@ class Ring:
 
 
 def staged(
-    entries: Iterable[Entry], ring: Ring, threads: int | None, *, workers: int = 1, ordered: bool = True
+    entries: Iterable[Entry],
+    ring: Ring,
+    threads: int | None,
+    *,
+    workers: int = 1,
+    sharing: int | None = None,
+    ordered: bool = True,
 ) -> Generator[Filled]:
     """Fill buffers while the caller uses earlier buffers.
 
     Args:
         entries: tensors with a target dtype; empty tensors are skipped.
-        threads: that fill a buffer together, if there is a single worker.
-        workers: number of buffers to fill at a time, each on one thread. Threads that share a buffer wait for each
-            other at its end, which takes longer the more there are.
+        threads: that read an indivisible tensor together.
+        workers: number of buffers to fill at a time.
+        sharing: number of threads that fill a buffer together, by default ``threads``. They wait for each other at its
+            end, which takes longer the more there are.
         ordered: False to yield buffers as they are filled instead of in the order of the tensors.
 
     Yields:
         Filled buffers. Each belongs to the caller until the next step.
     """
     listed = list(entries)
-    tasks = _tasks(listed, ring, threads, alone=workers > 1)
+    tasks = _tasks(listed, ring, threads, threads if sharing is None else sharing)
     if any(entry.file.remote for entry in listed):
         workers = max(workers, REMOTE_WORKERS)
     filling: Prefetch[Filled] = Prefetch(tasks, (ring.count - 1) * ring.size, workers=workers, ordered=ordered)
@@ -225,14 +240,14 @@ def _freed(filling: Iterator[Filled], ring: Ring) -> Generator[Filled]:
             ring.free(filled.buffer)
 
 
-def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, *, alone: bool = False) -> Iterator[Task]:
-    """Yield the tasks that fill buffers, on one thread each if ``alone``, and that make indivisible tensors."""
+def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: int | None) -> Iterator[Task]:
+    """Yield the tasks that fill buffers, and that make indivisible tensors."""
     chunks: list[tuple[Chunk, int]] = []
     end = 0
 
     def fill() -> Task:
         nonlocal chunks, end
-        work = partial(_fill, ring, chunks, threads=1 if alone else threads)
+        work = partial(_fill, ring, chunks, threads=sharing)
         chunks, end = [], 0
         return Task(ring.size, work)
 
@@ -259,9 +274,31 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, *, alone: 
 def _fill(ring: Ring, chunks: Sequence[tuple[Chunk, int]], check: Check, *, threads: int | None) -> Filled:
     number, buffer = ring.take()
     base = address_of(buffer)
-    batch = Batch(job for chunk, at in chunks for job in chunk.jobs(base + at))
-    batch.run(threads=threads, progress=lambda done, total: check())
+    if len(chunks) >= _MANY and not any(isinstance(c.source, Range) or c.entry.file.remote for c, _ in chunks):
+        _read(chunks, base, threads, check)
+    else:
+        batch = Batch(job for chunk, at in chunks for job in chunk.jobs(base + at))
+        batch.run(threads=threads, progress=lambda done, total: check())
     return Filled(number, _joined(chunks), buffer)
+
+
+def _read(chunks: Sequence[tuple[Chunk, int]], base: int, threads: int | None, check: Check) -> None:
+    """Read chunks of local files that are not packed, many of them."""
+    entries = [chunk.entry for chunk, _ in chunks]
+    files = {file: k for k, file in enumerate(dict.fromkeys(entry.file for entry in entries))}
+    sources: Any = [chunk.source for chunk, _ in chunks]
+    ranges = np.array(sources, np.uint64)
+    move(
+        list(files),
+        np.array([files[entry.file] for entry in entries]),
+        offsets=ranges[:, 0],
+        memory=np.array([at for _, at in chunks], np.uint64) + np.uint64(base),
+        sizes=ranges[:, 1],
+        sources=np.array([entry.source for entry in entries]),
+        targets=np.array([entry.target for entry in entries]),
+        threads=threads,
+        check=check,
+    )
 
 
 def _joined(chunks: Iterable[tuple[Chunk, int]]) -> list[Piece]:
@@ -307,7 +344,7 @@ class StagedBytes:
         self._filled: Generator[Filled]
         if total <= IN_TURN:
             ring = Ring(max(SMALLEST_BUFFER, total), 1)
-            tasks = _tasks(entries, ring, threads)
+            tasks = _tasks(entries, ring, threads, threads)
             self._filled = _freed((task.run(nothing) for task in tasks), ring)
         else:
             self._filled = staged(entries, Ring(buffer_size(total), BUFFERS), threads)
