@@ -310,18 +310,64 @@ def move(
     Raises:
         FormatError, OSError: a file cannot be read.
     """
-    order = np.lexsort((offsets, file))
+    op = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT)
+    columns = {"offset": offsets, "memory": memory, "size": sizes, "from": sources, "to": targets, "op": op}
+    _run_columns(files, file, columns, threads, report=lambda done: check())
+
+
+def work(
+    files: Sequence[WeightFile],
+    file: Array,
+    *,
+    op: int,
+    offsets: Array,
+    memory: Array,
+    sizes: Array,
+    numbers: Array,
+    origin: Callable[[int], Origin],
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Run an operation without target dtype on tensors of local files, like `Source.work` for each in a `Batch`.
+
+    Args:
+        file: for each tensor, the index of its file.
+        offsets: first bytes in the files.
+        memory: addresses of the results.
+        sizes: bytes in the files.
+        numbers: dtype numbers.
+        origin: returns the origin of a tensor, for messages.
+
+    Raises:
+        FormatError, OSError: a file cannot be read.
+    """
+    columns = {"offset": offsets, "memory": memory, "size": sizes, "from": numbers, "to": numbers}
+    columns["op"] = np.full(len(sizes), op)
+    with reporter(progress, int(sizes.sum())) as report:
+        _run_columns(files, file, columns, threads, report=report, origin=origin)
+
+
+def _run_columns(
+    files: Sequence[WeightFile | None],
+    file: Array,
+    columns: Mapping[str, Array],
+    threads: int | None,
+    *,
+    report: Callable[[int], object],
+    origin: Callable[[int], Origin | None] = lambda row: None,
+) -> None:
+    """Run jobs in the order of their bytes, given the fields of `JOB`."""
+    order = np.lexsort((columns["offset"], file))
     array = np.zeros(len(order), JOB)
-    array["op"] = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT)[order]
-    columns = {"offset": offsets, "memory": memory, "size": sizes, "from": sources, "to": targets}
     for field, column in columns.items():
         array[field] = column[order]
     ordered = [files[k] for k in file[order].tolist()]
 
     def fail(status: int, error: Any, index: int) -> None:
-        Batch()._fail(status, error, Job(ordered[index], int(array["offset"][index]), 0, int(array["size"][index])))
+        job = Job(ordered[index], int(array["offset"][index]), 0, int(array["size"][index]))
+        Batch()._fail(status, error, job._replace(origin=origin(int(order[index]))))
 
-    Runner(int(sizes.sum()), threads, report=lambda done: check(), fail=fail).run(array, ordered)
+    Runner(int(columns["size"].sum()), threads, report=report, fail=fail).run(array, ordered)
 
 
 def write(

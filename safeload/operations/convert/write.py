@@ -321,9 +321,7 @@ class Copies(NamedTuple):
         )
 
     def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
-        files, first = np.unique(self.spans.columns.file, return_index=True)
-        numbered = sorted(zip(first.tolist(), files.tolist(), strict=True))
-        return sources.of_files((self.spans.files[file], k) for k, file in numbered)
+        return sources.of_columns(self.spans.files, self.spans.columns.file)
 
     def weight_map(self, shards: Mapping[str, Copies]) -> dict[str, str]:
         files: dict[str, str] = {}

@@ -14,7 +14,7 @@ from ...base.arrays import Array
 from ...base.gc_pause import paused
 from ...base.names import layer_of
 from ...base.scheme import INT8
-from ...base.selecting import Patterns, select
+from ...base.selecting import Patterns, distinct, select
 from ...engine.ahead.spans import SpanColumns, Spans
 from ...engine.ahead.stream import TensorStream
 from ...engine.codes.pieces import Meter
@@ -27,7 +27,7 @@ from ...engine.run.weight_file import is_remote
 from ...errors import SafeloadError, cut_traceback
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
-from ..sources.codec import encode, from_list
+from ..sources.codec import encode, rows_of
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor
 from ..sources.piece_files import PieceSource, Sources, opened
@@ -37,6 +37,8 @@ from .diff_report import DiffReport, TensorDiff
 from .stats import measure, measure_in_pieces
 
 _Shape: TypeAlias = tuple[int, ...]
+# The field of `TensorDiff` that is a list in plain data.
+_INDEX = TensorDiff._fields.index("index")
 
 
 class _Checkpoint(NamedTuple):
@@ -247,7 +249,7 @@ def _in_pieces(
 ) -> dict[str, TensorDiff]:
     against = Sources(b, executors.EXECUTOR)
     sizes = {name: _size(shape) for name, shape in shapes.items()}
-    plain = executors.by_tensor(
+    plain: dict[str, list[Any]] = executors.by_tensor(
         run,
         lambda names, read: DiffPiece(operation="diff", names=names, sources=read, against=against.of(names)),
         a,
@@ -256,7 +258,11 @@ def _in_pieces(
         threads=threads,
         progress=progress,
     )
-    return {name: from_list(TensorDiff, plain[name]) for name in sizes}
+    with paused(len(sizes)):
+        columns: list[Iterable[Any]] = [*zip(*map(plain.__getitem__, sizes), strict=True)]
+        if columns:
+            columns[_INDEX] = [None if index is None else tuple(index) for index in columns[_INDEX]]
+        return dict(zip(sizes, rows_of(TensorDiff, columns), strict=True))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -274,11 +280,16 @@ def run(
         open_piece(DiffPiece, piece, storage_options) as (decoded, a),
         opened(decoded.against, decoded.names, storage_options) as b,
     ):
-        common = {name: _common_shape(a.about(name).shape, b.about(name).shape) for name in decoded.names}
-        shapes = {name: shape for name, shape in common.items() if shape is not None}
-        resized = {name for name in shapes if a.about(name).shape != b.about(name).shape}
-        sides = _Checkpoint.of(a), _Checkpoint.of(b)
-        return {"tensors": encode(_compare_values(*sides, shapes, resized, threads=threads, progress=None))}
+        with paused(len(decoded.names)):
+            sides, names = (_Checkpoint.of(a), _Checkpoint.of(b)), list(distinct(decoded.names))
+            described = (side.described(names) for side in sides)
+            pairs = {name: (x, y) for name, (_, x), (_, y) in zip(names, *described, strict=True)}
+            common = {name: _common_shape(*pair) for name, pair in pairs.items()}
+            shapes = {name: shape for name, shape in common.items() if shape is not None}
+            resized = {name for name in shapes if pairs[name][0] != pairs[name][1]}
+        differences = _compare_values(*sides, shapes, resized, threads=threads, progress=None)
+        with paused(len(names)):
+            return {"tensors": encode(differences)}
 
 
 # ---- tensors that are not plain, or not in local files ----

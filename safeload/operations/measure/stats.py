@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -17,23 +18,29 @@ from ...base.scheme import row_of
 from ...base.selecting import Patterns
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, address, of_numbers, of_packed, of_reals
-from ...engine.run.jobs import Batch, struct_dtype
+from ...engine.read.tensors import Tensors
+from ...engine.run import jobs
+from ...engine.run.job import Origin
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.codec import encode, from_list
+from ..sources.codec import rows_of
 from ..sources.executors import Executor
 from ..sources.piece_files import in_memory
 from ..sources.plan import TensorPiece, open_piece
 from .stats_table import StatsTable, TensorStats
 
-_RECORD = struct_dtype("sl_stats")
+_RECORD = jobs.struct_dtype("sl_stats")
 _F32 = dtypes.BY_CODE["F32"]
-# Fields for all tensors, and additional fields for integers.
-_MOMENTS, _WHOLE = list(_RECORD.names or ())[:12], list(_RECORD.names or ())[12:]
-_WHOLE_KINDS = (lib.SL_KIND_INT, lib.SL_KIND_BOOL)
+# Additional fields for integers, and the dtypes that have them.
+_WHOLE = ("least", "most", "sum_low", "sum_high")
+_WHOLE_NUMBERS = [row.number for row in dtypes.TABLE if row.kind in (lib.SL_KIND_INT, lib.SL_KIND_BOOL)]
+_U64 = dtypes.BY_CODE["U64"].number
+# Fields of `TensorStats` that are lists in plain data.
+_INDICES = [TensorStats._fields.index(field) for field in ("shape", "first_nan", "first_inf")]
+_HISTOGRAM = TensorStats._fields.index("histogram")
 
 # Elements per record.
 _SEGMENT: int = lib.SL_STATS_SEGMENT
@@ -166,9 +173,12 @@ def measure(
 
     Tensors that can be read in place share a run. The rest run separately, because each needs a copy.
     """
-    ready: dict[str, _Part] = {}
-    to_copy: list[str] = []
     with paused(len(names)):
+        tensors = catalog.plain(names)
+        if tensors is not None and not tensors.remote:
+            return _measure_plain(tensors, histogram, threads, progress)
+        ready: dict[str, _Part] = {}
+        to_copy: list[str] = []
         for name in names:
             source = catalog.in_place(name)
             if source is None:
@@ -182,6 +192,36 @@ def measure(
         if part is not None:
             done[name] = _measure([part], histogram, threads, None)[0]
     return {name: done[name] for name in names if name in done}
+
+
+def _measure_plain(
+    tensors: Tensors, histogram: bool, threads: int | None, progress: Progress
+) -> dict[str, TensorStats]:
+    """Compute statistics of plain tensors of local files, in columns."""
+    numbers = set(tensors.columns.numbers)
+    real = [number for number in numbers if dtypes.BY_NUMBER[number].converts_to(_F32)]
+    if len(real) < len(numbers):
+        tensors = tensors.pick(np.flatnonzero(np.isin(tensors.ranges.numbers, real)))
+    file, begins, sizes, of = tensors.ranges
+    shapes, columns = tensors.shapes, tensors.columns
+
+    def run(op: int, places: Array, rows: Array) -> None:
+        jobs.work(
+            tensors.files,
+            file[rows],
+            op=op,
+            offsets=begins[rows],
+            memory=places[rows],
+            sizes=sizes[rows],
+            numbers=of[rows],
+            origin=lambda row: Origin(tensors.names[rows[row]], shapes[rows[row]]),
+            threads=threads,
+            progress=progress,
+        )
+
+    codes = [dtypes.BY_NUMBER[number].code for number in columns.numbers]
+    measured = _Measured(codes, shapes, of, sizes.tolist())
+    return dict(zip(tensors.names, _statistics(measured, run, histogram), strict=True))
 
 
 # ---- in pieces ----
@@ -204,7 +244,7 @@ def measure_in_pieces(
     progress: Progress,
 ) -> dict[str, TensorStats]:
     """Compute statistics on an executor; see `stats`."""
-    sizes = {name: catalog.about(name).nbytes for name in names}
+    sizes = {name: about.nbytes for name, about in catalog.descriptions(names).items()}
     plain = executors.by_tensor(
         run,
         lambda group, sources: StatsPiece(operation="stats", names=group, sources=sources, histogram=histogram),
@@ -214,7 +254,7 @@ def measure_in_pieces(
         threads=threads,
         progress=progress,
     )
-    return {name: of_plain(plain[name]) for name in names if name in plain}
+    return of_plain({name: plain[name] for name in names if name in plain})
 
 
 def run(
@@ -223,18 +263,30 @@ def run(
     """Return the statistics of the tensors of a piece; see `run_piece`."""
     with open_piece(StatsPiece, piece, storage_options) as (decoded, catalog):
         statistics = measure(catalog, decoded.names, decoded.histogram, threads)
-    return {"tensors": {name: as_plain(row) for name, row in statistics.items()}}
+    return {"tensors": as_plain(statistics)}
 
 
-def as_plain(row: TensorStats) -> list[Any]:
-    """Return statistics as plain data."""
-    return [*encode(row[:-2]), None if row.histogram is None else row.histogram.tolist(), row.nbytes]
+def as_plain(statistics: Mapping[str, TensorStats]) -> dict[str, list[Any]]:
+    """Return statistics as plain data, by name."""
+    with paused(len(statistics)):
+        columns: list[Iterable[Any]] = [*zip(*statistics.values(), strict=True)]
+        for k in _INDICES if columns else ():
+            columns[k] = [None if index is None else list(index) for index in columns[k]]
+        if columns:
+            columns[_HISTOGRAM] = [None if bins is None else bins.tolist() for bins in columns[_HISTOGRAM]]
+        return dict(zip(statistics, map(list, zip(*columns, strict=True)), strict=True))
 
 
-def of_plain(plain: Sequence[Any]) -> TensorStats:
+def of_plain(plain: Mapping[str, Sequence[Any]]) -> dict[str, TensorStats]:
     """Return the statistics that `as_plain` wrote."""
-    *fields, histogram, nbytes = plain
-    return from_list(TensorStats, [*fields, None if histogram is None else np.array(histogram, np.int64), nbytes])
+    with paused(len(plain)):
+        columns: list[Iterable[Any]] = [*zip(*plain.values(), strict=True)]
+        for k in _INDICES if columns else ():
+            columns[k] = [None if index is None else tuple(index) for index in columns[k]]
+        if columns:
+            counts = columns[_HISTOGRAM]
+            columns[_HISTOGRAM] = [None if bins is None else np.array(bins, np.int64) for bins in counts]
+        return dict(zip(plain, rows_of(TensorStats, columns), strict=True))
 
 
 # ---- parts ----
@@ -291,76 +343,104 @@ def _refusal(x: Any) -> Exception:
     return TypeError(f"cannot compute statistics of {dtype}: it does not hold numbers")
 
 
-def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
-    """Compute the statistics of all parts in a single run.
+class _Measured(NamedTuple):
+    """The tensors of a run."""
 
-    An allocation holds the bins of each part, and a record per segment. The core merges the records at the end.
+    dtypes: Sequence[str]  # as in `TensorStats`
+    shapes: Sequence[tuple[int, ...]]
+    numbers: Array  # uint8, dtypes of the values
+    nbytes: Sequence[int]
+
+
+def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
+    """Compute the statistics of all parts in a single run."""
+
+    def run(op: int, places: Array, rows: Array) -> None:
+        batch = jobs.Batch()
+        with paused(len(parts)):
+            for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True):
+                batch.add(parts[row].source.work(op, place))
+        batch.run(threads=threads, progress=progress)
+
+    measured = _Measured(
+        [part.dtype for part in parts],
+        [part.source.shape for part in parts],
+        np.array([part.source.row.number for part in parts], np.uint8),
+        [part.nbytes for part in parts],
+    )
+    return _statistics(measured, run, histogram)
+
+
+def _statistics(measured: _Measured, run: Callable[[int, Array, Array], object], histogram: bool) -> list[TensorStats]:
+    """Compute the statistics of tensors in a single run.
+
+    An allocation holds the bins of each tensor, and a record per segment. The core merges the records at the end.
+
+    Args:
+        run: reads tensors, given the operation, the address of the results of each tensor, and the tensors with
+            elements.
     """
-    counts = np.array([math.prod(part.source.shape) for part in parts], np.int64)
+    counts = np.array([*map(math.prod, measured.shapes)], np.int64)
     segments = -(-counts // _SEGMENT)
     bins = _BINS if histogram else 0
     words = bins + segments * (_RECORD.itemsize // _WORD)
-    ends = np.cumsum(words)
+    begins = np.cumsum(words) - words
     memory = np.zeros(int(words.sum()), np.uint64)
-    places = address(memory) + (ends - words) * _WORD
-    batch = Batch()
-    op = lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS
-    with paused(len(parts)):
-        for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
-            if count:
-                batch.add(part.source.work(op, place))
-    batch.run(threads=threads, progress=progress)
-    merged = np.zeros(len(parts), _RECORD)
+    places = address(memory) + begins * _WORD
+    run(lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS, places, np.flatnonzero(counts))
+    merged = np.zeros(len(counts), _RECORD)
     first = (places + bins * _WORD).astype(np.uint64)
     numbers = segments.astype(np.uint64)
-    short.sl_stats_merge(*map(address, (first, numbers)), len(parts), address(merged))
-    whole = merged[_WHOLE].tolist() if any(part.source.row.kind in _WHOLE_KINDS for part in parts) else None
-    result = []
-    with paused(len(parts)):
-        for k, (part, record) in enumerate(zip(parts, merged[_MOMENTS].tolist(), strict=True)):
-            begin = int(ends[k] - words[k])
-            counted = memory[begin : begin + bins].astype(np.int64) if histogram else None
-            result.append(_of_record(part, record, counted, None if whole is None else whole[k]))
-    return result
+    short.sl_stats_merge(*map(address, (first, numbers)), len(counts), address(merged))
+    counted = [memory[begin : begin + bins].astype(np.int64) for begin in begins.tolist()] if histogram else None
+    with paused(len(counts)):
+        return _of_records(measured, merged, counted)
 
 
-def _of_record(
-    part: _Part, record: tuple[Any, ...], histogram: Array | None, whole: tuple[int, ...] | None
-) -> TensorStats:
-    """Convert a merged record of the core to `TensorStats`; ``whole`` holds the additional fields for integers."""
-    low: float
-    high: float
-    absmax: float
-    finite, nan, inf, zeros, first_nan, first_inf, low, high, mean, rest, squares, exponent = record
-    shape, row = part.source.shape, part.source.row
-    if finite and whole is not None and row.kind in _WHOLE_KINDS:
-        lowest, highest, sum_low, sum_high = whole
-        flip = 0 if row.code == "U64" else 1 << 63
-        low, high = lowest - flip, highest - flip
-        absmax = max(high, -low)
-        mean = ((sum_high << 64) + sum_low) / finite
-        std = min(math.sqrt(squares / finite), float(absmax))
-    elif finite:
-        absmax = max(high, -low)
+def _of_records(measured: _Measured, merged: Array, counted: Sequence[Array] | None) -> list[TensorStats]:
+    """Convert merged records of the core to `TensorStats`."""
+    finite, nan, inf, exponent = (merged[field] for field in ("finite", "nan", "infinite", "exponent"))
+    low, high = merged["min"], merged["max"]
+    with np.errstate(all="ignore"):
+        absmax = np.where(-low > high, -low, high)
         # Rounding can push the mean past min or max, and the deviation past absmax.
-        mean = min(max(math.ldexp(mean + rest, exponent), low), high)
-        std = math.ldexp(min(math.sqrt(squares / finite), math.ldexp(absmax, -exponent)), exponent)
-    else:
-        low = high = absmax = mean = std = math.nan
-    return TensorStats(
-        part.dtype,
-        shape,
-        finite + nan + inf,
-        low,
-        high,
-        absmax,
-        mean,
-        std,
-        nan,
-        inf,
-        zeros,
-        index_of(first_nan, shape) if nan else None,
-        index_of(first_inf, shape) if inf else None,
-        histogram,
-        part.nbytes,
-    )
+        power = exponent.astype(np.intc)
+        mean = np.ldexp(merged["mean"] + merged["rest"], power)
+        mean = np.where(low > mean, low, mean)
+        mean = np.where(high < mean, high, mean)
+        std, largest = np.sqrt(merged["squares"] / finite), np.ldexp(absmax, -power)
+        std = np.ldexp(np.where(largest < std, largest, std), power)
+    numbers = [np.where(finite > 0, column, np.nan).tolist() for column in (low, high, absmax, mean, std)]
+    whole = np.isin(measured.numbers, _WHOLE_NUMBERS) & (finite > 0)
+    for row in np.flatnonzero(whole).tolist():
+        exact = _of_integers(merged[row], measured.numbers[row] == _U64)
+        for column, number in zip(numbers, exact, strict=True):
+            column[row] = number
+    columns = [
+        *(measured.dtypes, measured.shapes, (finite + nan + inf).tolist(), *numbers),
+        *(nan.tolist(), inf.tolist(), merged["zeros"].tolist()),
+        *(
+            _indices(merged, *fields, measured.shapes)
+            for fields in (("nan", "first_nan"), ("infinite", "first_infinite"))
+        ),
+        *(repeat(None, len(merged)) if counted is None else counted, measured.nbytes),
+    ]
+    return rows_of(TensorStats, columns)
+
+
+def _of_integers(record: Any, unsigned: bool) -> tuple[float, ...]:
+    """Return the exact range of integers, their mean and their deviation."""
+    least, most, sum_low, sum_high, finite = (int(record[field]) for field in (*_WHOLE, "finite"))
+    flip = 0 if unsigned else 1 << 63
+    low, high = least - flip, most - flip
+    absmax = max(high, -low)
+    mean = ((sum_high << 64) + sum_low) / finite
+    return low, high, absmax, mean, min(math.sqrt(float(record["squares"]) / finite), float(absmax))
+
+
+def _indices(merged: Array, count: str, first: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...] | None]:
+    """Return the index of the first NaN or infinity of each tensor; None if it has none."""
+    indices: list[tuple[int, ...] | None] = [None] * len(merged)
+    for row in np.flatnonzero(merged[count]).tolist():
+        indices[row] = index_of(int(merged[first][row]), shapes[row])
+    return indices

@@ -9,6 +9,8 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import repeat
+from operator import add, itemgetter, sub
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -46,6 +48,10 @@ if TYPE_CHECKING:
     from ...formats.verifying import Verify
 
 
+# Fields of the description of a plain tensor by dtype number: the name of the dtype, and all after its bytes.
+_PLAIN_FIELDS = {number: (row.name, (row, row.floating, None, None, False)) for number, row in dtypes.BY_NUMBER.items()}
+
+
 class TensorPlace(NamedTuple):
     """The origin of a tensor, and its file."""
 
@@ -65,9 +71,15 @@ class Catalog:
     Args:
         origins: open checkpoints, and dicts of arrays and quantized tensors.
         mapped: False to read packed tensors even if they stay packed; by default their files are mapped.
+        names: the tensors to include from a single checkpoint; None for all.
     """
 
-    def __init__(self, origins: Sequence[Checkpoint | Mapping[str, Any]], mapped: bool = True) -> None:
+    def __init__(
+        self,
+        origins: Sequence[Checkpoint | Mapping[str, Any]],
+        mapped: bool = True,
+        names: Collection[str] | None = None,
+    ) -> None:
         checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
         titles = [origin.path if isinstance(origin, Checkpoint) else "dict" for origin in origins]
         formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
@@ -91,7 +103,10 @@ class Catalog:
                 for name in origin:
                     check_name(name)
         self._where = "" if single is None else single.path
-        self._known = self._places if single is None else single  # refuses duplicate names at once
+        self._names = None if single is None else names
+        self._known: Collection[Any] = {} if self._names is None else dict.fromkeys(self._names)
+        if self._names is None:
+            self._known = self._places if single is None else single  # refuses duplicate names at once
         self._codes: Mapping[str, Codes] | None = None
         self._owned = ExitStack()
 
@@ -148,6 +163,14 @@ class Catalog:
                 origins.append({**origin, **{alias: origin[name] for alias, name in names.items()}})
         return Catalog(origins, self.mapped)
 
+    def among(self, names: Collection[str]) -> Catalog:
+        """Return a catalog with some tensors of a checkpoint, so that the rest of its files is not decoded.
+
+        Args:
+            names: distinct and in the catalog.
+        """
+        return Catalog(self._origins, self.mapped, names)
+
     def __enter__(self) -> Catalog:
         return self
 
@@ -158,7 +181,7 @@ class Catalog:
 
     @cached_property
     def _places(self) -> dict[str, TensorPlace]:
-        return _places_of(self._origins)
+        return _places_of(self._origins, self._names)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -199,9 +222,12 @@ class Catalog:
         """
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
+        tables = [file.table for file in self.weight_files]
+        if tables and all(table.shaped or table.quantized for table in tables):
+            return None
         with paused(len(self)):
             if len(self.checkpoints) == 1:
-                tensors = tensors_of(self.checkpoints[0], names)
+                tensors = tensors_of(self.checkpoints[0], self._names if names is None else names)
             else:
                 where = {name: (file, number) for name, file, number in self.entries()}
                 tensors = Tensors.located(where, None if names is None else [*names])
@@ -271,6 +297,19 @@ class Catalog:
         if scale is not None:
             return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
         return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
+
+    def descriptions(self, names: Collection[str]) -> dict[str, TensorDescription]:
+        """Describe tensors without reading them, in columns if all are plain; see `about`."""
+        tensors = self.plain(names)
+        with paused(len(names)):
+            if tensors is None or any(file.table.unknown for file in tensors.files):
+                return {name: self.about(name) for name in names}
+            numbers, shapes, begins, ends = tensors.columns
+            fields = [_PLAIN_FIELDS[number] for number in numbers]
+            sizes = map(sub, ends, begins)
+            columns = zip(tensors.names, map(itemgetter(0), fields), shapes, sizes, strict=False)
+            described = map(tuple.__new__, repeat(TensorDescription), map(add, columns, map(itemgetter(1), fields)))
+            return dict(zip(tensors.names, described, strict=True))
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
         """Refuse to read tensors of unknown ggml types.
@@ -500,11 +539,13 @@ def is_path(source: Any) -> bool:
     return isinstance(source, (str, os.PathLike)) or (is_located(source) and not is_file_object(source))
 
 
-def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, TensorPlace]:
+def _places_of(
+    origins: Sequence[Checkpoint | Mapping[str, Any]], names: Collection[str] | None
+) -> dict[str, TensorPlace]:
     places: dict[str, TensorPlace] = {}
     for origin in origins:
         if isinstance(origin, Checkpoint):
-            added = {name: TensorPlace(origin, file, index) for name, file, index in tensors_of(origin)}
+            added = {name: TensorPlace(origin, file, index) for name, file, index in tensors_of(origin, names)}
         else:
             added = dict.fromkeys(origin, TensorPlace(origin))
         duplicate = next((name for name in added if name in places), None) if places else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import repeat
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -63,12 +64,12 @@ def decode(cls: type[_T], plain: Any, prefix: str, *, extra: bool = False) -> _T
     return record
 
 
-def from_list(cls: type[_Row], items: Iterable[Any]) -> _Row:
-    """Return a NamedTuple of numbers, texts and tuples from a list that `encode` returned.
+def rows_of(cls: type[_Row], columns: Iterable[Iterable[Any]]) -> list[_Row]:
+    """Return a NamedTuple for each row of columns, without running Python code for each.
 
     Nothing is checked, because results of our own pieces can be trusted and come in large numbers.
     """
-    return cls(*[tuple(item) if type(item) is list else item for item in items])
+    return list(map(tuple.__new__, repeat(cls), zip(*columns, strict=True)))
 
 
 class _Decoder:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from ...base import log
+from ...base.arrays import Array
+from ...base.gc_pause import paused
 from ...engine.run.progress import Progress, reporter
 from ...engine.run.weight_file import WeightFile
 from .catalog import Catalog
@@ -25,9 +29,10 @@ _SMALLEST, _LARGEST = 16 << 20, 1 << 30
 _PIECES = 64
 # The cost of a tensor besides its bytes, in bytes.
 _TENSOR_COST = 4 << 10
+# The number of tensors that open again, with their file, in the time that a tensor costs.
+_OPENED = 4
 
 _T = TypeVar("_T")
-_K = TypeVar("_K")
 
 
 class Future(Protocol):
@@ -105,44 +110,64 @@ def by_tensor(
         ValueError: a tensor is in memory, where other processes cannot read it.
     """
     sources = Sources(catalog, EXECUTOR)
-    pieces = [piece_of(tuple(names), sources.of(names)) for names in groups(sizes, sources.file_of)]
-    nbytes = [sum(sizes[name] for name in piece.names) for piece in pieces]
-    plain = [encode(piece) for piece in pieces]
-    results = run(function, plain, executor, sizes=nbytes, threads=threads, progress=progress)
+    names = [*sizes]
+    pieces, nbytes = [], []
+    with paused(len(names)):
+        for group in groups([*sizes.values()], *sources.columns_of(names)):
+            in_group = tuple(map(names.__getitem__, group))
+            pieces.append(encode(piece_of(in_group, sources.of(in_group))))
+            nbytes.append(sum(map(sizes.__getitem__, in_group)))
+    results = run(function, pieces, executor, sizes=nbytes, threads=threads, progress=progress)
     return {name: value for result in results for name, value in result["tensors"].items()}
 
 
-def groups(sizes: Mapping[_K, int], file_of: Callable[[_K], WeightFile]) -> list[list[_K]]:
-    """Divide tensors, or entries of archives, into pieces of similar size.
+def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int]) -> list[list[int]]:
+    """Divide tensors, or entries of archives, into pieces of similar size, and return their positions.
 
-    Only small files share a piece. A file that must be unpacked is not divided.
+    Only small files share a piece. A file that must be unpacked is not divided, and a piece should take no less time
+    than opening its file again.
 
     Args:
         sizes: bytes of each tensor.
-        file_of: returns the file of a tensor.
+        file: for each tensor, the index of its file.
     """
-    limit = max(_SMALLEST, min(_LARGEST, sum(sizes.values(), _TENSOR_COST * len(sizes)) // _PIECES))
-    by_file: dict[str, tuple[bool, list[_K]]] = {}  # whatever the order of the names
-    for name in sizes:
-        file = file_of(name)
-        by_file.setdefault(file.place, (file.unpacked, []))[1].append(name)
-    divided: list[list[_K]] = []
-    room = -1  # bytes left in the last piece; none before the first
-    for unpacked, names in by_file.values():
-        if unpacked:
-            divided.append(names)
-            room = -1
+    costs = np.array(sizes, np.float64) + _TENSOR_COST
+    limit = max(_SMALLEST, min(_LARGEST, int(costs.sum()) // _PIECES))
+    divided: list[list[int]] = []
+    used: float | None = None  # of the limit by the last piece, if another file can share it
+    for first, rows in _by_place(files, np.array(file, np.int64)):
+        positions = rows.tolist()
+        if first.unpacked:
+            divided.append(positions)
+            used = None
             continue
-        if limit - room >= _SMALLEST:
-            room = -1
-        for name in names:
-            cost = sizes[name] + _TENSOR_COST
-            if cost > room:
+        if used is not None and used >= _SMALLEST:
+            used = None
+        allowed = max(limit, _TENSOR_COST // _OPENED * first.table.count)
+        ends = np.cumsum(costs[rows])
+        begin, done = 0, 0.0
+        while begin < len(positions):
+            room = -1 if used is None else allowed - used
+            end = int(np.searchsorted(ends, done + room, side="right"))
+            if end <= begin:
                 divided.append([])
-                room = limit
-            divided[-1].append(name)
-            room -= cost
+                used = 0.0
+                end = max(begin + 1, int(np.searchsorted(ends, done + allowed, side="right")))
+            divided[-1] += positions[begin:end]
+            used = (used or 0.0) + float(ends[end - 1]) - done
+            begin, done = end, float(ends[end - 1])
     return divided
+
+
+def _by_place(files: Sequence[WeightFile], file: Array) -> Iterator[tuple[WeightFile, Array]]:
+    """Yield the first file of each place with the positions of its tensors, in the order of their first tensors."""
+    places: dict[str, int] = {}
+    number = np.array([places.setdefault(each.place, k) for k, each in enumerate(files)], np.int64)
+    numbers = number[file]
+    rows = np.argsort(numbers, kind="stable")
+    begins = np.flatnonzero(np.diff(numbers[rows], prepend=-1))
+    for of_place in sorted(np.split(rows, begins[1:]), key=lambda rows: int(rows[0])) if len(rows) else ():
+        yield files[file[of_place[0]]], of_place
 
 
 def check_executor(executor: Any) -> None:

@@ -8,7 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...base import dtypes
+from ...base.arrays import Array
 from ...base.paths import absolute, native_path
 from ...base.text import plural, show
 from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
@@ -163,9 +166,14 @@ class Sources:
             if checkpoint.index is not None:
                 self._unlisted.update(_unlisted(checkpoint))
 
-    def file_of(self, name: str) -> WeightFile:
-        """Return the file with the values or codes of a tensor."""
-        return self.files_of(name)[0]
+    def columns_of(self, names: Sequence[str]) -> tuple[Sequence[WeightFile], Sequence[int]]:
+        """Return the files with the values or codes of tensors, and for each tensor the index of its file."""
+        tensors = self._catalog.plain(names)
+        if tensors is not None:
+            return tensors.files, [0] * len(tensors) if tensors.file is None else tensors.file
+        files: dict[WeightFile, int] = {}
+        file = [files.setdefault(self.files_of(name)[0], len(files)) for name in names]
+        return [*files], file
 
     def files_of(self, name: str) -> list[WeightFile]:
         """Return the files of a tensor, the file with its values or codes first."""
@@ -183,7 +191,21 @@ class Sources:
         Raises:
             UnsupportedError: a URL cannot be opened without its secret query, or a store exists in this process only.
         """
+        names = [*names]
+        tensors = self._catalog.plain(names)
+        if tensors is not None:
+            return self.of_columns(tensors.files, tensors.ranges.file)
         return self.of_files((file, k) for k, name in enumerate(names) for file in self.files_of(name))
+
+    def of_columns(self, files: Sequence[Any], file: Array) -> tuple[PieceSource, ...]:
+        """Return the sources of a piece with plain tensors, like `of`.
+
+        Args:
+            file: for each tensor, the index of its file.
+        """
+        distinct, first = np.unique(file, return_index=True)
+        numbered = sorted(zip(first.tolist(), distinct.tolist(), strict=True))
+        return self.of_files((files[number], k) for k, number in numbered)
 
     def of_files(self, numbered: Iterable[tuple[WeightFile, int]]) -> tuple[PieceSource, ...]:
         """Return the sources of a piece with tensors in these files, like `of`.
@@ -333,8 +355,10 @@ def opened(
         checkpoints = [stack.enter_context(Checkpoint(_find(source, names, storage_options))) for source in sources]
         catalog = Catalog.of(checkpoints or {})
         catalog.mapped = False
-        catalog.check([name for name in names if name not in catalog.ignored] if catalog.ignored else names)
-        yield catalog
+        if catalog.ignored:
+            names = [name for name in names if name not in catalog.ignored]
+        catalog.check(names)
+        yield catalog.among(names)
 
 
 def _find(source: PieceSource, names: Sequence[str], storage_options: Mapping[str, Any] | None) -> Any:

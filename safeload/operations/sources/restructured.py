@@ -70,7 +70,7 @@ class RestructuredCatalog(Catalog):
         self.ignored = {}
         self.index = None
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
-        self._known = dict.fromkeys([*recipes, *constants])  # type: ignore[assignment]
+        self._known = dict.fromkeys([*recipes, *constants])
 
     @property
     def base(self) -> Catalog:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ...base.gc_pause import paused
 from ...base.scheme import INT8
 from ...base.text import show
 from ...errors import FormatError, one_line
@@ -219,8 +220,9 @@ class GatheredContents(Contents):
         return [Finding(*finding) for finding in findings]
 
     def stats(self, names: Sequence[str]) -> dict[str, TensorStats]:
-        plain = {name: _field(self._results[name], "stats").get(name) for name in names}
-        return {name: of_plain(row) for name, row in plain.items() if row is not None}
+        with paused(len(names)):
+            plain = {name: _field(self._results[name], "stats").get(name) for name in names}
+            return of_plain({name: row for name, row in plain.items() if row is not None})
 
     def outliers(self, stats: Mapping[str, TensorStats]) -> dict[str, float]:
         bounds = {name: _field(self._results[name], "outliers").get(name) for name in stats}
@@ -287,8 +289,9 @@ class _Planned(NamedTuple):
 
 
 def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[_Planned]:
-    sizes = {k: entry.info.packed for k, entry in enumerate(entries)}
-    for group in groups(sizes, lambda k: entries[k].file):
+    sizes = [entry.info.packed for entry in entries]
+    files = [entry.file for entry in entries]
+    for group in groups(sizes, files, range(len(files))):
         archives: dict[str, PlannedArchive] = {}
         for k in group:
             file = entries[k].file
@@ -303,9 +306,10 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[_Planned]:
 def _value_pieces(
     catalog: Catalog, options: CheckSettings, names: Sequence[str], sources: Sources
 ) -> Iterator[_Planned]:
-    sizes = {name: catalog.about(name).nbytes for name in names}
-    for group in groups(sizes, sources.file_of):
-        int8 = [name for name in group if catalog.about(name).scheme == INT8]
+    tensors = catalog.descriptions(names)
+    for rows in groups([tensors[name].nbytes for name in names], *sources.columns_of(names)):
+        group = [*map(names.__getitem__, rows)]
+        int8 = [name for name in group if tensors[name].scheme == INT8]
         piece = ValuesPiece(
             operation=_OPERATION,
             check="values",
@@ -315,7 +319,7 @@ def _value_pieces(
             scale=_plain_limit(options.limits.scale, int8),
             absmax=_plain_limit(options.limits.absmax, int8),
         )
-        yield _Planned(piece, sum(sizes[name] for name in group), group)
+        yield _Planned(piece, sum(tensors[name].nbytes for name in group), group)
 
 
 def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
@@ -374,7 +378,7 @@ def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options
     result: dict[str, Any] = {"scales": {}}
     with _problem_in(result), opened(decoded.sources, names, storage_options) as catalog:
         contents = Contents(catalog, options)
-        tensors = {name: catalog.about(name) for name in names}
+        tensors = catalog.descriptions(names)
         for name in names:
             if tensors[name].quantized:
                 scales[name] = contents.scales(name)
@@ -382,7 +386,7 @@ def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options
         bad = {name for name, findings in scales.items() if _has_error(findings)}
         stats = contents.stats(_readable(names, tensors, bad))
         result["outliers"] = contents.outliers(_large(stats, tensors, ()))
-        result["stats"] = {name: as_plain(row) for name, row in stats.items()}
+        result["stats"] = as_plain(stats)
     return result
 
 

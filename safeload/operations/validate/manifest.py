@@ -72,7 +72,7 @@ def make(
     check_threads(threads)
     executors.check_executor(executor)
     with Catalog.of(given, storage_options) as catalog:
-        sizes = {name: catalog.about(name).nbytes for name in catalog}
+        sizes = {name: about.nbytes for name, about in catalog.descriptions([*catalog]).items()}
         if executor is None:
             entries = _entries(catalog, sizes, threads, progress)
         else:
@@ -86,7 +86,7 @@ def run(
 ) -> dict[str, Any]:
     """Return the entries of the tensors of a piece; see `run_piece`."""
     with open_piece(TensorPiece, piece, storage_options) as (decoded, catalog):
-        sizes = {name: catalog.about(name).nbytes for name in decoded.names}
+        sizes = {name: about.nbytes for name, about in catalog.descriptions(decoded.names).items()}
         return {"tensors": _entries(catalog, sizes, threads, None)}
 
 

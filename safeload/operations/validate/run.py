@@ -265,7 +265,7 @@ class _Validation:
         self._report, self._catalog, self._options = report, catalog, options
         self._selected = selected
         self._unreadable = False
-        self._tensors = {name: catalog.about(name) for name in catalog}
+        self._tensors = catalog.descriptions([*catalog])
 
     def run(self) -> None:
         """Run the checks. If a file can no longer be read, add a finding and stop."""
