@@ -326,7 +326,11 @@ def casts_of(piece: ConversionPiece) -> dict[str, str | None] | None:
     for run in piece.tensors:
         if run.stack is not None or run.scheme is not None or run.of is not None or run.partners:
             return None
-        casts.update(dict.fromkeys(run.names, run.dtype))
+        of_run: dict[str, str | None] = dict.fromkeys(run.names, run.dtype)
+        if casts:
+            casts.update(of_run)
+        else:
+            casts = of_run
     return casts
 
 

@@ -32,7 +32,7 @@ from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSumma
 from .make import prepare
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
 from .run_plan import ONCE, versions_of
-from .write import PlannedConversion, config_without_codes, copies_of
+from .write import Copies, PlannedConversion, config_without_codes, copies_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -228,7 +228,8 @@ def _pieces(
     """Return a piece for each shard, without its plan and folder."""
     sources = Sources(_stored(prepared.catalog), "a conversion in pieces")
     shards = prepared.divided(request.limit)
-    prepared.weight_map(shards)  # refuses two tensors with the same name
+    if not isinstance(prepared, Copies):  # parts of quantized tensors can have the names of others
+        prepared.weight_map(shards)  # refuses two tensors with the same name
     renames = tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ())
     metadata = None if prepared.texts is None else dict(prepared.texts)
     pieces = []

@@ -313,14 +313,14 @@ def complete(
     shards = _shards_of(plan, results, folder, at_once=at_once)
     config = _config_of(plan)
     extras = {name: location_of(planned, storage_options) for name, planned in plan.extras.items()}
-    weight_map, total = _check_shards(shards, folder)
+    indexed = plan.parameters is not None or [*shards] != [SINGLE]
+    weight_map, total = _check_shards(shards, folder, indexed=indexed)
     summary = _summary(plan, total)
     places = {file: shard.folder for file, shard in shards.items()}
     waiting = any(place.place != folder.place for place in places.values())
     replacement = replacement_of(folder)
     with ExitStack() as stack, ExitStack() as first:
         # The other files come first: if copying them fails, an existing checkpoint is still complete.
-        indexed = plan.parameters is not None or [*shards] != [SINGLE]
         beside = Beside(weight_map, total, config, extras, indexed, plan.parameters)
         stack.enter_context(replacement.after_index(plan.outdated))
         write_beside(stack, beside, folder, replacement, overwrite=True, outdated=plan.outdated, extras=first)
@@ -387,11 +387,12 @@ def _shards_of(
     return shards
 
 
-def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[str, str], int]:
+def _check_shards(shards: Mapping[str, _Shard], folder: Folder, *, indexed: bool) -> tuple[dict[str, str], int]:
     """Read the headers of all shards; return the shard of each tensor and the bytes of all tensors.
 
     Args:
         folder: the destination.
+        indexed: False to leave out the shards of tensors, which only an index needs.
 
     Raises:
         FormatError: a shard is missing, or was changed after its piece.
@@ -401,7 +402,7 @@ def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[st
             place.names()  # listing refreshes the NFS client's directory cache, which can be seconds old
 
     def header(file: str) -> tuple[list[str], int]:
-        return _header_of(file, shards[file], folder)
+        return _header_of(file, shards[file], folder, indexed=indexed)
 
     if folder.location.files.remote:
         headers = folder.location.files.each(header, [*shards])
@@ -414,8 +415,8 @@ def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[st
     return weight_map, sum(nbytes for _, nbytes in headers)
 
 
-def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int]:
-    """Check a shard; return its tensor names and the bytes of its tensors."""
+def _header_of(file: str, shard: _Shard, folder: Folder, *, indexed: bool) -> tuple[list[str], int]:
+    """Check a shard; return its tensor names, if an index needs them, and the bytes of its tensors."""
     place, record = shard.folder, journal.read(shard.folder, file)
     if record is not None and record.piece != shard.piece:
         raise FormatError("another conversion has written the shard since: run its piece again", place.shown(file))
@@ -441,7 +442,7 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
                 f"the shard is not what its piece wrote: run its piece again (expected SHA-256 {shard.sha256[:16]}...)",
                 weight_file.path,
             )
-        return weight_file.table.names, weight_file.table.nbytes
+        return weight_file.table.names if indexed else [], weight_file.table.nbytes
 
 
 def _gone(place: Folder, file: str) -> FormatError:

@@ -27,7 +27,7 @@ from ...engine.run.weight_file import is_remote
 from ...errors import SafeloadError, cut_traceback
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
-from ..sources.codec import encode, rows_of
+from ..sources.codec import lists_of, named_rows
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor
 from ..sources.piece_files import PieceSource, Sources, opened
@@ -57,6 +57,12 @@ class _Checkpoint(NamedTuple):
             return ((_dtype(about), about.shape) for about in map(self.catalog.about, names))
         tensors = self.columns.named(names)
         return zip([dtypes.BY_NUMBER[number].name for number in tensors.columns.numbers], tensors.shapes, strict=True)
+
+    def shapes(self, names: list[str]) -> Iterable[_Shape]:
+        """Return the shape of each tensor."""
+        if self.columns is None:
+            return (self.catalog.about(name).shape for name in names)
+        return self.columns.named(names).shapes
 
     def rows(self, names: list[str]) -> dict[str, tuple[str, _Shape, int]]:
         """Return dtype code, shape and bytes of each tensor."""
@@ -216,7 +222,7 @@ def _compare_values(
     Args:
         resized: tensors with other shapes.
     """
-    meter = Meter(progress, sum(map(_size, shapes.values())))
+    meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
     differences: dict[str, TensorDiff | None] = dict.fromkeys(shapes)
     columns = [side.columns for side in (a, b) if side.columns is not None and not side.columns.remote]
     if len(columns) == 2:
@@ -233,11 +239,6 @@ def _compare_values(
     return {name: difference for name, difference in differences.items() if difference is not None}
 
 
-def _size(shape: _Shape) -> int:
-    """Return the bytes of a tensor as float64."""
-    return 8 * math.prod(shape)
-
-
 def _in_pieces(
     a: Catalog,
     b: Catalog,
@@ -248,7 +249,7 @@ def _in_pieces(
     progress: Progress,
 ) -> dict[str, TensorDiff]:
     against = Sources(b, executors.EXECUTOR)
-    sizes = {name: _size(shape) for name, shape in shapes.items()}
+    sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
     plain: dict[str, list[Any]] = executors.by_tensor(
         run,
         lambda names, read: DiffPiece(operation="diff", names=names, sources=read, against=against.of(names)),
@@ -258,11 +259,8 @@ def _in_pieces(
         threads=threads,
         progress=progress,
     )
-    with paused(len(sizes)):
-        columns: list[Iterable[Any]] = [*zip(*map(plain.__getitem__, sizes), strict=True)]
-        if columns:
-            columns[_INDEX] = [None if index is None else tuple(index) for index in columns[_INDEX]]
-        return dict(zip(sizes, rows_of(TensorDiff, columns), strict=True))
+    ordered = plain if [*plain] == [*sizes] else {name: plain[name] for name in sizes}
+    return named_rows(TensorDiff, ordered, {_INDEX: tuple})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -280,16 +278,16 @@ def run(
         open_piece(DiffPiece, piece, storage_options) as (decoded, a),
         opened(decoded.against, decoded.names, storage_options) as b,
     ):
-        with paused(len(decoded.names)):
-            sides, names = (_Checkpoint.of(a), _Checkpoint.of(b)), list(distinct(decoded.names))
-            described = (side.described(names) for side in sides)
-            pairs = {name: (x, y) for name, (_, x), (_, y) in zip(names, *described, strict=True)}
-            common = {name: _common_shape(*pair) for name, pair in pairs.items()}
-            shapes = {name: shape for name, shape in common.items() if shape is not None}
-            resized = {name for name in shapes if pairs[name][0] != pairs[name][1]}
-        differences = _compare_values(*sides, shapes, resized, threads=threads, progress=None)
+        sides, names = (_Checkpoint.of(a), _Checkpoint.of(b)), list(distinct(decoded.names))
         with paused(len(names)):
-            return {"tensors": encode(differences)}
+            of_a, of_b = (list(side.shapes(names)) for side in sides)
+            shapes, resized = dict(zip(names, of_a, strict=True)), set()
+            if of_a != of_b:
+                common = dict(zip(names, map(_common_shape, of_a, of_b), strict=True))
+                resized = {name for name, shape, other in zip(names, of_a, of_b, strict=True) if shape != other}
+                shapes = {name: shape for name, shape in common.items() if shape is not None}
+        differences = _compare_values(*sides, shapes, resized, threads=threads, progress=None)
+        return {"tensors": lists_of(differences, {_INDEX: list})}
 
 
 # ---- tensors that are not plain, or not in local files ----

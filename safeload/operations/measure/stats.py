@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
+from operator import methodcaller
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -26,7 +28,7 @@ from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.codec import rows_of
+from ..sources.codec import lists_of, named_rows, rows_of
 from ..sources.executors import Executor
 from ..sources.piece_files import in_memory
 from ..sources.plan import TensorPiece, open_piece
@@ -244,17 +246,16 @@ def measure_in_pieces(
     progress: Progress,
 ) -> dict[str, TensorStats]:
     """Compute statistics on an executor; see `stats`."""
-    sizes = {name: about.nbytes for name, about in catalog.descriptions(names).items()}
     plain = executors.by_tensor(
         run,
         lambda group, sources: StatsPiece(operation="stats", names=group, sources=sources, histogram=histogram),
         catalog,
-        sizes,
+        catalog.sizes(names),
         executor,
         threads=threads,
         progress=progress,
     )
-    return of_plain({name: plain[name] for name in names if name in plain})
+    return of_plain(plain if [*plain] == [*names] else {name: plain[name] for name in names if name in plain})
 
 
 def run(
@@ -268,25 +269,13 @@ def run(
 
 def as_plain(statistics: Mapping[str, TensorStats]) -> dict[str, list[Any]]:
     """Return statistics as plain data, by name."""
-    with paused(len(statistics)):
-        columns: list[Iterable[Any]] = [*zip(*statistics.values(), strict=True)]
-        for k in _INDICES if columns else ():
-            columns[k] = [None if index is None else list(index) for index in columns[k]]
-        if columns:
-            columns[_HISTOGRAM] = [None if bins is None else bins.tolist() for bins in columns[_HISTOGRAM]]
-        return dict(zip(statistics, map(list, zip(*columns, strict=True)), strict=True))
+    return lists_of(statistics, {**dict.fromkeys(_INDICES, list), _HISTOGRAM: methodcaller("tolist")})
 
 
 def of_plain(plain: Mapping[str, Sequence[Any]]) -> dict[str, TensorStats]:
     """Return the statistics that `as_plain` wrote."""
-    with paused(len(plain)):
-        columns: list[Iterable[Any]] = [*zip(*plain.values(), strict=True)]
-        for k in _INDICES if columns else ():
-            columns[k] = [None if index is None else tuple(index) for index in columns[k]]
-        if columns:
-            counts = columns[_HISTOGRAM]
-            columns[_HISTOGRAM] = [None if bins is None else np.array(bins, np.int64) for bins in counts]
-        return dict(zip(plain, rows_of(TensorStats, columns), strict=True))
+    histogram = partial(np.array, dtype=np.int64)
+    return named_rows(TensorStats, plain, {**dict.fromkeys(_INDICES, tuple), _HISTOGRAM: histogram})
 
 
 # ---- parts ----

@@ -104,7 +104,7 @@ class Catalog:
                     check_name(name)
         self._where = "" if single is None else single.path
         self._names = None if single is None else names
-        self._known: Collection[Any] = {} if self._names is None else dict.fromkeys(self._names)
+        self._known: Collection[Any] = () if self._names is None else self._names
         if self._names is None:
             self._known = self._places if single is None else single  # refuses duplicate names at once
         self._codes: Mapping[str, Codes] | None = None
@@ -310,6 +310,13 @@ class Catalog:
             columns = zip(tensors.names, map(itemgetter(0), fields), shapes, sizes, strict=False)
             described = map(tuple.__new__, repeat(TensorDescription), map(add, columns, map(itemgetter(1), fields)))
             return dict(zip(tensors.names, described, strict=True))
+
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        """Return the stored bytes of tensors; see `TensorDescription.nbytes`."""
+        tensors = self.plain(names)
+        if tensors is None:
+            return {name: about.nbytes for name, about in self.descriptions(names).items()}
+        return dict(zip(tensors.names, tensors.ranges.sizes.tolist(), strict=True))
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
         """Refuse to read tensors of unknown ggml types.

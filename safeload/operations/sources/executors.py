@@ -118,7 +118,10 @@ def by_tensor(
             pieces.append(encode(piece_of(in_group, sources.of(in_group))))
             nbytes.append(sum(map(sizes.__getitem__, in_group)))
     results = run(function, pieces, executor, sizes=nbytes, threads=threads, progress=progress)
-    return {name: value for result in results for name, value in result["tensors"].items()}
+    by_name: dict[str, Any] = {}
+    for result in results:
+        by_name.update(result["tensors"])
+    return by_name
 
 
 def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int]) -> list[list[int]]:
@@ -143,8 +146,9 @@ def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int
             continue
         if used is not None and used >= _SMALLEST:
             used = None
-        allowed = max(limit, _TENSOR_COST // _OPENED * first.table.count)
         ends = np.cumsum(costs[rows])
+        parts = ends[-1] // max(1, _TENSOR_COST * first.table.count / _OPENED)
+        allowed = max(limit, float(ends[-1]) / max(1, parts) + _TENSOR_COST)
         begin, done = 0, 0.0
         while begin < len(positions):
             room = -1 if used is None else allowed - used

@@ -72,7 +72,7 @@ def make(
     check_threads(threads)
     executors.check_executor(executor)
     with Catalog.of(given, storage_options) as catalog:
-        sizes = {name: about.nbytes for name, about in catalog.descriptions([*catalog]).items()}
+        sizes = catalog.sizes([*catalog])
         if executor is None:
             entries = _entries(catalog, sizes, threads, progress)
         else:
@@ -86,8 +86,7 @@ def run(
 ) -> dict[str, Any]:
     """Return the entries of the tensors of a piece; see `run_piece`."""
     with open_piece(TensorPiece, piece, storage_options) as (decoded, catalog):
-        sizes = {name: about.nbytes for name, about in catalog.descriptions(decoded.names).items()}
-        return {"tensors": _entries(catalog, sizes, threads, None)}
+        return {"tensors": _entries(catalog, catalog.sizes(decoded.names), threads, None)}
 
 
 def _piece(names: tuple[str, ...], sources: tuple[PieceSource, ...]) -> TensorPiece:
