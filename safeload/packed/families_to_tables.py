@@ -166,6 +166,8 @@ class _Finder:
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
+        self._families: dict[str, Sequence[Family]] = {}  # that the tensors can form, by the dtype of the codes
+        self._ends = ""  # all names, each before a newline
         columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
         self._tensors = {
             name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
@@ -206,10 +208,8 @@ class _Finder:
     def _group(self, name: str, stored: Stored) -> None:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
         fault, quantization = None, self._quantization
-        for family in _families_of(stored.row.code, self._in_gguf):
+        for family in self._families_of(stored.row.code):
             if not name.endswith(family.main):
-                continue
-            if family.method is not None and (quantization is None or quantization.method != family.method):
                 continue
             names = self._names_of(family, name)
             if names is None:
@@ -239,6 +239,24 @@ class _Finder:
             return
         if fault is not None and (self._in_gguf or (quantization is not None and quantization.is_covered(name))):
             self.faults.append(fault)
+
+    def _families_of(self, code: str) -> Sequence[Family]:
+        """Return the families that codes of a dtype can belong to; they are few, and the tensors can be many."""
+        families = self._families.get(code)
+        if families is None:
+            method = None if self._quantization is None else self._quantization.method
+            families = self._families[code] = [
+                family
+                for family in _families_of(code, self._in_gguf)
+                if family.method in (None, method) and all(map(self._has_suffix, family.required.values()))
+            ]
+        return families
+
+    def _has_suffix(self, suffixes: Sequence[str]) -> bool:
+        """Return False if no name of a tensor has any of these suffixes."""
+        if not self._ends:
+            self._ends = "\n".join([*self._tensors, ""])
+        return any(f"{suffix}\n" in self._ends for suffix in suffixes)
 
     def _names_of(self, family: Family, name: str) -> dict[str, str] | None:
         """Return the names of the parts by role; None if a required part is missing."""
