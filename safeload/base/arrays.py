@@ -102,8 +102,8 @@ def refuse_masked(value: Any, subject: str) -> None:
         TypeError: a masked array.
     """
     # Not imported here, which takes milliseconds: masked arrays exist only if the caller has imported the module.
-    masked = sys.modules.get("numpy.ma")
-    if masked is not None and isinstance(value, masked.MaskedArray):
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)  # another thread may be importing the module
+    if masked is not None and isinstance(value, masked):
         raise TypeError(f"{subject} is a masked array, and its mask would be lost: fill it first, with x.filled(...)")
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -77,6 +78,12 @@ def test_masked_arrays_are_refused(call):
     assert os.listdir() == ["w.safetensors"]
     assert any(word in str(caught.value) for word in ("'w'", "'h.0.w'", "the array", "out", "int8 data", "the value"))
     TAKE_ARRAYS[call](masked().filled(0))
+
+
+def test_an_array_while_another_thread_imports_masked_arrays(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy.ma", types.ModuleType("numpy.ma"))
+    for call in TAKE_ARRAYS.values():
+        call(W)
 
 
 def test_masks_without_a_hidden_value_and_the_masked_scalar_are_refused():

@@ -392,7 +392,7 @@ def planned_copies(
     else:
         targets = np.fromiter(map(codes.__getitem__, casts.values()), np.int16, len(casts))
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
-    for pair in np.unique(numbers.astype(np.uint16) << 8 | targets).tolist():
+    for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
         row, to = (dtypes.BY_NUMBER[number] for number in divmod(pair, 256))
         if row is not to and not (row.floating and to.floating and row.converts_to(to)):
             return None
