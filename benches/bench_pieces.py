@@ -172,6 +172,28 @@ def test_tiny_tensors_on_an_executor(tiny: Path, place: Path, engine: str, table
         report(sides["ours"], [row], rounds=1, prepare=release)
 
 
+READING = {
+    "stats": lambda path, executor=None: safeload.stats(path, executor=executor),
+    "diff": lambda path, executor=None: safeload.diff(path, path, executor=executor).tensors,
+    "check": lambda path, executor=None: safeload.check(path, executor=executor).stats,
+}
+
+
+@pytest.mark.parametrize("operation", READING)
+def test_tiny_tensors_are_read_on_an_executor(tiny: Path, operation: str, table, report) -> None:
+    """A piece opens the file again, and its results travel as lists: at most twice the time of a single call."""
+    with ThreadPoolExecutor(2) as executor:
+        sides = {"ours": partial(READING[operation], tiny, executor), "whole": partial(READING[operation], tiny)}
+        samples = race(sides, ROUNDS, check=_equal, prepare=release)
+        job = f"{operation} of {TINY:,} tiny tensors with executor= (threads)"
+        row = table.add(job, "without executor=", Comparison(samples["ours"], samples["whole"]), at_most=2)
+        report(sides["ours"], [row], rounds=1, prepare=release)
+
+
+def _equal(ours: Any, theirs: Any) -> None:
+    assert ours == theirs
+
+
 def _terabyte(folder: Path, tensors: int) -> Path:
     """200 sparse shards of 5 GiB with this many tensors in each."""
     folder.mkdir()

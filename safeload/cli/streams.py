@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -16,9 +15,6 @@ from ..base.text import show
 STANDARD = "-"
 # The name of stdin in output and messages.
 STDIN = "<stdin>"
-
-# Bytes copied at once.
-_PIECE = 1 << 20
 
 
 def source(path: Any) -> Any:
@@ -50,17 +46,15 @@ def read_again(path: str) -> Iterator[Any]:
     # Imported here: they would slow down other commands.
     from ..formats.foreign import HEAD_SIZE
     from ..formats.registry import check_head
+    from ..stores.file_objects import temporary_copy
 
     head = stream.read(HEAD_SIZE)
     if len(head) == HEAD_SIZE:
         check_head(head, STDIN)
-    with tempfile.TemporaryFile(prefix="safeload-", buffering=0) as copy:
-        copy.write(head)
-        while data := stream.read(_PIECE):
-            copy.write(data)
-        copy.seek(0)
-        vars(copy)["name"] = STDIN
-        yield copy
+    with temporary_copy(stream, head, STDIN) as copy, open(copy.fileno(), "rb", buffering=0, closefd=False) as again:
+        again.seek(0)
+        vars(again)["name"] = STDIN
+        yield again
 
 
 def check_once(paths: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 from ..base.forking import ProcessLock
 from ..base.text import show
@@ -260,13 +260,9 @@ class _FileObject:
         if self._copy is not None:
             return self._copy._on_demand()
         with ExitStack() as stack:
-            out = stack.enter_context(tempfile.TemporaryFile(prefix="safeload-"))
-            out.write(self._head)
-            self._head = b""
+            head, self._head = self._head, b""
             with self._locked.lock.own, self._restored():
-                while part := _part(self.file, _CHUNK, self.name):
-                    out.write(part)
-            out.flush()
+                out = stack.enter_context(temporary_copy(self.file, head, self.name))
             if os.name != "nt":
                 return of_descriptor(out.fileno(), self.name)
             out.seek(0)  # a copy cannot be opened again by its descriptor
@@ -333,6 +329,23 @@ def _is_device(file: Any) -> bool:
     """Return whether a file of Python's own classes is a device, whose size is unknown."""
     raw = getattr(file, "raw", file)
     return type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+
+
+def temporary_copy(file: Any, head: bytes, name: str) -> IO[bytes]:
+    """Copy a stream, after its first bytes, to a temporary file without a name, and return it at its end.
+
+    Args:
+        head: bytes that have been read already.
+        name: of the stream, for messages.
+    """
+    with ExitStack() as stack:
+        out = stack.enter_context(tempfile.TemporaryFile(prefix="safeload-"))
+        out.write(head)
+        while part := _part(file, _CHUNK, name):
+            out.write(part)
+        out.flush()
+        stack.pop_all()
+        return out
 
 
 def _part(file: Any, size: int, name: str) -> bytes:

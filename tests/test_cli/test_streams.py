@@ -132,7 +132,7 @@ def test_other_streams_are_refused_and_no_file_is_created(run, arguments, messag
 @pytest.mark.parametrize("arguments", [["report", "-"], ["check", "-", "--write-manifest", "new.json"], ["info", "-"]])
 def test_a_pipe_with_another_format_is_not_read_to_its_end(run, arguments, monkeypatch):
     read = []
-    monkeypatch.setattr("safeload.cli.streams.tempfile.TemporaryFile", lambda **options: read.append("all"))
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **options: read.append("all"))
     status, _, err = run(*arguments, data=bytes(1 << 20))
     assert (status, read) == (1, [])
     assert "no known weight format starts with 00 00" in err
