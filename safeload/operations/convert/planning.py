@@ -228,7 +228,7 @@ def _pieces(
     """Return a piece for each shard, without its plan and folder."""
     sources = Sources(_stored(prepared.catalog), "a conversion in pieces")
     shards = prepared.divided(request.limit)
-    if not isinstance(prepared, Copies):  # parts of quantized tensors can have the names of others
+    if not isinstance(prepared, Copies):  # a part of a quantized tensor can have the name of another tensor
         prepared.weight_map(shards)  # refuses two tensors with the same name
     renames = tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ())
     metadata = None if prepared.texts is None else dict(prepared.texts)
