@@ -187,5 +187,8 @@ def _plain(values: Array) -> Any:
     if values.dtype.kind == "c":
         values = np.stack([values.real, values.imag], axis=-1)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
-        values = np.where(np.isfinite(values), values.astype(object), values.astype(str).astype(object))
+        # Not `astype(str)`: on old NumPy it warns of an invalid cast.
+        marked = ~np.isfinite(values)
+        values = values.astype(object)
+        values[marked] = [str(value) for value in values[marked]]
     return values.tolist()
