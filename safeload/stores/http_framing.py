@@ -33,6 +33,8 @@ _BATCHES = sys.platform == "linux"
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
 _LENGTH = re.compile(r"[0-9]{1,18}")
+# Header fields that decide where a body ends.
+_FRAMING = (b"transfer-encoding", b"content-length")
 # Python stops reading header fields at a malformed line, and reports it only by these defects.
 _LOST = (errors.MissingHeaderBodySeparatorDefect, errors.FirstHeaderLineIsContinuationDefect)
 
@@ -69,6 +71,30 @@ class BadResponse(http.client.HTTPException):
     """A response that breaks HTTP's framing rules. The message never quotes a header, because it may echo a secret."""
 
 
+class _Head:
+    """The stream of a head, which notes lines that Python and other readers may divide into fields differently."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self._name = stream, b""
+        self.folded = (
+            False  # a field of `_FRAMING` continues: some releases of Python keep the line break, others do not
+        )
+        self.divided = False  # a line has a carriage return inside, which ends a line for Python alone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def readline(self, limit: int = -1) -> bytes:
+        """Read a line."""
+        line: bytes = self.stream.readline(limit)
+        self.divided |= b"\r" in line[:-2]
+        if line[:1] in (b" ", b"\t"):
+            self.folded |= self._name in _FRAMING
+        else:
+            self._name = line.partition(b":")[0].rstrip().lower()
+        return line
+
+
 class Response(http.client.HTTPResponse):
     """A response that receives its body piece by piece, so that an error loses no bytes."""
 
@@ -93,12 +119,19 @@ class Response(http.client.HTTPResponse):
         """Read the head and determine the length of the body."""
         if self.headers is not None:
             return
-        super().begin()
-        if any(isinstance(defect, _LOST) for defect in self.headers.defects):
+        head = self.fp = _Head(self.fp)
+        try:
+            super().begin()
+        finally:
+            if self.fp is head:  # neither closed nor replaced
+                self.fp = head.stream
+        if head.divided or any(isinstance(defect, _LOST) for defect in self.headers.defects):
             raise BadResponse("the head of the response has a line that is not a header field")
         codings, lengths = self.headers.get_all("Transfer-Encoding", []), self.headers.get_all("Content-Length", [])
         if self.status in (http.client.NO_CONTENT, http.client.NOT_MODIFIED):  # no body, whatever the fields say
             self.chunked = False
+        elif head.folded:
+            raise BadResponse("the Transfer-Encoding or Content-Length of the response is folded over several lines")
         elif codings:
             if [coding.strip(" \t").lower() for coding in codings] != ["chunked"]:
                 raise BadResponse("the response has a Transfer-Encoding other than chunked")
