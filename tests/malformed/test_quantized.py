@@ -417,7 +417,11 @@ AT_OPENING = {
     "bnb: a state that is no JSON": ("bnb_nf4", instead(NF4, lambda s: s[:-1]), "is not JSON"),
     "bnb: a state of a list": ("bnb_nf4", added(NF4, text("[1]")), "must be a JSON object"),
     "bnb: a state with a key twice": ("bnb_nf4", added(NF4, text('{"a":1,"a":2}')), "duplicate key"),
-    "bnb: a deep state": ("bnb_nf4", added(NF4, text("[" * 999)), "nested more than 64 levels deep"),
+    "bnb: a deep state": (
+        "bnb_nf4",
+        added(NF4, text('{"a":' * 99 + "1" + "}" * 99)),
+        "nested more than 64 levels deep",
+    ),
     "bnb: a long state": ("bnb_nf4", added(NF4, text({"a": "x" * 2000})), "must be U8 and have at most 1,024 bytes"),
     "bnb: an empty state": ("bnb_nf4", added(NF4, text("")), "is not JSON"),
     "bnb: a state of floats": ("bnb_nf4", added(NF4, np.ones(9, F32)), "must be U8"),
