@@ -131,7 +131,8 @@ def test_a_child_forked_during_a_first_use_can_do_it_too(door, path):
 def test_a_child_forked_during_the_first_use_of_a_framework(library, path):
     pytest.importorskip(library)
     door = {
-        "torch": "from safeload.torch import load_file; assert load_file(path)['a'].sum() == 3",
+        # torch's own first sum is not safe either: a child waits forever for a C++ static that its parent initialized
+        "torch": "from safeload.torch import load_file; assert load_file(path)['a'].numpy().sum() == 3",
         # JAX's own threads do not survive a fork: only its import is shown
         "jax": "import safeload.frameworks.jax_loading",
     }
