@@ -16,6 +16,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..base.gc_pause import paused
 from ..checkpoint import tensors_of
 from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, nothing, staged
 from ..engine.codes.pieces import Meter
@@ -196,8 +197,10 @@ def load(
         torch.OutOfMemoryError: the device has too little memory.
     """
     copies = _COPIES.get(device.type, Blocking)(device) if copies is None else copies
-    tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
-    return {entry.name: tensors[entry.name] for entry in entries}
+    tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
+    with paused(len(entries) if tiny else 0):
+        tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
+        return {entry.name: tensors[entry.name] for entry in entries}
 
 
 # Name, tensor, and a function that returns once the tensor's bytes have been copied.
