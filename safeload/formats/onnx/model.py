@@ -35,7 +35,7 @@ MAX_RANK = 64
 MAX_PIECES = 1 << 18
 # Attributes of a node, and graphs in an attribute; real nodes have some ten.
 MAX_ATTRIBUTES = 10_000
-# Entries of external_data: location, offset, length, checksum and a few of others.
+# Entries of external_data: location, offset, length, checksum and a few more.
 MAX_EXTERNAL = 64
 
 # Fields with numbers: their names, and their wire type if each number has a field of its own.

@@ -7,7 +7,7 @@
    (regular), ``chunk_key_encoding`` ("default": "c/0/1", and "c" without axes; or "v2"), ``codecs``, ``fill_value``.
 3. Codecs of version 3: ``transpose`` (once), ``bytes`` (``endian``), then ``crc32c`` and ``zstd`` (each once). Or a
    single ``sharding_indexed``: a file holds a grid of smaller chunks with codecs of their own.
-4. Chunks at the border have the size of all others. int2 and int4 take a byte each, of which the low bits count.
+4. Chunks at the border have full size. int2 and int4 take a byte each, of which the low bits count.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Contents:
         yield from holes.check_zeros(self._catalog, stats, model.role, reported)
 
     def outliers(self, stats: Mapping[str, TensorStats]) -> dict[str, float]:
-        """Return the tensors with a value far beyond all others, each with a bound of 99.9 % of the values.
+        """Return the tensors with a value far beyond the rest, each with a bound of 99.9 % of the values.
 
         Args:
             stats: statistics of the tensors with large values.
