@@ -189,13 +189,40 @@ static bool read_usual_entry(sl_json *json, int32_t last_dtype, fields *entry) {
     return true;
 }
 
+/* A large header is parsed in windows of this size, which stay in the second-level cache: to fill fresh memory with the
+ * whole header takes as long as parsing it. */
+#define WINDOW 131072
+
+/* The next bytes are read when fewer are left in the window, so a window holds every usual member. */
+#define LONGEST_USUAL_MEMBER 4096
+
 /* The state of reading a header. */
 typedef struct reader {
     sl_json json;
     sl_table *table;
     char *decoded; /* the last decoded text with escapes */
     size_t room;
+    /* Unless the JSON is the whole header: */
+    char *window;
+    int64_t file;
+    uint64_t unread, end; /* the bytes of the file that no window has held yet */
+    sl_error *error;      /* of reading them */
+    bool failed;          /* whether that failed */
 } reader;
+
+/* Moves the rest of the window to its front, and fills the window from the file, if little is left in it. */
+static int32_t refill(reader *self) {
+    sl_json *json = &self->json;
+    size_t left = (size_t)(json->end - json->at);
+    if (SL_LIKELY(left >= LONGEST_USUAL_MEMBER || self->unread == self->end)) return SL_OK;
+    size_t size = (size_t)sl_min_u64(WINDOW - left, self->end - self->unread);
+    memmove(self->window, json->at, left);
+    int32_t status = sl_file_read(self->file, self->unread, self->window + left, size, self->error);
+    self->failed = status != SL_OK;
+    sl_json_init(json, self->window, left + size, (int64_t)(self->unread - left), json->error);
+    self->unread += size;
+    return status;
+}
 
 /* Returns the text without escapes: in place, or decoded and valid until the next call. */
 static int32_t plain_text(reader *self, const sl_json_text *text, const char **data, size_t *size) {
@@ -259,7 +286,9 @@ static int32_t read_metadata(reader *self) {
 
 static int32_t read_members(reader *self) {
     sl_json *json = &self->json;
-    int32_t status = sl_json_enter(json, '{', "the header");
+    sl_json_peek(json);
+    int32_t status = refill(self);
+    if (status == SL_OK) status = sl_json_enter(json, '{', "the header");
     if (status != SL_OK) return status;
     sl_json_text name;
     bool first = true, metadata_seen = false;
@@ -270,19 +299,15 @@ static int32_t read_members(reader *self) {
             return sl_fail(json->error, SL_E_FORMAT, name.position, "duplicate %s", METADATA_KEY);
         metadata_seen |= is_metadata;
         status = is_metadata ? read_metadata(self) : read_entry(self, &name);
+        if (status == SL_OK) status = refill(self);
         if (status != SL_OK) return status;
     }
-    return step == SL_JSON_END ? sl_json_finish(json) : SL_E_FORMAT;
-}
-
-static int32_t read_header(const char *header, uint64_t header_size, uint64_t file_size, sl_table *table,
-                           sl_error *error) {
-    static const sl_table_rules rules = {.ranges = "data_offsets", .holes = false};
-    reader self = {.table = table};
-    sl_json_init(&self.json, header, (size_t)header_size, LENGTH_SIZE, error);
-    int32_t status = read_members(&self);
-    free(self.decoded);
-    return status == SL_OK ? sl_table_finish(table, &rules, LENGTH_SIZE + header_size, file_size, error) : status;
+    if (step != SL_JSON_END) return SL_E_FORMAT;
+    do {
+        status = sl_json_finish(json);
+        if (status == SL_OK) status = refill(self);
+    } while (status == SL_OK && json->at < json->end);
+    return status;
 }
 
 /* Reads N from the first bytes of a file of `file_size` bytes. */
@@ -303,18 +328,27 @@ static int32_t header_size_of(const void *start, uint64_t file_size, uint64_t *h
 }
 
 /* Sets *table to a finished table; leaves it untouched on failure. */
-static int32_t make_table(const char *header, uint64_t header_size, uint64_t file_size, sl_table **table,
-                          sl_error *error) {
-    sl_table *made;
+static int32_t make_table(reader *self, uint64_t header_size, uint64_t file_size, sl_table **table, sl_error *error) {
+    static const sl_table_rules rules = {.ranges = "data_offsets", .holes = false};
     /* Entries of real headers take 90 to 150 bytes, less than half of which is the name, and have one to four dims. */
-    int32_t status = sl_table_new(header_size / 64 + 1, header_size / 2, header_size / 32, &made, error);
+    int32_t status = sl_table_new(header_size / 64 + 1, header_size / 2, header_size / 32, &self->table, error);
     if (status != SL_OK) return status;
-    status = read_header(header, header_size, file_size, made, error);
+    status = read_members(self);
+    free(self->decoded);
+    if (status == SL_OK) status = sl_table_finish(self->table, &rules, LENGTH_SIZE + header_size, file_size, error);
     if (status == SL_OK)
-        *table = made;
+        *table = self->table;
     else
-        sl_table_free(made);
+        sl_table_free(self->table);
     return status;
+}
+
+/* Like make_table, from a whole header. */
+static int32_t parse_header(const char *header, uint64_t header_size, uint64_t file_size, sl_table **table,
+                            sl_error *error) {
+    reader self = {.file = -1};
+    sl_json_init(&self.json, header, (size_t)header_size, LENGTH_SIZE, error);
+    return make_table(&self, header_size, file_size, table, error);
 }
 
 int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table,
@@ -328,7 +362,7 @@ int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file
     if (held - LENGTH_SIZE < header_size)
         return sl_fail(error, SL_E_ARGUMENT, -1, "%llu bytes do not hold a header of %llu", (unsigned long long)held,
                        (unsigned long long)header_size);
-    return make_table((const char *)data + LENGTH_SIZE, header_size, file_size, table, error);
+    return parse_header((const char *)data + LENGTH_SIZE, header_size, file_size, table, error);
 }
 
 int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error) {
@@ -366,7 +400,7 @@ static int32_t read_whole(int64_t file, uint64_t file_size, sl_table **table, vo
     if (bytes == NULL) return sl_fail_memory(error, file_size);
     int32_t status = sl_file_read(file, 0, bytes, file_size, error);
     if (status == SL_OK) status = header_size_of(bytes, file_size, &header_size, error);
-    if (status == SL_OK) status = make_table(bytes + LENGTH_SIZE, header_size, file_size, table, error);
+    if (status == SL_OK) status = parse_header(bytes + LENGTH_SIZE, header_size, file_size, table, error);
     if (status == SL_OK)
         *content = bytes;
     else
@@ -374,21 +408,37 @@ static int32_t read_whole(int64_t file, uint64_t file_size, sl_table **table, vo
     return status;
 }
 
+/* Reads a large header, of which the first bytes are in memory, in windows. *whole is set if it has to be read whole: a
+ * member may be larger than a window, and errors are reported from the whole header. */
+static int32_t read_in_windows(int64_t file, const char *first, uint64_t header_size, uint64_t file_size,
+                               sl_table **table, bool *whole, sl_error *error) {
+    reader self = {
+        .window = malloc(WINDOW), .file = file, .unread = FIRST_READ, .end = LENGTH_SIZE + header_size, .error = error};
+    if (self.window == NULL) return sl_fail_memory(error, WINDOW);
+    sl_json_init(&self.json, first + LENGTH_SIZE, FIRST_READ - LENGTH_SIZE, LENGTH_SIZE, NULL);
+    int32_t status = make_table(&self, header_size, file_size, table, NULL);
+    *whole = status != SL_OK && !self.failed;
+    free(self.window);
+    return status;
+}
+
 /* The header is read and never mapped, so that a file that shrinks meanwhile causes an error, not a SIGBUS. */
 static int32_t read_file(int64_t file, uint64_t file_size, sl_table **table, sl_error *error) {
     uint64_t header_size = 0, got = sl_min_u64(file_size, FIRST_READ);
     char first[FIRST_READ];
+    bool whole = false;
     int32_t status = sl_file_read(file, 0, first, got, error);
     if (status == SL_OK) status = header_size_of(first, file_size, &header_size, error);
     if (status != SL_OK) return status;
-    if (LENGTH_SIZE + header_size <= got) return make_table(first + LENGTH_SIZE, header_size, file_size, table, error);
+    if (LENGTH_SIZE + header_size <= got)
+        return parse_header(first + LENGTH_SIZE, header_size, file_size, table, error);
+    status = read_in_windows(file, first, header_size, file_size, table, &whole, error);
+    if (!whole) return status;
 
     char *header = sl_memory_alloc(header_size);
     if (header == NULL) return sl_fail_memory(error, header_size);
-    got -= LENGTH_SIZE;
-    memcpy(header, first + LENGTH_SIZE, (size_t)got);
-    status = sl_file_read(file, LENGTH_SIZE + got, header + got, header_size - got, error);
-    if (status == SL_OK) status = make_table(header, header_size, file_size, table, error);
+    status = sl_file_read(file, LENGTH_SIZE, header, header_size, error);
+    if (status == SL_OK) status = parse_header(header, header_size, file_size, table, error);
     sl_memory_free(header, header_size);
     return status;
 }

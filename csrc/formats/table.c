@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "base/sort.h"
+#include "formats/order.h"
 
 static uint64_t name_begin(const sl_table *table, uint64_t i) { return i > 0 ? table->name_ends[i - 1] + 1 : 0; }
 
@@ -66,11 +67,48 @@ static sl_table *new_few(void) {
     return &made->table;
 }
 
+/* No column starts at the start of the block, which would have it freed when that column grows. Columns are at least
+ * this far apart. */
+#define GAP ((uint64_t)64)
+
+/* Reserves the columns of an empty table in a single block: by themselves most would be too small for huge pages, and
+ * the page faults of a large table would take as long as parsing it. */
+static int32_t reserve_together(sl_table *table, uint64_t tensors, uint64_t name_bytes, uint64_t dims,
+                                sl_error *error) {
+    struct {
+        void **column;
+        uint64_t count, item;
+    } columns[] = {{(void **)&table->name_ends, tensors, 8}, {(void **)&table->dim_ends, tensors, 8},
+                   {(void **)&table->begins, tensors, 8},    {(void **)&table->ends, tensors, 8},
+                   {(void **)&table->positions, tensors, 8}, {(void **)&table->dims, dims, 8},
+                   {(void **)&table->dtypes, tensors, 1},    {(void **)&table->names, name_bytes, 1}};
+    const size_t many = sizeof columns / sizeof *columns;
+    uint64_t total = GAP, size;
+    for (size_t k = 0; k < many; k++)
+        if (!sl_mul_u64(columns[k].count, columns[k].item, &size) || !sl_add_u64(total, size, &total) ||
+            !sl_add_u64(total, GAP, &total))
+            return sl_fail_memory(error, UINT64_MAX);
+    char *at;
+    int32_t status = sl_arena_alloc(&table->arena, total, (void **)&at, error);
+    if (status != SL_OK) return status;
+    at += GAP;
+    for (size_t k = 0; k < many; k++) {
+        *columns[k].column = at;
+        size = columns[k].count * columns[k].item;
+        at += (size + GAP - 1) / GAP * GAP;
+    }
+    table->capacity = tensors;
+    table->dim_capacity = dims;
+    table->name_capacity = name_bytes;
+    return SL_OK;
+}
+
 int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error) {
     bool small = tensors <= FEW && name_bytes <= FEW_NAME_BYTES && dims < FEW;
     sl_table *made = small ? new_few() : calloc(1, sizeof *made);
     if (made == NULL) return sl_fail_memory(error, small ? sizeof(few) : sizeof *made);
-    int32_t status = reserve(made, tensors, name_bytes, dims + 1, error); /* + 1: never NULL, even without any dims */
+    /* + 1: never NULL, even without any dims */
+    int32_t status = small ? SL_OK : reserve_together(made, tensors, name_bytes, dims + 1, error);
     if (status == SL_OK)
         *table = made;
     else
@@ -278,16 +316,23 @@ static int32_t hash_names(sl_table *table, uint64_t *again, sl_error *error) {
     return SL_OK;
 }
 
-/* Refuses duplicate names, and builds the index of names unless they ascend. Of several duplicates it reports the first
- * in name order, with or without an index. */
+/* Refuses duplicate names, and builds the index of names unless they ascend: their order, or else a hash. Of several
+ * duplicates it reports the first in name order, with or without an index. */
 static int32_t check_names(sl_table *table, sl_error *error) {
     uint64_t count = table->columns.count, i = 1, again;
     while (i < count && compare_names(table, (uint32_t)i - 1, (uint32_t)i) < 0) i++;
     table->columns.names_ascend = i >= count;
     if (i >= count) return SL_OK;
-    int32_t status = hash_names(table, &again, error);
-    if (status != SL_OK || (table->slots != NULL && again == count)) return status;
     uint32_t *by_name;
+    int32_t status = sl_arena_alloc(&table->arena, count * sizeof *by_name, (void **)&by_name, error);
+    if (status != SL_OK) return status;
+    if (!table->columns.newline_in_names &&
+        sl_order_names(&(sl_names){table->names, table->name_ends, count}, by_name)) {
+        table->by_name = by_name;
+        return SL_OK;
+    }
+    status = hash_names(table, &again, error);
+    if (status != SL_OK || (table->slots != NULL && again == count)) return status;
     status = sorted(table, compare_names, &by_name, error);
     if (status != SL_OK) return status;
     for (i = 1; i < count; i++)
@@ -447,6 +492,17 @@ int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_siz
             low = middle + 1;
     }
     return -1;
+}
+
+int32_t sl_table_sorted_names(const sl_table *table, void *names) {
+    if (table->by_name == NULL) return 0;
+    char *out = names;
+    for (uint64_t k = 0; k < table->columns.count; k++) {
+        uint64_t i = table->by_name[k], begin = name_begin(table, i), size = table->name_ends[i] + 1 - begin;
+        memcpy(out, table->names + begin, (size_t)size);
+        out += size;
+    }
+    return 1;
 }
 
 /* Recent shapes are remembered by this number of bits of a hash. */

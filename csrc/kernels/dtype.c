@@ -72,7 +72,10 @@ const sl_dtype_info *sl_dtype_get(int32_t dtype) {
 }
 
 static bool is_code(int32_t dtype, const char *code, size_t size) {
-    return strlen(TABLE[dtype].code) == size && memcmp(TABLE[dtype].code, code, size) == 0;
+    const char *expected = TABLE[dtype].code;
+    size_t i = 0;
+    while (i < size && expected[i] != '\0' && expected[i] == code[i]) i++;
+    return i == size && expected[i] == '\0';
 }
 
 int32_t sl_dtype_find(const char *code, size_t size, int32_t guess) {

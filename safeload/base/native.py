@@ -123,6 +123,7 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_gguf_free = _bind("sl_gguf_free")
     sl_table_find = _bind("sl_table_find")
     sl_table_shapes = _bind("sl_table_shapes")
+    sl_table_sorted_names = _bind("sl_table_sorted_names")
     sl_table_free = _bind("sl_table_free")
     sl_free = _bind("sl_free")
     sl_memory_alloc = _bind("sl_memory_alloc")

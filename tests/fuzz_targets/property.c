@@ -73,6 +73,25 @@ static void check_names(const sl_table *table, const sl_columns *columns) {
     REQUIRE((columns->names_ascend != 0) == ascend);
 }
 
+/* The names in order are the names, in order. */
+static void check_sorted_names(const sl_table *table, const sl_columns *columns) {
+    char *text = malloc((size_t)columns->names_size + 1);
+    REQUIRE(text != NULL);
+    if (sl_table_sorted_names(table, text) != 0) {
+        uint64_t begin = 0, last = 0, count = 0;
+        for (uint64_t end = 0; end < columns->names_size; end++) {
+            if (text[end] != '\n') continue;
+            REQUIRE(sl_table_find(table, text + begin, end - begin) >= 0);
+            REQUIRE(count == 0 || sl_compare_bytes(text + last, begin - 1 - last, text + begin, end - begin) < 0);
+            last = begin;
+            begin = end + 1;
+            count++;
+        }
+        REQUIRE(begin == columns->names_size && count == columns->count);
+    }
+    free(text);
+}
+
 /* Bytes that the shape of tensor i takes. */
 static uint64_t size_of(const sl_columns *columns, uint64_t i) {
     const sl_dtype_info *info = sl_dtype_get(columns->dtypes[i]);
@@ -119,6 +138,7 @@ static void check_metadata(const sl_columns *columns) {
 void check_table(const sl_table *table, const uint8_t *data, uint64_t size) {
     const sl_columns *columns = sl_table_columns(table);
     check_names(table, columns);
+    if (!columns->newline_in_names) check_sorted_names(table, columns);
     check_ranges(columns, data, size);
     check_metadata(columns);
 }
