@@ -291,9 +291,11 @@ const sl_columns *sl_table_columns(const sl_table *table);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 
-/* Writes the names in ascending order of their bytes, each followed by a newline: as many bytes as `names` of the columns.
- * Returns 0 if the table does not know the order. */
-int32_t sl_table_sorted_names(const sl_table *table, void *names);
+/* Makes an object of each name and puts it into a list, with functions of the caller: void *make(const char *,
+ * ptrdiff_t), which returns NULL if it fails, and int put(void *list, ptrdiff_t place, void *object), which returns 0
+ * or fails. Stops at a failure. With `sorted`, the names are put in ascending order if the table knows it. Returns
+ * whether they ascend. */
+int32_t sl_table_list_names(const sl_table *table, int32_t sorted, void *make, void *put, void *list);
 
 /* Numbers the shapes of a table: numbers[i] is the number of shape i, firsts[k] the first tensor with shape k. Equal
  * shapes have equal numbers, except that a shape between many others can get a new one. Returns how many numbers there

@@ -1,6 +1,7 @@
 /* The table of a file. */
 #include "formats/table.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -494,15 +495,16 @@ int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_siz
     return -1;
 }
 
-int32_t sl_table_sorted_names(const sl_table *table, void *names) {
-    if (table->by_name == NULL) return 0;
-    char *out = names;
+int32_t sl_table_list_names(const sl_table *table, int32_t sorted, void *make, void *put, void *list) {
+    void *(*const new_object)(const char *, ptrdiff_t) = (void *(*)(const char *, ptrdiff_t))(uintptr_t)make;
+    int (*const put_object)(void *, ptrdiff_t, void *) = (int (*)(void *, ptrdiff_t, void *))(uintptr_t)put;
+    const uint32_t *order = sorted ? table->by_name : NULL;
     for (uint64_t k = 0; k < table->columns.count; k++) {
-        uint64_t i = table->by_name[k], begin = name_begin(table, i), size = table->name_ends[i] + 1 - begin;
-        memcpy(out, table->names + begin, (size_t)size);
-        out += size;
+        uint64_t i = order != NULL ? order[k] : k, begin = name_begin(table, i);
+        void *object = new_object(table->names + begin, (ptrdiff_t)(table->name_ends[i] - begin));
+        if (object == NULL || put_object(list, (ptrdiff_t)k, object) != 0) return 0;
     }
-    return 1;
+    return order != NULL || table->columns.names_ascend;
 }
 
 /* Recent shapes are remembered by this number of bits of a hash. */

@@ -27,8 +27,10 @@ except ImportError as error:
 
 __all__ = [
     "HEADER_AT",
+    "ITEM_SETTER",
     "LOADED_COLUMNS",
     "LONE_NAME",
+    "TEXT_MAKER",
     "TIER",
     "BriefHeader",
     "Error",
@@ -48,7 +50,6 @@ __all__ = [
     "pointer",
     "private_buffer",
     "short",
-    "text_at",
     "tier_name",
 ]
 
@@ -122,8 +123,8 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_gguf_read = _bind("sl_gguf_read")
     sl_gguf_free = _bind("sl_gguf_free")
     sl_table_find = _bind("sl_table_find")
+    sl_table_list_names = _bind("sl_table_list_names")
     sl_table_shapes = _bind("sl_table_shapes")
-    sl_table_sorted_names = _bind("sl_table_sorted_names")
     sl_table_free = _bind("sl_table_free")
     sl_free = _bind("sl_free")
     sl_memory_alloc = _bind("sl_memory_alloc")
@@ -137,13 +138,16 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_stats_merge = _bind("sl_stats_merge")
 
 
-# Return a copy of memory, as bytes or as UTF-8 text. Objects of `ffi` would take longer, and without the GIL threads
-# contend for the reference counts of `ffi` and its types.
+# Return a copy of memory as bytes. Objects of `ffi` would take longer, and without the GIL threads contend for the
+# reference counts of `ffi` and its types.
 bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
-text_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
-    ("PyUnicode_FromStringAndSize", ctypes.pythonapi)
+
+# The functions with which the core makes a list of names: a text of all of them, split, would be written twice.
+TEXT_MAKER, ITEM_SETTER = (
+    ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+    for name in ("PyUnicode_FromStringAndSize", "PyList_SetItem")
 )
 
 # Makes an ``sl_loaded`` for `short`, and unpacks its fields before the error.

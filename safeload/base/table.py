@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import TensorNotFoundError, UnsupportedError
 from . import dtypes
 from .messages import error_about
-from .native import bytes_at, columns_at, ffi, pointer, short, text_at
+from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, pointer, short
 from .packing import Packed
 from .text import check_name, clip, plural, printable, show
 
@@ -29,8 +29,6 @@ _NAME = 200
 _SEARCH_COST = 16
 # From this many tensors on, equal shapes share a tuple, because the garbage collector visits each tuple several times.
 _SHARED_FROM = 1000
-# From this many names on, the core's order takes less time than a sort.
-_SORTED_FROM = 1000
 # From this many numbers on, numpy compares faster than Python builds a list.
 _NUMPY_FROM = 100
 
@@ -172,39 +170,23 @@ class Table:
         return self._names
 
     def _make_names(self) -> list[str]:
-        if self.count == 0:
-            return []
-        fields = self._fields
-        place = fields[_NAMES], fields[_NAMES_SIZE] - 1  # without the last newline
-        if fields[_NEWLINES]:
-            names = bytes_at(*place)
-            starts = [0] + [end + 1 for end in self._column(_NAME_ENDS, self.count)]
-            return [str(names[begin : end - 1], "utf-8") for begin, end in pairwise(starts)]
-        text: str = text_at(*place)
-        return text.split("\n")
+        return self._list_names(False)[0]
+
+    def _list_names(self, ascending: bool) -> tuple[list[str], bool]:
+        """Return the names in the order of the bytes, or in ascending order if the core knows it; whether they ascend."""
+        names = [""] * self.count
+        return names, bool(short.sl_table_list_names(self._address, ascending, TEXT_MAKER, ITEM_SETTER, id(names)))
 
     def sorted_names(self) -> list[str]:
         """Return the names in ascending order of their UTF-8 bytes, which is also the order of their code points."""
         # The caller gets a new list either way, so listing a file should not keep a second list in memory.
-        if self._names is None and self.count >= _SORTED_FROM and not self._fields[_ASCEND]:
-            text = self._sorted_text()
-            if text is not None:
-                return text.split("\n")
-        names = self._make_names() if self._names is None else list(self._names)
-        if not self._fields[_ASCEND]:
+        if self._names is None:
+            names, ascend = self._list_names(True)
+        else:
+            names, ascend = list(self._names), bool(self._fields[_ASCEND])
+        if not ascend:
             names.sort()
         return names
-
-    def _sorted_text(self) -> str | None:
-        """Return the names in ascending order, separated by newlines; None if the core does not know their order."""
-        size = self._fields[_NAMES_SIZE]
-        address = short.sl_memory_alloc(size)
-        try:
-            known = address and short.sl_table_sorted_names(self._address, address)
-            return text_at(address, size - 1) if known else None
-        finally:
-            if address:
-                short.sl_memory_free(address, size)
 
     def find(self, name: str) -> int:
         """Return the index of a tensor, or -1."""

@@ -73,23 +73,43 @@ static void check_names(const sl_table *table, const sl_columns *columns) {
     REQUIRE((columns->names_ascend != 0) == ascend);
 }
 
-/* The names in order are the names, in order. */
-static void check_sorted_names(const sl_table *table, const sl_columns *columns) {
-    char *text = malloc((size_t)columns->names_size + 1);
-    REQUIRE(text != NULL);
-    if (sl_table_sorted_names(table, text) != 0) {
-        uint64_t begin = 0, last = 0, count = 0;
-        for (uint64_t end = 0; end < columns->names_size; end++) {
-            if (text[end] != '\n') continue;
-            REQUIRE(sl_table_find(table, text + begin, end - begin) >= 0);
-            REQUIRE(count == 0 || sl_compare_bytes(text + last, begin - 1 - last, text + begin, end - begin) < 0);
-            last = begin;
-            begin = end + 1;
-            count++;
+/* The table in whose names places are counted. */
+static const sl_table *named;
+
+static void *find_name(const char *name, ptrdiff_t size) {
+    int64_t found = sl_table_find(named, name, (uint64_t)size);
+    REQUIRE(found >= 0 &&
+            sl_table_columns(named)->names + name_span(sl_table_columns(named), (uint64_t)found).begin == name);
+    return (void *)(uintptr_t)(found + 1);
+}
+
+static int put_name(void *list, ptrdiff_t place, void *object) {
+    ptrdiff_t *places = list;
+    REQUIRE(places[-1]++ == place);
+    places[place] = (ptrdiff_t)(uintptr_t)object - 1;
+    return 0;
+}
+
+/* In file order and sorted, every name is listed once. */
+static void check_listed_names(const sl_table *table, const sl_columns *columns) {
+    ptrdiff_t *places = malloc((size_t)(columns->count + 1) * sizeof *places);
+    REQUIRE(places != NULL);
+    named = table;
+    for (int sorted = 0; sorted < 2; sorted++) {
+        places[0] = 0;
+        int32_t ascend = sl_table_list_names(table, sorted, (void *)(uintptr_t)find_name, (void *)(uintptr_t)put_name,
+                                             places + 1);
+        REQUIRE((uint64_t)places[0] == columns->count);
+        for (uint64_t k = 0; k < columns->count; k++) {
+            REQUIRE(sorted || (uint64_t)places[k + 1] == k);
+            if (!ascend || k == 0) continue;
+            span a = name_span(columns, (uint64_t)places[k]), b = name_span(columns, (uint64_t)places[k + 1]);
+            REQUIRE(sl_compare_bytes(columns->names + a.begin, a.end - a.begin, columns->names + b.begin,
+                                     b.end - b.begin) < 0);
         }
-        REQUIRE(begin == columns->names_size && count == columns->count);
+        REQUIRE(ascend || !columns->names_ascend);
     }
-    free(text);
+    free(places);
 }
 
 /* Bytes that the shape of tensor i takes. */
@@ -138,7 +158,7 @@ static void check_metadata(const sl_columns *columns) {
 void check_table(const sl_table *table, const uint8_t *data, uint64_t size) {
     const sl_columns *columns = sl_table_columns(table);
     check_names(table, columns);
-    if (!columns->newline_in_names) check_sorted_names(table, columns);
+    check_listed_names(table, columns);
     check_ranges(columns, data, size);
     check_metadata(columns);
 }
