@@ -173,7 +173,7 @@ class Table:
         return self._list_names(False)[0]
 
     def _list_names(self, ascending: bool) -> tuple[list[str], bool]:
-        """Return the names in the order of the bytes, or in ascending order if the core knows it; whether they ascend."""
+        """Return the names, in ascending order if asked for and known to the core, and whether they ascend."""
         names = [""] * self.count
         return names, bool(short.sl_table_list_names(self._address, ascending, TEXT_MAKER, ITEM_SETTER, id(names)))
 
