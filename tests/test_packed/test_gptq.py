@@ -175,6 +175,19 @@ def test_any_map_of_groups(bits, tmp_path):
     np.testing.assert_array_equal(weight(write(tmp_path / "x", tensors, **said)), want)
 
 
+@pytest.mark.parametrize("rows", [2048, 2112, 4160, 5440])
+def test_any_map_of_groups_in_tiles_of_any_height(rows, tmp_path):
+    """With act-order, tiles have up to 2,048 rows, and equal heights if they are several."""
+    groups = np.random.default_rng(rows).integers(0, rows // 64, rows)
+    groups[0] = rows // 64 - 1
+    tensors, truth = made(groups=groups, shape=(rows, 136))
+    folder = write(tmp_path / "x", tensors, **{**GPTQ, "group_size": 64, "desc_act": True})
+    assert np.array_equal(weight(folder), truth)
+    packed = safeload.load(folder, backend="pread")["a.weight"]
+    for threads in (1, 3):
+        assert np.array_equal(packed.dequantize(threads=threads), truth)
+
+
 @pytest.mark.parametrize("value", [-1, 2, -(2**31), 2**31 - 1])
 def test_a_group_that_does_not_exist(value, tmp_path):
     tensors, _ = made(groups=np.arange(IN) // SIZE)
