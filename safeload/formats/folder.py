@@ -6,9 +6,10 @@ import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..base.messages import error_about
@@ -24,12 +25,14 @@ from ..errors import (
     missing_file,
 )
 from ..stores.files import Files
-from ..stores.json_file import read_if_there, read_json, read_version
+from ..stores.json_file import read_if_there, read_json
 from .dcp.names import METADATA as DCP_METADATA
 from .dcp.names import SHARD, ranks_of, shards_of
+from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
 from .fsdp import rank_files
 from .gguf import split as gguf_split
+from .numbered import MOST_MISSING, PART, NumberedFiles, sets_of
 from .orbax import names as orbax
 from .registry import (
     DCP,
@@ -56,9 +59,9 @@ from .zero import names as zero
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
 # The subfolder of an unfinished conversion; see `operations.folders.journal`.
 RESUME = ".safeload-resume"
-CONFIG = "config.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 
@@ -78,10 +81,6 @@ _RANK_FILE = re.compile(
     rf"{SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
     re.ASCII | re.DOTALL,
 )
-_SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
-
-# A set with more missing files is not listed: its names are wrong.
-_MOST_MISSING = 10_000
 
 
 class Shards(NamedTuple):
@@ -191,22 +190,35 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 # ---- an index ----
 
 
-def open_index(path: str, request: OpenRequest) -> Shards:
+def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Shards:
     """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
+
+    Args:
+        beside: names of the files in its folder, if known: remote shards that they imply are opened at once.
 
     Raises:
         FormatError: the index is malformed, or a shard lacks a tensor of the index.
         FileNotFoundError: a shard is missing.
     """
+    config = partial(read_config, request.files.split(path)[0], request.files)
+    listed = read_with_shards(path, beside, request, config)
+    with closing(listed):
+        return _open_listed(listed, path, request)
+
+
+def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Shards:
     files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
-    index, version = read_version(path, "index.json", files)
+    index_file = files.absolute(path), listed.version
     if base.endswith(KERAS_INDEX_SUFFIX):
-        return _open_keras_index(index, (files.absolute(path), version), path, request)
-    names, metadata = parse_index(index, path, files)
+        return _open_keras_index(listed.content, index_file, path, request)
+    names, metadata = parse_index(listed.content, path, files)
 
     def open_shard(file_name: str) -> Opened:
+        early = listed.shards.pop(file_name, None)
         try:
+            if early is not None:
+                return early()
             window = window_for(file_name, names[file_name])
             return open_file(files.join(folder, file_name), request._replace(window=window))
         except FileNotFoundError as error:
@@ -218,7 +230,7 @@ def open_index(path: str, request: OpenRequest) -> Shards:
 
     def read(file_name: str | None) -> None:
         if file_name is None:
-            config.append(read_config(folder, files))
+            config.append(read_config(folder, files) if listed.config is None else listed.config())
         else:
             opened[file_name] = open_shard(file_name)
 
@@ -241,7 +253,7 @@ def open_index(path: str, request: OpenRequest) -> Shards:
         where,
         {**merged, **metadata} if metadata else merged,
         config[0],
-        (files.absolute(path), version),
+        index_file,
     )
 
 
@@ -331,40 +343,6 @@ def _shard_name(value: Any, tensor: str, path: str) -> str:
 # ---- a folder ----
 
 
-class _NumberedFiles(NamedTuple):
-    """Files with numbers in their names: ``P-00001-of-00003.safetensors``."""
-
-    stem: str  # before the numbers
-    total: str  # expected number of files, as the names give it
-    suffix: str  # after the numbers
-    files: dict[int, str]  # name by number
-
-    @property
-    def complete(self) -> bool:
-        return len(self.files) == max(self.files) == int(self.total) and min(self.files) == 1
-
-    def missing(self, limit: int = _MOST_MISSING) -> list[str]:
-        """Return the names of the first missing files."""
-        width = len(self.total) if len(self.total) < 5 else 5
-        numbers = (k for k in range(1, int(self.total) + 1) if k not in self.files)
-        return [f"{self.stem}-{k:0{width}}-of-{self.total}{self.suffix}" for k in islice(numbers, limit)]
-
-    @property
-    def in_order(self) -> list[str]:
-        return [self.files[number] for number in sorted(self.files)]
-
-
-def sets_of(names: Sequence[str]) -> list[_NumberedFiles]:
-    """Group files with numbers in their names."""
-    sets: dict[tuple[str, str, str], _NumberedFiles] = {}
-    for name in names:
-        match = _SHARD.fullmatch(name)
-        if match is not None and int(match[3]) > 0:
-            key = match[1], match[3], match[4]
-            sets.setdefault(key, _NumberedFiles(*key, {})).files[int(match[2])] = name
-    return list(sets.values())
-
-
 class ExpectedShards(NamedTuple):
     """The shards that a folder should have."""
 
@@ -381,7 +359,7 @@ def expected_shards(path: str, files: Files) -> ExpectedShards | None:
         FormatError, OSError: the index or the folder cannot be read.
     """
     folder, base = files.split(path)
-    numbered: _NumberedFiles | None
+    numbered: NumberedFiles | None
     if base.endswith(".json"):
         return listed_shards(folder, base, files)
     if files.is_folder(path):
@@ -397,12 +375,12 @@ def expected_shards(path: str, files: Files) -> ExpectedShards | None:
         )
         folder, numbered = path, sets[0] if len(sets) == 1 else None
     else:
-        part = _SHARD.fullmatch(base)
+        part = PART.fullmatch(base)
         if part is None or part[4] != ".gguf":
             return None
         names = [name for name, is_folder in files.listing(folder) if not is_folder]
         numbered = next((numbered for numbered in sets_of(names) if base in numbered.files.values()), None)
-    if numbered is None or int(numbered.total) > len(numbered.files) + _MOST_MISSING:
+    if numbered is None or int(numbered.total) > len(numbered.files) + MOST_MISSING:
         return None
     return ExpectedShards(folder, None, dict.fromkeys([*numbered.in_order, *numbered.missing()], ()), None)
 
@@ -462,18 +440,25 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         request = request if plugin is None else request._replace(formats=(plugin,))
     if chosen is None:
         raise error_about(UnsupportedError, _no_weights(path, names, folders, files), path=shown)
+    config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
     if chosen[0].endswith(".json") and plugin is None:
-        shards = open_index(files.join(path, chosen[0]), request)
-    elif len(chosen) == 1 or chosen[0].endswith(".gguf"):
-        shards = open_parts(open_file(files.join(path, chosen[0]), request), request)
+        shards = open_index(files.join(path, chosen[0]), request, names)
     else:
-        opened = files.each(lambda name: open_file(files.join(path, name), request), chosen)
-        shards = _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
+        shards, config = together(files, partial(_open_chosen, chosen, path, request), config)
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(name for name in names if name.endswith(DCP_SUFFIX))
-    config = read_config(path, files) if shards.config is None else shards.config
-    return shards._replace(config=config, notes=[*shards.notes, *_notes(names, folders, used, path, files)])
+    parsed = config() if shards.config is None else shards.config
+    return shards._replace(config=parsed, notes=[*shards.notes, *_notes(names, folders, used, path, files)])
+
+
+def _open_chosen(chosen: Sequence[str], path: str, request: OpenRequest) -> Shards:
+    """Open the weight files of a folder that has no index."""
+    files = request.files
+    if len(chosen) == 1 or chosen[0].endswith(".gguf"):
+        return open_parts(open_file(files.join(path, chosen[0]), request), request)
+    opened = files.each(lambda name: open_file(files.join(path, name), request), chosen)
+    return _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
 
 
 def _open_processes(
@@ -559,7 +544,7 @@ def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable
 
 
 def _refuse_incomplete(
-    sets: Sequence[_NumberedFiles], path: str, is_unfinished: Callable[[], bool] | None = None
+    sets: Sequence[NumberedFiles], path: str, is_unfinished: Callable[[], bool] | None = None
 ) -> None:
     for numbered in sets:
         if not numbered.complete:

@@ -15,8 +15,9 @@ from ..base.paths import PathLike, native_path, os_error
 from ..base.results import Row, as_html
 from ..base.text import plural, printable, size
 from ..errors import SafeloadError, one_line
-from ..formats.folder import choose, listed_shards, sets_of
+from ..formats.folder import choose, listed_shards
 from ..formats.foreign import DCP_SUFFIX
+from ..formats.numbered import sets_of
 from ..formats.registry import DCP, ROWS
 from ..stores import hub_cache, ollama
 from ..stores.files import LOCAL

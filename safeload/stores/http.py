@@ -26,6 +26,8 @@ MOST_REDIRECTS = 10
 # A server without range support returns whole files: files up to this size are kept in memory.
 WHOLE = 16 << 20
 
+# States the commit of a branch or tag, also in a redirect.
+_COMMIT = "X-Repo-Commit"
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)")
 _LENGTH = re.compile(r"[0-9]{1,18}")
@@ -158,6 +160,10 @@ class HttpStore(RemoteStore):
         resolve: returns the URL to read; called from any thread, and again if access to the URL is refused.
         client: shared by files with the same options.
         window: bytes of the first request.
+        retries: as `Client.retries`, while the file is opened; None for those of the client.
+
+    Attributes:
+        commits: commits of the Hub that opened the file, as the host of its URL states them.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -165,9 +171,18 @@ class HttpStore(RemoteStore):
         RemoteError: the file cannot be opened.
     """
 
-    def __init__(self, path: str, resolve: Callable[[], RequestTarget], client: Client, window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        path: str,
+        resolve: Callable[[], RequestTarget],
+        client: Client,
+        window: int = WINDOW,
+        *,
+        retries: int | None = None,
+    ) -> None:
         super().__init__(window)
         self.path = path
+        self.commits: set[str] = set()
         self._resolve = resolve
         self._client = client
         self._renewing = ProcessLock()
@@ -176,7 +191,9 @@ class HttpStore(RemoteStore):
         try:
             self._target = resolve()
             self._route = _Route(self._target.url)
+            self._retries = client.retries if retries is None else retries
             self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]), self._opened)
+            self._retries = client.retries
         except BaseException:
             client.connections.leave(self)
             raise
@@ -187,6 +204,12 @@ class HttpStore(RemoteStore):
     def close(self) -> None:
         super().close()
         self._client.connections.leave(self)
+
+    def pin(self, resolve: Callable[[], RequestTarget]) -> None:
+        """Read from another URL of this version from now on, if the current one can lead to another version."""
+        self._resolve, self._target = resolve, resolve()
+        if not self._route.redirected:
+            self._route = _Route(self._target.url)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         spans = [span for span in spans if len(span.memory)]
@@ -199,7 +222,7 @@ class HttpStore(RemoteStore):
 
     def _persist(self, transfer: _Transfer, use: _Use[_Result]) -> _Result:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
-        tries, renewed = Tries(self._client.retries, transfer.at), False
+        tries, renewed = Tries(self._retries, transfer.at), False
         while True:
             route = self._route
             result: _Result | Failure
@@ -229,6 +252,9 @@ class HttpStore(RemoteStore):
             seen.add(url)
             with self._client.connections.exchange(url, self._headers(route, url, transfer)) as exchange:
                 debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
+                commit = exchange.headers.get(_COMMIT)
+                if commit is not None and url.origin == self._target.url.origin:
+                    self.commits.add(commit)
                 if exchange.status not in _REDIRECTS:
                     return _refusal(exchange, self.path, self._client.credentials) or use(exchange, url)
                 exchange.drain()

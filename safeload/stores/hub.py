@@ -10,7 +10,8 @@ The revision is one name; a slash in it is written ``%2F``, except in ``refs/pr/
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -28,7 +29,9 @@ from .http_client import Client, RequestTarget, web_url
 from .hub_cache import COMMIT, CachedRepository
 from .local import LocalStore, open_local
 from .options import secrets_of
+from .stop import current
 from .store import WINDOW, ByteStore
+from .thread_group import Prefetch, Task
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _URL = re.compile(
@@ -223,11 +226,23 @@ class Hub:
         place = self._place(url)
         shown = urls.shown(url)
         snapshot = self._known(place, url, ask=False)
-        if snapshot is None:
-            cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
-            if cached is not None:
-                return cached
-            snapshot = self.snapshot(place, url)
+        if snapshot is not None:
+            return self._open(place, url, snapshot, window)
+        cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
+        if cached is not None:
+            return cached
+        if not place.path or _may_be_cached(place):
+            return self._open(place, url, self.snapshot(place, url), window)
+        revision = self._target(place, place.revision or "main")
+        early = _EarlyStore(lambda: HttpStore(shown, revision, self._client, window, retries=0))
+        with closing(early):
+            return self._open(place, url, self.snapshot(place, url), window, early=early)
+
+    def _open(
+        self, place: HubPlace, url: str, snapshot: Snapshot, window: int, *, early: _EarlyStore | None = None
+    ) -> ByteStore:
+        """Open a file of a commit."""
+        shown = urls.shown(url)
         if place.path not in snapshot.files:
             what = "this is a folder, not a file" if self.is_folder(url) else "the repository has no such file"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
@@ -237,18 +252,13 @@ class Hub:
             return cached
         urls.check_online(url)
 
-        def resolve() -> RequestTarget:
-            from huggingface_hub import hf_hub_url
-            from huggingface_hub.utils import build_hf_headers
-
-            address = hf_hub_url(
-                place.repo, place.path, repo_type=place.kind, revision=snapshot.commit, endpoint=self._endpoint
-            )
-            headers = build_hf_headers(token=self._token, library_name="safeload", library_version=__version__)
-            return RequestTarget(web_url(address)[0], headers)
-
+        resolve = self._target(place, snapshot.commit)
         try:
-            store = HttpStore(shown, resolve, self._client, window)
+            store = None if early is None else early.take(snapshot.commit)
+            if store is None:
+                store = HttpStore(shown, resolve, self._client, window)
+            else:
+                store.pin(resolve)
             store.version = (store.size, snapshot.commit)  # as of a cached file
             return store
         except RemotePermissionError as error:
@@ -257,6 +267,21 @@ class Hub:
             raise refusal
         finally:
             del refusal  # it refers to this frame
+
+    def _target(self, place: HubPlace, revision: str) -> Callable[[], RequestTarget]:
+        """Return a function that returns the URL of a file and the headers for it."""
+
+        def resolve() -> RequestTarget:
+            from huggingface_hub import hf_hub_url
+            from huggingface_hub.utils import build_hf_headers
+
+            address = hf_hub_url(
+                place.repo, place.path, repo_type=place.kind, revision=revision, endpoint=self._endpoint
+            )
+            headers = build_hf_headers(token=self._token, library_name="safeload", library_version=__version__)
+            return RequestTarget(web_url(address)[0], headers)
+
+        return resolve
 
     def _refusal(self, place: HubPlace, shown: str) -> Exception | None:
         """Return the Hub's own explanation for a refused file: a gated repository can be listed, but not read."""
@@ -348,6 +373,42 @@ class Hub:
     def _forget(self, place: HubPlace) -> None:
         """Resolve the revision again on its next use."""
         self._snapshots.pop((place.kind, place.repo, place.revision), None)
+
+
+class _EarlyStore:
+    """A file of a branch or tag, opened while the API is asked for the commit.
+
+    Args:
+        open_store: opens the file, in another thread.
+    """
+
+    def __init__(self, open_store: Callable[[], HttpStore]) -> None:
+        self._stores: list[HttpStore] = []
+        self._opening: Prefetch[None] = Prefetch([Task(1, lambda check: self._stores.append(open_store()))], 1)
+        self._opening.start()
+
+    def take(self, commit: str) -> HttpStore | None:
+        """Return the file if it could be opened and the Hub says that it is of this commit."""
+        try:
+            with current().aborting(self._opening.close):
+                next(self._opening)
+        except Exception as error:  # of no interest: the file of the commit is opened next
+            log.debug("opened without its commit: %s", type(error).__name__)
+            return None
+        return self._stores.pop() if self._stores[0].commits == {commit} else None
+
+    def close(self) -> None:
+        """End the thread, and close the file if it was not taken."""
+        self._opening.close()
+        for store in self._stores:
+            store.close()
+
+
+def _may_be_cached(place: HubPlace) -> bool:
+    """Return whether the cache has the file at the commit to which the revision led."""
+    cached = CachedRepository.of(place.kind, place.repo)
+    commit = None if cached is None else cached.commit_of(place.revision or "main")
+    return cached is not None and commit is not None and cached.file(commit, place.path) is not None
 
 
 def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:

@@ -17,7 +17,8 @@ from types import TracebackType
 
 from ...engine.run.atomic_file import leftovers
 from ...errors import FormatError
-from ...formats.folder import INDEX, RESUME, SINGLE, sets_of
+from ...formats.folder import INDEX, RESUME, SINGLE
+from ...formats.numbered import sets_of
 from ...stores.local import identity_of, replace
 from . import journal
 from .folder import ASIDE, Folder, LocalFolder, check_free
