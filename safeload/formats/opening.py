@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base import log
@@ -327,7 +327,9 @@ def _open_shards(path: str, recipe: Recipe) -> OpenedPath:
     """Open a folder, an ``index.json`` or another file."""
     from . import folder  # json and pathlib would slow down every `import safeload`
 
-    return _logged(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))
+    kept = getattr(recipe.files, "kept", None)  # of files behind URLs only
+    with nullcontext() if kept is None else kept(path):
+        return _logged(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))
 
 
 def _logged(title: str, recipe: Recipe, shards: folder.Shards) -> OpenedPath:

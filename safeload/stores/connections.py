@@ -12,15 +12,18 @@ import ssl
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
+from ..base.forking import ProcessLock
 from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import UnsupportedError
 from .http_framing import BadResponse, Response
 from .stop import Stopped, current
+from .thread_group import begin
 
 try:
     import urllib3
@@ -36,6 +39,11 @@ except ImportError as error:
 
 # Idle connections kept per host: as many as there are requests in flight while headers are read.
 _IDLE = 32
+# Connections opened before an answer that leads to several requests, and seconds that a request waits for one of them
+# before it opens its own.
+_AHEAD, _PATIENCE = 8, 0.25
+# Seconds after which unused connections are closed: a server with a single thread serves no other until then.
+_IMPATIENCE = 2.0
 # An unused body of at most this size is read to make its connection reusable.
 _DRAINED = 16 << 10
 # Seconds after which draining a body costs more than a new connection.
@@ -220,11 +228,98 @@ class _TlsConnection(_Abortable, HTTPSConnection):  # type: ignore[misc]
     pass
 
 
-class _PlainPool(HTTPConnectionPool):  # type: ignore[misc]
+class _EarlyConnection:
+    """A connection that is opened before there is a request for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._connection: Any = None
+        self._claimed = False
+
+    def open(self, connection: Any) -> None:
+        """Connect, with the TLS handshake; in a thread that may be stopped."""
+        exchange = Exchange()
+        _of_thread.exchange = exchange
+        try:
+            with current().aborting(exchange.abort):
+                connection.connect()
+            with self._lock:
+                if not self._claimed:
+                    self._connection, connection = connection, None
+        finally:
+            _of_thread.exchange = None
+            self._done.set()
+            if connection is not None:
+                connection.close()
+
+    def claim(self, seconds: float = 0.0) -> Any:
+        """Return the connection if it is open within this time, else None; it belongs to the caller."""
+        self._done.wait(seconds)
+        with self._lock:
+            self._claimed = True
+            connection, self._connection = self._connection, None
+        return connection
+
+
+class _OpensAhead:
+    """Mixin: a pool that can open connections before there are requests for them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._early: deque[_EarlyConnection] = deque()
+
+    def _new_conn(self) -> Any:
+        until = time.monotonic() + _PATIENCE
+        for early in _popped(self._early):
+            connection = early.claim(max(0.0, until - time.monotonic()))
+            if connection is not None and _is_idle(connection.sock):
+                return connection
+            if connection is not None:
+                connection.close()
+        return super()._new_conn()  # type: ignore[misc]
+
+    def open_ahead(self) -> None:
+        """Open a connection for a later request."""
+        early = _EarlyConnection()
+        self._early.append(early)
+        early.open(super()._new_conn())  # type: ignore[misc]
+
+    def close_ahead(self) -> None:
+        """Close the connections that no request has used."""
+        for early in _popped(self._early):
+            connection = early.claim()
+            if connection is not None:
+                connection.close()
+
+
+def _popped(early: deque[_EarlyConnection]) -> Iterator[_EarlyConnection]:
+    """Yield connections as they are removed, from any thread."""
+    with suppress(IndexError):
+        while True:
+            yield early.popleft()
+
+
+def _is_idle(connected: socket.socket) -> bool:
+    """Return whether a connection is open and has received nothing but TLS session tickets."""
+    timeout = connected.gettimeout()
+    try:
+        connected.settimeout(0)
+        connected.recv(1)
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return True
+    except OSError:
+        return False
+    finally:
+        connected.settimeout(timeout)
+    return False  # closed, or a server that speaks first
+
+
+class _PlainPool(_OpensAhead, HTTPConnectionPool):  # type: ignore[misc]
     ConnectionCls = _PlainConnection
 
 
-class _TlsPool(HTTPSConnectionPool):  # type: ignore[misc]
+class _TlsPool(_OpensAhead, HTTPSConnectionPool):  # type: ignore[misc]
     ConnectionCls = _TlsConnection
 
 
@@ -314,6 +409,10 @@ class Exchange:
             response.release_conn()
 
 
+class _Scope:
+    """A user of connections while it opens files."""
+
+
 class Connections:
     """The connections shared by all files opened with the same options. Safe to use from any thread.
 
@@ -331,6 +430,9 @@ class Connections:
         self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._proxies: dict[tuple[str, str], str | None] = {}
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = ProcessLock()
+        self._scopes: dict[int, int] = {}  # how often `kept` is active, by process
+        self._ahead: list[tuple[int, Callable[[], None], Callable[[], None]]] = []  # process, stop, close
         weakref.finalize(self, _close, self._managers)
 
     @contextmanager
@@ -344,11 +446,57 @@ class Connections:
             finally:
                 exchange.end()
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep idle connections while the block opens one file after another, and let `ahead` open more."""
+        scope, process = _Scope(), os.getpid()
+        self.join(scope)
+        with self._lock.own:
+            self._scopes[process] = self._scopes.get(process, 0) + 1
+        try:
+            yield
+        finally:
+            with self._lock.own:
+                self._scopes[process] -= 1
+            if not self._scopes[process]:
+                self._end_ahead()
+            self.leave(scope)
+
+    def ahead(self, url: WebUrl) -> None:
+        """Begin to open connections to a host, before an answer that leads to several requests.
+
+        Only inside `kept`, which closes those without a request. A proxy gets none: it may allow few.
+        """
+        if not self._scopes.get(os.getpid()) or self._proxy_of(url) is not None:
+            return
+
+        def pool() -> Any:
+            return self._manager(url).connection_from_url(url.text)
+
+        def close_later() -> None:
+            while True:
+                current().sleep(_IMPATIENCE)
+                pool().close_ahead()
+
+        stop = begin([*[lambda: pool().open_ahead()] * _AHEAD, close_later])
+        self._ahead.append((os.getpid(), stop, lambda: pool().close_ahead()))
+
+    def _end_ahead(self) -> None:
+        with suppress(IndexError):
+            while True:
+                process, stop, close = self._ahead.pop()
+                if process == os.getpid():
+                    stop()
+                    close()
+
     def _manager(self, url: WebUrl) -> Any:
         key = os.getpid(), url.scheme, self._proxy_of(url)
         manager = self._managers.get(key)
         if manager is None:
-            manager = self._managers.setdefault(key, self._make(*key[1:]))
+            with self._lock.own:  # reading certificates is slow
+                manager = self._managers.get(key)
+                if manager is None:
+                    manager = self._managers[key] = self._make(*key[1:])
         return manager
 
     def _proxy_of(self, url: WebUrl) -> str | None:
@@ -358,7 +506,7 @@ class Connections:
         return self._proxies[key]
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
-        options: dict[str, Any] = {"maxsize": _IDLE}
+        options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
         via, credentials = (None, None) if proxy is None else _parsed_proxy(proxy)
         if scheme == "https" or (via is not None and via.scheme == "https"):
             context = self._context = self._context or self._make_context()

@@ -10,7 +10,7 @@ from .._version import __version__
 from ..base.forking import ProcessLock
 from ..base.log import debug
 from ..base.text import show
-from ..base.url import WebUrl
+from ..base.url import WebUrl, divided
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .connections import Exchange
@@ -21,6 +21,8 @@ from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_
 from .stop import current
 from .store import WINDOW, Span
 
+# The end of the name of an index: its shards are requested at once when it has been read.
+INDEX_SUFFIX = ".index.json"
 # Maximum number of redirects per request.
 MOST_REDIRECTS = 10
 # A server without range support returns whole files: files up to this size are kept in memory.
@@ -46,6 +48,7 @@ class Web:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
+        self.connections = self._client.connections
 
     def open(self, url: str, window: int = WINDOW) -> HttpStore:
         """Open a file. The user and password of a URL are sent only to its host.
@@ -56,6 +59,8 @@ class Web:
             RemoteError: the file cannot be opened.
         """
         target = target_of(url, self._client.headers)
+        if divided(url).path.endswith(INDEX_SUFFIX):
+            self.connections.ahead(target.url)
         return HttpStore(urls.shown(url), lambda: target, self._client, window)
 
     def is_folder(self, url: str) -> bool:

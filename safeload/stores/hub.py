@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -24,7 +24,7 @@ from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign_errors import cleaned, is_transient, retried, translated
-from .http import HttpStore
+from .http import INDEX_SUFFIX, HttpStore
 from .http_client import Client, RequestTarget, web_url
 from .hub_cache import COMMIT, CachedRepository
 from .local import LocalStore, open_local
@@ -98,6 +98,7 @@ class Hub:
         self._endpoint = options.get("endpoint")
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
         self._client = Client(rest, "hf", other_options=_OPTIONS)
+        self.connections = self._client.connections
         self._secrets = secrets_of(options)
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
         self._asking = ProcessLock()
@@ -178,6 +179,9 @@ class Hub:
         def ask() -> Any:
             return api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
 
+        if (not place.path or place.path.endswith(INDEX_SUFFIX)) and not _is_cached(place):
+            with suppress(RemoteError):  # huggingface_hub says what is wrong with the endpoint
+                self.connections.ahead(web_url(api.endpoint)[0])
         info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
         if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
             raise RemoteError("the Hub did not report the commit", shown)
@@ -231,7 +235,7 @@ class Hub:
         cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
         if cached is not None:
             return cached
-        if not place.path or _may_be_cached(place):
+        if not place.path or _is_cached(place):
             return self._open(place, url, self.snapshot(place, url), window)
         revision = self._target(place, place.revision or "main")
         early = _EarlyStore(lambda: HttpStore(shown, revision, self._client, window, retries=0))
@@ -385,7 +389,10 @@ class _EarlyStore:
     def __init__(self, open_store: Callable[[], HttpStore]) -> None:
         self._stores: list[HttpStore] = []
         self._opening: Prefetch[None] = Prefetch([Task(1, lambda check: self._stores.append(open_store()))], 1)
-        self._opening.start()
+        with suppress(RuntimeError):  # the system has no more threads
+            self._opening.start()
+            return
+        self._opening.close()
 
     def take(self, commit: str) -> HttpStore | None:
         """Return the file if it could be opened and the Hub says that it is of this commit."""
@@ -404,11 +411,15 @@ class _EarlyStore:
             store.close()
 
 
-def _may_be_cached(place: HubPlace) -> bool:
-    """Return whether the cache has the file at the commit to which the revision led."""
+def _is_cached(place: HubPlace) -> bool:
+    """Return whether the cache has a file, or all weights of a folder, at the commit to which the revision led."""
     cached = CachedRepository.of(place.kind, place.repo)
     commit = None if cached is None else cached.commit_of(place.revision or "main")
-    return cached is not None and commit is not None and cached.file(commit, place.path) is not None
+    if cached is None or commit is None:
+        return False
+    return cached.file(commit, place.path) is not None or (
+        (not place.path or place.path.endswith(INDEX_SUFFIX)) and cached.is_complete(commit)
+    )
 
 
 def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 from ..base.text import show
@@ -101,6 +102,16 @@ class RemoteFiles:
             urls.check_allowed(url, self._options is not None)
             backend = self._backends.setdefault(_key(url), _backend(url, self._options or {}))
         return backend
+
+    @contextmanager
+    def kept(self, path: str) -> Iterator[None]:
+        """Keep the connections to the store of a path while the block opens one file after another."""
+        connections = None
+        if urls.is_url(path):
+            with suppress(Exception):  # opening the path raises the error
+                connections = getattr(self.backend(path), "connections", None)
+        with nullcontext() if connections is None else connections.kept():
+            yield
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if not urls.is_url(path):

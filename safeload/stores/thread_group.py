@@ -87,6 +87,22 @@ def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: in
     return [results[k] for k in range(len(items))]
 
 
+def begin(tasks: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """Start optional tasks, each on a thread, and return a function that stops the tasks without waiting for them.
+
+    Their errors are ignored.
+    """
+
+    def attempt(task: Callable[[], object]) -> None:
+        with suppress(Exception):
+            task()
+
+    threads = _Threads(_next_of([partial(attempt, task) for task in tasks]), len(tasks), lambda error: None)
+    with suppress(RuntimeError):  # the system has no more threads
+        threads.start()
+    return partial(threads.end, 0)
+
+
 def in_order(function: Callable[[_Item], _Result], items: Iterable[_Item], count: int) -> Iterator[_Result]:
     """Yield the results of a function that releases the GIL, called on ``count`` threads, in the order of its items.
 

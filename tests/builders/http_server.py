@@ -112,7 +112,7 @@ class Server:
 
     def opened(self, connection: socket.socket) -> None:
         with self._lock:
-            self.connections += 1
+            self.connections += not isinstance(connection, ssl.SSLSocket)  # whose socket has been counted
             self._sockets.add(connection)
 
     def closed(self, connection: socket.socket) -> None:
@@ -202,7 +202,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.context is not None:  # here, in a thread: a handshake may never end
             self.request = self.server.context.wrap_socket(self.request, server_side=True)
             self.owner.opened(self.request)
-            self.owner.connections -= 1
         super().setup()
 
     def finish(self) -> None:
