@@ -325,10 +325,10 @@ def _open_list(texts: Sequence[str], recipe: Recipe) -> OpenedPath:
 
 def _open_shards(path: str, recipe: Recipe) -> OpenedPath:
     """Open a folder, an ``index.json`` or another file."""
-    from . import folder  # json and pathlib would slow down every `import safeload`
-
     kept = getattr(recipe.files, "kept", None)  # of files behind URLs only
     with nullcontext() if kept is None else kept(path):
+        from . import folder  # json and pathlib would slow down every `import safeload`
+
         return _logged(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))
 
 

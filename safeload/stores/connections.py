@@ -21,6 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 from ..base.forking import ProcessLock
 from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import UnsupportedError
+from . import dialing
 from .http_framing import BadResponse, Response
 from .stop import Stopped, current
 from .thread_group import begin
@@ -137,6 +138,9 @@ def _in_slices(waiting: socket.socket, call: Callable[..., _Result], *arguments:
 
 def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socket:
     """Connect to a host, trying its addresses in order."""
+    connected = dialing.take(host, port, timeout, options)
+    if connected is not None:
+        return connected
     failure = OSError(errno.EADDRNOTAVAIL, "the host has no address")
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError
 from . import url as urls
+from .dialing import dialled
 from .files import LOCAL
 from .options import public_options
 from .store import WINDOW, ByteStore
@@ -106,12 +107,23 @@ class RemoteFiles:
     @contextmanager
     def kept(self, path: str) -> Iterator[None]:
         """Keep the connections to the store of a path while the block opens one file after another."""
-        connections = None
-        if urls.is_url(path):
-            with suppress(Exception):  # opening the path raises the error
-                connections = getattr(self.backend(path), "connections", None)
-        with nullcontext() if connections is None else connections.kept():
-            yield
+        connections, dialling = None, self._dialled(path)
+        with dialling:
+            if urls.is_url(path):
+                with suppress(Exception):  # opening the path raises the error
+                    connections = getattr(self.backend(path), "connections", None)
+            with nullcontext() if connections is None else connections.kept():
+                yield
+
+    def _dialled(self, path: str) -> AbstractContextManager[None]:
+        """Connect to the host of a URL that may be opened, while the HTTP client is imported."""
+        if self._backend is not None or not path.startswith(("https://", "http://")) or len(urls.links(path)) > 1:
+            return nullcontext()
+        with suppress(UnsupportedError):
+            urls.check_allowed(path, self._options is not None)
+            urls.check_no_page(path)
+            return dialled(path)
+        return nullcontext()
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if not urls.is_url(path):

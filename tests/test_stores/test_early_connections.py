@@ -13,7 +13,7 @@ import pytest
 from builders import http_faults
 from builders.http_server import CERTIFICATE, Server
 from builders.hub import Hub, Repository
-from builders.threads import await_no_threads, threads
+from builders.threads import await_no_threads, threads, until
 
 import safeload
 from safeload.numpy import save
@@ -30,13 +30,6 @@ FILES[INDEX] = json.dumps({"weight_map": {path: path[1:] for path in SHARDS}}).e
 # Seconds: a moment on a machine of any speed.
 SOON = 15
 AHEAD = connections._AHEAD
-
-
-def until(condition):
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def after(condition, path=INDEX):
