@@ -180,13 +180,12 @@ def test_complete_sets_with_the_name_of_the_index_are_implied(base, beside, shar
 
 # ---- the Hub ----
 
-pytest.importorskip("huggingface_hub")
-pytest.importorskip("urllib3")
-
 
 @pytest.mark.store_packages
 def test_listing_a_model_of_the_hub_waits_for_three_answers(monkeypatch, tmp_path):
-    """The commit, then all redirects, then all bytes: an answer of one kind waits for every request of the next."""
+    """The commit, then all redirects, then all bytes: each answer waits for all requests of its kind."""
+    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("urllib3")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for variable in ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(variable, raising=False)
