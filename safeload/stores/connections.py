@@ -469,7 +469,7 @@ class Connections:
     def ahead(self, url: WebUrl) -> None:
         """Begin to open connections to a host, before an answer that leads to several requests.
 
-        Only inside `kept`, which closes those without a request. A proxy gets none: it may allow few.
+        Only inside `kept`, which closes unused connections. A proxy gets none: it may allow few.
         """
         if not self._scopes.get(os.getpid()) or self._proxy_of(url) is not None:
             return

@@ -49,7 +49,7 @@ class _Dial:
                 connected.close()
 
     def _connect(self) -> socket.socket | None:
-        """Connect to the first address; the first request tries the others, if it must."""
+        """Connect to the first address; if that fails, the first request tries all addresses."""
         family, kind, protocol, _, address = socket.getaddrinfo(*self._place, 0, socket.SOCK_STREAM)[0]
         connecting = socket.socket(family, kind, protocol)
         try:

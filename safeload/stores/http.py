@@ -165,7 +165,7 @@ class HttpStore(RemoteStore):
         resolve: returns the URL to read; called from any thread, and again if access to the URL is refused.
         client: shared by files with the same options.
         window: bytes of the first request.
-        retries: as `Client.retries`, while the file is opened; None for those of the client.
+        retries: as `Client.retries`, while the file is opened; None for the client's.
 
     Attributes:
         commits: commits of the Hub that opened the file, as the host of its URL states them.

@@ -25,8 +25,8 @@ ROOM = 4096
 MAX_HEADER = 100_000_000
 # For `window_for`: room and metadata, bytes of a tensor besides its name, and the largest estimate.
 _BASE, _ENTRY, _MOST = 2 * ROOM, 112, 1 << 20
-# The first request for a shard whose index is not known yet. With the head of the response it fits in ten TCP segments,
-# which a server sends at once over a new connection.
+# The first request for a shard before its index has been read. With the head of the response it fits in ten TCP
+# segments, which a server sends at once over a new connection.
 EARLY_WINDOW = 12 << 10
 
 # The bytes of a header; the tensors in the order of their bytes; bytes of each tensor, in the order of the names.
