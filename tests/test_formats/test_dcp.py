@@ -145,7 +145,6 @@ def test_only_the_data_files_of_the_selected_tensors_are_needed(tmp_path):
         safeload.open(tmp_path)
 
 
-@pytest.mark.parametrize("fixture", FIXTURES)
 def test_the_data_files_are_not_called_skipped(fixture):
     with safeload.open(DATA / fixture) as opened:
         assert not [note for note in opened.notes if "distcp" in note]

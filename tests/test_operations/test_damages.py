@@ -686,7 +686,7 @@ def test_quantized_and_pruned_models_have_no_error(kind, tmp_path):
         write_folder(path, config, tensors)
         source = safeload.load_quantized(path, change) if change else path
         assert not validate(source, config=config).errors
-    pruned = {name: np.where(np.abs(x.astype(np.float32)) < 0.02, 0, x).astype(x.dtype) for name, x in tensors.items()}
+    pruned = {name: np.where(np.abs(x.astype(np.float32)) < 0.02, x.dtype.type(0), x) for name, x in tensors.items()}
     assert not validate(pruned, config=config).errors
 
 

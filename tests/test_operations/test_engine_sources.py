@@ -99,6 +99,7 @@ def test_training_checkpoints(tmp_path, name, resume):
 @pytest.mark.parametrize("name", ["w8a8", "mlx-nvfp4"])
 @pytest.mark.parametrize(("kind", "fused"), [("llama3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
 def test_models_of_llama_cpp(tmp_path, kind, fused, name):
+    pytest.importorskip("tokenizers")
     model = llama_models.listed()[kind]
     weights = llama_models.tensors_of(model)
     source = llama_models.write_folder(tmp_path / "source", model, fused_experts(weights) if fused else weights)

@@ -45,6 +45,7 @@ def is_raw(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["path", "relative path", "list", "link", "pytorch_model.bin"])
 def test_the_only_file_of_a_model_is_converted_as_its_folder(model, tmp_path, is_raw, kind, monkeypatch):
+    pytest.importorskip("tokenizers")
     safeload.convert(model, tmp_path / "folder.gguf")
     source = model / FILE
     if kind == "relative path":
@@ -65,6 +66,7 @@ def test_the_only_file_of_a_model_is_converted_as_its_folder(model, tmp_path, is
 
 
 def test_other_files_of_the_model_do_not_matter(model, is_raw):
+    pytest.importorskip("tokenizers")
     shutil.copy(model / FILE, model / "consolidated.safetensors")
     shutil.copy(model / FILE, model / "optimizer.pt")
     assert not is_raw(model / FILE)
@@ -125,6 +127,7 @@ def test_a_model_without_a_tokenizer_is_refused_by_name(model, tmp_path):
 
 
 def test_a_url_of_the_only_file(model, tmp_path, is_raw):
+    pytest.importorskip("tokenizers")
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     for name in os.listdir(model):
@@ -151,6 +154,8 @@ def test_the_only_file_of_a_repository_of_the_hub(model, tmp_path, is_raw, monke
 
 
 def test_the_files_beside_it_must_be_verified_too(model, tmp_path, is_raw):
+    pytest.importorskip("tokenizers")
+
     def manifest(path):
         assert main(["check", str(path), "--write-manifest", str(tmp_path / "m.json"), "--overwrite"]) == 0
         return tmp_path / "m.json"
