@@ -15,7 +15,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
 from ..base.forking import ProcessLock
@@ -43,6 +44,8 @@ _IDLE = 32
 # Connections opened before an answer that leads to several requests, and seconds that a request waits for one of them
 # before it opens its own.
 _AHEAD, _PATIENCE = 8, 0.25
+# Connections of a process that have no request yet: programs that open many checkpoints at once need their descriptors.
+_MOST_AHEAD = 32
 # Seconds after which unused connections are closed: a server with a single thread serves no other until then.
 _IMPATIENCE = 2.0
 # An unused body of at most this size is read to make its connection reusable.
@@ -208,6 +211,9 @@ class _Abortable:
         connected = _connect(getattr(self, "_dns_host", self.host), self.port, self.timeout, self.socket_options or ())
         self._line = _Line(connected)
         self._attach()
+        followed: Callable[[], None] | None = _of_thread.__dict__.pop("followed", None)
+        if followed is not None:
+            followed()
         return connected
 
     def _attach(self) -> None:
@@ -218,6 +224,11 @@ class _Abortable:
     def request(self, *arguments: Any, **options: Any) -> Any:
         self._attach()
         return super().request(*arguments, **options)  # type: ignore[misc]
+
+    def getresponse(self: Any) -> Any:
+        if self.sock is None:  # urllib3 ignores a reset while the request is sent, but has closed the connection
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return super().getresponse()  # type: ignore[misc]
 
     def close(self) -> None:
         super().close()  # type: ignore[misc]
@@ -235,11 +246,14 @@ class _TlsConnection(_Abortable, HTTPSConnection):  # type: ignore[misc]
 class _EarlyConnection:
     """A connection that is opened before there is a request for it."""
 
+    unclaimed: ClassVar[weakref.WeakSet[_EarlyConnection]] = weakref.WeakSet()  # of all hosts
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._connection: Any = None
         self._claimed = False
+        self.unclaimed.add(self)
 
     def open(self, connection: Any) -> None:
         """Connect, with the TLS handshake; in a thread that may be stopped."""
@@ -263,6 +277,7 @@ class _EarlyConnection:
         with self._lock:
             self._claimed = True
             connection, self._connection = self._connection, None
+        self.unclaimed.discard(self)
         return connection
 
 
@@ -274,13 +289,13 @@ class _OpensAhead:
         self._early: deque[_EarlyConnection] = deque()
 
     def _new_conn(self) -> Any:
-        until = time.monotonic() + _PATIENCE
         for early in _popped(self._early):
-            connection = early.claim(max(0.0, until - time.monotonic()))
-            if connection is not None and _is_idle(connection.sock):
+            connection = early.claim(_PATIENCE)
+            if connection is None:
+                break  # the rest may be as slow: later requests try them
+            if _is_idle(connection.sock):
                 return connection
-            if connection is not None:
-                connection.close()
+            connection.close()
         return super()._new_conn()  # type: ignore[misc]
 
     def open_ahead(self) -> None:
@@ -446,6 +461,8 @@ class Connections:
         with current().aborting(exchange.abort):
             try:
                 exchange.begin(self._manager(url), url, headers, self._timeout)
+                if self._ahead and exchange.body is not None and exchange.body.will_close:
+                    self._end_ahead()  # the server may have a single thread, which an idle connection would hold up
                 yield exchange
             finally:
                 exchange.end()
@@ -466,6 +483,15 @@ class Connections:
                 self._end_ahead()
             self.leave(scope)
 
+    @contextmanager
+    def followed(self, url: WebUrl) -> Iterator[None]:
+        """Call `ahead` once the block has connected to the host, so that its request is the first to be served."""
+        _of_thread.followed = partial(self.ahead, url)
+        try:
+            yield
+        finally:
+            _of_thread.__dict__.pop("followed", None)
+
     def ahead(self, url: WebUrl) -> None:
         """Begin to open connections to a host, before an answer that leads to several requests.
 
@@ -474,16 +500,24 @@ class Connections:
         if not self._scopes.get(os.getpid()) or self._proxy_of(url) is not None:
             return
 
-        def pool() -> Any:
-            return self._manager(url).connection_from_url(url.text)
+        count = min(_AHEAD, _MOST_AHEAD - len(_EarlyConnection.unclaimed))
+        if count <= 0:
+            return
+
+        def open_one() -> None:
+            self._manager(url).connection_from_url(url.text).open_ahead()
+
+        def close() -> None:
+            manager = self._managers.get((os.getpid(), url.scheme, None))
+            if manager is not None:
+                manager.connection_from_url(url.text).close_ahead()
 
         def close_later() -> None:
             while True:
                 current().sleep(_IMPATIENCE)
-                pool().close_ahead()
+                close()
 
-        stop = begin([*[lambda: pool().open_ahead()] * _AHEAD, close_later])
-        self._ahead.append((os.getpid(), stop, lambda: pool().close_ahead()))
+        self._ahead.append((os.getpid(), begin([*[open_one] * count, close_later]), close))
 
     def _end_ahead(self) -> None:
         with suppress(IndexError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from .._version import __version__
@@ -59,9 +60,9 @@ class Web:
             RemoteError: the file cannot be opened.
         """
         target = target_of(url, self._client.headers)
-        if divided(url).path.endswith(INDEX_SUFFIX):
-            self.connections.ahead(target.url)
-        return HttpStore(urls.shown(url), lambda: target, self._client, window)
+        is_index = divided(url).path.endswith(INDEX_SUFFIX)
+        with self.connections.followed(target.url) if is_index else nullcontext():
+            return HttpStore(urls.shown(url), lambda: target, self._client, window)
 
     def is_folder(self, url: str) -> bool:
         return False  # HTTP has only files

@@ -110,12 +110,45 @@ def test_connections_that_are_refused_are_opened_again(tls, monkeypatch):
 
 
 def test_a_server_with_a_single_thread_answers_all_requests(monkeypatch):
-    """Whichever connection it takes first, also one without a request."""
-    monkeypatch.setattr(connections, "_IMPATIENCE", 0.2)
+    """The index has the first connection, and its answer, which closes it, the connections without a request."""
+    monkeypatch.setattr(connections, "_IMPATIENCE", 2 * SOON)
     with Server(FILES) as server:
         monkeypatch.setattr(type(server._server), "process_request", HTTPServer.process_request)
         monkeypatch.setattr(server._server.RequestHandlerClass, "protocol_version", "HTTP/1.0")
+        begun = time.monotonic()
+        assert [listing(server) for _ in range(4)] == [SHARDS] * 4
+        assert time.monotonic() - begun < SOON
+
+
+def test_a_request_waits_for_a_single_connection(monkeypatch):
+    """Slow connections are left to the requests that follow."""
+    monkeypatch.setattr(connections, "_PATIENCE", 0.01)
+    pool = connections._PlainPool("127.0.0.1", 1)
+    slow = [connections._EarlyConnection() for _ in range(3)]
+    pool._early.extend(slow)
+    assert pool._new_conn().sock is None
+    assert list(pool._early) == slow[1:]
+    pool.close_ahead()
+
+
+def test_a_process_has_few_connections_without_a_request(monkeypatch):
+    monkeypatch.setattr(connections, "_MOST_AHEAD", 2)
+    with Server(FILES) as server:
+        server.faults = [after(lambda: server.connections == 3)]
         assert listing(server) == SHARDS
+    assert not connections._EarlyConnection.unclaimed
+    monkeypatch.setattr(connections, "_MOST_AHEAD", 0)
+    monkeypatch.setattr(connections, "begin", None)
+    with Server(FILES) as server:
+        assert listing(server) == SHARDS
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_no_thread_outlives_the_opening(tls):
+    with Server(FILES, tls=tls) as server:
+        for _ in range(10):
+            with safeload.open(server.url(INDEX), storage_options={"verify": str(CERTIFICATE)}):
+                assert not threads()
 
 
 def test_unused_connections_are_closed_if_the_answer_takes_long(monkeypatch):

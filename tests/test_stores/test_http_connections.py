@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from builders.http_server import CERTIFICATE, Server
 from builders.remote import read
 from builders.threads import threads
 
+from safeload.errors import RemoteError
 from safeload.stores import thread_group
 from safeload.stores.remote import WINDOW
 from safeload.stores.store import Span
@@ -66,6 +68,21 @@ def test_a_connection_that_the_server_has_closed_is_made_again():
         assert read(store) == CONTENT[WINDOW:]
         assert (there.connections, len(there.requests)) == (2, 2)
         store.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="whether a request meets the reset depends on the system")
+def test_a_connection_that_is_reset_at_once_is_an_error_that_names_the_url():
+    """Also if the reset arrives before the request has been sent."""
+    with serve() as there:
+
+        def refuse(request, address):
+            request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            request.close()
+
+        there._server.process_request = refuse
+        for _ in range(30):
+            with pytest.raises(RemoteError, match=r"connection.*127"):
+                Web({"retries": 0}).open(there.url("/a"))
 
 
 def test_many_threads_read_at_once():
