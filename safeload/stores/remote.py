@@ -140,13 +140,15 @@ class RemoteStore(ABC):
         content = self.held(offset, size)
         if content is not None:
             return content
+        length = WINDOW if self._begins else self.window
         # If a window holds the beginning, the rest follows it, unless another thread has fetched all of it meanwhile.
         for begin, window in self._around(offset):
             end = begin + len(window)
+            if offset == end:  # a small first window is often only a little too small
+                length = min(WINDOW, 4 * len(window))
             if offset < end:
                 content = window[offset - begin : offset - begin + size]
                 return content + self.read_at(offset + len(content), size - len(content))
-        length = WINDOW if self._begins else self.window
         begin = max(0, min(offset, self.size - length))
         memory = bytearray(max(offset + size, min(begin + length, self.size)) - begin)
         self.read_into(begin, memory)

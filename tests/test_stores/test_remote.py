@@ -45,11 +45,15 @@ def test_small_reads_are_answered_from_windows():
     assert store.requests[1:] == [(WINDOW, 2 * WINDOW)]
 
 
-def test_only_the_first_window_has_a_size_of_its_own():
+def test_windows_grow_from_the_size_of_the_first():
+    """A header that is a little longer than a small first window costs few bytes more."""
     store = Store(window=1000)
     assert store.read_at(0, 8) == CONTENT[:8]
     assert store.read_at(500, 2000) == CONTENT[500:2500]
-    assert store.requests == [(0, 1000), (1000, 1000 + WINDOW)]
+    assert store.read_at(4000, 2000) == CONTENT[4000:6000]
+    assert store.requests == [(0, 1000), (1000, 5000), (5000, 21_000)]
+    assert store.read_at(30_000, 8) == CONTENT[30_000:30_008]
+    assert store.requests[3:] == [(30_000, 30_000 + WINDOW)]
     store = Store(window=2 * WINDOW)
     assert store.read_at(len(CONTENT) - 1, 1) == CONTENT[-1:]
     assert store.requests == [(len(CONTENT) - 2 * WINDOW, len(CONTENT))]
