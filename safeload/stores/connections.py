@@ -249,7 +249,7 @@ class _EarlyConnection:
     unclaimed: ClassVar[weakref.WeakSet[_EarlyConnection]] = weakref.WeakSet()  # of all hosts
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._done = threading.Event()
         self._connection: Any = None
         self._claimed = False
@@ -262,7 +262,7 @@ class _EarlyConnection:
         try:
             with current().aborting(exchange.abort):
                 connection.connect()
-            with self._lock:
+            with self._lock.own:
                 if not self._claimed:
                     self._connection, connection = connection, None
         finally:
@@ -274,7 +274,7 @@ class _EarlyConnection:
     def claim(self, seconds: float = 0.0) -> Any:
         """Return the connection if it is open within this time, else None; it belongs to the caller."""
         self._done.wait(seconds)
-        with self._lock:
+        with self._lock.own:
             self._claimed = True
             connection, self._connection = self._connection, None
         self.unclaimed.discard(self)

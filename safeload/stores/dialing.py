@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ..base.forking import ProcessLock
 from ..base.url import UrlError, divided, web_url
 
 # The module whose import the connect overlaps.
@@ -29,7 +30,7 @@ class _Dial:
 
     def __init__(self, host: str, port: int) -> None:
         self._place = host.strip("[]").encode("ascii"), port  # as text, it could import a codec in the thread
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._done = threading.Event()
         self._socket: socket.socket | None = None
         self._claimed = False
@@ -40,7 +41,7 @@ class _Dial:
         try:
             with suppress(OSError, UnicodeError):
                 connected = self._connect()
-            with self._lock:
+            with self._lock.own:
                 if not self._claimed:
                     self._socket, connected = connected, None
         finally:
@@ -69,7 +70,7 @@ class _Dial:
     def claim(self, seconds: float = 0.0) -> socket.socket | None:
         """Return the socket if it is connected within this time, else None; it belongs to the caller."""
         self._done.wait(seconds)
-        with self._lock:
+        with self._lock.own:
             self._claimed = True
             connected, self._socket = self._socket, None
         return connected

@@ -399,7 +399,10 @@ def _of_records(measured: _Measured, merged: Array, counted: Sequence[Array] | N
         mean = np.where(high < mean, high, mean)
         std, largest = np.sqrt(merged["squares"] / finite), np.ldexp(absmax, -power)
         std = np.ldexp(np.where(largest < std, largest, std), power)
-    numbers = [np.where(finite > 0, column, np.nan).tolist() for column in (low, high, absmax, mean, std)]
+    numbers = [column.tolist() for column in (low, high, absmax, mean, std)]
+    for row in np.flatnonzero(finite == 0).tolist():
+        for column in numbers:
+            column[row] = math.nan  # a single object, so that equal statistics compare equal
     whole = np.isin(measured.numbers, _WHOLE_NUMBERS) & (finite > 0)
     for row in np.flatnonzero(whole).tolist():
         exact = _of_integers(merged[row], measured.numbers[row] == _U64)
