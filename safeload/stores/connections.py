@@ -302,7 +302,13 @@ class _OpensAhead:
         """Open a connection for a later request."""
         early = _EarlyConnection()
         self._early.append(early)
-        early.open(super()._new_conn())  # type: ignore[misc]
+        try:
+            early.open(super()._new_conn())  # type: ignore[misc]
+        except BaseException:  # among them, the thread was stopped before the connection was listed
+            with suppress(ValueError):
+                self._early.remove(early)
+            early.claim()
+            raise
 
     def close_ahead(self) -> None:
         """Close the connections that no request has used."""

@@ -59,6 +59,23 @@ def test_shards_are_read_over_connections_opened_while_the_index_was_awaited(tls
         until(lambda: not server._sockets)
 
 
+def test_a_thread_that_is_stopped_before_it_lists_its_connection_leaves_none(monkeypatch):
+    """As on a busy machine, where `open` can end before each thread has run."""
+    late = threading.Event()
+    begin = connections.begin
+
+    def begin_late(tasks):
+        stop = begin([lambda task=task: (late.wait(SOON), task()) for task in tasks])
+        return lambda: (stop(), late.set())
+
+    monkeypatch.setattr(connections, "begin", begin_late)
+    connections._EarlyConnection.unclaimed.clear()
+    with Server(FILES) as server, safeload.open(server.url(INDEX)) as checkpoint:
+        until(lambda: not threads())
+        assert not [*connections._EarlyConnection.unclaimed]
+        assert sorted(checkpoint.keys()) == SHARDS
+
+
 def test_a_single_file_takes_a_single_connection():
     with Server(FILES) as server:
         assert listing(server, SHARDS[0]) == SHARDS[:1]
