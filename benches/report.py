@@ -81,7 +81,7 @@ LOSSES = (
     Row("bench_small", "load(bytes), 1 x 64 B", "safetensors", "load(bytes), one 64-byte tensor", "", _CALLS),
     Row("bench_open", "open and list, n*, in 8 threads", "safeload.open in one thread",
         "open and list 300 or 100,000 tensors in 8 threads", "ours in one thread",
-        "With the GIL, threads add switches. Without it (3.13t, two processors) 8 threads are 1.6 to 1.8 times as "
+        "With the GIL, threads add switches. Without it (3.13t, two processors) 8 threads are 1.5 to 1.8 times as "
         "fast as one."),
     Row("bench_devices", "safeload.torch.load_file * tensors of 32 bytes to a GPU", "safetensors.torch",
         "torch: 300 or 100,000 tensors of 32 bytes to a GPU", "",
