@@ -1,6 +1,5 @@
 """Small files take few steps: counted, as no clock is to be trusted. And what is read ahead is right."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from builders.calls import count_calls
 from builders.quantized import FIXTURES
 
 import safeload
@@ -23,15 +23,7 @@ def many(count, size=4, dtype=np.float32):
 def calls_of(function):
     """Calls of Python and C functions that a call makes, after one that is not counted."""
     function()
-    calls = []
-    gc.disable()  # what collects and what is told of it would count too
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return len(calls)
+    return count_calls(function)
 
 
 def saved(tmp_path, tensors):

@@ -1,13 +1,13 @@
 """Pieces of stats, diff and check in columns, and conversions in pieces of plain, packed and quantized tensors."""
 
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.calls import count_calls
 from builders.executors import Lazy, Plain
 from builders.mixed_tensors import many
 from builders.quantized import FIXTURES
@@ -197,17 +197,6 @@ def test_a_piece_has_its_own_tensors_only(tmp_path):
         pass
 
 
-def steps_of(function):
-    """Calls of functions, in Python and in C, that a call makes."""
-    calls = []
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return len(calls)
-
-
 @pytest.mark.parametrize("operation", ["stats", "diff"])
 def test_pieces_take_no_step_per_tensor(tmp_path, operation):
     steps = []
@@ -220,7 +209,7 @@ def test_pieces_take_no_step_per_tensor(tmp_path, operation):
             getattr(safeload, operation)(path, *more, executor=Lazy(begun=99))
 
         call()
-        steps.append(steps_of(call))
+        steps.append(count_calls(call))
     # Shapes become lists and tuples, and are multiplied; bytes and addresses are read in columns.
     assert steps[1] - steps[0] < 6 * 2000
 
@@ -233,7 +222,7 @@ def test_a_piece_decodes_few_tensors_of_a_large_file(tmp_path, monkeypatch):
     expected = safeload.stats(tmp_path / "x.safetensors", only="model.000*")
     assert safeload.stats(tmp_path / "x.safetensors", only="model.000*", executor=executor) == expected
     assert len(executor.pieces) == 1
-    assert steps_of(lambda: stats.run(executor.pieces[0], 1)) < 4000
+    assert count_calls(lambda: stats.run(executor.pieces[0], 1)) < 4000
 
 
 # ---- the division into pieces ----

@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders.calls import count_calls
 from builders.clusters import RESUME
 from builders.executors import processes
 from builders.mixed_tensors import DTYPES, SHAPES, many, tensor
@@ -234,17 +234,6 @@ def test_a_file_that_has_changed_or_is_gone(file, tmp_path):
 # ---- speed, counted ----
 
 
-def calls_of(function):
-    """Calls of functions, in Python and in C, that a call makes."""
-    calls = []
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return len(calls)
-
-
 @pytest.mark.parametrize("layout", ["file", "shards"])
 def test_a_plan_and_its_piece_take_no_step_per_tensor(tmp_path, layout):
     counts = []
@@ -258,8 +247,8 @@ def test_a_plan_and_its_piece_take_no_step_per_tensor(tmp_path, layout):
         out = tmp_path / f"out{count}"
         with safeload.open(source) as opened:
             plan = safeload.plan_convert(opened, out, dtype="float16")
-            steps = [calls_of(lambda opened=opened, out=out: safeload.plan_convert(opened, out, dtype="float16"))]
-        steps.append(calls_of(lambda plan=plan: safeload.run_piece(plan.pieces[0], threads=1)))
+            steps = [count_calls(lambda opened=opened, out=out: safeload.plan_convert(opened, out, dtype="float16"))]
+        steps.append(count_calls(lambda plan=plan: safeload.run_piece(plan.pieces[0], threads=1)))
         counts.append(steps)
     for few, more in zip(*counts, strict=True):
         assert more - few < 100
@@ -271,7 +260,7 @@ def test_a_piece_of_a_few_tensors_does_not_decode_the_rest_of_its_file(tmp_path)
     for count in (20, 500):
         plan = safeload.plan_convert(tmp_path / "x.safetensors", tmp_path / f"{count}", max_shard_size=12 * count)
         safeload.run_piece(plan.pieces[6], threads=1)
-        steps.append(calls_of(lambda plan=plan: safeload.run_piece(plan.pieces[7], threads=1)))
+        steps.append(count_calls(lambda plan=plan: safeload.run_piece(plan.pieces[7], threads=1)))
     assert abs(steps[1] - steps[0]) < 100
     with ThreadPoolExecutor(2) as executor:
         safeload.convert(tmp_path / "x.safetensors", tmp_path / "threads", max_shard_size=60_000, executor=executor)

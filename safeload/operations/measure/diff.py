@@ -259,8 +259,7 @@ def _in_pieces(
         threads=threads,
         progress=progress,
     )
-    ordered = plain if [*plain] == [*sizes] else {name: plain[name] for name in sizes}
-    return named_rows(TensorDiff, ordered, {_INDEX: tuple})
+    return named_rows(TensorDiff, plain, {_INDEX: tuple})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

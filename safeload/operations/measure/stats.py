@@ -255,7 +255,7 @@ def measure_in_pieces(
         threads=threads,
         progress=progress,
     )
-    return of_plain(plain if [*plain] == [*names] else {name: plain[name] for name in names if name in plain})
+    return of_plain(plain)
 
 
 def run(

@@ -99,10 +99,10 @@ def by_tensor(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run an operation on groups of tensors and return its results by tensor name.
+    """Run an operation on groups of tensors and return its results by tensor name, in the order of ``sizes``.
 
     Args:
-        function: see `run`. Its result holds "tensors": plain data by tensor name.
+        function: see `run`. Its result holds "tensors": plain data by tensor name, of some or all of them.
         piece_of: returns the piece of tensor names and their sources.
         sizes: bytes of each tensor.
 
@@ -121,7 +121,7 @@ def by_tensor(
     by_name: dict[str, Any] = {}
     for result in results:
         by_name.update(result["tensors"])
-    return by_name
+    return by_name if [*by_name] == names else {name: by_name[name] for name in names if name in by_name}
 
 
 def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int]) -> list[list[int]]:

@@ -76,8 +76,7 @@ def make(
         if executor is None:
             entries = _entries(catalog, sizes, threads, progress)
         else:
-            by_name = executors.by_tensor(run, _piece, catalog, sizes, executor, threads=threads, progress=progress)
-            entries = {name: by_name[name] for name in sizes}
+            entries = executors.by_tensor(run, _piece, catalog, sizes, executor, threads=threads, progress=progress)
         return {MANIFEST_KEY: MANIFEST_VERSION, "tensors": entries}
 
 
