@@ -37,9 +37,9 @@ class Identity(NamedTuple):
 # Files with open descriptors, by descriptor, oldest first.
 _Descriptors: TypeAlias = "dict[int, weakref.ref[LocalStore]]"
 
-# The files opened by each thread, because threads would contend for a single dict without the GIL. A file that another
-# thread has closed stays until its number is used again. Every access is a single atomic operation, so no lock is
-# needed: a lock could be held by another thread at a fork.
+# The files opened by each thread, because threads would contend for a single dict without the GIL. A descriptor stays
+# here until it is closed, also if its file no longer has it but a job does. Every access is a single atomic operation,
+# so no lock is needed: a lock could be held by another thread at a fork.
 _open: dict[int, _Descriptors] = {}
 
 
@@ -62,20 +62,34 @@ class Descriptor(int):
 
     __slots__ = ()
 
-    # Defaults, because free-threaded Python drops globals before the last objects at exit.
-    def __del__(
-        self,
-        opened: Mapping[int, _Descriptors] = _open,
-        thread: Callable[[], int] = get_ident,
-        close: Any = short.sl_file_close,
-    ) -> None:
-        files = opened.get(thread())
-        if files is not None:
-            files.pop(int(self), None)  # before another file gets its number
+    # A default, because free-threaded Python drops globals before the last objects at exit.
+    def __del__(self, close: Any = short.sl_file_close) -> None:
         close(int(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an open file cannot be copied or pickled")
+
+
+class ListedDescriptor(Descriptor):
+    """A descriptor in `_open`.
+
+    Without the GIL, Python closes it only once the thread that opened it runs Python code or ends.
+    """
+
+    __slots__ = ()
+
+    def __del__(
+        self,
+        close: Any = short.sl_file_close,
+        opened: Mapping[int, _Descriptors] = _open,
+        thread: Callable[[], int] = get_ident,
+    ) -> None:
+        number, files = int(self), opened.get(thread())
+        # It is removed before another file can get its number.
+        if files is None or files.pop(number, None) is None:
+            for files in list(opened.values()):
+                files.pop(number, None)
+        close(number)
 
 
 # The system's limit is queried only above this many open files, which have at least as many descriptors.
@@ -110,9 +124,7 @@ def _release(count: int) -> bool:
                 continue
             reference = files.get(number)
             file = None if reference is None else reference()
-            if file is None or not file.holds(number):  # another thread has closed it
-                files.pop(number, None)
-            elif file.release():
+            if file is not None and file.holds(number) and file.release() and number not in files:
                 released += 1
                 if released >= count:
                     return True
@@ -268,7 +280,7 @@ class LocalStore:
     def __init__(self, path: str, opened: OpenedFile, *, brief: bool = False, shown: str | None = None) -> None:
         self.path = path if shown is None else shown
         handle, self.size, *_ = self._opened = opened
-        self._descriptor: Descriptor | None = Descriptor(handle)
+        self._descriptor: Descriptor | None = (Descriptor if brief else ListedDescriptor)(handle)
         if not brief:
             self.place = absolute(path)
             if os.name == "nt":

@@ -46,7 +46,7 @@ def together(*works, repeat=3):
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for thread in threads: thread.start()
     while left[0]:
-        most[0] = max(most[0], count())
+        most[0] = max(most[0], local._count_open())
         time.sleep(0.001)
     for thread in threads: thread.join()
     assert not errors, errors[:3]
@@ -112,7 +112,6 @@ try:
 except OSError: pass
 local._release(1000)
 for _ in range(3): os.close(own.pop())
-count = lambda: 0  # a look would need a descriptor, and the threads may hold all three
 together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 8, repeat=1)
 for descriptor in own: os.close(descriptor)
 """,
@@ -126,7 +125,6 @@ for thread in threads: thread.start()
 for generation in range(3):
     child = os.fork()
     if child == 0:
-        count = lambda: 0  # a look would need a descriptor, and those of the parent's threads are lost
         try:
             together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 8, repeat=1)
             if generation == 2:
@@ -167,7 +165,8 @@ LIMITS = [(case, limit) for k, case in enumerate(CASES) for limit in part_of([64
 def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_path):
     folder = tmp_path / "model"
     folder.symlink_to(shards)
-    within = "assert most[0] - before <= limit * 3 // 4 + 8, (most, before)\nprint('fine')"
+    # Each thread may have opened one more before it closes another.
+    within = "assert most[0] <= limit * 3 // 4, most\nassert count() - before == local._count_open()\nprint('fine')"
     done = subprocess.run(
         [sys.executable, "-I", "-c", PROLOGUE + CASES[case] + within, str(folder), str(limit)],
         capture_output=True,
@@ -189,14 +188,16 @@ def test_a_thread_closes_idle_files_of_another(tmp_path):
     assert [float(checkpoint["a"][0]) for checkpoint in opened] == [0, 1, 2]  # opened again, here
 
 
-def test_a_file_closed_by_another_thread_is_forgotten(tmp_path):
+def test_a_file_closed_by_another_thread_counts_until_its_descriptor_is_closed(tmp_path):
     save_file({"a": np.ones(2, np.float32)}, tmp_path / "a.safetensors", durable=False)
     with ThreadPoolExecutor(1) as pool:
         opened, thread = pool.submit(
             lambda: (safeload.open(tmp_path / "a.safetensors"), threading.get_ident())
         ).result()
-        number = int(opened.weight_files[0].store.descriptor)
+        descriptor = opened.weight_files[0].store.descriptor
+        number = int(descriptor)
         opened.close()
-        assert number in local._open[thread]
-        local._release(sys.maxsize)
-        assert number not in local._open[thread]
+        assert not local._release(sys.maxsize)
+        assert number in local._open[thread]  # as a job of another thread might still read it
+        del descriptor
+    assert number not in local._open[thread]  # without the GIL, closed when its thread ends
