@@ -63,6 +63,12 @@ def interruptible() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _programs_start_without_threads_of_openblas() -> None:
+    """Starting them takes as long as the rest of the import of numpy; this process, with its merges, has them."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _fsync_does_not_wait() -> Iterator[None]:
     """Tests save tens of thousands of files, and none of them needs to survive a power failure.
 

@@ -138,9 +138,14 @@ def test_c_includes_make_no_circle():
     assert circle({c_name(path): includes(path, '""') for path in C_FILES}) == []
 
 
-def symbols(path, *options):
-    done = subprocess.run([NM, "-P", *options, path], capture_output=True, text=True, check=True)
-    return {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+def symbols(objects, *options):
+    """The symbols of each object file, by its path."""
+    done = subprocess.run([NM, "-P", "-A", *options, *objects], capture_output=True, text=True, check=True)
+    names = {object: set() for object in objects}
+    for line in done.stdout.splitlines():
+        path, _, symbol = line.partition(": ")
+        names[Path(path)].add(symbol.split()[0])
+    return names
 
 
 def calls(folder):
@@ -154,8 +159,9 @@ def calls(folder):
         intrinsic = Path(f"{header}.gch").exists() and "kernels/isa.h" in includes(CSRC / name, '""')
         before = ["-include", header] if intrinsic else []
         subprocess.run([CC, "-O0", *before, "-I", CSRC, "-c", CSRC / name, "-o", object], check=True)
-    owners = {s: name for name, object in sources.items() for s in symbols(object, "-g", "--defined-only")}
-    return {name: {owners[s] for s in symbols(object, "-u") if s in owners} for name, object in sources.items()}
+    defined, used = (symbols(sources.values(), *options) for options in (["-g", "--defined-only"], ["-u"]))
+    owners = {symbol: name for name, object in sources.items() for symbol in defined[object]}
+    return {name: {owners[s] for s in used[object] if s in owners} for name, object in sources.items()}
 
 
 @pytest.mark.skipif(CC is None or NM is None or sys.platform == "win32", reason="needs a C compiler and nm")
