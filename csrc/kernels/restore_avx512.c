@@ -97,9 +97,18 @@ TARGET static inline void words_run(const uint8_t *words, int shift, size_t coun
     sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
 }
 
+/* Scales the numbers of 16 columns of a row. */
+TARGET SL_INLINE __m512 scaled_row(const sl_grouped *all, size_t row, __m512 value) {
+    size_t at = all->groups[row] * all->step;
+    if (all->zeros != NULL) value = _mm512_sub_ps(value, _mm512_loadu_ps(all->zeros + at));
+    value = _mm512_mul_ps(value, _mm512_loadu_ps(all->scales + at));
+    if (all->biases != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(all->biases + at));
+    return value;
+}
+
 /* Returns the values of 16 columns of a row. */
 TARGET static inline __m512 grouped_row(const sl_grouped *all, size_t row) {
-    size_t bits = (size_t)all->bits, shift = row * bits % 32, at = all->groups[row] * all->step;
+    size_t bits = (size_t)all->bits, shift = row * bits % 32;
     const uint8_t *words = all->words + row * bits / 32 * all->pitch;
     __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words), _mm_cvtsi64_si128((int64_t)shift));
     if (shift + bits > 32) {
@@ -107,36 +116,49 @@ TARGET static inline __m512 grouped_row(const sl_grouped *all, size_t row) {
         codes = _mm512_or_si512(codes, _mm512_sll_epi32(more, _mm_cvtsi64_si128((int64_t)(32 - shift))));
     }
     codes = _mm512_and_si512(codes, _mm512_set1_epi32((1 << bits) - 1));
-    __m512 value = _mm512_add_ps(_mm512_set1_ps(all->first), _mm512_cvtepi32_ps(codes));
-    if (all->zeros != NULL) value = _mm512_sub_ps(value, _mm512_loadu_ps(all->zeros + at));
-    value = _mm512_mul_ps(value, _mm512_loadu_ps(all->scales + at));
-    if (all->biases != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(all->biases + at));
-    return value;
+    return scaled_row(all, row, _mm512_add_ps(_mm512_set1_ps(all->first), _mm512_cvtepi32_ps(codes)));
 }
 
-/* Lane k of the result: 4 values of row i + 4 * k, starting with value `at`. */
-TARGET static inline __m512 quarters(const float (*rows)[16], size_t i, size_t at) {
-    __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + at));
-    all = _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 4] + at), 1);
-    all = _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 8] + at), 2);
-    return _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 12] + at), 3);
+/* Returns the values of 16 columns of 16 rows of 4-bit codes, the first of which begins a word. */
+TARGET SL_INLINE void nibble_rows(const sl_grouped *all, size_t row, __m512 *rows) {
+    const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 table = _mm512_add_ps(_mm512_set1_ps(all->first), _mm512_cvtepi32_ps(codes));
+    const uint8_t *words = all->words + row / 8 * all->pitch;
+    SL_UNROLL for (size_t half = 0; half < 2; half++, words += all->pitch) {
+        __m512i eight = _mm512_loadu_si512(words);
+        SL_UNROLL for (size_t i = 0; i < 8; i++, eight = _mm512_srli_epi32(eight, 4))
+            rows[8 * half + i] = scaled_row(all, row + 8 * half + i, _mm512_permutexvar_ps(eight, table));
+    }
 }
 
-/* Transposes 16 rows of 16 columns through memory, loading lanes: a transposition in registers would need twice as many
- * permutations. */
-TARGET static inline void square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
-    float rows[16][16];
-    for (size_t i = 0; i < 16; i++) _mm512_storeu_ps(rows[i], grouped_row(all, row + i));
-    for (size_t c = 0; c < 16; c += 4, out += 4 * line) {
-        const float (*in)[16] = (const float (*)[16])rows;
-        __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(quarters(in, 0, c), quarters(in, 1, c)));
-        __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(quarters(in, 2, c), quarters(in, 3, c)));
-        __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(quarters(in, 0, c), quarters(in, 1, c)));
-        __m512d e = _mm512_castps_pd(_mm512_unpackhi_ps(quarters(in, 2, c), quarters(in, 3, c)));
-        _mm512_storeu_pd(out, _mm512_unpacklo_pd(a, b));
-        _mm512_storeu_pd(out + line, _mm512_unpackhi_pd(a, b));
-        _mm512_storeu_pd(out + 2 * line, _mm512_unpacklo_pd(d, e));
-        _mm512_storeu_pd(out + 3 * line, _mm512_unpackhi_pd(d, e));
+TARGET SL_INLINE __m512 pairs(__m512 a, __m512 b, bool upper) {
+    __m512d first = _mm512_castps_pd(a), second = _mm512_castps_pd(b);
+    return _mm512_castpd_ps(upper ? _mm512_unpackhi_pd(first, second) : _mm512_unpacklo_pd(first, second));
+}
+
+/* Transposes 16 rows of 16 columns. */
+TARGET SL_INLINE void square(const sl_grouped *codes, size_t row, uint8_t *out, size_t line) {
+    const sl_grouped all = *codes;
+    __m512 a[16], b[16];
+    if (all.bits == 4 && row % 8 == 0)
+        nibble_rows(&all, row, a);
+    else
+        SL_UNROLL for (size_t i = 0; i < 16; i++) a[i] = grouped_row(&all, row + i);
+    SL_UNROLL for (size_t i = 0; i < 16; i += 4) { /* columns of 4 rows in each quarter */
+        __m512 c = _mm512_unpacklo_ps(a[i], a[i + 1]), d = _mm512_unpacklo_ps(a[i + 2], a[i + 3]);
+        __m512 e = _mm512_unpackhi_ps(a[i], a[i + 1]), f = _mm512_unpackhi_ps(a[i + 2], a[i + 3]);
+        b[i] = pairs(c, d, false);
+        b[i + 1] = pairs(c, d, true);
+        b[i + 2] = pairs(e, f, false);
+        b[i + 3] = pairs(e, f, true);
+    }
+    SL_UNROLL for (size_t c = 0; c < 4; c++) { /* columns c, c + 4, .. */
+        __m512 d = _mm512_shuffle_f32x4(b[c], b[c + 4], 0x44), e = _mm512_shuffle_f32x4(b[c + 8], b[c + 12], 0x44);
+        __m512 f = _mm512_shuffle_f32x4(b[c], b[c + 4], 0xEE), g = _mm512_shuffle_f32x4(b[c + 8], b[c + 12], 0xEE);
+        _mm512_storeu_ps(out + c * line, _mm512_shuffle_f32x4(d, e, 0x88));
+        _mm512_storeu_ps(out + (c + 4) * line, _mm512_shuffle_f32x4(d, e, 0xDD));
+        _mm512_storeu_ps(out + (c + 8) * line, _mm512_shuffle_f32x4(f, g, 0x88));
+        _mm512_storeu_ps(out + (c + 12) * line, _mm512_shuffle_f32x4(f, g, 0xDD));
     }
 }
 
