@@ -54,12 +54,14 @@ from ..sources.recipes import TensorRecipe
 from ..sources.restructured import RestructuredCatalog
 from .decide import Decider, Decision, PlannedSummary, TensorRun, runs_of
 from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
+from .small_groups import SmallGroups, SmallTensor
 
 # Names of the stacked experts of a layer in mlx-lm.
 _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
 # Dtypes of the weights of a model of llama.cpp.
 _LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
 _WIDEST_CODES = 4  # bytes of the integers that GPTQ and AWQ pack codes into
+_SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 _KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
 
 
@@ -73,6 +75,7 @@ class Outputs(NamedTuple):
     metadata: Mapping[Any, Any]
     extras: dict[str, Location]  # other files to copy into the folder, by name
     format: str
+    maker: Maker
     engine_rules: EngineRules | None = None
 
     @property
@@ -167,9 +170,11 @@ class Outputs(NamedTuple):
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
         outputs = _reporting(self.tensors, written)
+        self.maker.begin(dict(zip(self.tensors, self.decisions, strict=True)))
         return writer_of(outputs, self.texts, editable=self.engine_rules is None)
 
     def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+        self.maker.begin(dict(zip(self.tensors, self.decisions, strict=True)))
         row_of(self.format).write(_reporting(self.tensors, written), self.metadata, path, overwrite=overwrite)
         return os.path.getsize(path)
 
@@ -310,7 +315,7 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     if engine_rules is not None:
         metadata = {"format": engine_rules.engine.metadata, **own}
     extras = extras_for(catalog, request)
-    return Outputs(catalog, decider, decisions, outputs, metadata, extras, format, engine_rules)
+    return Outputs(catalog, decider, decisions, outputs, metadata, extras, format, maker, engine_rules)
 
 
 def _check_rename(name: str, new: str, output: Output) -> None:
@@ -387,6 +392,7 @@ class Maker:
         self._threads = threads
         self._scratch, self._codes = _Scratch(), _Scratch()
         self._buffers = ScratchBuffers()
+        self._small = SmallGroups(threads)
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -403,6 +409,15 @@ class Maker:
         """
         return {name: self._output(name, decision) for name, decision in self._decisions.items()}
 
+    def begin(self, names: Mapping[str, str]) -> None:
+        """Prepare for a writer of tensors: small ones are quantized together, in the order of the file.
+
+        Args:
+            names: names in the decisions, by the names to write.
+        """
+        in_order = sorted(names) if self._format == SAFETENSORS else names
+        self._small.begin(names[name] for name in in_order)
+
     def _output(self, name: str, decision: Decision) -> Output:
         if decision.stack is not None:
             return self._stacked(name, decision)
@@ -412,6 +427,8 @@ class Maker:
         tensor = self._about(source)
         if decision.scheme in PRESETS:
             return self._encoded(source, decision, tensor)
+        if decision.scheme is not None and self._is_small(source, tensor) and name not in self._importance:
+            return self._quantized_in_group(decision.scheme, source, name, tensor)
         if decision.scheme is not None:
             values = partial(self._values, source, name)
             return self._quantized(decision.scheme, tensor.shape, values, self._importance.get(name))
@@ -490,6 +507,28 @@ class Maker:
         return LazyQuantized(
             scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
         )
+
+    def _is_small(self, source: str, tensor: TensorDescription) -> bool:
+        """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
+        if tensor.nbytes > _SMALL or not tensor.floating or tensor.scheme is not None:
+            return False
+        file = self._catalog.place(source).file if type(self._catalog) is Catalog else None
+        return file is not None and not file.remote
+
+    def _quantized_in_group(self, scheme: str, source: str, name: str, tensor: TensorDescription) -> LazyQuantized:
+        """Return a small tensor to quantize with its neighbours."""
+        shape, axis = tensor.shape, usual_axis(scheme, tensor.shape)
+        codes, scale = storage_of(scheme, shape, axis)
+
+        def read() -> Source:
+            value = self._catalog.source(source, name)
+            assert isinstance(value, Source)
+            return value
+
+        rounding = self._rounding if scheme == "q4_0" else None
+        self._small.add(name, SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding))
+        scales = None if scale is None else Lazy(*scale, partial(self._small.scale, name))
+        return LazyQuantized(scheme, shape, Lazy(*codes, partial(self._small.codes, name)), scales, axis)
 
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyEncoded:
         """Return a weight to quantize for an engine when it is written."""

@@ -168,8 +168,10 @@ def _writer(
         if copies is not None:
             return copies.writer(_ignore), copies.nbytes
         decisions = decisions_of(piece.tensors)
-    outputs = Maker(catalog, decisions, SAFETENSORS, threads=threads).outputs()
+    maker = Maker(catalog, decisions, SAFETENSORS, threads=threads)
+    outputs = maker.outputs()
     new = renamed(outputs, piece.rename)
+    maker.begin({new[name]: name for name in outputs})
     outputs = {new[name]: output for name, output in outputs.items()}
     total = sum(output.nbytes for output in outputs.values())
     return writer_of(outputs, piece.metadata, editable=piece.editable), total

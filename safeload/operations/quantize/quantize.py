@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -190,6 +191,7 @@ class Request(NamedTuple):
     result: QuantizedTensor | Array
     target: int  # dtype number of the codes, or of the array
     importance: Array | None = None  # of the columns, see `check_importance`
+    maxima: Array | None = None  # of the channels of an int8 tensor, see `maxima_of`; None if unknown
 
     @property
     def is_int8(self) -> bool:
@@ -227,10 +229,14 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
             assert isinstance(request.result, QuantizedTensor)
             _fill_by_parts(request.source, request.result, threads)
     requests = [request for request in requests if not request.by_parts]
-    scaled = [request for request in requests if request.is_int8]
+    scaled = [request for request in requests if request.is_int8 and request.maxima is None]
     first_bytes, all_bytes = (sum(request.source.size for request in each) for each in (scaled, requests))
     first, second = _halves(progress, first_bytes, all_bytes)
-    factors = _scales(scaled, threads, first)
+    maxima = maxima_of([(each.source, each.result.axis) for each in scaled], threads, first)  # type: ignore[union-attr]
+    factors = {id(request): _set_scale(request.result, bits) for request, bits in zip(scaled, maxima, strict=True)}  # type: ignore[arg-type]
+    for request in requests:
+        if request.maxima is not None:
+            factors[id(request)] = _set_scale(request.result, request.maxima)  # type: ignore[arg-type]
     # The second pass reads from the page cache.
     batch = jobs.Batch()
     for request in requests:
@@ -251,20 +257,30 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
     batch.run(threads=threads, progress=second)
 
 
-def _scales(requests: Sequence[Request], threads: int | None, progress: Progress) -> dict[int, Array]:
-    """Fill the scales of int8 tensors; return the factors for their values by ``id`` of the request."""
-    maxima = [np.zeros(request.result.scale.shape, np.uint32) for request in requests]  # type: ignore[union-attr]
-    work = []
-    for request, bits in zip(requests, maxima, strict=True):
-        channels = channels_of(request.source.shape, request.result.axis, None)  # type: ignore[union-attr]
-        work.append(request.source.work(lib.SL_OP_ABSMAX, address(bits), channels=channels))
+def maxima_of(
+    tensors: Sequence[tuple[Source, int | None]], threads: int | None, progress: Progress = None
+) -> list[Array]:
+    """Return the bits of the largest magnitude in each channel of tensors to quantize to int8.
+
+    Args:
+        tensors: sources with their values in order, and their axes.
+
+    Raises:
+        RangeError: a value is not finite; the message has tensor and index.
+    """
+    counts = [1 if axis is None else source.shape[axis] for source, axis in tensors]
+    ends = np.cumsum([0, *counts])
+    bits = np.zeros(ends[-1], np.uint32)
+    maxima = [bits[begin:end] for begin, end in pairwise(ends.tolist())]
+    work = [
+        source.work(lib.SL_OP_ABSMAX, address(own), channels=channels_of(source.shape, axis, None))
+        for (source, axis), own in zip(tensors, maxima, strict=True)
+    ]
     jobs.Batch(work).run(threads=threads, progress=progress)
-    factors = {}
-    for request, bits in zip(requests, maxima, strict=True):
-        if _not_finite(bits):
-            jobs.Batch([request.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
-        factors[id(request)] = _set_scale(request.result, bits)  # type: ignore[arg-type]
-    return factors
+    if _not_finite(bits):
+        source = next(source for (source, _), own in zip(tensors, maxima, strict=True) if _not_finite(own))
+        jobs.Batch([source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
+    return maxima
 
 
 def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Progress]:
@@ -285,15 +301,22 @@ def _not_finite(maxima: Array) -> bool:
     return bool((maxima >= _INFINITY_BITS).any())
 
 
-def _set_scale(result: QuantizedTensor, maxima: Array) -> Array:
-    """Set the scale of an int8 tensor from the bits of its channels' maxima; return a factor per channel."""
+def scales_of(maxima: Array) -> tuple[Array, Array]:
+    """Return the scale of each channel of an int8 tensor, and the factor for its values."""
     absmax = maxima.view(np.float32)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(127) / absmax
     usable = np.isfinite(inverse)
+    scales = np.where(usable, absmax / np.float32(127), np.float32(0))
+    return scales, np.ascontiguousarray(np.where(usable, inverse, np.float32(0)), np.float32).reshape(-1)
+
+
+def _set_scale(result: QuantizedTensor, maxima: Array) -> Array:
+    """Set the scale of an int8 tensor from the bits of its channels' maxima; return a factor per channel."""
+    scales, factors = scales_of(maxima)
     assert result.scale is not None
-    result.scale[...] = np.where(usable, absmax / np.float32(127), np.float32(0)).reshape(result.scale.shape)
-    return np.ascontiguousarray(np.where(usable, inverse, np.float32(0)), np.float32).reshape(-1)
+    result.scale[...] = scales.reshape(result.scale.shape)
+    return factors
 
 
 # ---- int8 from packed codes in another order than their values ----
