@@ -131,6 +131,16 @@ def _release(count: int) -> bool:
     return released > 0
 
 
+def _is_any_released() -> bool:
+    """Return whether a descriptor is still open that its file has released."""
+    for files in list(_open.values()):
+        for number, reference in list(files.items()):
+            file = reference()
+            if file is None or not file.holds(number):
+                return True
+    return False
+
+
 def _release_at(path: str) -> bool:
     """Close this process's descriptors of a file if they may give way; return whether any was closed."""
     try:
@@ -146,6 +156,8 @@ def _release_at(path: str) -> bool:
 _NONE_FREE = (errno.EMFILE, errno.ENFILE)
 # Seconds to wait for other threads' jobs to close descriptors, and seconds between checks.
 _PATIENCE, _PAUSE = 30.0, 0.001
+# And for released descriptors to close: without the GIL, once the threads that opened them run again.
+_MOMENT = 0.5
 
 
 def with_room(attempt: Callable[[], int], error: Any, status: int | None = None) -> int:
@@ -164,7 +176,8 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
     while status == lib.SL_E_OS and error.os_errno in _NONE_FREE:
         deadline = deadline or time.monotonic() + _PATIENCE
         if not _release(max(1, _count_open() // 2)):
-            if not _others_hold():
+            closing = time.monotonic() < deadline - _PATIENCE + _MOMENT and _is_any_released()
+            if not closing and not _others_hold():
                 break
             time.sleep(_PAUSE)
         if time.monotonic() > deadline:
