@@ -200,7 +200,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.owner.opened(self.request)
         self._plain = self.request
         if self.server.context is not None:  # here, in a thread: a handshake may never end
-            self.request = self.server.context.wrap_socket(self.request, server_side=True)
+            try:
+                self.request = self.server.context.wrap_socket(self.request, server_side=True)
+            except BaseException:  # the client broke off; without `setup` there is no `finish`
+                self.owner.closed(self._plain)
+                raise
             self.owner.opened(self.request)
         super().setup()
 
