@@ -122,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(arguments)
 
 
+_ENDING_SIGNALS = ("SIGTERM", "SIGHUP")  # kill, and a terminal or connection that closes
+
+
 def _stop(number: int, frame: object) -> None:
     sys.exit(128 + number)  # the exit status of a shell
 
@@ -133,7 +136,10 @@ def _main(arguments: Sequence[str] | None) -> int:
             stream.reconfigure(errors="safeload")
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        signal.signal(signal.SIGTERM, _stop)  # remove a half-written file, as Ctrl-C does
+        for name in _ENDING_SIGNALS:
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+                signal.signal(number, _stop)  # remove a half-written file, as Ctrl-C does
     try:
         with log_to_stderr(verbose=getattr(options, "verbose", False)):
             status: int = options.run(options)

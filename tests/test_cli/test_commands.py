@@ -603,21 +603,34 @@ def test_two_dashes_end_the_options(folder, capsys):
     assert out.startswith("-x.safetensors: safetensors, 3 tensors")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="there is no SIGTERM")
-def test_a_conversion_that_is_terminated_leaves_no_file(tmp_path):
+@pytest.mark.skipif(os.name == "nt", reason="there is no SIGTERM or SIGHUP")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_conversion_that_a_signal_ends_leaves_no_file(tmp_path, name):
+    number = getattr(signal, name)
     with open(tmp_path / "big.safetensors", "wb") as file:
         size = 4 << 30
         header = json.dumps({"x": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
     command = [sys.executable, "-m", "safeload", "convert", "big.safetensors", "half.safetensors", "--dtype", "float16"]
-    process = subprocess.Popen(command, cwd=tmp_path)
+    # The tests themselves may run under nohup, which children inherit.
+    process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and process.poll() is None and len(os.listdir(tmp_path)) == 1:
         time.sleep(0.01)
-    process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
     assert os.listdir(tmp_path) == ["big.safetensors"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no SIGHUP")
+def test_a_command_under_nohup_keeps_ignoring_a_closed_terminal():
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv[1:] = ['completion', 'bash']; "
+        "from safeload.cli import main; main(); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN; "
+        "assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL"
+    )
+    subprocess.run([sys.executable, "-I", "-c", code], stdout=subprocess.DEVNULL, check=True)
 
 
 def test_a_shard_that_is_missing_is_called_that(tmp_path, capsys, monkeypatch):
