@@ -266,3 +266,17 @@ def test_drop_ins_take_no_urls(function):
     }[function]
     with pytest.raises(FileNotFoundError, match=r'this function reads local files: safeload\.load\("hf://a/b"\)'):
         call("hf://a/b")
+
+
+def test_the_state_of_a_schedule_opens_beside_tensors(tmp_path):
+    """Its milestones are a Counter."""
+    path = tmp_path / "t.pt"
+    weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(weight.clone())], 0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5]).state_dict()
+    torch.save({"w": weight, "sched": schedule, "set": {1, 2}, "complex": 1 + 2j}, path)
+    theirs = torch.load(path, weights_only=True)
+    with safeload.open(path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+        assert checkpoint["w"].tobytes() == theirs.pop("w").numpy().tobytes()
+        assert checkpoint.metadata == theirs

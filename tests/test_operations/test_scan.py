@@ -216,7 +216,8 @@ def test_no_trick_hides_a_name(case, proto, tmp_path):
         (b"cnumpy\nmemmap\n.", "harmless"),
         (b"cnumpy\nmemmap\n(V/tmp/x\nVu1\nVw+\ntR.", "dangerous"),  # creates a file
         (b"ccollections\nOrderedDict\n)R.", "harmless"),
-        (b"ccollections\nCounter\n)R.", "unknown"),
+        (b"ccollections\nCounter\n)R.", "harmless"),
+        (b"ccollections\ndeque\n)R.", "unknown"),
         (b"csklearn.svm._classes\nSVC\n)\x81.", "unknown"),
         (b"N.", "harmless"),
     ],

@@ -1,7 +1,8 @@
 """The allowlist of globals in a checkpoint, and the inert values built from them.
 
-It holds the globals that `torch.save` writes for tensors and pickle writes for NumPy arrays (numpy_arrays.py), nothing
-else. The functions build descriptions from any arguments of a pickle; tensors.py checks requested tensors.
+It holds the globals that `torch.save` writes for tensors and the values beside them, and those that pickle writes for
+NumPy arrays (numpy_arrays.py), nothing else. The functions build descriptions from any arguments of a pickle;
+tensors.py checks requested tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..unpickle.keys import put
+from ..unpickle.keys import add, put
 from ..unpickle.machine import Fault, Foreign, Global, Inert, describe
 from ..unpickle.numpy_arrays import ROWS
 
@@ -81,6 +82,39 @@ def _ordered_dict(args: tuple[Any, ...]) -> Any:
     if pairs:
         put(items, [x for pair in pairs for x in pair], {})
     return items
+
+
+def _counter(args: tuple[Any, ...]) -> Any:
+    """Make a dict of counts; schedules of learning rates have one of their milestones."""
+    _arity(args, 0, 1, "Counter")
+    if not args:
+        return {}
+    if type(args[0]) is Inert:
+        return Inert("collections.Counter", args)
+    if type(args[0]) is not dict:
+        raise Fault(f"Counter takes a dict, got {describe(args[0])}")
+    return args[0].copy()
+
+
+def _set(args: tuple[Any, ...]) -> Any:
+    """Make a set of a list, as protocols below 4 write it."""
+    _arity(args, 0, 1, "set")
+    if not args:
+        return set()
+    if type(args[0]) is Inert:
+        return Inert("builtins.set", args)
+    if type(args[0]) not in (list, tuple):
+        raise Fault(f"set takes a list, got {describe(args[0])}")
+    elements: set[Any] = set()
+    add(elements, args[0], {})
+    return elements
+
+
+def _complex(args: tuple[Any, ...]) -> Any:
+    _arity(args, 2, 2, "complex")
+    if type(args[0]) is not float or type(args[1]) is not float:
+        raise Fault(f"complex takes two floats, got {describe(args[0])} and {describe(args[1])}")
+    return complex(*args)
 
 
 def _size(args: tuple[Any, ...]) -> Any:
@@ -169,6 +203,9 @@ _DTYPES = (
 
 _FUNCTIONS: tuple[tuple[str, str, Callable[[tuple[Any, ...]], Any]], ...] = (
     ("collections.OrderedDict", CONTAINER, _ordered_dict),
+    ("collections.Counter", CONTAINER, _counter),
+    *((f"{module}.set", CONTAINER, _set) for module in ("builtins", "__builtin__")),
+    *((f"{module}.complex", VALUE, _complex) for module in ("builtins", "__builtin__")),
     ("torch._utils._rebuild_tensor", TENSOR, _rebuild_tensor),
     ("torch._utils._rebuild_tensor_v2", TENSOR, _rebuild_tensor_v2),
     ("torch._utils._rebuild_tensor_v3", TENSOR, _rebuild_tensor_v3),

@@ -106,7 +106,7 @@ def check_key(value: Any) -> bool:
         if not -(1 << 63) <= value < 1 << 64:
             raise Fault("an integer of more than 64 bits as a key", LimitError)
         return True
-    if kind is float:
+    if kind is float or kind is complex:
         return True
     if kind is tuple or kind is frozenset:
         _check_nested(value)

@@ -248,7 +248,7 @@ def _copied_size(args: tuple[Any, ...]) -> int:
     for arg in args:
         if type(arg) is str or type(arg) is bytes:
             size += 4 * len(arg)
-        elif type(arg) in (list, tuple):
+        elif type(arg) in (list, tuple, dict):
             size += 100 * len(arg)
     return size
 

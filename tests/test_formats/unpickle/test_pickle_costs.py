@@ -10,6 +10,7 @@ from builders.torch_build import Storage, dump, tensor, zip_archive
 
 import safeload
 from safeload import LimitError
+from safeload.formats.torch.globals import ALLOWED
 from safeload.formats.unpickle import keys as pickle_keys
 from safeload.formats.unpickle import run as unpickler
 
@@ -52,6 +53,11 @@ DENSE = {
         b"](" + b"".join(b"M" + U4(k)[:2] + b"N\x86" for k in range(N)) + b"e\x85",
         N,
     ),
+    "Counter": calls(
+        named("collections", "Counter"), b"}(" + b"".join(b"M" + U4(k)[:2] + b"N" for k in range(N)) + b"u\x85", N
+    ),
+    "set": calls(named("builtins", "set"), b"](" + b"".join(b"M" + U4(k)[:2] for k in range(N)) + b"e\x85", N),
+    "small sets": calls(named("builtins", "set"), b"](K\x01K\x02K\x03e\x85", N),
     "NEWOBJ_EX": b"]("
     + named("m", "C")
     + b"q\x010("
@@ -200,6 +206,16 @@ PACKED = {
 
 def load(data):
     return unpickler.unpickle(data, {}, lambda value: value, path="p.pkl", inert=True).value
+
+
+def test_complex_keys_made_to_collide_are_refused():
+    """The hash of a complex number is that of its parts: real + 1000003 * imaginary."""
+    numbers = [(-1000003.0 * k, float(k)) for k in range(3000)]
+    assert len({hash(complex(*pair)) for pair in numbers}) == 1
+    calls_of_complex = b"".join(b"h\x01" + pickled(a) + pickled(b) + b"\x86R" for a, b in numbers)
+    data = named("builtins", "complex") + b"q\x010cbuiltins\nset\n](" + calls_of_complex + b"e\x85R."
+    with pytest.raises(LimitError, match="keys with colliding hashes"):
+        unpickler.unpickle(data, ALLOWED, lambda value: value, path="p.pkl", inert=True)
 
 
 @pytest.mark.parametrize("into", PACKED)
