@@ -141,6 +141,10 @@ NESTED = {}
 for _ in range(66):
     NESTED = {"a": NESTED or 1}
 PART = dtensor(ONE, (2, 3), ["r"], (2,), (0,))
+FROM_TYPE = Ref("torch._tensor", "_rebuild_from_type_v2")
+WITHIN: tuple = ()
+for _ in range(3):
+    WITHIN = (FROM_TYPE, Ref("torch", "Tensor"), WITHIN, {})
 FAULTS = {
     "long positions": (two(dtensor(ONE, (4, 3), ["0"], (2,), (0,) * 32)), FormatError, "up to 31 numbers"),
     "too deep": (two(NESTED), LimitError, "more than 64 levels of dicts"),
@@ -162,7 +166,13 @@ FAULTS = {
     "negative": (two(dtensor(ONE, (-4, 3), ["0"], (2,), (0,))), FormatError, "must be up to 31 numbers"),
     "no mesh": (two(mesh=None), UnsupportedError, "mesh of unknown size"),
     "no placements": (two(placements=None), FormatError, "placements on a mesh"),
-    "no tensor": (two(Call(Ref("torch._tensor", "_rebuild_from_type_v2"), 1, 2, 3)), UnsupportedError, "does not know"),
+    "no tensor": (two(Call(FROM_TYPE, 1, 2, 3)), UnsupportedError, "does not know"),
+    "itself": (two(Call(FROM_TYPE, *WITHIN)), UnsupportedError, "does not know"),
+    "a container as a tensor": (
+        two(Call(FROM_TYPE, Ref("collections", "OrderedDict"), Ref("torch", "Tensor"), (), {})),
+        UnsupportedError,
+        "does not know",
+    ),
     "a global": ([{"w": Call(Ref("os", "system"), "x")}] * 2, ForbiddenError, r"os\.system"),
     "a list": ([[1], [2]], FormatError, "expected a dict"),
     "a strange name": ([{None: 1}] * 2, FormatError, "a name must be text"),
