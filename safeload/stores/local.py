@@ -218,7 +218,7 @@ class Claim:
         self._count = count
         claims = list(_claims.values())
         total = sum([claim._count for claim in claims])
-        if total > _UNCHECKED:
+        if total > _UNCHECKED // 2:
             limit = max(1, _budget() // 2)
             self._count = max(1, min(count, limit // len(claims), limit - (total - count)))
         return self._count

@@ -21,7 +21,11 @@ from safeload.numpy import save
 pytest.importorskip("urllib3")
 connections = importlib.import_module("safeload.stores.connections")
 
-pytestmark = pytest.mark.usefixtures("quick_web")
+pytestmark = [
+    pytest.mark.usefixtures("quick_web"),
+    # Python leaves a TLS socket that is reset before its handshake to be closed with its last reference.
+    pytest.mark.filterwarnings(r"ignore:Exception ignored in. <ssl\.SSLSocket:pytest.PytestUnraisableExceptionWarning"),
+]
 
 INDEX = "/model.safetensors.index.json"
 SHARDS = [f"/model-{k:05}-of-00003.safetensors" for k in (1, 2, 3)]
