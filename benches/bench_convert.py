@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ import safeload.numpy
 ROUNDS = 5
 PEER = "safetensors.numpy.load_file, astype"
 SAVE = "safetensors.numpy load_file, save_file"
+
+
+def _content(path: Path) -> tuple[Any, bytes]:
+    """The header and the data of a file; `convert` leaves room behind the header, for edits in place."""
+    read = path.read_bytes()
+    end = 8 + int.from_bytes(read[:8], "little")
+    return json.loads(read[8:end]), read[end:]
 
 
 @pytest.fixture(scope="session")
@@ -179,7 +187,7 @@ def test_a_file_of_tiny_tensors(order: str, dtype: str | None, tmp_path: Path, t
         files.sync(out)
 
     def check(one: Path, other: Path | None) -> None:
-        assert other is None or one.read_bytes() == other.read_bytes()
+        assert other is None or _content(one) == _content(other)
 
     names = {
         f"{SAVE}, fsync of file and folder": theirs_synced,
