@@ -25,13 +25,12 @@ _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
     """Make a tensor of a subclass: (function, class, arguments, state). Attributes are dropped."""
-    function = args[0] if args and type(args[0]) is Global else None
-    # Not itself, which could nest without end, nor a container, whose copies nobody would count.
-    if function is None or function.kind != TENSOR or function.build is None or function.build is _rebuild_from_type:
-        return Inert(_FROM_TYPE, args)
-    if len(args) != 4 or type(args[2]) is not tuple:
-        return Inert(_FROM_TYPE, args)
-    return function.build(args[2])
+    if len(args) == 4 and type(args[0]) is Global and args[0].kind == TENSOR and type(args[2]) is tuple:
+        # Only rows of tensors: nobody would count the copies of a container. Not itself, which could nest without end.
+        build = args[0].build
+        if build is not None and build is not _rebuild_from_type:
+            return build(args[2])
+    return Inert(_FROM_TYPE, args)
 
 
 _TABLE: dict[str, Global] = {

@@ -169,13 +169,16 @@ class Outputs(NamedTuple):
         return weight_map({file: shard.tensors for file, shard in shards.items()})
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
-        outputs = _reporting(self.tensors, written)
-        self.maker.begin(dict(zip(self.tensors, self.decisions, strict=True)))
+        outputs = self._begun(written)
         return writer_of(outputs, self.texts, editable=self.engine_rules is None)
 
-    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+    def _begun(self, written: Callable[[int], object]) -> dict[str, Output]:
+        """Return the tensors for a new writer, which reports the bytes that it has written."""
         self.maker.begin(dict(zip(self.tensors, self.decisions, strict=True)))
-        row_of(self.format).write(_reporting(self.tensors, written), self.metadata, path, overwrite=overwrite)
+        return _reporting(self.tensors, written)
+
+    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+        row_of(self.format).write(self._begun(written), self.metadata, path, overwrite=overwrite)
         return os.path.getsize(path)
 
 
