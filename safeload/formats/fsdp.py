@@ -32,7 +32,7 @@ from .rank_files import RankFile, open_rank
 from .registry import Candidate, Content, OpenRequest
 from .torch.flatten import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .torch.globals import PickledTensor
-from .unpickle.machine import Foreign, Inert, describe
+from .unpickle.machine import FROM_TYPE, Foreign, Inert, describe
 
 _NAME = re.compile(r"model_world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.pt", re.ASCII)
 # Globals outside the allowlist that these files name; they become placeholders.
@@ -40,7 +40,6 @@ _KNOWN = re.compile(
     r"torch\.distributed\.[\w.]+|torch\.serialization\._get_layout|torch\._utils\._rebuild_wrapper_subclass"
     r"|(?:__builtin__|builtins)\.getattr"
 )
-_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 # Levels of dicts in a state dict.
 MAX_DEPTH = 64
 # Values that a pickle of any size can have; others take a byte at least.
@@ -167,7 +166,7 @@ def _check_limits(depth: int, values: int, text: int, rank: RankFile) -> None:
 
 
 def _is_sharded(value: Any) -> bool:
-    return type(value) is PickledTensor or (type(value) is Inert and value.name == _FROM_TYPE)
+    return type(value) is PickledTensor or (type(value) is Inert and value.name == FROM_TYPE)
 
 
 def _parts(name: str, value: Any, rank: RankFile) -> Iterator[BoxedListing]:
@@ -176,8 +175,8 @@ def _parts(name: str, value: Any, rank: RankFile) -> Iterator[BoxedListing]:
         listing = rank.listing(name, value)
         whole = Box((0,) * len(listing.shape), listing.shape, rank.stored(listing))
         yield BoxedListing(listing.row, listing.shape, [whole])
-    elif type(value) is Inert and value.name == _FROM_TYPE:
-        kind = _kind(value.args[1] if len(value.args) == 4 else None)
+    elif type(value) is Inert and value.name == FROM_TYPE:
+        kind = _kind(value.args[1])
         if kind == "DTensor":
             yield _dtensor(name, value, rank)
         elif kind == "ShardedTensor":

@@ -13,31 +13,12 @@ from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from ..stores.assembled import InFile
 from ..stores.files import Files
-from .torch.globals import ALLOWED, CONTAINER, TENSOR, PickledTensor
+from .torch.globals import PickledTensor
 from .torch.tensors import TensorPlaces
 from .torch.zip_file import read_tensors
-from .unpickle.machine import Global, Inert, describe
+from .unpickle.machine import describe
 from .unpickle.run import Unpickled, check_foreign
 from .zip import Archive
-
-_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-
-
-def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
-    """Make a tensor of a subclass: (function, class, arguments, state). Attributes are dropped."""
-    if len(args) == 4 and type(args[0]) is Global and args[0].kind == TENSOR and type(args[2]) is tuple:
-        # Only rows of tensors: nobody would count the copies of a container. Not itself, which could nest without end.
-        build = args[0].build
-        if build is not None and build is not _rebuild_from_type:
-            return build(args[2])
-    return Inert(_FROM_TYPE, args)
-
-
-_TABLE: dict[str, Global] = {
-    **ALLOWED,
-    _FROM_TYPE: Global(_FROM_TYPE, TENSOR, _rebuild_from_type),
-    **{name: Global(name, CONTAINER) for name in ("torch.nn.parameter.Parameter", "torch.Tensor")},
-}
 
 
 class RankFile(NamedTuple):
@@ -109,7 +90,7 @@ def open_rank(files: Files, path: str, known: re.Pattern[str], *, inert: bool) -
     try:
         archive = Archive(file)
         archive.prefetch(archive.entries)
-        pickled, places = read_tensors(archive, file, _TABLE, inert=True)
+        pickled, places = read_tensors(archive, file, inert=True)
         named = dict.fromkeys(pickled.harmless, True) | {
             name: known.fullmatch(name) is not None for name in pickled.foreign
         }

@@ -142,9 +142,8 @@ for _ in range(66):
     NESTED = {"a": NESTED or 1}
 PART = dtensor(ONE, (2, 3), ["r"], (2,), (0,))
 FROM_TYPE = Ref("torch._tensor", "_rebuild_from_type_v2")
-WITHIN: tuple = ()
-for _ in range(3):
-    WITHIN = (FROM_TYPE, Ref("torch", "Tensor"), WITHIN, {})
+VALID = tensor(Storage("valid", ONE.ravel()), ONE.shape)
+WITHIN: tuple = (VALID.function, Ref("torch", "Tensor"), VALID.args, {})  # the arguments of a tensor with attributes
 FAULTS = {
     "long positions": (two(dtensor(ONE, (4, 3), ["0"], (2,), (0,) * 32)), FormatError, "up to 31 numbers"),
     "too deep": (two(NESTED), LimitError, "more than 64 levels of dicts"),
@@ -166,12 +165,21 @@ FAULTS = {
     "negative": (two(dtensor(ONE, (-4, 3), ["0"], (2,), (0,))), FormatError, "must be up to 31 numbers"),
     "no mesh": (two(mesh=None), UnsupportedError, "mesh of unknown size"),
     "no placements": (two(placements=None), FormatError, "placements on a mesh"),
-    "no tensor": (two(Call(FROM_TYPE, 1, 2, 3)), UnsupportedError, "does not know"),
-    "itself": (two(Call(FROM_TYPE, *WITHIN)), UnsupportedError, "does not know"),
+    "no tensor": (two(Call(FROM_TYPE, 1, 2, 3)), FormatError, "takes 4 arguments, got 3"),
+    "itself": (
+        two(Call(FROM_TYPE, FROM_TYPE, Ref("torch", "Tensor"), WITHIN, {})),
+        FormatError,
+        "takes a function that makes a tensor",
+    ),
+    "another class": (
+        two(Call(FROM_TYPE, VALID.function, Ref("torch.distributed", "Part"), VALID.args, {})),
+        UnsupportedError,
+        "is a 'Part', which safeload does not know",
+    ),
     "a container as a tensor": (
         two(Call(FROM_TYPE, Ref("collections", "OrderedDict"), Ref("torch", "Tensor"), (), {})),
-        UnsupportedError,
-        "does not know",
+        FormatError,
+        "takes a function that makes a tensor",
     ),
     "a global": ([{"w": Call(Ref("os", "system"), "x")}] * 2, ForbiddenError, r"os\.system"),
     "a list": ([[1], [2]], FormatError, "expected a dict"),
@@ -182,6 +190,11 @@ FAULTS = {
         r"is F32 \[3\] here, but F32 \[2\] in another file",
     ),
 }
+
+
+def test_attributes_of_a_tensor_leave_it_whole(tmp_path):
+    values = [{"w": Call(FROM_TYPE, *WITHIN)}] * 2
+    assert safeload.load(write(tmp_path / "a", values))["w"].tolist() == ONE.tolist()
 
 
 def test_shared_dicts_are_a_limit(tmp_path):

@@ -215,6 +215,10 @@ def test_no_trick_hides_a_name(case, proto, tmp_path):
         (b"ctorch._utils\n_rebuild_tensor.__globals__\n.", "dangerous"),
         (b"cnumpy\nmemmap\n.", "harmless"),
         (b"cnumpy\nmemmap\n(V/tmp/x\nVu1\nVw+\ntR.", "dangerous"),  # creates a file
+        (b"ctorch._tensor\n_rebuild_from_type_v2\n(cnumpy\nmemmap\nctorch\nTensor\n(V/x\nVu1\nVw+\nt}tR.", "dangerous"),
+        (b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nSize\nctorch\nTensor\n(]t}tR.", "harmless"),
+        (b"ctorch._tensor\n_rebuild_from_type_v2\n(Nctorch\nTensor\n)}tR.", "dangerous"),  # hides what it calls
+        (b"ctorch._tensor\n_rebuild_from_type_v2\n)R.", "dangerous"),
         (b"ccollections\nOrderedDict\n)R.", "harmless"),
         (b"ccollections\nCounter\n)R.", "harmless"),
         (b"ccollections\ndeque\n)R.", "unknown"),

@@ -10,9 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...base.text import show
+from ...errors import LimitError, UnsupportedError
 from ..unpickle.keys import add, put
-from ..unpickle.machine import Fault, Foreign, Global, Inert, describe
+from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, describe
 from ..unpickle.numpy_arrays import ROWS
+
+# Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of them.
+MAX_ATTRIBUTES = 100
+_OWN = (
+    "H T __class__ __cuda_array_interface__ __dict__ __weakref__ _backward_hooks _base _cdata _grad _grad_fn "
+    "_has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch _version data device dtype grad "
+    "grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia is_nested "
+    "is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout mH mT name names nbytes ndim "
+    "output_nr real requires_grad retains_grad shape volatile"
+)
+# Attributes that torch implements itself. It never saves them as state, and setting some changes the values.
+TENSOR_OWN = frozenset(_OWN.split())
 
 
 class Storage:
@@ -164,10 +178,48 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
     _arity(args, 3, 4, "_rebuild_parameter")
     if type(args[0]) not in (PickledTensor, Inert):
         raise Fault(f"a parameter's first argument must be a tensor, got {describe(args[0])}")
+    if len(args) > 3:
+        _check_attributes(args[3])
     return args[0]
 
 
-STORAGE, DTYPE, TENSOR, CONTAINER, VALUE = "storage", "dtype", "tensor", "container", "value"
+def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
+    """Make a tensor with Python attributes, which are dropped, of (function, class, arguments, attributes)."""
+    _arity(args, 4, 4, "_rebuild_from_type_v2")
+    function, cls, inner, attributes = args
+    if any(type(value) in (Foreign, Inert) for value in (function, cls)):
+        return Inert(FROM_TYPE, args)
+    # Only rows of tensors: nobody would count the copies of a container. Not itself, which could nest without end.
+    if type(function) is not Global or function.kind != TENSOR or function.name == FROM_TYPE or not function.build:
+        raise Fault(f"_rebuild_from_type_v2 takes a function that makes a tensor, got {describe(function)}")
+    if type(cls) is not Global or cls.kind != CLASS:
+        raise Fault(f"_rebuild_from_type_v2 takes a class of tensors, got {describe(cls)}")
+    if type(inner) is not tuple:
+        raise Fault(f"arguments must be a tuple, got {describe(inner)}")
+    _check_attributes(attributes)
+    return function.build(inner)
+
+
+def _check_attributes(attributes: Any) -> None:
+    """Refuse a tensor's state unless it is Python attributes, which leave its values alone."""
+    if attributes is None:
+        return
+    if type(attributes) is not dict:
+        text = f"the attributes of a tensor must be a dict, got {describe(attributes)}; save tensor.as_subclass"
+        raise Fault(f"{text}(torch.Tensor) without attributes", UnsupportedError)
+    if len(attributes) > MAX_ATTRIBUTES:
+        raise Fault(f"a tensor with more than {MAX_ATTRIBUTES} attributes", LimitError)
+    for name in attributes:
+        if type(name) is not str:
+            raise Fault(f"the name of a tensor's attribute must be a string, got {describe(name)}")
+        if name in TENSOR_OWN:
+            text = (
+                f"sets the attribute {show(name)} of a tensor, which torch.save never writes and can change its values"
+            )
+            raise Fault(text, UnsupportedError)
+
+
+STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", "container", "value", "class"
 
 # Name of the dtype in torch; code in the table of dtypes, or None if no array can represent it; bytes of an element;
 # storage class. Sources: torch/storage.py (_dtype_to_storage_type_map), torch/csrc/api/include/torch/types.h.
@@ -211,10 +263,13 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[tuple[Any, ...]], Any]], ...] = (
     ("torch._utils._rebuild_tensor_v3", TENSOR, _rebuild_tensor_v3),
     ("torch._utils._rebuild_parameter", TENSOR, _rebuild_parameter),
     ("torch._utils._rebuild_parameter_with_state", TENSOR, _rebuild_parameter),
+    (FROM_TYPE, TENSOR, _rebuild_from_type),
     ("torch.Size", VALUE, _size),
     ("torch.device", VALUE, _device),
 )
 
+# Classes of tensors that add nothing to the values.
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 # Untyped storages: bytes of any elements.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.storage._UntypedStorage", "torch.UntypedStorage")
 
@@ -225,6 +280,7 @@ ALLOWED: dict[str, Global] = {
         *(Global(f"torch.{name}", DTYPE, code=code, itemsize=size) for name, code, size, _ in _DTYPES),
         *(Global(f"torch.{cls}", STORAGE, code=code, itemsize=size) for _, code, size, cls in _DTYPES if cls),
         *(Global(name, STORAGE, code="U8", itemsize=1) for name in _UNTYPED),
+        *(Global(name, CLASS) for name in _CLASSES),
         *ROWS,
     )
 }

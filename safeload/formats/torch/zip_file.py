@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ...base.messages import error_about
@@ -20,7 +20,6 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, OpenRequest
 from ..unpickle import run as unpickler
-from ..unpickle.machine import Global
 from ..unpickle.run import Unpickled, unpickle
 from ..zip import STORED, Archive
 from . import package as torch_package
@@ -60,16 +59,14 @@ def read_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> Unpickled
     return _run_pickle(archive, file, inert)[0]
 
 
-def read_tensors(
-    archive: Archive, file: WeightFile, table: Mapping[str, Global], *, inert: bool
-) -> tuple[Unpickled, TensorPlaces]:
-    """Run the pickle of an archive with more harmless globals; return it, and a function of its tensors.
+def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, TensorPlaces]:
+    """Run the pickle of an archive; return it, and the places of its tensors.
 
     Raises:
         UnsupportedError: the elements are big-endian.
         FormatError, ForbiddenError, LimitError, OSError: see `read_tables`.
     """
-    pickled, prefix = _run_pickle(archive, file, inert, table)
+    pickled, prefix = _run_pickle(archive, file, inert)
     if _is_big_endian(archive, prefix, file.path):
         raise error_about(UnsupportedError, "the tensors are big-endian", path=file.path)
     begins: dict[Storage, int] = {}
@@ -82,9 +79,7 @@ def read_tensors(
     return pickled, TensorPlaces(file.path, locate)
 
 
-def _run_pickle(
-    archive: Archive, file: WeightFile, inert: bool, table: Mapping[str, Global] = ALLOWED
-) -> tuple[Unpickled, str]:
+def _run_pickle(archive: Archive, file: WeightFile, inert: bool) -> tuple[Unpickled, str]:
     """Return the object of an archive's pickle, and the prefix of its entries."""
     name = _find_pickle(archive, file.path)
     prefix = name[: name.rindex("/") + 1] if "/" in name else ""
@@ -98,7 +93,7 @@ def _run_pickle(
         return read_persistent_id(value, storages)
 
     try:
-        return unpickle(data, table, persistent, path=file.path, base=base, inert=inert), prefix
+        return unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert), prefix
     except ForbiddenError as error:
         if not _is_script(archive, prefix):
             raise

@@ -18,6 +18,8 @@ MAX_LINE = 10_000
 MAX_COPIED = 50
 # Memo numbers up to this distance from the number of entries count as consecutive.
 NEAR = 8
+# Function of torch that calls its first argument with its third, and sets attributes of the resulting tensor.
+FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 # Bytes that a pickle of any size can copy.
 _COPIED_FREE = 1 << 16
 

@@ -19,6 +19,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from .machine import FROM_TYPE
+
 # Opcodes of one pickle, and texts in its memo.
 MAX_TRACED = 10_000_000
 MAX_TEXTS = 2_000_000
@@ -205,12 +207,25 @@ class _Tracer:
         name = function.name if isinstance(function, _Named) else ""
         self.called.add(name)
         args = args if isinstance(args, tuple) else None
+        if name == FROM_TYPE:
+            name, args = self._passed_call(args)
         if name in GETATTR:
             self.attribute(args)
             return
         if name == _LOAD and args and type(args[0]) is _Span:
             self.inner.append((args[0].offset, args[0].size))
         self.stack.append(_Computed(name, args))
+
+    def _passed_call(self, args: tuple[Any, ...] | None) -> tuple[str, tuple[Any, ...] | None]:
+        """Return the call that `FROM_TYPE` makes; one of itself hides what it calls."""
+        function = args[0] if args else None
+        name = function.name if type(function) is _Named else FROM_TYPE
+        if name == FROM_TYPE:
+            self.names.setdefault(f"{COMPUTED}.{FROM_TYPE}", self.start)
+            return name, None
+        self.called.add(name)
+        inner = args[2] if args is not None and len(args) > 2 else None
+        return name, inner if isinstance(inner, tuple) else None
 
     def attribute(self, args: tuple[Any, ...] | None) -> None:
         """Push an attribute of a global or of an object that the pickle has built."""

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import ml_dtypes
@@ -328,11 +329,116 @@ def test_python_2_strings(tmp_path):
         assert checkpoint.metadata == {"note": "hi"}
 
 
-# ---- names, root, metadata ----
-
-
 def one(k=0):
     return tensor(Storage(str(k), np.full(2, k, np.float32)))
+
+
+# ---- attributes ----
+
+FROM_TYPE, TENSOR_CLASS = Ref("torch._tensor", "_rebuild_from_type_v2"), Ref("torch", "Tensor")
+
+
+def with_attributes(made, attributes, *, cls=TENSOR_CLASS):
+    return Call(FROM_TYPE, made.function, cls, made.args, attributes)
+
+
+def within_itself(levels):
+    """A valid tensor, in so many calls of the function for attributes that call it again."""
+    made = one()
+    for _ in range(levels):
+        made = with_attributes(made, {})
+    return made
+
+
+def test_attributes_of_tensors_are_dropped(tmp_path):
+    storage, shared = Storage("0", sample("float32", 6)), {"tag": "x", "list": [1, {"a": one(1)}]}
+    parameter = Ref("torch.nn.parameter", "Parameter")
+    value = {
+        "buffer": with_attributes(tensor(storage), {"persistent": True, "_is_buffer": True}),
+        "none": with_attributes(tensor(storage, (2,), (2,), 1), None),
+        "v3": with_attributes(tensor(Storage("u", sample("float8_e4m3fn", 4))), shared),
+        "parameter": with_attributes(Call(PARAMETER, tensor(storage, (2, 3)), True, Call(OD)), shared, cls=parameter),
+        "ordered": with_attributes(tensor(storage), ordered(shared), cls=Ref("torch.nn.parameter", "Buffer")),
+        "class": TENSOR_CLASS,
+    }
+    path = tmp_path / "x.pt"
+    for content in (zip_file(value), legacy_file(value)):
+        path.write_bytes(content)
+        for inert in ("refuse", "inert"):
+            with safeload.open(path, unknown_globals=inert) as checkpoint:
+                assert list(checkpoint) == list(value)[:-1]
+                assert checkpoint.metadata == {"class": "torch.Tensor"}
+                same(checkpoint["buffer"], storage.array)
+                same(checkpoint["none"], storage.array[1:4:2])
+                same(checkpoint["parameter"], storage.array.reshape(2, 3))
+        assert safeload.scan(path).verdict == "harmless"
+
+
+ATTRIBUTES = {
+    "data": (with_attributes(one(), {"data": one(1)}), UnsupportedError, "sets the attribute 'data' of a tensor"),
+    "class": (with_attributes(one(), {"a": 1, "__class__": TENSOR_CLASS}), UnsupportedError, "'__class__' of a tensor"),
+    "grad": (with_attributes(one(), {"grad": None}), UnsupportedError, "'grad' of a tensor"),
+    "data of a parameter": (
+        Call(Ref("torch._utils", "_rebuild_parameter_with_state"), one(), True, Call(OD), {"data": one(1)}),
+        UnsupportedError,
+        "sets the attribute 'data' of a tensor",
+    ),
+    "slots": (with_attributes(one(), ({}, {"data": one(1)})), UnsupportedError, "must be a dict, got tuple"),
+    "a number as a name": (with_attributes(one(), {1: 1}), FormatError, "must be a string, got 1"),
+    "many": (with_attributes(one(), {f"a{k}": k for k in range(101)}), LimitError, "more than 100 attributes"),
+    "three arguments": (Call(FROM_TYPE, one().function, TENSOR_CLASS, one().args), FormatError, "takes 4 arguments"),
+    "a list of arguments": (
+        Call(FROM_TYPE, one().function, TENSOR_CLASS, [*one().args], {}),
+        FormatError,
+        "arguments must be a tuple, got list",
+    ),
+    "no arguments": (Call(FROM_TYPE, one().function, TENSOR_CLASS, (), {}), FormatError, "takes 6 to 7 arguments"),
+    "another class": (
+        with_attributes(one(), {}, cls=Ref("my.module", "Scaled")),
+        ForbiddenError,
+        r"a global that is not on the allowlist: my\.module\.Scaled\.",
+    ),
+    "another function": (
+        Call(FROM_TYPE, Ref("os", "system"), TENSOR_CLASS, ("true",), {}),
+        ForbiddenError,
+        r"allowlist: os\.system\.",
+    ),
+    "a container": (Call(FROM_TYPE, OD, TENSOR_CLASS, (), {}), FormatError, "a function that makes a tensor"),
+    "a class as a function": (Call(FROM_TYPE, TENSOR_CLASS, TENSOR_CLASS, (), {}), FormatError, "that makes a tensor"),
+    "a function as a class": (with_attributes(one(), {}, cls=OD), FormatError, "takes a class of tensors"),
+    "a call of a class": (Call(TENSOR_CLASS, [1.0]), FormatError, r"'torch\.Tensor' cannot be called"),
+    "itself": (
+        within_itself(2),
+        FormatError,
+        r"makes a tensor, got 'torch\._tensor\._rebuild_from_type_v2'",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ATTRIBUTES)
+def test_attributes_that_could_change_a_tensor_are_refused_by_name(fault, tmp_path):
+    value, kind, message = ATTRIBUTES[fault]
+    for content in (zip_file({"w": value}), legacy_file({"w": value})):
+        (tmp_path / "x.pt").write_bytes(content)
+        with pytest.raises(kind, match=message):
+            safeload.open(tmp_path / "x.pt")
+
+
+def test_a_tensor_nested_in_itself_takes_no_depth_of_the_stack(tmp_path):
+    """100,000 levels, written by hand: a tuple of the function, its class, the inner tuple and {}."""
+    head = b"\x80\2ctorch._tensor\n_rebuild_from_type_v2\nq\0ctorch\nTensor\nq\1"
+    levels = 100_000
+    nested = b"(h\0h\1" * levels + b")" + b"}t" * levels
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", head + b"00h\0" + nested + b"R.")
+        archive.writestr("archive/version", "3\n")
+    for inert in ("refuse", "inert"):
+        with pytest.raises(FormatError, match=r"takes a function that makes a tensor, got 'torch\._tensor"):
+            safeload.open(tmp_path / "x.pt", unknown_globals=inert)
+    assert safeload.scan(tmp_path / "x.pt").verdict == "dangerous"
+
+
+# ---- names, root, metadata ----
 
 
 def opened(tmp_path, value, **options):
