@@ -28,7 +28,7 @@ from ..stores.digests import (
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
 from ..stores.places import places_of
-from ..stores.signature import Signature, signed_files
+from ..stores.signature import SIGNATURE_KEY, Signature, signed_files
 from ..stores.store import read_at
 from ..stores.thread_group import each
 from ..stores.verified import VerifiedFiles, read_from
@@ -83,7 +83,7 @@ def expected_of(
     if not isinstance(verify, (str, os.PathLike)):
         raise TypeError(f"verify must be True, a path or a safeload.Signature, got {show(verify)}")
     document = _read(verify, storage_options)
-    if is_manifest(document.content[:_START]):
+    if _is_ours(document):
         return _listed(document, path, files)
     return _signed(document, Signature(verify), path, files)
 
@@ -110,6 +110,26 @@ def _content(text: str, files: Files) -> _Document:
                 path=shown,
             )
         return _Document(shown, read_at(store, 0, store.size), files.split(files.absolute(text))[0])
+
+
+def _is_ours(document: _Document) -> bool:
+    """Return True for a manifest of ours, whatever its first key, and False for a model signature.
+
+    Raises:
+        VerificationError: the document is neither.
+    """
+    if is_manifest(document.content[:_START]):
+        return True
+    try:
+        fields = parse_json(document.content, "the file", document.source)
+        fault = ""
+    except FormatError as error:
+        fields, fault = {}, f": {error.args[0]}"
+    if MANIFEST_KEY in fields or SIGNATURE_KEY in fields:
+        return MANIFEST_KEY in fields
+    text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), nor an "
+    text += f"OpenSSF model signature ({SIGNATURE_KEY!r}){fault}"
+    raise error_about(VerificationError, text, path=document.source)
 
 
 def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:

@@ -26,6 +26,8 @@ from ..errors import FormatError, VerificationError, one_line
 from .digests import SignedFiles, files_of_statement
 from .json_file import parse_json
 
+# Key of the signed statement in a bundle.
+SIGNATURE_KEY = "dsseEnvelope"
 _PAYLOAD = "application/vnd.in-toto+json"
 _PACKAGE = "model_signing"
 
@@ -120,9 +122,9 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFile
 def _statement(content: bytes, shown: str) -> dict[str, Any]:
     """Return the statement in a bundle, not verified yet."""
     bundle = parse_json(content, "the signature", shown)
-    envelope = bundle.get("dsseEnvelope")
+    envelope = bundle.get(SIGNATURE_KEY)
     if not isinstance(envelope, Mapping):
-        raise error_about(VerificationError, "not a model signature: dsseEnvelope must be an object", path=shown)
+        raise error_about(VerificationError, f"not a model signature: {SIGNATURE_KEY} must be an object", path=shown)
     signatures, payload = envelope.get("signatures"), envelope.get("payload")
     if not isinstance(signatures, list) or len(signatures) != 1:
         count = len(signatures) if isinstance(signatures, list) else 0

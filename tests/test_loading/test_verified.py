@@ -16,6 +16,7 @@ from builders.paths import DATA
 
 import safeload
 from safeload import FormatError, VerificationError
+from safeload.cli import main
 from safeload.formats import registry
 from safeload.formats.verifying import digests_of
 from safeload.numpy import save, save_file
@@ -423,6 +424,38 @@ def test_a_signature_without_a_key_proves_nothing(model):
     for verify in (True, model / "model.sig", safeload.Signature(model / "model.sig")):
         with pytest.raises(VerificationError, match="without a key or certificate proves nothing"):
             safeload.load(model, verify=verify)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"weight_map": {"w": "a"}}',
+        "{}",
+        "[]",
+        "",
+        '"dsseEnvelope"',
+        "e3b0c44298fc1c14  model.safetensors\n",
+        "{",
+        "\0\x80",
+    ],
+)
+def test_other_files_are_neither_a_manifest_nor_a_signature(content, model, tmp_path, capsys):
+    path = tmp_path / "w.json"
+    path.write_text(content)
+    neither = (
+        "w.json: neither a manifest, as `safeload check PATH --write-manifest FILE` writes it .* nor an OpenSSF model"
+    )
+    for use in (lambda: safeload.load(model, verify=path), lambda: safeload.verify(model, path)):
+        with pytest.raises(VerificationError, match=neither):
+            use()
+    assert main(["verify", str(model), "--against", str(path)]) == 1
+    assert "neither a manifest" in capsys.readouterr().err
+
+
+def test_a_manifest_with_keys_in_another_order_is_a_manifest(model, listed):
+    listed.write_text(json.dumps(json.loads(listed.read_text()), sort_keys=True))
+    assert not listed.read_text().startswith('{"safeload_manifest"')
+    assert safeload.verify(model, listed).ok
 
 
 def test_a_manifest_of_tensors_alone_is_refused(model, tmp_path):
