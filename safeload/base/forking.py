@@ -11,7 +11,10 @@ import os
 import sys
 import time
 from _thread import LockType, allocate_lock, get_ident
-from typing import Any
+
+TYPE_CHECKING = False  # without an import: the first 5 ms of a command, in which Ctrl-C still prints a traceback
+if TYPE_CHECKING:
+    from typing import Any
 
 # Packages imported on first use, besides the standard library.
 PACKAGES = frozenset(

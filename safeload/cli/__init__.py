@@ -116,10 +116,16 @@ def _streams() -> Iterator[None]:
         yield
 
 
+_INTERRUPTED = 130  # the exit status of a shell for SIGINT
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    with _streams():
-        return _main(arguments)
+    try:
+        with _streams():
+            return _main(arguments)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 _ENDING_SIGNALS = ("SIGTERM", "SIGHUP")  # kill, and a terminal or connection that closes
@@ -135,11 +141,36 @@ def _main(arguments: Sequence[str] | None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # the terminal may be unable to encode a name
             stream.reconfigure(errors="safeload")
     options = _parse(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None:
-        for name in _ENDING_SIGNALS:
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-                signal.signal(number, _stop)  # remove a half-written file, as Ctrl-C does
+    if arguments is not None:
+        return _run(options, [])
+    for name in _ENDING_SIGNALS:
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _stop)  # remove a half-written file, as Ctrl-C does
+    with _interruptible() as interrupts:
+        return _run(options, interrupts)
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Make Ctrl-C a KeyboardInterrupt if `__main__` lets it end the process; the list gets an item for each."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler prints a traceback at exit
+
+
+def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     try:
         with log_to_stderr(verbose=getattr(options, "verbose", False)):
             status: int = options.run(options)
@@ -148,20 +179,21 @@ def _main(arguments: Sequence[str] | None) -> int:
         # The reader (head, less) has closed the pipe. Python would report it again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return 130  # the exit status of a shell for SIGINT
-    except NoMatchError as error:
+    except Exception as error:
+        if interrupts:  # an import that was interrupted raises ImportError
+            return _INTERRUPTED
+        failure = _status(error)
+        if failure is None:
+            raise
         complain(error)
-        return 2
-    except (
-        SafeloadError,
-        OSError,
-        MemoryError,
-        ModuleNotFoundError,
-    ) as error:  # ModuleNotFoundError: a package for a URL scheme
-        complain(error)
-        return 1
-    except (ValueError, TypeError) as error:  # wrong arguments; bad files raise SafeloadError
-        complain(error)
-        return 2
+        return failure
     return status
+
+
+def _status(error: Exception) -> int | None:
+    """Return the exit status for an error; None for a defect of safeload."""
+    if isinstance(error, NoMatchError):
+        return 2
+    if isinstance(error, (SafeloadError, OSError, MemoryError, ModuleNotFoundError)):  # a package for a URL scheme
+        return 1
+    return 2 if isinstance(error, (ValueError, TypeError)) else None  # wrong arguments

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -197,6 +198,47 @@ def imported_by(*arguments):
     )
     assert done.stdout
     return done.stderr.split()
+
+
+# Presses Ctrl-C when a process looks for its Nth module; 0 prints the names.
+PRESSING = """
+import os, runpy, signal, sys
+class Finder:
+    names, press = [], int(sys.argv.pop(1))
+    def find_spec(name, path=None, target=None):
+        Finder.names.append(name)
+        if len(Finder.names) == Finder.press:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+try:
+    runpy.run_module("safeload", run_name="__main__", alter_sys=True)
+finally:
+    if not Finder.press:
+        print(*Finder.names, sep="\\n", file=sys.stderr)
+"""
+
+
+def pressed(number, *arguments, ignored=False):
+    """Run a command with Ctrl-C at the Nth module; return status, stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", PRESSING, str(number), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="os.kill ends a process of Windows at once")
+def test_control_c_while_modules_are_imported_prints_no_traceback(path):
+    names = pressed(0, "info", path)[2].split()
+    assert {"argparse", "numpy", "datetime"} < set(names)  # NumPy makes an ImportError of an interrupt in datetime
+    first = names.index("safeload.__main__") + 1
+    for name in (names[first], "argparse", "safeload.cli.parsers", "datetime", names[-1]):
+        status, _, err = pressed(names.index(name) + 1, "info", path)
+        assert (status in (130, -signal.SIGINT), err) == (True, ""), name
+    status, out, err = pressed(names.index("datetime") + 1, "info", path, ignored=True)
+    assert (status, out.count("tensor") > 0, err) == (0, True, "")
 
 
 def ours(modules):
