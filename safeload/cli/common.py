@@ -13,7 +13,7 @@ from ..base import log
 from ..base.layout import is_terminal, terminal_columns
 from ..base.text import plural, printable
 from ..errors import one_line
-from .streams import STANDARD, STDIN, source
+from .streams import STDIN, is_stdin, source
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -164,7 +164,7 @@ def shown(path: str) -> str:
     """Return a path for printing; a URL loses its secrets."""
     from ..stores import url as urls
 
-    if path == STANDARD:
+    if is_stdin(path):
         return STDIN
     return urls.shown(path) if urls.is_url(path) else path
 

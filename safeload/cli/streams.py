@@ -15,6 +15,8 @@ from ..base.text import show
 STANDARD = "-"
 # The name of stdin in output and messages.
 STDIN = "<stdin>"
+# Files of the system that stand for stdin. If it is a pipe, weights cannot be mapped through them.
+_DEVICES = frozenset(("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"))
 
 
 def source(path: Any) -> Any:
@@ -23,13 +25,24 @@ def source(path: Any) -> Any:
     Raises:
         ValueError: stdin is closed or a terminal.
     """
-    if path != STANDARD:
+    if not is_stdin(path):
         return path
     if sys.stdin is None or sys.stdin.closed:
         raise ValueError(f"{STANDARD} reads stdin, which is closed; {_other()}")
     if sys.stdin.isatty():
         raise ValueError(f"{STANDARD} reads stdin, which is a terminal; redirect a file or a pipe to it, or {_other()}")
     return sys.stdin.buffer
+
+
+def is_stdin(path: Any) -> bool:
+    """Return True for "-", and for a device that is stdin unless stdin is a file, which opens by this path."""
+    return path == STANDARD or (
+        path in _DEVICES
+        and sys.stdin is not None
+        and not sys.stdin.closed
+        and not _is_file(sys.stdin)
+        and _descriptor(sys.stdin) == 0
+    )
 
 
 @contextmanager
@@ -63,7 +76,7 @@ def check_once(paths: Sequence[str]) -> None:
     Raises:
         ValueError: "-" is repeated.
     """
-    if paths.count(STANDARD) > 1:
+    if sum(map(is_stdin, paths)) > 1:
         raise ValueError(f"{STANDARD} is repeated, but stdin can be read only once")
 
 
@@ -74,20 +87,28 @@ def refuse(path: str | None, what: str) -> None:
         what: the command, option or argument, and what it does with files.
 
     Raises:
-        ValueError: the path is "-".
+        ValueError: the path is "-", or stdin's device.
     """
-    if path == STANDARD:
-        raise ValueError(f"{what}, not {STANDARD} for a stream; {_other()}")
+    if is_stdin(path):
+        raise ValueError(f"{what}, not {path} for a stream" + (f"; {_other()}" if path == STANDARD else ""))
 
 
 def _other() -> str:
     return f"for a file of this name pass {show(os.path.join(os.curdir, STANDARD))}"
 
 
-def _is_file(stream: BinaryIO) -> bool:
+def _descriptor(stream: Any) -> int:
+    """Return the descriptor of a stream; -1 if it is not a stream of the system."""
     try:
-        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-    except (AttributeError, OSError):  # not a stream of the system
+        return int(stream.fileno())
+    except (AttributeError, OSError):
+        return -1
+
+
+def _is_file(stream: Any) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(_descriptor(stream)).st_mode)
+    except OSError:
         return False
 
 

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -71,6 +73,26 @@ def test_a_source_is_stdin(run, arguments, text, pipe):
 
 
 @POSIX
+@pytest.mark.parametrize("device", ["/dev/stdin", "/dev/fd/0"])
+def test_the_device_of_stdin_is_stdin_in_a_pipe_and_a_path_for_a_file(tmp_path, device):
+    save_file(WEIGHTS, tmp_path / "m.safetensors", durable=False)
+
+    def run(*arguments, **streams):
+        done = subprocess.run([sys.executable, "-I", "-m", "safeload", *arguments], capture_output=True, **streams)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    data = (tmp_path / "m.safetensors").read_bytes()
+    for command in ([device], ["info", device], ["report", device, "-o", "-"]):
+        status, out, _ = run(*command, input=data)
+        assert (status, "safetensors" in out) == (0, True), command
+    assert run("check", device, input=data)[1].startswith("<stdin>: safetensors, 2 tensors")
+    with open(tmp_path / "m.safetensors", "rb") as file:
+        assert run("info", device, stdin=file)[1].startswith(f"{device}: safetensors, 2 tensors")
+    assert "- is repeated" in run("diff", "-", device, input=data)[2] + run("diff", device, "-", input=data)[2]
+    status, _, err = run("verify", device, input=data)
+    assert (status, f"verify compares files, not {device} for a stream" in err) == (2, True)
+
+
 @pytest.mark.parametrize("pipe", [True, False])
 def test_a_command_that_reads_twice_copies_a_pipe(run, pipe, tmp_path):
     assert run("check", "-", "--write-manifest", "new.json", pipe=pipe)[0] == 0
