@@ -230,13 +230,13 @@ def not_stored(dtype: str, name: str) -> SafeloadError:
 def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
     """Return the shape of the array over a tensor of logical ``shape``.
 
-    The last axis of packed and blocked dtypes counts bytes if each row fills whole bytes; otherwise the array is 1-D.
-    Other dtypes keep their shape.
+    The last axis of packed and blocked dtypes counts bytes if each row fills whole bytes, or if there are no rows;
+    otherwise the array is 1-D. Other dtypes keep their shape.
     """
     if not (row.packed or row.blocked):
         return shape
-    if shape and shape[-1] % row.block == 0:
-        return (*shape[:-1], row.nbytes(shape[-1]))
+    if shape and (shape[-1] % row.block == 0 or 0 in shape[:-1]):
+        return (*shape[:-1], row.nbytes(shape[-1] + -shape[-1] % row.block))
     return (nbytes,)
 
 

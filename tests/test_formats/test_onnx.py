@@ -103,6 +103,20 @@ def test_graphs_in_nodes_have_their_names_and_constants_a_root():
         safeload.open(path, root="x")
 
 
+@pytest.mark.parametrize("kind", [21, 22, 23, 25, 26, 27, 28])
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_tensor_without_rows_keeps_its_axes(kind, raw, tmp_path):
+    path = tmp_path / "m.onnx"
+    shapes = {"rows": (0, 3), "inner": (2, 0, 3), "columns": (2, 0), "whole": (0, 8)}
+    empty = np.zeros(0, np.uint8)
+    path.write_bytes(model(graph(*(tensor(n, empty, dims=dims, kind=kind, raw=raw) for n, dims in shapes.items()))))
+    with safeload.open(path) as opened:
+        for name, shape in shapes.items():
+            assert opened.tensors[name].shape == shape
+            assert opened[name].shape[:-1] == opened.get_slice(name).shape[:-1] == shape[:-1]
+            assert opened.load(dtype="float32")[name].shape == shape
+
+
 def test_random_models_come_back(tmp_path):
     for k in range(20):
         want, tensors = {}, []
