@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import TextIO
 
 from .text import clip, plural
@@ -107,10 +107,12 @@ def table(
         right: numbers of the right-aligned columns.
         columns: the width; None cuts nothing.
     """
-    limit = None if columns is None else max(NARROW, columns // 2)
-    rows = [header, *((name, *(clip(cell, limit) for cell in cells)) for name, *cells in rows)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
-    names, own_line = [row[0] for row in rows], False
+    cells = [list(column) for column in zip(header, *rows, strict=True)]
+    names, own_line = cells[0], False
+    if columns is not None:
+        limit = max(NARROW, columns // 2)
+        cells[1:] = [[title, *(clip(cell, limit) for cell in column)] for title, *column in cells[1:]]
+    widths = [max(map(len, column)) for column in cells]
     if columns is None:
         widths = [min(width, _PADDED) for width in widths]
     else:
@@ -118,19 +120,10 @@ def table(
         own_line = room < min(widths[0], NARROW)
         widths[0] = min(widths[0], columns if own_line else room)
         names[1:] = shorten(names[1:], widths[0])
-
-    def line(cells: Sequence[str]) -> str:
-        """Align the last cells of a row."""
-        numbers = range(len(header) - len(cells), len(header))
-        aligned = (
-            cell.rjust(widths[k]) if k in right else cell.ljust(widths[k])
-            for k, cell in zip(numbers, cells, strict=True)
-        )
-        return "  ".join(aligned).rstrip()
-
-    if own_line:
-        return [f"{name}\n  {line(row[1:])}" for name, row in zip(names, rows, strict=True)]
-    return [line((name, *row[1:])) for name, row in zip(names, rows, strict=True)]
+    align = [str.rjust if k in right else str.ljust for k in range(len(header))]
+    aligned = [map(align[k], cells[k], repeat(widths[k])) for k in range(int(own_line), len(header))]
+    lines = [line.rstrip() for line in map("  ".join, zip(*aligned, strict=True))]
+    return [f"{name}\n  {line}" for name, line in zip(names, lines, strict=True)] if own_line else lines
 
 
 def quantity(count: int, noun: str) -> str:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from .gc_pause import paused
+
 #: A number between dots or slashes, such as a layer's or an expert's; also after "layers_" and "blocks_", which Flax
 #: writes.
 NUMBER = re.compile(r"(?=[0-9])(?:(?<![^./])|(?<=layers_)|(?<=blocks_))(0|[1-9][0-9]{0,8})(?![^./])")
@@ -56,16 +58,17 @@ def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[NameFamily
         kinds: for each tensor, a key that must be equal within a family, such as dtype and shape.
     """
     groups: dict[Hashable, tuple[int, list[str], list[tuple[int, ...]]]] = {}
-    for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-        parts = NUMBER.split(name, _MOST_NUMBERS)
-        texts = parts[::2]
-        groups.setdefault((*texts, kind), (index, texts, []))[2].append(tuple(map(int, parts[1::2])))
-    result = []
-    for first, texts, numbers in groups.values():
-        if len(numbers) == 1:
-            result.append(NameFamily(names[first], first, 1))
-        else:
-            result += [NameFamily(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
+    with paused(len(names)):
+        for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+            parts = NUMBER.split(name, _MOST_NUMBERS)
+            texts = parts[::2]
+            groups.setdefault((*texts, kind), (index, texts, []))[2].append(tuple(map(int, parts[1::2])))
+        result = []
+        for first, texts, numbers in groups.values():
+            if len(numbers) == 1:
+                result.append(NameFamily(names[first], first, 1))
+            else:
+                result += [NameFamily(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
     return result
 
 
@@ -75,12 +78,12 @@ _Product = tuple[tuple[int, ...], ...]
 def _products(numbers: Sequence[tuple[int, ...]]) -> list[_Product]:
     """Split tuples of numbers into products of sets, because the layers of a model can have different experts."""
     if len(numbers) == 1 or not numbers[0]:
-        return [tuple((number,) for number in numbers[0])]
+        return [tuple(zip(numbers[0], strict=True))]
     if len(numbers[0]) == 1:
-        return [(tuple(sorted(number for (number,) in numbers)),)]
+        return [(tuple(sorted([number for (number,) in numbers])),)]
     rests: dict[int, list[tuple[int, ...]]] = {}
-    for first, *rest in numbers:
-        rests.setdefault(first, []).append(tuple(rest))
+    for combination in numbers:
+        rests.setdefault(combination[0], []).append(combination[1:])
     firsts: dict[tuple[_Product, ...], list[int]] = {}
     for first in sorted(rests):
         firsts.setdefault(tuple(_products(rests[first])), []).append(first)
@@ -100,6 +103,8 @@ def _spell(texts: Sequence[str], product: _Product) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers in braces, ``{0,2..5}``; a single number has no braces."""
+    if len(numbers) == 1:
+        return str(numbers[0])
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -107,4 +112,4 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     spelled = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
-    return spelled if len(numbers) == 1 else f"{{{spelled}}}"
+    return f"{{{spelled}}}"

@@ -21,6 +21,8 @@ _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 <
 
 def printable(text: str) -> str:
     """Escape text from a file if a terminal would interpret its characters."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from ..base.gc_pause import paused
 from ..base.selecting import select
 from ..errors import SafeloadError
 from ..operations.inspect import adapters, contents, listing
@@ -94,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
 def _show(path: str, options: argparse.Namespace) -> int:
     info = _info(path, options)
     if options.json:
-        _print_json(info, options)
+        with paused(len(info.tensors)):
+            _print_json(info, options)
     else:
         paint = painter()
         for line, kind in contents.lines(info, _view(path, options)):

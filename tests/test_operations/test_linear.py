@@ -1,8 +1,11 @@
 """Nothing takes longer for each tensor where there are more of them, whatever the order of their names."""
 
+import contextlib
 import gc
+import io
 import os
 import random
+import sys
 import time
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 from builders.thorough import THOROUGH
 
 import safeload
+from safeload.cli import main
 from safeload.numpy import load_file, save_file
 from safeload.operations.validate import holes
 
@@ -34,12 +38,20 @@ def infos(path, out):
         return len(str(dict(opened.tensors)))
 
 
+def printed(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*map(str, arguments)]) == 0
+    return out.getvalue()
+
+
 OPERATIONS = {
     "open": lambda path, out: list(safeload.open(path)),
     "load": lambda path, out: load_file(path),
     "load, pread": lambda path, out: load_file(path, backend="pread"),
     "stream": streamed,
     "info": infos,
+    "command info": lambda path, out: printed("info", path),
+    "command info of JSON": lambda path, out: printed("info", path, "--json"),
     "convert": lambda path, out: safeload.convert(path, out, overwrite=True),
     "convert a selection": lambda path, out: safeload.convert(path, out, only="*7*", overwrite=True),
     "convert to gguf": lambda path, out: safeload.convert(path, out.with_suffix(".gguf"), overwrite=True),
@@ -120,3 +132,28 @@ def test_what_grows_faster_is_found(tmp_path):
 
     few, many = (seconds(square, count, tmp_path) for count in (500, 4000))
     assert many > MOST * few
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="counts the calls of CPython")
+@pytest.mark.parametrize("options", [[], ["--all"]])
+def test_a_listing_takes_few_calls_for_a_tensor_and_none_for_its_characters(options, tmp_path):
+    """Calls of Python functions: escaping each character of each name took 60 for each name."""
+
+    def calls(count):
+        path = tmp_path / f"{count}.safetensors"
+        save_file({f"block.{k}_{'x' * 40}.{k}.weight": np.zeros(1, np.int8) for k in range(count)}, path, durable=False)
+        number = 0
+
+        def counted(frame, event, argument):
+            nonlocal number
+            number += event == "call"
+
+        printed("info", path, *options)
+        sys.setprofile(counted)
+        try:
+            assert printed("info", path, *options).count("weight") == count
+        finally:
+            sys.setprofile(None)
+        return number
+
+    assert calls(400) - calls(200) <= 200 * 50

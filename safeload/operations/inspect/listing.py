@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ...base.gc_pause import paused
 from ...base.layout import BETWEEN_PARTS, table
 from ...base.names import families, natural_key
 from ...base.table import TensorInfo
@@ -46,22 +47,23 @@ def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
         alone: give each tensor its own row, in natural order.
     """
     infos = list(infos)
-    if alone:
-        rows = [Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos]
-        return sorted(rows, key=_by_name)
-    groups = families([info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos])
-    return [
-        Row(
-            family.name,
-            info.dtype,
-            info.shape,
-            family.number,
-            family.number * info.size,
-            family.number * info.nbytes,
-        )
-        for family in groups
-        for info in (infos[family.first],)
-    ]
+    with paused(len(infos)):
+        if alone:
+            rows = [Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos]
+            return sorted(rows, key=_by_name)
+        groups = families([info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos])
+        return [
+            Row(
+                family.name,
+                info.dtype,
+                info.shape,
+                family.number,
+                family.number * info.size,
+                family.number * info.nbytes,
+            )
+            for family in groups
+            for info in (infos[family.first],)
+        ]
 
 
 def ordered(rows: list[Row], key: str | None) -> list[Row]:
@@ -71,8 +73,9 @@ def ordered(rows: list[Row], key: str | None) -> list[Row]:
 
 def as_table(rows: Sequence[Row], columns: int | None) -> list[str]:
     """Return the header and the lines of a listing."""
-    cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in rows]
-    return table(("tensor", "dtype", "shape", "size"), cells, right=frozenset((3,)), columns=columns)
+    with paused(len(rows)):
+        cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in rows]
+        return table(("tensor", "dtype", "shape", "size"), cells, right=frozenset((3,)), columns=columns)
 
 
 def _shape(row: Row) -> str:
