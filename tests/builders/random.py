@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-# Names to seed with, the innermost last, and the generators of those that have drawn a number.
-_seeds: list[str] = [""]
-_generators: list[np.random.Generator | None] = [None]
+# Names to seed with, the innermost last; a name that has drawn a number has made way for its generator.
+_seeds: list[str | np.random.Generator] = [""]
 
 
 class _Seeded:
     """NumPy's generator of the innermost name; made when it first draws, because few of the many names ever do."""
 
     def __getattr__(self, name: str) -> Any:
-        generator = _generators[-1]
-        if generator is None:
-            generator = _generators[-1] = np.random.Generator(np.random.PCG64(zlib.crc32(_seeds[-1].encode())))
-        return getattr(generator, name)
+        seed = _seeds[-1]
+        if isinstance(seed, str):
+            seed = _seeds[-1] = np.random.Generator(np.random.PCG64(zlib.crc32(seed.encode())))
+        return getattr(seed, name)
 
 
 if TYPE_CHECKING:
@@ -32,9 +31,7 @@ else:
 def seeded(name: str) -> Iterator[None]:
     """Seed the generator with a name, and return to the numbers of the outer name at the end."""
     _seeds.append(name)
-    _generators.append(None)
     try:
         yield
     finally:
         _seeds.pop()
-        _generators.pop()
