@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from _thread import LockType, allocate_lock, get_ident
+from _thread import LockType, RLock, allocate_lock, get_ident
 
 TYPE_CHECKING = False  # without an import: the first 5 ms of a command, in which Ctrl-C still prints a traceback
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ _LOCKS = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
 # Modules that hold these locks during every fork, unless they are older than our hook, which then runs first.
 _HOLDERS = {"logging": "_lock", "concurrent.futures.thread": "_global_shutdown_lock"}
 _OLDER = frozenset([name for name in _HOLDERS if name in sys.modules])  # without the GIL, other threads may import
+
+
+#: Held while OpenSSL makes a context. A fork waits for it: OpenSSL's locks stay locked in a child that is forked
+#: meanwhile, which then never makes a context of its own.
+making_context = RLock()
 
 
 class ProcessLock:
@@ -105,3 +110,5 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_wait, after_in_child=_forget)
+    release = making_context.release
+    os.register_at_fork(before=making_context.acquire, after_in_parent=release, after_in_child=release)

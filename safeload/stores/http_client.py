@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import urllib3
 
+from ..base.forking import making_context
 from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
 from ..base.url import web_url as parse_web
@@ -133,14 +134,19 @@ def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
     if verify is True:
         return _system_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
     if not verify:
-        context = ssl.create_default_context()
+        context = _default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         return context
     path = os.fspath(verify)
     folder = os.path.isdir(path)
-    context = ssl.create_default_context(cafile=None if folder else path, capath=path if folder else None)
+    context = _default_context(None if folder else path, path if folder else None)
     return _with_names(context)
+
+
+def _default_context(file: str | None = None, folder: str | None = None) -> ssl.SSLContext:
+    with making_context:
+        return ssl.create_default_context(cafile=file, capath=folder)
 
 
 @lru_cache(maxsize=2)
@@ -151,7 +157,7 @@ def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
         file: the variable SSL_CERT_FILE, which OpenSSL reads itself.
         folder: the variable SSL_CERT_DIR.
     """
-    return _with_names(ssl.create_default_context())
+    return _with_names(_default_context())
 
 
 def _with_names(context: ssl.SSLContext) -> ssl.SSLContext:

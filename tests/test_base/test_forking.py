@@ -299,6 +299,38 @@ def test_a_process_lock_is_free_in_a_child():
     assert not lock.own.locked()
 
 
+def test_a_fork_waits_until_a_tls_context_is_complete():
+    """A child forked meanwhile hangs in OpenSSL, 3 in 100 times, when it makes a context."""
+    pytest.importorskip("urllib3")
+    program = """
+import os, ssl, threading, time, warnings
+warnings.simplefilter("ignore")
+from safeload.stores import http_client
+make, begun, complete = ssl.create_default_context, threading.Event(), []
+
+def slow(*arguments, **options):
+    begun.set()
+    time.sleep(0.3)
+    context = make(*arguments, **options)
+    complete.append(context)
+    return context
+
+ssl.create_default_context = slow
+thread = threading.Thread(target=http_client._context, args=[True])
+thread.start()
+begun.wait()
+child = os.fork()
+if child == 0:
+    http_client._context(False)
+    os._exit(len(complete))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+thread.join()
+http_client._context(False)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
 def test_stores_outlive_a_fork_and_their_locks_are_process_locks():
     for module in (ROOT / "safeload/stores").rglob("*.py"):
         if module.name not in ("thread_group.py", "stop.py"):  # of one call, in the process that makes it
