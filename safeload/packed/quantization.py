@@ -40,8 +40,11 @@ _CONFIG_KEYS = (QUANTIZATION, "compression_config")
 OWN = "safeload"
 # Keys that list unquantized modules.
 _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
-# The key of TensorRT-LLM and of mlx-lm, which also stores a copy without a method under the first of `_CONFIG_KEYS`.
+# The key of TensorRT-LLM and of mlx-lm, which also stores a copy without a method under the first of `_CONFIG_KEYS`. If
+# the two differ, MLX's readers use this key.
 MLX_KEY = "quantization"
+_MLX_SETTINGS = frozenset(("bits", "group_size"))
+_MLX_MODULE = _MLX_SETTINGS | {"mode"}
 # Methods with settings of single modules under `Quantization.overrides_key`.
 _WITH_OVERRIDES = frozenset(("fp8", "gptq", "awq", *AUTO_ROUND))
 # Words in auto-round's ``packing_format``, formerly ``backend``, if its layout is GPTQ's or AWQ's: layouts and kernels,
@@ -133,7 +136,7 @@ class Quantization:
             return f"quant_method {brief(self.method)}"
         values = self.values
         if self.method == "mlx":  # the other keys are names of modules
-            values = {key: value for key, value in values.items() if not isinstance(value, (Mapping, bool))}
+            values = {key: value for key, value in values.items() if not _is_mlx_module(value)}
         setting, export = unknown_setting(values, row), self.get("export")
         exporter = method_of(QUARK)
         if setting is None and exporter is not None and isinstance(export, Mapping):  # also written for method AWQ
@@ -379,14 +382,15 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     level = [config]
     for _ in range(_CONFIG_DEPTH):
         for holder in level:
+            value = holder.get(MLX_KEY)
+            if isinstance(value, Mapping) and _method(value) == "mlx" and value != holder.get(QUANTIZATION):
+                return Quantization(MLX_KEY, "mlx", value)
             for key in _CONFIG_KEYS:
                 value = holder.get(key)
                 if isinstance(value, Mapping) and value and value.get("quant_method") != OWN:
                     settings = _flattened(value)
                     return Quantization(key, _method(settings), settings)
             value = holder.get(MLX_KEY)
-            if isinstance(value, Mapping) and {"bits", "group_size"} <= value.keys():
-                return Quantization(MLX_KEY, "mlx", value)
             if isinstance(value, Mapping) and isinstance(value.get("quant_algo"), str):
                 return Quantization(MLX_KEY, TENSORRT, value)
         level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
@@ -416,6 +420,11 @@ def _flattened(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{key: value for key, value in settings.items() if key != MLX_KEY}, **inner}
 
 
+def _is_mlx_module(value: object) -> bool:
+    """Return True if a value under MLX's key belongs to a module: its own settings, or whether it is quantized."""
+    return isinstance(value, bool) or (isinstance(value, Mapping) and not value.keys().isdisjoint(_MLX_MODULE))
+
+
 def _method(settings: Mapping[str, Any]) -> str | None:
     if isinstance(settings.get("quant_method"), str):
         return canonical_name(settings["quant_method"])
@@ -425,7 +434,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
         return canonical_name(settings["format"])
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return "bitsandbytes"
-    return "mlx" if {"bits", "group_size"} <= settings.keys() else None
+    return "mlx" if settings.keys() >= _MLX_SETTINGS else None
 
 
 # ---- in and beside files ----

@@ -26,6 +26,8 @@ def changed(fixture, path, change):
     if said is None or not said.method:
         return False
     change(said.values)
+    if said.method == "mlx":  # its writer stores two copies
+        config.update(dict.fromkeys(("quantization", "quantization_config") & config.keys(), said.values))
     file.write_text(json.dumps(config))
     return True
 
@@ -232,6 +234,18 @@ def test_modelopt_settings_as_in_hf_quant_config(name, key, tmp_path):
     assert_expected(path, FIXTURES[name])
 
 
+@pytest.mark.parametrize(
+    "copy", [{"bits": 8, "group_size": 128}, {"quant_method": "fp8", "weight_block_size": [128, 128]}]
+)
+def test_mlx_settings_win_over_a_copy_that_differs(copy, tmp_path):
+    """Readers of MLX take "quantization"; early converters left the source's quantization_config in place."""
+    fixture, path = FIXTURES["mlx_affine4_g64"], tmp_path / "x"
+    shutil.copytree(fixture.folder, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": copy}))
+    assert_expected(path, fixture)
+
+
 # ---- unknown values ----
 
 UNKNOWN = [
@@ -263,6 +277,7 @@ UNKNOWN = [
     ("modelopt_nvfp4", {"config_groups": None, "weights": {"type": "log"}}, "type log"),
     ("ct_fp8_channel", {"quant_method": "COMPRESSED_TENSORS", "format": "float-squared"}, "format float-squared"),
     ("mlx_affine4_g64", {"mode": "codebook"}, "mode codebook"),
+    ("mlx_affine4_g64", {"rotation": {"kind": "hadamard"}}, "rotation"),
     ("bnb_nf4", {"bnb_4bit_quant_type": "nf5"}, "bnb_4bit_quant_type nf5"),
     ("gemma", {"mode": 3}, "mode 3"),
 ]  # fmt: skip
