@@ -84,6 +84,7 @@ _DATA_TYPES = (
     "block_fp8", "block_fp8_sym", "block_fp8_e4m3", "float", "bf16", "bfloat16", "fp16", "float16",
 )  # fmt: skip
 _INT = ("int", "int_sym", "int_asym", "rtn_int_sym", "rtn_int_asym", "opt_rtn_int_sym", "opt_rtn_int_asym")
+_QUANTO = ("int8", "float8", "int4", "int2")
 _NONE: tuple[str, ...] = ()
 # Any value of these keys means rotated weights.
 _ROTATION = {"rotation": _NONE, "rotation_config": _NONE, "rotation_configs": _NONE, "spinquant_config": _NONE}
@@ -227,7 +228,8 @@ METHODS = (
     ),
     Method((), {}, aliases=("nvfp4",)),  # transformers' own: scales in kernel order
     Method((), {}, aliases=(GGUF,)),
-    Method((), {"weights": ("int8", "float8", "int4", "int2")}, (), ("activations",), ("quanto",)),
+    # Transformers and, second, diffusers.
+    Method((), dict.fromkeys(("weights", "weights_dtype"), _QUANTO), (), ("activations",), ("quanto",)),
     Method(
         (),
         {},

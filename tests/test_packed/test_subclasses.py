@@ -69,6 +69,22 @@ def test_other_types_of_torchao_open_as_stored(more, kind, tmp_path):
         safeload.load(tmp_path / "0.safetensors", dtype="float32")
 
 
+@pytest.mark.parametrize("key", ["weights", "weights_dtype"])
+def test_quanto_has_a_key_of_transformers_or_of_diffusers(key, tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    tensors = {"w._data": CODES.reshape(16, 12), "w._scale": np.float32(0.5)}
+    save_file({name: np.asarray(one) for name, one in tensors.items()}, folder / "model.safetensors")
+    for value, refused in (("int8", False), ("int8_log", True)):
+        settings = {"quant_method": "quanto", "modules_to_not_convert": None, key: value}
+        (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+        if refused:
+            with pytest.raises(UnsupportedError, match=f"{key} int8_log"):
+                safeload.load(folder, dtype="float32")
+        else:
+            np.testing.assert_array_equal(safeload.load(folder, dtype="float32")["w"], tensors["w._data"] * 0.5)
+
+
 def test_quanto_has_a_scale_for_all_or_for_each_index_of_the_first_axis(tmp_path):
     codes = CODES[:72].reshape(4, 2, 3, 3)
     for scale in (np.float32([[[[1]]], [[[2]]], [[[3]]], [[[0.1]]]]), np.ones((4, 2, 1, 1), np.float32)):
