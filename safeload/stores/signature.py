@@ -110,18 +110,33 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFile
     for path in [*signature.certificates] if signature.key is None else [signature.key]:
         check_readable(path)
     try:
-        statement = _statement(content, shown)
+        bundle = parse_json(content, "the signature", shown)
+        statement = _statement(bundle, shown)
     except FormatError as error:
         raise error_about(VerificationError, f"not a model signature: {error}", path=shown) from None
     signed = files_of_statement(statement, shown)
+    _check_signer(bundle, signature, shown)
     if _verified_entries(content, signature, shown) != signed.entries:
         raise error_about(VerificationError, "model-signing reads other files in this signature", path=shown)
     return signed
 
 
-def _statement(content: bytes, shown: str) -> dict[str, Any]:
+def _check_signer(bundle: Mapping[str, Any], signature: Signature, shown: str) -> None:
+    """Refuse a key for the signature of a certificate, and certificates for the signature of a key."""
+    material = bundle.get("verificationMaterial")
+    if not isinstance(material, Mapping):
+        return
+    if signature.key is not None and "x509CertificateChain" in material:
+        text = "the signature was made with a certificate, not with a key: pass certificate= (--certificate)"
+    elif signature.key is None and "publicKey" in material:
+        text = "the signature was made with a key, not with a certificate: pass key= (--key)"
+    else:
+        return
+    raise error_about(VerificationError, text, path=shown)
+
+
+def _statement(bundle: Mapping[str, Any], shown: str) -> dict[str, Any]:
     """Return the statement in a bundle, not verified yet."""
-    bundle = parse_json(content, "the signature", shown)
     envelope = bundle.get(SIGNATURE_KEY)
     if not isinstance(envelope, Mapping):
         raise error_about(VerificationError, f"not a model signature: {SIGNATURE_KEY} must be an object", path=shown)
@@ -181,12 +196,31 @@ def _verified_entries(content: bytes, signature: Signature, shown: str) -> froze
             file.write(content)
         try:
             with redirect_stdout(sys.stderr):  # it prints warnings
-                if signature.key is not None:
-                    config.use_elliptic_key_verifier(public_key=signature.key)
-                else:
-                    config.use_certificate_verifier(certificate_chain=signature.certificates)
+                _set_verifier(config, signature)
                 config.set_hashing_config(capture).verify(folder, path)
+        except VerificationError:
+            raise
         except Exception as error:
             reason = one_line(error) or type(error).__name__
             raise error_about(VerificationError, f"the signature is not valid: {reason}", path=shown) from None
     return capture.entries
+
+
+def _set_verifier(config: Any, signature: Signature) -> None:
+    """Load the key or the certificates.
+
+    Raises:
+        VerificationError: a file holds something else; the message names it.
+    """
+    try:
+        if signature.key is not None:
+            config.use_elliptic_key_verifier(public_key=signature.key)
+        else:
+            config.use_certificate_verifier(certificate_chain=signature.certificates)
+    except Exception as error:
+        files = (
+            ", ".join(os.fspath(path) for path in signature.certificates) if signature.key is None else signature.key
+        )
+        kind = "certificates" if signature.key is None else "a public key on the curve P-256, P-384 or P-521"
+        reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
+        raise VerificationError(f"{os.fspath(files)}: expected {kind} in PEM{reason}", path=os.fspath(files)) from None

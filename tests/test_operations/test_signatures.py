@@ -78,9 +78,15 @@ def test_certificates(model):
     assert len(safeload.load(model, verify=signature)) == 4
     several = Signature(signature.path, certificate=[SIGNED / "test-root.crt", SIGNED / "test-signer.crt"])
     assert safeload.verify(model, several).ok
-    for trusted in ({"certificate": SIGNED / "test-signer.crt"}, {"certificate": KEY}, {"key": KEY}):
-        with pytest.raises(VerificationError, match="the signature is not valid"):
+    for trusted, message in (
+        ({"certificate": SIGNED / "test-signer.crt"}, "the signature is not valid"),
+        ({"certificate": KEY}, r"test-key\.pub: expected certificates in PEM"),
+        ({"key": KEY}, r"was made with a certificate, not with a key: pass certificate="),
+    ):
+        with pytest.raises(VerificationError, match=message):
             safeload.verify(model, Signature(signature.path, **trusted))
+    with pytest.raises(VerificationError, match="was made with a key, not with a certificate: pass key="):
+        safeload.verify(model, Signature(SIGNED / "files.sig", certificate=SIGNED / "test-root.crt"))
     with pytest.raises(FileNotFoundError):
         safeload.verify(model, Signature(signature.path, certificate=SIGNED / "missing.crt"))
     with pytest.raises(ValueError, match="not with both"):
@@ -257,6 +263,20 @@ def test_a_file_that_is_no_signature_is_not_replaced(model, capsys):
     assert sign(model / "missing", "--key", SECRET) == 1
     assert sign(model, "--key", SECRET, "--chain", KEY) == 2
     assert sign(model, "--key", SECRET, "--shard-size", 0) == 2
+
+
+def test_keys_of_other_kinds_are_named(model, tmp_path, capsys):
+    rsa = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.rsa").generate_private_key(65537, 2048)
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    secret, public = tmp_path / "rsa.pem", tmp_path / "rsa.pub"
+    secret.write_bytes(rsa.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    public.write_bytes(rsa.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    assert sign(model, "--key", secret) == 1
+    assert "rsa.pem is not a key on the curve P-256, P-384 or P-521" in capsys.readouterr().err
+    for key in (public, secret, SECRET):
+        with pytest.raises(VerificationError, match=rf"{key.name}: expected a public key on the curve P-256"):
+            safeload.verify(model, by("files", key))
 
 
 def test_an_encrypted_key_takes_its_password_from_the_environment(model, tmp_path, monkeypatch):

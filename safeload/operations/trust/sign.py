@@ -80,6 +80,11 @@ def sign(
                 config.sign(os.path.abspath(path), temporary)
         except (ValueError, TypeError) as error:
             raise SafeloadError(f"{path} cannot be signed: {one_line(error)}", path=path) from None
+        except AttributeError as error:  # of a key without a curve, such as an RSA key
+            if error.name != "curve":
+                raise
+            text = f"{path} cannot be signed: {key} is not a key on the curve P-256, P-384 or P-521"
+            raise SafeloadError(text, path=path) from None
         text = temporary.read_text(encoding="utf-8")
     written.write(text)
     return target
