@@ -204,9 +204,9 @@ def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure
     except UnicodeError:
         target = location or ""
     target = target.strip(" \t")
+    if not target:
+        return Failure(RemoteError("the server redirects without a Location header", path))
     try:
-        if not target:
-            raise UrlError("it is not http or https")
         following = url.redirected(target)
     except UrlError as error:
         return Failure(RemoteError(f"the server redirects to an invalid http or https URL: {error}", path))

@@ -173,8 +173,8 @@ def test_a_redirect_from_https_to_http_is_refused():
     ("faults", "message", "requests"),
     [
         ([server.redirect("/b", path="/a"), server.redirect("/a", path="/b")], "in a loop", 2),
-        ([server.redirect("", path="/a")], "invalid http or https URL", 1),
-        ([server.status(302)], "invalid http or https URL", 1),
+        ([server.redirect("", path="/a")], "redirects without a Location header", 1),
+        ([server.status(302)], "redirects without a Location header", 1),
         ([server.redirect("file:///etc/passwd")], "invalid http or https URL", 1),
         ([server.redirect("ftp://127.0.0.1/a")], "invalid http or https URL", 1),
         ([server.redirect("http://127.0.0.1:99999/a")], "invalid http or https URL", 1),
