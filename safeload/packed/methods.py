@@ -239,6 +239,9 @@ METHODS = (
     ),
 )  # fmt: skip
 
+# The setting in a "sparsity_config" of compressed-tensors that decides how values are stored.
+SPARSITY = Method((), {"format": (*_CT_FORMATS, "marlin-24")})
+
 # Settings of the weights of a config group: compressed-tensors, and modelopt with its own keys.
 WEIGHTS = Method(
     (),

@@ -24,6 +24,7 @@ from .methods import (
     COVERED,
     NOT_COVERED,
     QUARK,
+    SPARSITY,
     TENSORRT,
     WEIGHTS,
     canonical_name,
@@ -141,7 +142,14 @@ class Quantization:
         exporter = method_of(QUARK)
         if setting is None and exporter is not None and isinstance(export, Mapping):  # also written for method AWQ
             setting = unknown_setting(export, exporter)
-        return _setting_text(setting)
+        return _setting_text(setting) or self._unknown_sparsity
+
+    @property
+    def _unknown_sparsity(self) -> str | None:
+        """The format of sparse tensors, as text, if it is unknown; its other settings describe the model."""
+        layout = {"format": _mapping(self.get("sparsity_config")).get("format")}
+        text = _setting_text(unknown_setting(layout, SPARSITY))
+        return None if text is None else f"sparsity_config {text}"
 
     @cached_property
     def is_uniform(self) -> bool:

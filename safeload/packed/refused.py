@@ -70,7 +70,12 @@ REFUSALS = (
         ("marlin-24", "gptq_marlin_24"),
     ),
     Refusal("Marlin, with codes in the order of its kernel", "vLLM", ((".B", ".s"),), ("marlin", "gptq_marlin")),
-    Refusal("HQQ, with its settings in a pickle beside it", "hqq", ((".W_q", ".scale"), (".W_q", ".meta")), ("hqq",)),
+    Refusal(
+        "HQQ, with its settings in tensors or a pickle beside it",
+        "hqq",
+        ((".W_q", ".scale"), (".W_q", ".meta")),
+        ("hqq",),
+    ),
     Refusal(
         "EETQ, with codes permuted for its kernel",
         "EETQ",

@@ -269,6 +269,7 @@ UNKNOWN = [
     ("autoround_gptq", {"spinquant_config": {"r1": True}}, "spinquant_config"),
     ("ct_fp8_channel", {"format": "float-squared"}, "format float-squared"),
     ("ct_nvfp4", {"format": "nvfp4-e5m3-pack-quantized"}, "format nvfp4-e5m3-pack-quantized"),
+    ("ct_pack_w4_g32_sym", {"sparsity_config": {"format": "sparse-25"}}, "sparsity_config format sparse-25"),
     ("ct_fp8_channel", {"fp8_dtype_flavor": "float8_e4m3fnuz"}, "fp8_dtype_flavor float8_e4m3fnuz"),
     ("modelopt_fp8", {"quant_algo": "FP8_LOG"}, "quant_algo FP8_LOG"),
     ("modelopt_fp8", {"quant_method": None, "quant_algo": "FP8_LOG"}, "quant_algo FP8_LOG"),
