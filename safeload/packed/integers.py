@@ -10,7 +10,7 @@ from ..base import packing
 from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
 from ..engine.codes.zero_points import words_for
-from .grid import Misfit, label_of, whole_grid
+from .grid import Misfit, Refused, label_of, whole_grid
 from .packed_group import PackedGroup, check_global, configured_grid, configured_group_size
 from .quantization import brief, is_length
 
@@ -146,6 +146,9 @@ def mlx(group: PackedGroup) -> Packing:
         raise Misfit(f"unknown bits {brief(show(bits))}, expected 1 to 6 or 8 (quantization)")
     if bits is None or not is_length(size):
         fits = [(b, g) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128) if scale[-1] * g * b == stored[-1] * 32]
+        if len(fits) > 1 and group.config is None:
+            labels = " or ".join(f"mlx{b} g{g}" for b, g in fits)
+            raise Refused(f"its shapes fit {labels}, and no config.json is there to decide")
         if len(fits) != 1:
             raise Misfit("config.json does not set the bits and group_size of its quantization")
         bits, size = fits[0]

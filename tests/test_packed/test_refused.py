@@ -96,3 +96,17 @@ def test_no_method_has_two_rows():
     pairs = [pair for row in REFUSALS for pair in row.suffixes]
     assert len(set(methods)) == len(methods)
     assert len(set(pairs)) == len(pairs)
+
+
+def test_mlx_without_a_configuration_is_decided_by_shapes_or_refused(tmp_path):
+    """Twelve words for two groups hold 3 bits in groups of 64 or 6 in groups of 32; 20 words hold 5 bits only."""
+    groups = np.ones((4, 2), np.float32)
+    for words, labels in ((12, "mlx3 g64 or mlx6 g32"), (20, None)):
+        path = tmp_path / f"{words}.safetensors"
+        save_file({"w.weight": np.zeros((4, words), np.uint32), "w.scales": groups, "w.biases": groups}, path)
+        if labels is None:
+            assert safeload.load(path, dtype="float32")["w.weight"].shape == (4, 128)
+            continue
+        assert len(safeload.load(path)) == 3
+        with pytest.raises(UnsupportedError, match=f"its shapes fit {labels}, and no config.json is there"):
+            safeload.load(path, dtype="float32")
