@@ -19,6 +19,11 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.util.wait import wait_for_write
+
 from ..base.forking import ProcessLock
 from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import UnsupportedError
@@ -26,18 +31,6 @@ from . import dialing
 from .http_framing import BadResponse, Response
 from .stop import Stopped, current
 from .thread_group import begin
-
-try:
-    import urllib3
-    from urllib3.connection import HTTPConnection, HTTPSConnection
-    from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
-    from urllib3.util.wait import wait_for_write
-except ImportError as error:
-    if error.name != "urllib3":  # it is installed, but broken
-        raise
-    raise ModuleNotFoundError(
-        "reading https needs urllib3, which is not installed: pip install urllib3", name="urllib3"
-    ) from None
 
 # Idle connections kept per host: as many as there are requests in flight while headers are read.
 _IDLE = 32

@@ -187,8 +187,22 @@ def _key(url: str) -> tuple[str, str]:
     return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
 
 
+def _check_urllib3() -> None:
+    """Name the missing package before one of the modules that use it is imported."""
+    try:
+        import urllib3  # noqa: F401
+    except ImportError as error:
+        if error.name != "urllib3":  # it is installed, but broken
+            raise
+        raise ModuleNotFoundError(
+            "http, https and hf URLs need urllib3, which is not installed: pip install urllib3", name="urllib3"
+        ) from None
+
+
 def _backend(url: str, options: Mapping[str, Any]) -> Backend:
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
+    if not chained and scheme in ("http", "https", "hf"):
+        _check_urllib3()
     if not chained and scheme in ("http", "https"):
         from .http import Web
 

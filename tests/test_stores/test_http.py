@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import ssl
+import subprocess
 import sys
 import traceback
 import warnings
@@ -235,6 +236,26 @@ def test_locations_beyond_ascii_are_understood():
         store = Web({}).open(there.url(name))
         assert read(store) == CONTENT[WINDOW:]
         store.close()
+
+
+# ---- without urllib3 ----
+
+WITHOUT = """
+import sys
+sys.modules["urllib3"] = None
+import safeload
+for url in ("http://127.0.0.1:9/a", "https://127.0.0.1:9/a", "hf://owner/name"):
+    try:
+        safeload.open(url)
+    except ModuleNotFoundError as error:
+        print(error, error.name)
+"""
+
+
+def test_a_missing_urllib3_says_what_to_install():
+    done = subprocess.run([sys.executable, "-I", "-c", WITHOUT], capture_output=True, text=True, check=True)
+    text = "http, https and hf URLs need urllib3, which is not installed: pip install urllib3 urllib3"
+    assert done.stdout.splitlines() == [text] * 3
 
 
 # ---- URLs that expire ----
