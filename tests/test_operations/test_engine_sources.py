@@ -129,7 +129,9 @@ def test_a_file_alone_needs_only(tmp_path):
     source = write_model(tmp_path / "source", "bfloat16")
     safeload.convert(source, tmp_path / "expected", quantize="w4a16")
     alone = shutil.copy(source / "model.safetensors", tmp_path)
-    with pytest.raises(UnsupportedError, match="pass the folder, or choose the tensors to convert with only="):
+    with pytest.raises(
+        UnsupportedError, match="pass the folder that has it, or choose the tensors to convert with only="
+    ):
         safeload.convert(alone, tmp_path / "out", quantize="w4a16")
     safeload.convert(alone, tmp_path / "out", quantize="w4a16", only="*_proj.weight")
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "expected"))

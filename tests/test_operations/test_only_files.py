@@ -189,6 +189,6 @@ def test_formats_of_engines_take_the_only_file(llama, tmp_path, name):
 def test_formats_of_engines_need_a_supported_config(llama, tmp_path):
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "architectures": ["X"], "model_type": "x"}))
-    with pytest.raises(UnsupportedError, match=r"w4a16 needs the config\.json of a model"):
+    with pytest.raises(UnsupportedError, match=r"w4a16 needs a config\.json with a model_type"):
         safeload.convert(llama / FILE, tmp_path / "a", quantize="w4a16")
     safeload.convert(llama / FILE, tmp_path / "a", quantize="w4a16", only="*.q_proj.weight")

@@ -95,7 +95,7 @@ class EngineRules:
         advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
         if model_type is None:
             return UnsupportedError(
-                f"{self.preset.name} needs the config.json of a model, which a folder has: pass the folder, or {advice}"
+                f"{self.preset.name} needs a config.json with a model_type: pass the folder that has it, or {advice}"
             )
         supported = ", ".join(sorted(self.engine.model_types))
         return UnsupportedError(
