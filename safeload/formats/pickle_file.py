@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from functools import partial
 from typing import Any
 
 from ..base.messages import error_about
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, SafeloadError, UnsupportedError
-from ..stores.local import descriptor_of
+from ..stores.local import LocalStore
 from . import paddle
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
@@ -77,11 +78,11 @@ def _run(file: WeightFile, *, inert: bool) -> Unpickled:
 
 def _mapped(file: WeightFile) -> Any:
     """Map a local file; None if the system or the store cannot."""
-    descriptor = descriptor_of(file.store)
-    if descriptor is None or os.name == "nt":
+    store = file.store
+    if not isinstance(store, LocalStore) or os.name == "nt":
         return None
     try:
-        return mmap.mmap(int(descriptor), 0, access=mmap.ACCESS_READ)
+        return store.use(partial(mmap.mmap, access=mmap.ACCESS_READ), 0)
     except (OSError, ValueError):
         return None
 

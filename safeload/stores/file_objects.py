@@ -168,7 +168,7 @@ class _FileObject:
         """
         latest = self._latest()
         if latest is not None and not latest.closed:
-            return of_descriptor(latest.descriptor, self.name)
+            return latest.use(of_descriptor, self.name)  # type: ignore[no-any-return]
         if getattr(self.file, "closed", False) is True:
             raise ValueError(f"{self.name}: the file object is closed")
         if type(self.file) is io.BytesIO:
@@ -204,7 +204,7 @@ class _FileObject:
             memory = memoryview(bytearray(end - begin))
             count = 0
             while count < len(memory):
-                part = os.pread(store.descriptor, min(len(memory) - count, _CHUNK), start + begin + count)
+                part = store.use(os.pread, min(len(memory) - count, _CHUNK), start + begin + count)
                 if not part:
                     break
                 memory[count : count + len(part)] = part
@@ -212,7 +212,7 @@ class _FileObject:
             return memory[:count]
 
         def check() -> None:
-            compare(identity_of(os.fstat(store.descriptor)), version, self.name)
+            compare(identity_of(store.use(os.fstat)), version, self.name)
 
         return FileObjectStore(self.name, content, check, size=size, mark=version.mtime_ns)
 

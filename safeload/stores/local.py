@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from _thread import get_ident
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -35,7 +35,7 @@ class Identity(NamedTuple):
 
 
 # Files with open descriptors, by descriptor, oldest first.
-_Descriptors: TypeAlias = "dict[int, weakref.ref[LocalStore]]"
+_Descriptors: TypeAlias = "dict[Descriptor, weakref.ref[LocalStore]]"
 
 # The files opened by each thread, because threads would contend for a single dict without the GIL. A descriptor stays
 # here until it is closed, also if its file no longer has it but a job does. Every access is a single atomic operation,
@@ -53,43 +53,46 @@ def _count_open() -> int:
     return sum(map(len, list(_open.values())))
 
 
-class Descriptor(int):
-    """The C core's file handle, which is closed with its last reference.
+class Descriptor:
+    """A file handle of the C core.
 
-    Jobs must hold a reference to their descriptor. Otherwise the system could give its number to the next opened file,
-    and the job would read the wrong file. Copies are refused because a copy would close the number a second time.
+    It is closed once its file has dropped it and no thread uses it. A thread first publishes a use, in `_uses` or in a
+    `Claim`, and then checks that the file still has the descriptor; a thread that takes it from its file first takes
+    it, and then looks for uses. So at least one of them sees the other, and the last one closes the descriptor. Nothing
+    depends on when Python drops an object: without the GIL, that may be long after its last use.
+
+    Args:
+        files: where it is listed.
     """
 
-    __slots__ = ()
+    def __init__(self, number: int, files: _Descriptors) -> None:
+        self.number, self.files = number, files
 
     # A default, because free-threaded Python drops globals before the last objects at exit.
-    def __del__(self, close: Any = short.sl_file_close) -> None:
-        close(int(self))
+    def close(self, close: Any = short.sl_file_close) -> bool:
+        """Close the handle, unless another thread does; return whether this thread did."""
+        files = self.__dict__.pop("files", None)
+        if files is None:
+            return False
+        files.pop(self, None)
+        close(self.number)
+        return True
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("an open file cannot be copied or pickled")
+    def close_unused(self) -> bool:
+        """Close the handle, which its file has dropped, unless a thread uses it; return whether it did."""
+        return not _is_used(self) and self.close()
 
 
-class ListedDescriptor(Descriptor):
-    """A descriptor in `_open`.
+# Descriptors that each thread uses for a single call, innermost last; see `Claim` for jobs.
+_uses: dict[int, list[Descriptor | None]] = {}
 
-    Without the GIL, Python closes it only once the thread that opened it runs Python code or ends.
-    """
 
-    __slots__ = ()
-
-    def __del__(
-        self,
-        close: Any = short.sl_file_close,
-        opened: Mapping[int, _Descriptors] = _open,
-        thread: Callable[[], int] = get_ident,
-    ) -> None:
-        number, files = int(self), opened.get(thread())
-        # It is removed before another file can get its number.
-        if files is None or files.pop(number, None) is None:
-            for files in list(opened.values()):
-                files.pop(number, None)
-        close(number)
+def _is_used(descriptor: Descriptor) -> bool:
+    """Return whether a thread uses a descriptor."""
+    for uses in list(_uses.values()):
+        if descriptor in uses:
+            return True
+    return bool(_claims) and any(descriptor in claim.held for claim in list(_claims.values()))
 
 
 # The system's limit is queried only above this many open files, which have at least as many descriptors.
@@ -117,28 +120,24 @@ def _release(count: int) -> bool:
         Whether any was closed.
     """
     released, here = 0, _open_here()
-    busy = {number for claim in list(_claims.values()) for number in list(claim.held.values())}
     for files in list(_open.values()):
-        for number in list(files)[: -1 if files is here else None]:
-            if number in busy:
+        for descriptor, reference in list(files.items())[: -1 if files is here else None]:
+            if _is_used(descriptor):
                 continue
-            reference = files.get(number)
-            file = None if reference is None else reference()
-            if file is not None and file.holds(number) and file.release() and number not in files:
+            file = reference()
+            # Before a fork, another thread may have used a descriptor that its file has dropped.
+            if file.release() if file is not None and file.holds(descriptor) else descriptor.close():
                 released += 1
                 if released >= count:
                     return True
     return released > 0
 
 
-def _is_any_released() -> bool:
-    """Return whether a descriptor is still open that its file has released."""
-    for files in list(_open.values()):
-        for number, reference in list(files.items()):
-            file = reference()
-            if file is None or not file.holds(number):
-                return True
-    return False
+def _keep_within_budget() -> None:
+    """Close idle descriptors if too many are open."""
+    count = _count_open()
+    if count > _UNCHECKED and count > (budget := _budget()):
+        _release(count - budget + budget // 4)
 
 
 def _release_at(path: str) -> bool:
@@ -156,8 +155,8 @@ def _release_at(path: str) -> bool:
 _NONE_FREE = (errno.EMFILE, errno.ENFILE)
 # Seconds to wait for other threads' jobs to close descriptors, and seconds between checks.
 _PATIENCE, _PAUSE = 30.0, 0.001
-# And for released descriptors to close: without the GIL, once the threads that opened them run again.
-_MOMENT = 0.5
+# And for other threads that do not list yet what they have opened, or have not closed yet what they no longer list.
+_MOMENT = 0.1
 
 
 def with_room(attempt: Callable[[], int], error: Any, status: int | None = None) -> int:
@@ -170,17 +169,19 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
         error: the core's error, which ``attempt`` fills.
         status: the result of a first attempt; None to make it here.
     """
-    deadline = 0.0
+    begin = 0.0
     if status is None:
         status = attempt()
     while status == lib.SL_E_OS and error.os_errno in _NONE_FREE:
-        deadline = deadline or time.monotonic() + _PATIENCE
+        waited = time.monotonic() - (begin := begin or time.monotonic())
+        users = _users()
+        patience = _PATIENCE if users else _MOMENT if len(_open) > 1 else 0.0
         if not _release(max(1, _count_open() // 2)):
-            closing = time.monotonic() < deadline - _PATIENCE + _MOMENT and _is_any_released()
-            if not closing and not _others_hold():
+            # Two threads that both use descriptors must not wait for each other.
+            if get_ident() in users or waited >= patience:
                 break
             time.sleep(_PAUSE)
-        if time.monotonic() > deadline:
+        elif waited > _PATIENCE:
             break
         status = attempt()
     return status
@@ -190,7 +191,7 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
 
 
 class Claim:
-    """The maximum number of descriptors for a run of jobs.
+    """The maximum number of descriptors for a run of jobs, and the descriptors that it uses.
 
     All runs of a process share half of `_budget`, but each may hold at least one descriptor. A claim publishes its own
     number before it adds up all claims, so that of two concurrent claims at least one sees the other.
@@ -200,7 +201,7 @@ class Claim:
 
     def __init__(self) -> None:
         self._count = 0
-        self.held: dict[Any, int] = {}  # open descriptors, by file
+        self.held: dict[Descriptor, LocalStore] = {}  # descriptors in use, with their files
         self.thread = get_ident()  # the running thread
 
     def __enter__(self) -> Claim:
@@ -211,10 +212,11 @@ class Claim:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _claims.pop(id(self), None)
+        self._release()
 
     def share(self, count: int) -> int:
         """Claim up to ``count`` descriptors, replacing the previous claim, and return how many may be open."""
-        self.held = {}
+        self._release()
         self._count = count
         claims = list(_claims.values())
         total = sum([claim._count for claim in claims])
@@ -223,11 +225,36 @@ class Claim:
             self._count = max(1, min(count, limit // len(claims), limit - (total - count)))
         return self._count
 
+    def hold(self, file: LocalStore) -> int:
+        """Return the C core's handle of a file, opened again if it was closed, and valid until the next `share`."""
+        while (descriptor := file.hold(self.held)) is None:
+            pass
+        return descriptor.number
+
+    def _release(self) -> None:
+        """End the use of all descriptors."""
+        held, self.held = self.held, {}
+        for descriptor, file in held.items():
+            if not file.holds(descriptor):
+                descriptor.close_unused()
+
 
 # Claims of all threads, by id. As for `_open`, every access is a single atomic operation.
 _claims: dict[int, Claim] = {}
+
+
+def _forget_threads() -> None:
+    """Drop the uses of other threads, which a forked child does not have."""
+    for key, claim in list(_claims.items()):
+        if claim.thread != get_ident():
+            _claims.pop(key, None)
+    for thread in list(_uses):
+        if thread != get_ident():
+            _uses.pop(thread, None)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_claims.clear)  # the child does not have these threads
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 def none_free(error: OSError) -> bool:
@@ -235,10 +262,11 @@ def none_free(error: OSError) -> bool:
     return error.errno in _NONE_FREE
 
 
-def _others_hold() -> bool:
-    """Return whether only other threads hold descriptors: two threads that both do must not wait for each other."""
-    mine, holders = get_ident(), [claim.thread for claim in list(_claims.values()) if claim.held]
-    return bool(holders) and mine not in holders
+def _users() -> set[int]:
+    """Return the threads that use descriptors."""
+    users = {claim.thread for claim in list(_claims.values()) if claim.held}
+    users.update(thread for thread, uses in list(_uses.items()) if uses)
+    return users
 
 
 def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
@@ -289,18 +317,24 @@ class LocalStore:
     gives_way = False
     mark: str | None = None
     _closed = False
+    _descriptor: Descriptor | None = None  # taken from the instance's dict, which is atomic, to be closed
 
     def __init__(self, path: str, opened: OpenedFile, *, brief: bool = False, shown: str | None = None) -> None:
         self.path = path if shown is None else shown
         handle, self.size, *_ = self._opened = opened
-        self._descriptor: Descriptor | None = (Descriptor if brief else ListedDescriptor)(handle)
+        self._descriptor = descriptor = Descriptor(handle, {} if brief else _open_here())
         if not brief:
             self.place = absolute(path)
             if os.name == "nt":
                 self._status = os.stat(self.place)
-            _open_here()[handle] = weakref.ref(self)
-            if handle > _UNCHECKED and (count := _count_open()) > _UNCHECKED and count > (budget := _budget()):
-                _release(count - budget + budget // 4)
+            descriptor.files[descriptor] = weakref.ref(self)
+            if handle > _UNCHECKED:
+                _keep_within_budget()
+
+    def __del__(self) -> None:
+        descriptor = self._descriptor
+        if descriptor is not None:  # not in use, because its users hold the file
+            descriptor.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
@@ -322,43 +356,87 @@ class LocalStore:
         """True after `close`."""
         return self._closed
 
-    @property
-    def descriptor(self) -> Descriptor:
-        """The C core's file handle. Hold a reference to it for as long as it is used."""
+    def check_open(self) -> None:
+        """Raise ValueError after `close`."""
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
+
+    def use(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function with the C core's handle, which is valid until it returns, and further arguments.
+
+        Raises:
+            FormatError: the file was closed, and has changed since.
+            OSError: the file cannot be opened again.
+            ValueError: after `close`.
+        """
+        uses = _uses.get(get_ident())
+        if uses is None:
+            uses = _uses.setdefault(get_ident(), [])
+        try:
+            uses.append(descriptor := self._descriptor)
+            if descriptor is not None and self._descriptor is descriptor:
+                return function(descriptor.number, *arguments)
+        finally:
+            uses.pop()
+            if descriptor is not self._descriptor and descriptor is not None:
+                descriptor.close_unused()
+        with Claim() as claim:
+            return function(claim.hold(self), *arguments)
+
+    def holds(self, descriptor: Descriptor) -> bool:
+        """Return whether this is the file's descriptor."""
+        return self._descriptor is descriptor
+
+    def hold(self, held: dict[Descriptor, LocalStore]) -> Descriptor | None:
+        """Publish the use of the descriptor, opened again if it was closed; None if another thread was faster."""
         descriptor = self._descriptor
         if descriptor is None:
-            if self._closed:
-                raise ValueError(f"{self.path} is closed")
-            descriptor = self._reopen()
+            self.check_open()
+            descriptor = self._opened_again()
+            held[descriptor] = self  # before other threads can close it
+            current: Descriptor = self.__dict__.setdefault("_descriptor", descriptor)
+            if current is not descriptor:
+                del held[descriptor]
+                descriptor.close()
+                return None
+            descriptor.files[descriptor] = weakref.ref(self)
+            _keep_within_budget()
+            if self._closed:  # by another thread, meanwhile
+                self._drop()
+            return descriptor
+        held[descriptor] = self
+        return descriptor if self._descriptor is descriptor else None
+
+    def _opened_again(self) -> Descriptor:
+        seen = self.identity
+        check_unchanged(self.place, seen)
+        _, opened = _opened(self.place)
+        descriptor = Descriptor(opened[0], _open_here())
+        try:
+            identity = identity_of(os.stat(self.place)) if os.name == "nt" else Identity(*opened[1:])
+            compare(identity, seen, self.path)
+        except BaseException:
+            descriptor.close()
+            raise
         return descriptor
 
-    def holds(self, number: int) -> bool:
-        """Return whether this is the number of the descriptor."""
-        return self._descriptor == number
-
     def release(self) -> bool:
-        """Close the descriptor until the next read, unless the file has moved or changed; return whether it did."""
+        """Close the descriptor until the next read, unless the file has moved or changed; return whether it did.
+
+        A descriptor in use is closed by its last user.
+        """
         if self._descriptor is None:
             return False
         try:
             identity = identity_of(os.stat(self.place))
         except OSError:
             return False
-        if identity != self.identity:
-            return False
-        self._descriptor = None
-        return True
+        return identity == self.identity and self._drop()
 
-    def _reopen(self) -> Descriptor:
-        seen = self.identity
-        check_unchanged(self.place, seen)
-        reopened = open_local(self.place, shown=self.path)
-        compare(reopened.version, seen, self.path)
-        self._descriptor = descriptor = reopened.descriptor
-        _open_here()[int(descriptor)] = weakref.ref(self)
-        if self._closed:  # by another thread, meanwhile
-            self._descriptor = None
-        return descriptor
+    def _drop(self) -> bool:
+        """Take the descriptor from the file, and close it unless it is in use; return whether it did."""
+        descriptor = self.__dict__.pop("_descriptor", None)
+        return descriptor is not None and not _is_used(descriptor) and descriptor.close()
 
     def read_into(self, offset: int, memory: Memory) -> None:
         """Fill memory with the bytes from ``offset`` on. Keeps the GIL, so it should be used for small reads only.
@@ -368,10 +446,10 @@ class LocalStore:
             OSError: the file cannot be read.
         """
         buffer = ffi.from_buffer(memory, require_writable=True)
-        arguments = self.descriptor, offset, pointer(buffer), len(buffer)
-        if short.sl_file_read(*arguments, None) != lib.SL_OK:
+        arguments = offset, pointer(buffer), len(buffer)
+        if self.use(short.sl_file_read, *arguments, None) != lib.SL_OK:
             error = Error()  # repeat the call, to get the error
-            check(short.sl_file_read(*arguments, pointer(error)), error, self.path)
+            check(self.use(short.sl_file_read, *arguments, pointer(error)), error, self.path)
 
     def map(self) -> Any:
         """Map the whole file, privately and copy-on-write, as a writable buffer.
@@ -381,19 +459,23 @@ class LocalStore:
         """
         address = ffi.new("void **")
         error = Error()
-        status = short.sl_file_map(self.descriptor, self.size, pointer(address), pointer(error))
+        status = self.use(short.sl_file_map, self.size, pointer(address), pointer(error))
         check(status, error, self.path)
         return mapped_buffer(address[0], self.size)
 
-    def open_direct(self) -> Descriptor | None:
-        """Open another handle for reads past the page cache; None if the system or the disk has none."""
-        handle = short.sl_file_open_direct(self.descriptor)
-        return Descriptor(handle) if handle else None
-
     def close(self) -> None:
-        """Close the descriptor as soon as no job needs it; arrays over mappings stay valid."""
+        """Close the descriptor, or let its last user close it; arrays over mappings stay valid."""
         self._closed = True
-        self._descriptor = None
+        self._drop()
+
+
+def _opened(path: PathLike) -> tuple[str, OpenedFile]:
+    """Open a file; return its path as text, and its fields."""
+    text, encoded = native_path(path)
+    opened, error = ffi.new("sl_file *"), Error()
+    arguments = encoded, pointer(opened), pointer(error)
+    check(with_room(lambda: int(short.sl_file_open(*arguments)), error), error, text)
+    return text, (opened.handle, opened.size, opened.mtime_ns, opened.device, opened.inode)
 
 
 def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
@@ -406,12 +488,8 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
         FormatError: not a regular file.
         OSError: the file cannot be opened.
     """
-    text, encoded = native_path(path)
-    opened, error = ffi.new("sl_file *"), Error()
-    arguments = encoded, pointer(opened), pointer(error)
-    check(with_room(lambda: int(short.sl_file_open(*arguments)), error), error, text)
-    fields = opened.handle, opened.size, opened.mtime_ns, opened.device, opened.inode
-    return LocalStore(text, fields, shown=shown)
+    text, opened = _opened(path)
+    return LocalStore(text, opened, shown=shown)
 
 
 def of_descriptor(number: int, path: str) -> LocalStore:
@@ -428,13 +506,8 @@ def of_descriptor(number: int, path: str) -> LocalStore:
     return LocalStore(path, (os.dup(number), *identity))
 
 
-def descriptor_of(store: ByteStore) -> Descriptor | None:
-    """Return the handle that lets the C core read a store directly, or None if the store has no handle."""
-    return store.descriptor if isinstance(store, LocalStore) else None
-
-
 @contextlib.contextmanager
-def keeping_position(descriptor: Descriptor) -> Iterator[None]:
+def keeping_position(descriptor: int) -> Iterator[None]:
     """Restore the position of a descriptor at the end: a duplicate shares it with the caller's file object."""
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
@@ -443,9 +516,9 @@ def keeping_position(descriptor: Descriptor) -> Iterator[None]:
         os.lseek(descriptor, position, os.SEEK_SET)
 
 
-def direct_of(store: ByteStore) -> Descriptor | None:
-    """Open a handle for reads of a store past the page cache; None if the store or the system has none."""
-    return store.open_direct() if isinstance(store, LocalStore) else None
+def direct_of(handle: int) -> int | None:
+    """Open another handle of a file, for reads past the page cache; None if the system or the disk has none."""
+    return short.sl_file_open_direct(handle) or None
 
 
 def mapping_of(store: ByteStore) -> Any:

@@ -16,7 +16,7 @@ Memory: TypeAlias = bytearray | memoryview | Array
 class ByteStore(Protocol):
     """The bytes of a file, wherever it is. Must be safe to use from any thread.
 
-    A store can offer more: `local.descriptor_of` and `local.mapping_of` tell whether it does, and
+    A store can offer more: `local.LocalStore` has a file handle, `local.mapping_of` tells whether it can be mapped, and
     `remote.RemoteStore` reads several ranges at once.
     """
 

@@ -202,9 +202,8 @@ def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> N
     if not isinstance(store, LocalStore) or not hasattr(os, "preadv"):
         store.read_into(offset, memory)
         return
-    descriptor = store.descriptor  # a reference keeps it open
     while memory:
-        count = os.preadv(descriptor, [memory], offset)
+        count = store.use(os.preadv, [memory], offset)
         if not count:
             raise FormatError(f"the file ends at byte {offset:,}, but had {store.size:,} bytes", path, offset)
         memory, offset = memory[count:], offset + count

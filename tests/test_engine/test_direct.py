@@ -58,8 +58,10 @@ def path(folder):
 def on_disk(path):
     """The file, if its file system lets reads past the page cache, and tells what the cache holds."""
     with contextlib.closing(open_local(path)) as store:
-        if direct_of(store) is None:
+        handle = store.use(direct_of)
+        if handle is None:
             pytest.skip("needs O_DIRECT")
+        os.close(handle)
     drop(path)
     if cached(path):
         pytest.skip("a file system that keeps its files in memory")
@@ -155,7 +157,7 @@ def test_last_load_says_which_it_was(on_disk, monkeypatch):
         assert checkpoint.last_load.backend == "direct"
         checkpoint.load(["f32"], out={"f32": np.empty((1100, 1000), np.float32)}, backend="direct")
         assert checkpoint.last_load.backend == "direct"
-        monkeypatch.setattr(jobs, "direct_of", lambda store: None)
+        monkeypatch.setattr(jobs, "direct_of", lambda handle: None)
         want = checkpoint.load(backend="pread")
         same(checkpoint.load(backend="direct"), want)
         assert checkpoint.last_load.backend == "pread"
@@ -170,7 +172,7 @@ def test_a_disk_that_refuses_while_it_is_read_is_read_through_the_cache(path, mo
     empty.touch()
     other = os.open(empty, os.O_RDONLY)
     number = {"a pipe": reading, "closed": 1 << 20, "another file": other}[how]
-    monkeypatch.setattr(jobs, "direct_of", lambda store: number)
+    monkeypatch.setattr(jobs, "direct_of", lambda handle: number if how == "closed" else os.dup(number))
     same(load_file(path, backend="direct"), load_file(path, backend="pread"))
     same(load_file(path, backend="direct", dtype="f4"), load_file(path, backend="pread", dtype="f4"))
     for descriptor in (reading, writing, other):

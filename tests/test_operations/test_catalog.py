@@ -98,7 +98,7 @@ def test_what_a_catalog_opened_itself_is_closed_with_it(path):
             assert list(both)[-1] == "more"
         assert catalog.value("w").shape == (2, 32)
     with pytest.raises(ValueError, match="is closed"):
-        _ = file.descriptor
+        file.check_open()
     with safeload.open(path) as opened:
         with Catalog.of(opened):
             pass

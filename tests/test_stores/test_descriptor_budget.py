@@ -1,8 +1,11 @@
 """All threads, checkpoints and forked children share one budget: half of the descriptors that the system allows."""
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -176,28 +179,104 @@ def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_pa
     assert done.stdout == "fine\n", done.stderr
 
 
+@pytest.fixture
+def store(tmp_path):
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "a.safetensors", durable=False)
+    with contextlib.closing(local.open_local(tmp_path / "a.safetensors")) as store:
+        yield store
+
+
+def is_open(number):
+    return os.path.exists(f"/proc/self/fd/{number}")
+
+
 def test_a_thread_closes_idle_files_of_another(tmp_path):
     for k in range(3):
         save_file({"a": np.full(2, k, np.float32)}, tmp_path / f"{k}.safetensors", durable=False)
     with ThreadPoolExecutor(1) as pool:
         opened = list(pool.map(safeload.open, (tmp_path / f"{k}.safetensors" for k in range(3))))
     stores = [checkpoint.weight_files[0].store for checkpoint in opened]
-    numbers = [int(store.descriptor) for store in stores]
+    numbers = [store.use(int) for store in stores]
     assert local._release(sys.maxsize)
-    assert not any(store.holds(number) for store, number in zip(stores, numbers, strict=True))
+    assert not any(map(is_open, numbers))
     assert [float(checkpoint["a"][0]) for checkpoint in opened] == [0, 1, 2]  # opened again, here
 
 
-def test_a_file_closed_by_another_thread_counts_until_its_descriptor_is_closed(tmp_path):
-    save_file({"a": np.ones(2, np.float32)}, tmp_path / "a.safetensors", durable=False)
+@pytest.mark.parametrize("end", ["close", "release"])
+@pytest.mark.parametrize("use", ["a call", "a claim"])
+def test_the_last_user_closes_a_descriptor_at_once(end, use, store):
+    before, checked = local._count_open(), []
+
+    def in_use(number):
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(local._release, sys.maxsize).result()
+            pool.submit(getattr(store, end)).result()
+            assert not pool.submit(local._release, sys.maxsize).result()
+        assert is_open(number)
+        assert local._count_open() == before  # as a job might still read it
+        checked.append(number)
+        raise KeyboardInterrupt
+
+    def in_claim():
+        with local.Claim() as claim:
+            in_use(claim.hold(store))
+
+    with pytest.raises(KeyboardInterrupt) as caught:  # its traceback refers to everything
+        store.use(lambda number: store.use(in_use)) if use == "a call" else in_claim()
+    assert caught.tb
+    assert not is_open(*checked)
+    assert local._count_open() == before - 1
+    assert not any(local._uses.values())
+    assert not local._claims
+
+
+def test_threads_that_open_a_file_again_leave_one_descriptor(store):
+    before = local._count_open()
+    start = threading.Barrier(8)
+
+    def read():
+        for _ in range(50):
+            start.wait()
+            store.release()
+            store.read_into(0, bytearray(8))
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(read) for _ in range(8)]:
+            done.result()
+    store.read_into(0, bytearray(8))
+    assert local._count_open() == before
+
+
+def test_a_file_closed_while_it_is_opened_again_leaves_none(store, monkeypatch):
+    before, opened = local._count_open(), local._opened
+    assert store.release()
+    monkeypatch.setattr(local, "_opened", lambda path: (store.close(), opened(path))[1])
+    store.read_into(0, bytearray(8))
+    assert local._count_open() == before - 1
+    with pytest.raises(ValueError, match="is closed"):
+        store.read_into(0, bytearray(8))
+
+
+def test_a_file_that_nothing_refers_to_is_closed(store, tmp_path):
+    before = local._count_open()
+    number = local.open_local(tmp_path / "a.safetensors").use(int)
+    assert not is_open(number)
+    assert local._count_open() == before
+
+
+def test_a_forked_child_closes_what_a_thread_of_its_parent_used(store):
+    used, done = threading.Event(), threading.Event()
+    _latest = local.open_local(store.path)  # which is never released
     with ThreadPoolExecutor(1) as pool:
-        opened, thread = pool.submit(
-            lambda: (safeload.open(tmp_path / "a.safetensors"), threading.get_ident())
-        ).result()
-        descriptor = opened.weight_files[0].store.descriptor
-        number = int(descriptor)
-        opened.close()
-        assert not local._release(sys.maxsize)
-        assert number in local._open[thread]  # as a job of another thread might still read it
-        del descriptor
-    assert number not in local._open[thread]  # without the GIL, closed when its thread ends
+        call = pool.submit(store.use, lambda number: (used.set(), done.wait()))
+        used.wait()
+        store.release()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+            child = os.fork()
+        if child == 0:
+            os._exit(not local._release(sys.maxsize))
+        status = os.waitpid(child, 0)[1]
+        done.set()
+        call.result()
+    assert status == 0

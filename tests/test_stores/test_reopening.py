@@ -152,11 +152,11 @@ def test_a_closed_checkpoint_is_not_copied(opened):
             how(opened)
 
 
-def test_files_and_descriptors_are_never_copied(tmp_path):
+def test_files_and_stores_are_never_copied(tmp_path):
     save_file(WEIGHTS, tmp_path / "a.safetensors", durable=False)
     file = open_without_table(tmp_path / "a.safetensors")
     for how in COPIES.values():
-        for thing in (file, file.store, file.descriptor):
+        for thing in (file, file.store):
             with pytest.raises(TypeError, match="cannot be copied"):
                 how(thing)
 

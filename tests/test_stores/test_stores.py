@@ -12,7 +12,7 @@ from safeload.formats.npz import open_archive
 from safeload.formats.zip import Archive
 from safeload.numpy import save_file
 from safeload.operations.validate.files import hole_begin
-from safeload.stores.local import descriptor_of, mapping_of, open_local
+from safeload.stores.local import mapping_of, open_local
 from safeload.stores.store import read_at
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float16), "b": np.ones((2, 3), np.float16)}
@@ -76,11 +76,10 @@ def test_messages_name_the_path_that_is_shown(path):
         file.read_at(0, 1)
 
 
-def test_only_a_local_file_has_a_descriptor_and_a_mapping(path):
+def test_only_a_local_file_has_a_mapping(path):
     local, plain = of_both_kinds(path)
-    assert descriptor_of(local) == local.descriptor
     assert bytes(mapping_of(local)) == path.read_bytes()
-    assert descriptor_of(plain) is mapping_of(plain) is None
+    assert mapping_of(plain) is None
 
 
 def test_a_table_is_read_from_a_store_without_a_descriptor(tmp_path):

@@ -137,7 +137,8 @@ def load_tensors(
     target = parse_target(dtype)
     started = time.perf_counter()
     names = tensors.names
-    if tensors.remote:
+    remote = tensors.remote
+    if remote:
         _verify(tensors, threads)
     if out is not None:
         check_out_names(out, names, "load")
@@ -155,9 +156,9 @@ def load_tensors(
     if not all(map(eq, arrays, names)):  # views come first, then the tensors that were read, file by file
         arrays = {name: arrays[name] for name in names}
     nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
-    if tensors.remote and not all(file.verified for file in tensors.files):
+    if remote and not all(file.verified for file in tensors.files):
         backend = "remote"
-    elif tensors.remote or not allowed:
+    elif remote or not allowed:
         backend = "pread"
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
 
@@ -290,7 +291,7 @@ def _read(file: WeightFile, begin: int) -> _Content | None:
     begin -= begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
     memory = np.empty(min(_WINDOW, file.size - begin), np.uint8)
     address = pointer(ffi.from_buffer(memory))
-    if short.sl_file_read(store.descriptor, begin, address, memory.size, None) != lib.SL_OK:
+    if store.use(short.sl_file_read, begin, address, memory.size, None) != lib.SL_OK:
         return None
     return begin, begin + memory.size, memory
 
@@ -302,6 +303,6 @@ def _read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
     store = file.store
     if isinstance(store, LocalStore):
         address = pointer(ffi.from_buffer(array))
-        if short.sl_file_read(store.descriptor, begin, address, end - begin, None) == lib.SL_OK:
+        if store.use(short.sl_file_read, begin, address, end - begin, None) == lib.SL_OK:
             return array
     return read_small(file, file.layout(index))

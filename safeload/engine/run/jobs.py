@@ -107,7 +107,7 @@ class Runner:
             OSError: a file cannot be opened again.
         """
         if _OPEN.issuperset(map(type, files)):
-            self._run(group, files, {file: _descriptor(file) for file in dict.fromkeys(files)})
+            self._run(group, files, {file: _handle(file) for file in dict.fromkeys(files)})
             return
         begin = 0
         with Claim() as claim:
@@ -120,17 +120,16 @@ class Runner:
                 count = next(k for k, file in enumerate(left) if file not in handles)
                 self._run(group[begin : begin + count], left[:count], handles)
                 begin += count
-                del handles  # before further files are opened
 
     def _open(self, files: Sequence[JobFile], claim: Claim) -> tuple[dict[JobFile, int], bool]:
         """Open as many files as the budget and the system allow, at least one; return handles, and True if all."""
         distinct = dict.fromkeys(files)
         each = 2 if self._direct else 1  # for direct reads a file has a second handle
         allowed = max(1, claim.share(each * len(distinct)) // each)
-        handles = claim.held
+        handles: dict[JobFile, int] = {}
         try:
             for file in distinct if allowed >= len(distinct) else islice(distinct, allowed):
-                handles[file] = _descriptor(file)
+                handles[file] = claim.hold(file.local) if isinstance(file, WeightFile) else _handle(file)
         except OSError as error:
             if not handles or not none_free(error):
                 raise
@@ -139,14 +138,24 @@ class Runner:
     def _run(self, group: Array, files: Sequence[JobFile], handles: Mapping[JobFile, int]) -> None:
         """Run jobs whose files are open."""
         group["file"] = [handles[file] for file in files]
-        direct = self._open_direct(files, group) if self._direct else {}
+        direct: dict[JobFile, int] = {}
+        try:
+            if self._direct:
+                self._open_direct(files, handles, group, direct)
+            self._run_open(group, [direct.get(file, 0) for file in files] if direct else [])
+        finally:
+            for handle in direct.values():
+                short.sl_file_close(handle)
+
+    def _run_open(self, group: Array, direct: Sequence[int]) -> None:
+        """Run jobs, given their handles for direct reads, if there are any."""
         count = thread_count(self._total, self._threads, direct=bool(direct))
         slice_ms = DIRECT_SLICE_MS if direct else SLICE_MS
         described = ffi.from_buffer("sl_job[]", group)
         cursor = ffi.new("sl_cursor *")
         error = Error()
         if direct:
-            group["direct"] = [direct.get(file, 0) for file in files]
+            group["direct"] = direct
             if self._room is None:
                 self._room = ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
             cursor.room, cursor.rooms = self._room, count
@@ -158,19 +167,21 @@ class Runner:
         self._done += int(cursor.bytes_done)
         self._first += len(group)
 
-    def _open_direct(self, files: Sequence[JobFile], group: Array) -> dict[JobFile, int]:
-        """Return handles for direct reads, which are valid for as long as the dict lives."""
+    def _open_direct(
+        self, files: Sequence[JobFile], handles: Mapping[JobFile, int], group: Array, direct: dict[JobFile, int]
+    ) -> None:
+        """Open handles for direct reads, by file, which the caller closes."""
         plain = (group["grid"] == 0) & (group["packed"] == 0) & (group["size"] > 0)
-        distinct = dict.fromkeys(file for file, usable in zip(files, plain.tolist(), strict=True) if usable)
-        handles = {file: direct_of(file.store) for file in distinct if isinstance(file, WeightFile)}
-        self.refused |= None in handles.values()
-        return {file: handle for file, handle in handles.items() if handle is not None}
+        for file in dict.fromkeys(file for file, usable in zip(files, plain.tolist(), strict=True) if usable):
+            handle = direct_of(handles[file]) if isinstance(file, WeightFile) else None
+            if handle is not None:
+                direct[file] = handle
+            elif isinstance(file, WeightFile):
+                self.refused = True
 
 
-def _descriptor(file: JobFile) -> int:
-    if file is None:
-        return int(lib.SL_MEMORY)
-    return file.descriptor if isinstance(file, WeightFile) else file
+def _handle(file: JobFile) -> int:
+    return file if isinstance(file, int) else int(lib.SL_MEMORY)
 
 
 class Batch:
@@ -478,7 +489,7 @@ def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None
     size = layout.end - layout.begin
     if size and file.remote:
         Batch([Job(file, layout.begin, address_of(array), size, origin=origin)]).run()
-    elif size and short.sl_file_read(file.descriptor, layout.begin, address_of(array), size, None) != lib.SL_OK:
+    elif size and file.local.use(short.sl_file_read, layout.begin, address_of(array), size, None) != lib.SL_OK:
         job = Job(file, layout.begin, address_of(array), size, origin=origin)
         Batch([job]).run()  # fails again, with an error message
     return native_order(array)

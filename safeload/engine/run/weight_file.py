@@ -18,7 +18,7 @@ from ...base.scheme import INT8
 from ...base.table import Table, TensorInfo
 from ...errors import UnsupportedError
 from ...stores.files import LOCAL, Files
-from ...stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
+from ...stores.local import LocalStore, compare, open_local
 from ...stores.store import WINDOW, ByteStore, read_at
 
 
@@ -87,23 +87,19 @@ class WeightFile:
         return read_at(self.store, offset, size)
 
     @property
-    def descriptor(self) -> Descriptor:
-        """The C core's file handle, for jobs and parsers; `descriptor_of` returns None instead of raising.
+    def local(self) -> LocalStore:
+        """The store, whose file handle jobs and parsers use.
 
         Raises:
             UnsupportedError: the store has no handle.
         """
-        descriptor = descriptor_of(self.store)
-        if descriptor is None:
+        if not isinstance(self.store, LocalStore):
             raise UnsupportedError(f"{self.path} must be a local file", path=self.path)
-        return descriptor
+        return self.store
 
     def check_open(self) -> None:
         """Raise ValueError after `close`."""
-        if self.remote:
-            self.store.check_open()  # type: ignore[attr-defined]  # all but local stores are a `RemoteStore`
-        else:
-            _ = self.descriptor
+        self.store.check_open()  # type: ignore[attr-defined]  # it is a `LocalStore` or a `RemoteStore`
 
     def settle(self) -> None:
         """Drop what a remote store keeps for small reads, once the table has been read."""

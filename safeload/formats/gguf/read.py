@@ -203,7 +203,7 @@ def read_table(file: WeightFile) -> GgufTable:
     """
     table, gguf, error = ffi.new("sl_table **"), ffi.new("sl_gguf **"), Error()
     if not file.remote:
-        status = short.sl_gguf_read(file.descriptor, file.size, *map(pointer, (table, gguf, error)))
+        status = file.local.use(short.sl_gguf_read, file.size, *map(pointer, (table, gguf, error)))
     else:
         head = file.read_at(0, _FIRST)
         while True:

@@ -21,7 +21,7 @@ from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
 from ...formats.zip import STORED, Archive, ZipEntry
 from ...stores.files import Location
-from ...stores.local import descriptor_of, keeping_position
+from ...stores.local import LocalStore, keeping_position
 from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
 from .holes import may_be_zero
@@ -309,23 +309,25 @@ def hole_begin(file: WeightFile) -> int:
 
     Without a hole, this takes three system calls. Systems without support for holes report none.
     """
-    seek_data = getattr(os, "SEEK_DATA", None)
-    descriptor = descriptor_of(file.store)  # a reference keeps it open
-    if seek_data is None or descriptor is None or file.size == 0:
+    store = file.store
+    if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
         return file.size
+    return store.use(_hole_begin, file.size)  # type: ignore[no-any-return]
 
+
+def _hole_begin(descriptor: int, size: int) -> int:
     def has_data(offset: int) -> bool:
         try:
             with keeping_position(descriptor):
-                os.lseek(descriptor, offset, seek_data)
+                os.lseek(descriptor, offset, os.SEEK_DATA)
         except OSError as problem:
             return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
         return True
 
     # A truncated file has no data past its end either; reading it will raise an error.
-    if has_data(file.size - 1) or os.fstat(descriptor).st_size < file.size:
-        return file.size
-    low, high = 0, file.size  # data follows every offset below low, but no data follows high
+    if has_data(size - 1) or os.fstat(descriptor).st_size < size:
+        return size
+    low, high = 0, size  # data follows every offset below low, but no data follows high
     while low < high:
         middle = (low + high) // 2
         if has_data(middle):

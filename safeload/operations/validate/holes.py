@@ -21,7 +21,7 @@ from ...engine.codes.pieces import PIECE, file_pieces
 from ...engine.run.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
-from ...stores.local import descriptor_of, keeping_position
+from ...stores.local import LocalStore, keeping_position
 from ..measure.stats_table import TensorStats
 from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
@@ -288,16 +288,20 @@ def check_unwritten(
 
 def _holes_of(file: WeightFile) -> list[tuple[int, int]]:
     """Return the long holes of a file, without one at its end; none if the system does not tell."""
-    descriptor = descriptor_of(file.store)
-    if descriptor is None or not hasattr(os, "SEEK_HOLE") or file.size < _LONG:
+    store = file.store
+    if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_HOLE") or file.size < _LONG:
         return []
+    return store.use(_long_holes, file.size)  # type: ignore[no-any-return]
+
+
+def _long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
     holes: list[tuple[int, int]] = []
     at = 0
     try:
         with keeping_position(descriptor):
             for _ in range(_MOST_HOLES):
                 begin = os.lseek(descriptor, at, os.SEEK_HOLE)
-                if begin >= file.size:
+                if begin >= size:
                     return holes
                 at = os.lseek(descriptor, begin, os.SEEK_DATA)
                 if at - begin >= _LONG:
