@@ -173,7 +173,8 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
     if status is None:
         status = attempt()
     while status == lib.SL_E_OS and error.os_errno in _NONE_FREE:
-        waited = time.monotonic() - (begin := begin or time.monotonic())
+        begin = begin or time.monotonic()
+        waited = time.monotonic() - begin
         users = _users()
         patience = _PATIENCE if users else _MOMENT if len(_open) > 1 else 0.0
         if not _release(max(1, _count_open() // 2)):
@@ -212,11 +213,11 @@ class Claim:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _claims.pop(id(self), None)
-        self._release()
+        self._end_uses()
 
     def share(self, count: int) -> int:
         """Claim up to ``count`` descriptors, replacing the previous claim, and return how many may be open."""
-        self._release()
+        self._end_uses()
         self._count = count
         claims = list(_claims.values())
         total = sum([claim._count for claim in claims])
@@ -227,14 +228,13 @@ class Claim:
 
     def hold(self, file: LocalStore) -> int:
         """Return the C core's handle of a file, opened again if it was closed, and valid until the next `share`."""
-        while (descriptor := file.hold(self.held)) is None:
+        while (descriptor := file.hold(self)) is None:
             pass
         return descriptor.number
 
-    def _release(self) -> None:
-        """End the use of all descriptors."""
-        held, self.held = self.held, {}
-        for descriptor, file in held.items():
+    def _end_uses(self) -> None:
+        descriptors, self.held = self.held, {}
+        for descriptor, file in descriptors.items():
             if not file.holds(descriptor):
                 descriptor.close_unused()
 
@@ -387,16 +387,16 @@ class LocalStore:
         """Return whether this is the file's descriptor."""
         return self._descriptor is descriptor
 
-    def hold(self, held: dict[Descriptor, LocalStore]) -> Descriptor | None:
+    def hold(self, claim: Claim) -> Descriptor | None:
         """Publish the use of the descriptor, opened again if it was closed; None if another thread was faster."""
         descriptor = self._descriptor
         if descriptor is None:
             self.check_open()
             descriptor = self._opened_again()
-            held[descriptor] = self  # before other threads can close it
+            claim.held[descriptor] = self  # before other threads can close it
             current: Descriptor = self.__dict__.setdefault("_descriptor", descriptor)
             if current is not descriptor:
-                del held[descriptor]
+                del claim.held[descriptor]
                 descriptor.close()
                 return None
             descriptor.files[descriptor] = weakref.ref(self)
@@ -404,7 +404,7 @@ class LocalStore:
             if self._closed:  # by another thread, meanwhile
                 self._drop()
             return descriptor
-        held[descriptor] = self
+        claim.held[descriptor] = self
         return descriptor if self._descriptor is descriptor else None
 
     def _opened_again(self) -> Descriptor:
