@@ -74,7 +74,8 @@ class Descriptor:
         files = self.__dict__.pop("files", None)
         if files is None:
             return False
-        files.pop(self, None)
+        if files:
+            files.pop(self, None)
         close(self.number)
         return True
 
