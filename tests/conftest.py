@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 from builders.paths import DATA, SHARED
 from builders.random import seeded
 from builders.threads import await_no_threads, threads
@@ -35,6 +36,46 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if config.option.numprocesses is None:
         config.option.numprocesses = min(MOST_PROCESSES, (os.cpu_count() or 1) + 1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that deals tests out to others keeps their reports to the end and makes no garbage."""
+    if hasattr(config, "workerinput"):
+        if config.option.durations is None and not getattr(config.option, "xmlpath", None):  # they need every part
+            config.pluginmanager.register(_ShortReports())
+    elif getattr(config.option, "numprocesses", None):
+        gc.disable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[object]:
+    """What is collected stays; looking for garbage among it takes a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def is_news(report: pytest.TestReport) -> bool:
+    """Whether more than the summary of the call has to know of a part of a test."""
+    return report.when == "call" or not report.passed
+
+
+class _ShortReports:
+    """Processes of xdist do not send that a test was set up and torn down: reports took longer than most tests."""
+
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in filter(is_news, runtestprotocol(item, log=False, nextitem=nextitem)):
+            if report.passed:
+                report.keywords = {}
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
 
 # Random data depends on the test alone, not on the tests before it: a failure can be repeated with -k.

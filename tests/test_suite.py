@@ -29,6 +29,13 @@ def test_long_values_are_cut(conftest, pytestconfig, value, want):
     assert conftest.pytest_make_parametrize_id(pytestconfig, value, "content") == want
 
 
+@pytest.mark.parametrize("when", ["setup", "call", "teardown"])
+@pytest.mark.parametrize("outcome", ["passed", "failed", "skipped"])
+def test_processes_report_calls_and_whatever_does_not_pass(conftest, when, outcome):
+    report = pytest.TestReport("test_x.py::test", ("test_x.py", 0, "test"), {}, outcome, None, when)
+    assert conftest.is_news(report) == (when == "call" or outcome != "passed")
+
+
 def test_every_file_says_what_it_shows():
     files = sorted(TESTS.rglob("*.py"))
     assert files
