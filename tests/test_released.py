@@ -204,7 +204,7 @@ def raised_variables(function):
             if isinstance(node, ast.ExceptHandler) and node.name is not None:
                 inside = deleted | {node.name}  # Python deletes it
             for value in values if isinstance(values, list) else [values]:
-                if isinstance(value, ast.AST):
+                if isinstance(value, (ast.stmt, ast.excepthandler, ast.match_case)):
                     yield from visit(value, inside)
 
     yield from visit(function, frozenset())

@@ -1,6 +1,6 @@
 """What holds for the tests themselves: short ids of cases, the same in every run; a first line in every file."""
 
-import ast
+import re
 
 import pytest
 from builders.paths import TESTS
@@ -39,7 +39,8 @@ def test_processes_report_calls_and_whatever_does_not_pass(conftest, when, outco
 def test_every_file_says_what_it_shows():
     files = sorted(TESTS.rglob("*.py"))
     assert files
-    assert [str(path) for path in files if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None] == []
+    titled = re.compile(r'(#.*\n)*"""[^"\s]')  # parsing all files takes a second
+    assert [str(path) for path in files if not titled.match(path.read_text(encoding="utf-8"))] == []
 
 
 def test_ids_of_cases_fit_a_line_and_are_the_same_in_every_run(request):

@@ -76,12 +76,10 @@ def text_of(node):
 
 def texts(path):
     """Yield the line numbers and texts of string literals with more than a word, except docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr):
-            inner.add(id(node.value))
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    inner = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    inner.update(id(node.value) for node in nodes if isinstance(node, ast.Expr))
+    for node in nodes:
         if id(node) not in inner and " " in (text := text_of(node)):
             yield node.lineno, text
 

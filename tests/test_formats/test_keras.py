@@ -53,11 +53,18 @@ def expected(name):
     return safeload.load(DATA / f"{name}.safetensors")
 
 
+@pytest.fixture(scope="module")
+def executor():
+    """Another process, which all tests share: it imports what it needs once."""
+    with ProcessPoolExecutor(1) as executor:
+        yield executor
+
+
 # ---- what Keras wrote ----
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_way_to_read_gives_what_keras_holds(name, tmp_path):
+def test_every_way_to_read_gives_what_keras_holds(name, executor, tmp_path):
     want = expected(name)
     assert want
     with safeload.open(DATA / name) as opened:
@@ -70,8 +77,7 @@ def test_every_way_to_read_gives_what_keras_holds(name, tmp_path):
             if array.ndim == 2:
                 assert (opened.get_slice(tensor)[1:, ::2] == array[1:, ::2]).all()
                 assert (opened.take(tensor, [1, 0]) == array[[1, 0]]).all()
-    with ProcessPoolExecutor(1) as executor:
-        safeload.convert(DATA / name, tmp_path / "out", max_shard_size=200, executor=executor)
+    safeload.convert(DATA / name, tmp_path / "out", max_shard_size=200, executor=executor)
     check_tensors(safeload.load(tmp_path / "out"), want)
     assert not safeload.check(DATA / name).errors
 
@@ -215,7 +221,7 @@ DTYPES = ["<f4", ">f4", "<f2", "<f8", ">f8", "<i4", ">i2", "|i1", "|u1", "<u8", 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunks_of_every_layout_are_those_of_h5py(layout, libver, tmp_path):
+def test_chunks_of_every_layout_are_those_of_h5py(layout, libver, executor, tmp_path):
     def make(file):
         for dtype in DTYPES:
             values = rng.integers(0, 2 if dtype == "?" else 100, (7, 9)).astype(dtype)
@@ -232,8 +238,7 @@ def test_chunks_of_every_layout_are_those_of_h5py(layout, libver, tmp_path):
             assert (opened.get_slice(name)[2:6, 3:8:2] == array[2:6, 3:8:2]).all()
             assert (opened.take(name, [6, 0, 3]) == array[[6, 0, 3]]).all()
         check_tensors(pickle.loads(pickle.dumps(opened)).load(), want)
-    with ProcessPoolExecutor(1) as executor:
-        safeload.convert(path, tmp_path / "out", max_shard_size=300, executor=executor)
+    safeload.convert(path, tmp_path / "out", max_shard_size=300, executor=executor)
     check_tensors(safeload.load(tmp_path / "out"), want)
 
 
