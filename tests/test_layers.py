@@ -232,12 +232,6 @@ PYTHON_NAMES = frozenset(map(module_name, PYTHON_FILES))
 
 
 @functools.cache
-def syntax(path):
-    """The nodes of a module, the outer ones first."""
-    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-@functools.cache
 def imported(path):
     """Modules of ours that a file imports, in whatever way it says so."""
     return tuple(_imports(path))
@@ -245,7 +239,7 @@ def imported(path):
 
 def _imports(path):
     package = ("safeload", *path.relative_to(PACKAGE).parts[:-1])
-    for node in syntax(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -343,7 +337,7 @@ def test_a_module_has_at_most_800_lines():
 def contents_of(path):
     """Name, lines and positional parameters of each function of a module; name and line of each class."""
     functions, classes = [], []
-    for parent in syntax(path):
+    for parent in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         for node in ast.iter_child_nodes(parent):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 begin = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
