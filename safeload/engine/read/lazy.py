@@ -20,24 +20,41 @@ class Staged(NamedTuple):
 
     entry: Entry
     threads: int | None  # for reading
-    written: Callable[[], object] | None = None  # called when the writer has received the bytes
 
 
 class Lazy:
     """An array that is created later.
 
     Args:
-        make: creates the array, C-contiguous; a call may overwrite the array of the previous call.
-        staged: reads the bytes without `make`; None if only `make` can.
+        create: creates the array, C-contiguous; a call may overwrite the array of the previous call.
+        staged: reads the bytes without `create`; None if only `create` can.
     """
 
+    __slots__ = ("_create", "_written", "dtype", "shape", "staged")  # the garbage collector visits no dict
+
     def __init__(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], make: Callable[[], Array], staged: Staged | None = None
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], create: Callable[[], Array], staged: Staged | None = None
     ) -> None:
         self.dtype = dtype
         self.shape = shape
-        self.make = make
         self.staged = staged
+        self._create = create
+        self._written: Callable[[int], object] | None = None
+
+    def make(self) -> Array:
+        """Create the array and report its bytes."""
+        array = self._create()
+        self.report()
+        return array
+
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """Have ``written`` called with the bytes of the array once the writer has them."""
+        self._written = written
+
+    def report(self) -> None:
+        """Report the bytes of the array."""
+        if self._written is not None:
+            self._written(self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +64,8 @@ class Lazy:
 
 class LazyQuantized:
     """A `QuantizedTensor` that is created later: data and scale are `Lazy`."""
+
+    __slots__ = ("axis", "data", "scale", "scheme", "shape")
 
     def __init__(
         self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
@@ -61,6 +80,12 @@ class LazyQuantized:
     def nbytes(self) -> int:
         """Bytes of data and scale."""
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """See `Lazy.report_to`."""
+        self.data.report_to(written)
+        if self.scale is not None:
+            self.scale.report_to(written)
 
 
 class LazyPacked:
@@ -83,6 +108,11 @@ class LazyPacked:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.roles.values())
 
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """See `Lazy.report_to`."""
+        for part in self.roles.values():
+            part.report_to(written)
+
 
 class LazyEncoded:
     """A weight in the format of another engine, whose ``config.json`` describes it.
@@ -101,6 +131,11 @@ class LazyEncoded:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts.values())
+
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """See `Lazy.report_to`."""
+        for part in self.parts.values():
+            part.report_to(written)
 
 
 def materialize(value: Array | Lazy) -> Array:

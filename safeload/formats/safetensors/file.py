@@ -371,16 +371,15 @@ class FileWriter:
                     head = []
                     continue
                 for source in group:
-                    entry = source.staged
-                    if entry is None or staged is None:
+                    lazy, stage = source.data, source.staged
+                    if stage is None or staged is None or not isinstance(lazy, Lazy):
                         streamed = not source.whole
                         for owner, address, size in source.pieces():
                             yield owner, address, size, streamed
                         continue
-                    for address, size, last in staged.of_next(entry.entry.nbytes):
+                    for address, size, last in staged.of_next(stage.entry.nbytes):
                         yield staged, address, size, last
-                    if entry.written is not None:
-                        entry.written()
+                    lazy.report()
 
     def to_bytes(self) -> bytes:
         """Return the whole file."""

@@ -12,7 +12,7 @@ instead of "axis", and ``safeload.quantization`` holds the quantization of the o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,12 +50,31 @@ def pack(
     check_mapping(tensors, "tensors")
     if metadata is not None:
         check_mapping(metadata, "metadata", "str to str")
-    if not any(isinstance(value, QUANTIZED) for value in tensors.values()):
-        if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):  # they describe another file
-            metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
+    packed, described, config = packed_in(tensors, in_folder=in_folder)
+    if packed is tensors and (metadata is None or {KEY, CONFIG_KEY}.isdisjoint(metadata)):
         return tensors, metadata
+    texts = {key: value for key, value in (metadata or {}).items() if key not in (KEY, CONFIG_KEY)}
+    if not described:
+        return packed, texts if packed is tensors else texts or None
     import json  # would add a millisecond to every import
 
+    if config is not None:  # written even if empty, because the file may be moved beside another config.json
+        texts[CONFIG_KEY] = config or "{}"
+    return packed, {**texts, KEY: json.dumps(described, sort_keys=True)}
+
+
+class PackedTensors(NamedTuple):
+    """Plain tensors, and what the metadata says about them."""
+
+    tensors: Mapping[str, Any]  # arrays and `Lazy` by stored name
+    described: Mapping[str, Any]  # by the names of quantized tensors
+    config: str | None  # quantization of packed tensors; None if there are none
+
+
+def packed_in(tensors: Mapping[str, Any], *, in_folder: bool = False) -> PackedTensors:
+    """Divide quantized tensors into plain tensors; see `pack`."""
+    if not any(isinstance(value, QUANTIZED) for value in tensors.values()):
+        return PackedTensors(tensors, {}, None)
     packed: dict[str, Any] = {}
     described: dict[str, Any] = {}
     configs = set()
@@ -94,12 +113,7 @@ def pack(
             packed[name + SCALE_SUFFIX] = value.scale
     if len(configs) > 1:
         raise SafetensorError("the packed tensors come from checkpoints with different quantization configurations")
-    texts = {key: value for key, value in (metadata or {}).items() if key not in (KEY, CONFIG_KEY)}
-    if not described:
-        return packed, texts or None
-    if configs:  # written even if empty, because the file may be moved beside another config.json
-        texts[CONFIG_KEY] = configs.pop() or "{}"
-    return packed, {**texts, KEY: json.dumps(described, sort_keys=True)}
+    return PackedTensors(packed, described, configs.pop() if configs else None)
 
 
 def _name_of(name: str, names: Mapping[str, str], role: str) -> str:

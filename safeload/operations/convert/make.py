@@ -169,13 +169,15 @@ class Outputs(NamedTuple):
         return weight_map({file: shard.tensors for file, shard in shards.items()})
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
-        outputs = self._begun(written)
-        return writer_of(outputs, self.texts, editable=self.engine_rules is None)
+        with paused(len(self.tensors)):
+            return writer_of(self._begun(written), self.texts, editable=self.engine_rules is None)
 
     def _begun(self, written: Callable[[int], object]) -> dict[str, Output]:
         """Return the tensors for a new writer, which reports the bytes that it has written."""
         self.maker.begin(dict(zip(self.tensors, self.decisions, strict=True)))
-        return _reporting(self.tensors, written)
+        for output in self.tensors.values():
+            output.report_to(written)
+        return self.tensors
 
     def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
         row_of(self.format).write(self._begun(written), self.metadata, path, overwrite=overwrite)
@@ -445,7 +447,7 @@ class Maker:
             raise error_about(UnsupportedError, text, tensor=source)
         dtype, shape = dtypes.array_dtype(row.number), tensor.shape
         staged = self._staged(source, decision.dtype, row)
-        return Lazy(dtype, shape, lambda: self._read(source, dtype, shape, row), staged)
+        return Lazy(dtype, shape, partial(self._read, source, dtype, shape, row), staged)
 
     def _about(self, source: str) -> TensorDescription:
         return self._descriptions.get(source) or self._catalog.about(source)
@@ -652,7 +654,7 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     staged = None
     if not foreign_order(False):
         staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
-    return Lazy(dtype, shape, lambda: read_array(part), staged)
+    return Lazy(dtype, shape, partial(read_array, part), staged)
 
 
 class _Scratch:
@@ -669,31 +671,3 @@ class _Scratch:
             self._memory = private_array((size,), np.dtype(np.uint8))
         array: Array = np.ndarray(shape, dtype, self._memory)
         return array
-
-
-def _reporting(outputs: Mapping[str, Output], written: Callable[[int], object]) -> dict[str, Output]:
-    """Wrap outputs so that each reports its bytes once it is made."""
-
-    def wrap(lazy: Lazy) -> Lazy:
-        def make() -> Array:
-            array = lazy.make()
-            written(lazy.nbytes)
-            return array
-
-        staged = None if lazy.staged is None else lazy.staged._replace(written=partial(written, lazy.nbytes))
-        return Lazy(lazy.dtype, lazy.shape, make, staged)
-
-    wrapped: dict[str, Output] = {}
-    for name, output in outputs.items():
-        if isinstance(output, Lazy):
-            wrapped[name] = wrap(output)
-        elif isinstance(output, LazyEncoded):
-            ends = {suffix: wrap(part) for suffix, part in output.parts.items()}
-            wrapped[name] = LazyEncoded(output.scheme, output.shape, ends)
-        elif isinstance(output, LazyPacked):
-            parts = {role: wrap(part) for role, part in output.roles.items()}
-            wrapped[name] = LazyPacked(output.packing, output.names, parts)
-        else:
-            scale = None if output.scale is None else wrap(output.scale)
-            wrapped[name] = LazyQuantized(output.scheme, output.shape, wrap(output.data), scale, output.axis)
-    return wrapped

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...base import dtypes, log
 from ...base.arrays import Array
+from ...base.gc_pause import paused
 from ...base.results import Row, as_html
 from ...base.selecting import renamed
 from ...base.text import plural, printable, show, size
@@ -232,13 +233,14 @@ def _write_folder(
     overwrite: bool,
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
-    shards = conversion.divided(request.limit)
-    names = replacement_of(folder).free_names([*shards])
-    shards = {names[file]: shard for file, shard in shards.items()}
-    config = conversion.config
-    if config is None and overwrite:
-        config = config_without_codes(conversion, folder, request.target)
-    weight_map = conversion.weight_map(shards)
+    with paused(conversion.tensor_count):
+        shards = conversion.divided(request.limit)
+        names = replacement_of(folder).free_names([*shards])
+        shards = {names[file]: shard for file, shard in shards.items()}
+        config = conversion.config
+        if config is None and overwrite:
+            config = config_without_codes(conversion, folder, request.target)
+        weight_map = conversion.weight_map(shards)
     parameters = conversion.parameters
     indexed = parameters is not None or [*shards] != [SINGLE]
     beside = Beside(weight_map, conversion.nbytes, config, conversion.files, indexed, parameters)
