@@ -131,6 +131,10 @@ class ListedTable(Table):
     def scale(self, index: int) -> Scale | None:
         return self._scales.get(index)
 
+    @property
+    def scaled(self) -> bool:
+        return bool(self._scales or self._packed)
+
     def packed(self, index: int) -> Packed | None:
         return self._packed.get(index)
 

@@ -377,6 +377,11 @@ class Table:
         """Return the codes and scales of a packed tensor, or None."""
         return None
 
+    @property
+    def scaled(self) -> bool:
+        """Whether any tensor can be packed, or int8 with a scale."""
+        return False
+
     def is_quantized(self, index: int) -> bool:
         """Return whether a tensor is blocked, packed, or int8 with a scale."""
         if not self.quantized:

@@ -20,6 +20,8 @@ from safeload.stores.files import Location
 
 pytestmark = pytest.mark.any_python
 
+SCHEMES = ("q4_0", "q8_0", "q4_k", "q6_k", "iq4_nl", "mxfp4", "tq1_0")
+
 
 def written(path, header, data):
     text = json.dumps(header).encode()
@@ -118,6 +120,22 @@ def test_tensors_in_any_order_and_across_buffers(both, tmp_path, monkeypatch):
     for options in ({}, {"dtype": "float16"}, {"dtype": "float64"}):
         one, other = both(source, **options)
         assert one == other
+
+
+@pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
+def test_blocks_are_dequantized(both, tmp_path, monkeypatch, suffix):
+    """Of types with 32 and 256 elements in a block; the large tensor takes several buffers."""
+    monkeypatch.setattr(spans, "IN_TURN", 1000)
+    monkeypatch.setattr(spans, "buffer_size", lambda total: 64 << 10)
+    tensors = {f"{k}.{scheme}": tensor("float32", (k, 3, 512)) for k in range(4) for scheme in SCHEMES}
+    tensors |= {"large.q4_k": tensor("float32", (300, 256)), "large.q8_0": tensor("float16", (3, 32_000))}
+    tensors |= {"bias": tensor("float32", (5,)), "ids": tensor("int64", (3,))}
+    quantize = {f"*.{scheme}": scheme for scheme in SCHEMES}
+    safeload.convert(tensors, tmp_path / f"source{suffix}", quantize=quantize, format=suffix[1:])
+    for options in ({"dtype": "bfloat16"}, {"dtype": "float32", "only": "*[024]*", "rename": [("q", "x")]}):
+        for name, more in ((".safetensors", {}), ("", {"max_shard_size": 30_000})):
+            one, other = both(tmp_path / f"source{suffix}", name, **options, **more)
+            assert one == other
 
 
 def test_other_formats(both, model, tmp_path):

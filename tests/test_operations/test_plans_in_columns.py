@@ -113,6 +113,17 @@ def test_names_in_their_given_order(both, file, folder, pair):
         both(source, names=names)
 
 
+@pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
+def test_blocks_are_dequantized(both, tmp_path, suffix):
+    tensors = {f"{k}.{scheme}": tensor("float32", (k, 512)) for k in range(5) for scheme in ("q4_0", "q6_k")}
+    quantize = {"*.q4_0": "q4_0", "*.q6_k": "q6_k"}
+    tensors |= {"large.q4_0": tensor("float16", (64, 512)), "bias": tensor("float16", (7,))}
+    safeload.convert(tensors, tmp_path / f"source{suffix}", quantize=quantize, format=suffix[1:])
+    for options in ({"dtype": "float16"}, {"dtype": "float64", "rename": [("q", "x")], "drop": "2*"}):
+        both(tmp_path / f"source{suffix}", **options)
+    both(tmp_path / f"source{suffix}", columns=False)  # blocks that stay as they are
+
+
 def test_no_tensor_and_only_empty_tensors(both, tmp_path):
     save_file({}, tmp_path / "none.safetensors")
     both(tmp_path / "none.safetensors", columns=False)  # a piece without sources

@@ -24,10 +24,10 @@ from ..run.memory import address_of, aligned_bytes
 from ..run.weight_file import WeightFile, is_remote
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
 
-# Bytes of an element by dtype number; 0 for elements that share bytes, and for blocks.
-_BYTES = np.zeros(256, np.int64)
-for _row in dtypes.TABLE:
-    _BYTES[_row.number] = 0 if _row.packed else _row.block_bytes
+# Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
+_BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
+for _row in dtypes.BY_NUMBER.values():
+    _BYTES[_row.number], _ELEMENTS[_row.number] = _row.block_bytes, _row.block
 
 
 class SpanColumns(NamedTuple):
@@ -56,12 +56,12 @@ class Spans:
     def lengths(self) -> Array:
         """Bytes of each result, int64."""
         _, _, sizes, sources, targets = self.columns
-        lengths: Array = sizes // np.maximum(_BYTES[sources], 1) * _BYTES[targets]
+        lengths: Array = sizes // _BYTES[sources] * _ELEMENTS[sources] // _ELEMENTS[targets] * _BYTES[targets]
         return lengths
 
     @classmethod
     def of(cls, tensors: Tensors, targets: Array | None = None) -> Spans:
-        """Return the spans of plain tensors; ``targets`` are dtype numbers, None to convert nothing."""
+        """Return the spans of `Tensors.whole`; ``targets`` are dtype numbers, None to convert nothing."""
         file, begins, sizes, numbers = tensors.ranges
         return cls(tensors.files, SpanColumns(file, begins, sizes, numbers, numbers if targets is None else targets))
 
@@ -91,10 +91,11 @@ class Spans:
         return spans.merged(np.flatnonzero(np.concatenate([[True], ~spans.follows()]))) if len(spans) else spans
 
     def divided(self, limit: int) -> Spans:
-        """Divide spans at whole elements so that no result has more than ``limit`` bytes."""
-        step = limit // np.maximum(_BYTES[self.columns.targets], 1)
-        items = np.maximum(_BYTES[self.columns.sources], 1)
-        step_bytes = step * items
+        """Divide spans at whole blocks so that no result has more than ``limit`` bytes."""
+        sources, targets = self.columns.sources, self.columns.targets
+        unit = np.lcm(_ELEMENTS[sources], _ELEMENTS[targets])
+        step = limit // (unit // _ELEMENTS[targets] * _BYTES[targets])
+        step_bytes = step * (unit // _ELEMENTS[sources] * _BYTES[sources])
         parts = -(-self.columns.sizes // step_bytes)
         if not len(self) or int(parts.max()) <= 1:
             return self

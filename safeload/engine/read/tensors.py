@@ -184,11 +184,15 @@ class Tensors(Sequence[FileTensor]):
 
     @property
     def plain(self) -> bool:
-        """True if all tensors of the files are C-contiguous, little-endian and not packed."""
+        """True if all tensors of the files are `whole`, and none is in blocks."""
+        return self.whole and not any(file.table.quantized for file in self.files)
+
+    @property
+    def whole(self) -> bool:
+        """True if each tensor of the files is a single C-contiguous, little-endian range of elements or blocks."""
         tables = [file.table for file in self.files]
         return not any(
-            table.shaped or table.quantized or table.numbers.translate(None, _PACKED) != table.numbers
-            for table in tables
+            table.shaped or table.scaled or table.numbers.translate(None, _PACKED) != table.numbers for table in tables
         )
 
     def without_packed(self) -> tuple[Tensors, Mapping[str, Packed]]:

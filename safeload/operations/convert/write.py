@@ -342,7 +342,7 @@ class Copies(NamedTuple):
 
 
 def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Copies | None:
-    """Return the conversion in columns, or None unless all tensors are plain and only copied or cast.
+    """Return the conversion in columns, or None unless all tensors are plain or in blocks, and only copied or cast.
 
     Raises:
         SafeloadError, ValueError: see `convert`.
@@ -352,7 +352,7 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
         return None
     if options.get("layout") is not None or options.get("adapters") is not None or is_restored(catalog, request):
         return None
-    tensors = catalog.plain()
+    tensors = catalog.plain(blocks=target is not None)
     if tensors is None:
         return None
     if target is not None and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
@@ -379,12 +379,12 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
 def planned_copies(
     catalog: Catalog, piece: ConversionPiece, casts: Mapping[str, str | None], threads: int | None
 ) -> Copies | None:
-    """Return the conversion of a piece in columns, or None unless all of its tensors are plain.
+    """Return the conversion of a piece in columns, or None unless all of its tensors are plain or dequantized blocks.
 
     Args:
         casts: see `casts_of`.
     """
-    tensors = catalog.plain(casts)
+    tensors = catalog.plain(casts, blocks=True)
     if tensors is None:
         return None
     numbers = tensors.ranges.numbers
@@ -396,7 +396,9 @@ def planned_copies(
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
         row, to = (dtypes.BY_NUMBER[number] for number in divmod(pair, 256))
-        if row is not to and not (row.floating and to.floating and row.converts_to(to)):
+        if row is to and not row.blocked:
+            continue
+        if not (row.floating or row.blocked) or not (to.floating and row.converts_to(to)):
             return None
     names = tensors.names if not piece.rename else [*renamed(tensors.names, piece.rename).values()]
     room = ROOM if piece.editable else 0

@@ -214,16 +214,19 @@ class Catalog:
         """Return name, file and index of the tensors stored in files."""
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
 
-    def plain(self, names: Collection[str] | None = None) -> Tensors | None:
+    def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
         """Return tensors if all tensors are plain tensors of checkpoints; else None.
 
         Args:
             names: of the tensors to return, distinct and in the catalog; None for all.
+            blocks: True to accept tensors in blocks of known types.
         """
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
         tables = [file.table for file in self.weight_files]
-        if tables and all(table.shaped or table.quantized for table in tables):
+        if tables and all(table.shaped or (table.scaled if blocks else table.quantized) for table in tables):
+            return None
+        if blocks and any(table.unknown for table in tables):
             return None
         with paused(len(self)):
             if len(self.checkpoints) == 1:
@@ -231,7 +234,7 @@ class Catalog:
             else:
                 where = {name: (file, number) for name, file, number in self.entries()}
                 tensors = Tensors.located(where, None if names is None else [*names])
-            return tensors if tensors.plain else None
+            return tensors if (tensors.whole if blocks else tensors.plain) else None
 
     def place(self, name: str) -> TensorPlace:
         """Return the place of a tensor."""

@@ -91,7 +91,7 @@ class RestructuredCatalog(Catalog):
     def entries(self) -> list[FileTensor]:
         return self._base.entries()
 
-    def plain(self, names: Collection[str] | None = None) -> Tensors | None:
+    def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
         return None
 
     def place(self, name: str) -> TensorPlace:
