@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from .base import log
 from .base.arrays import Array, TensorLike
+from .base.gc_pause import paused
 from .base.listing import TensorInfos, as_html
 from .base.packing import CONFIG_KEY
 from .base.packing import Part as StoredPart
@@ -83,14 +84,16 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._searched = False  # for a quantization in the config, in the files and beside the files
         if kind == SAFETENSORS and not stored:
             if where is not None or KEY in metadata:
-                where = unpack_all(files, where)
+                with paused(sum(file.table.count for file in files)):
+                    where = unpack_all(files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         if not stored and kind in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files):
             from .packed import families_to_tables  # only here: most checkpoints do not need it
 
-            logical = families_to_tables.make_logical(
-                files, where, quantization_of(config), title=title, complete=complete, in_gguf=kind == GGUF
-            )
+            with paused(sum(file.table.count for file in files)):
+                logical = families_to_tables.make_logical(
+                    files, where, quantization_of(config), title=title, complete=complete, in_gguf=kind == GGUF
+                )
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
             self._searched = True
         self.path = title

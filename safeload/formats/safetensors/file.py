@@ -14,6 +14,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
+from ...base.gc_pause import paused
 from ...base.native import (
     LOADED_COLUMNS,
     LONE_NAME,
@@ -409,7 +410,8 @@ class FileWriter:
     def write_to(self, file: AtomicFile) -> None:
         """Write all bytes into a file under construction."""
         waiting: list[tuple[int, int]] = []
-        with closing(self.pieces()) as pieces:
+        tensors = len(self._sources)
+        with paused(tensors if self.size <= _TINY * tensors else 0), closing(self.pieces()) as pieces:
             for _owner, address, size, streamed in pieces:
                 waiting.append((address, size))
                 if streamed:
