@@ -124,7 +124,7 @@ def test_tensors_in_any_order_and_across_buffers(both, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
 def test_blocks_are_dequantized(both, tmp_path, monkeypatch, suffix):
-    """Of types with 32 and 256 elements in a block; the large tensor takes several buffers."""
+    """And those that stay as they are. Blocks have 32 or 256 elements; a large tensor takes several buffers."""
     monkeypatch.setattr(spans, "IN_TURN", 1000)
     monkeypatch.setattr(spans, "buffer_size", lambda total: 64 << 10)
     tensors = {f"{k}.{scheme}": tensor("float32", (k, 3, 512)) for k in range(4) for scheme in SCHEMES}
@@ -132,7 +132,7 @@ def test_blocks_are_dequantized(both, tmp_path, monkeypatch, suffix):
     tensors |= {"bias": tensor("float32", (5,)), "ids": tensor("int64", (3,))}
     quantize = {f"*.{scheme}": scheme for scheme in SCHEMES}
     safeload.convert(tensors, tmp_path / f"source{suffix}", quantize=quantize, format=suffix[1:])
-    for options in ({"dtype": "bfloat16"}, {"dtype": "float32", "only": "*[024]*", "rename": [("q", "x")]}):
+    for options in ({}, {"dtype": "bfloat16"}, {"dtype": "float32", "only": "*[024]*", "rename": [("q", "x")]}):
         for name, more in ((".safetensors", {}), ("", {"max_shard_size": 30_000})):
             one, other = both(tmp_path / f"source{suffix}", name, **options, **more)
             assert one == other

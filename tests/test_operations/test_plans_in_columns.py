@@ -18,7 +18,7 @@ from builders.random import rng
 
 import safeload
 from safeload.numpy import save_file
-from safeload.operations.convert import planning, run_plan
+from safeload.operations.convert import make, planning, run_plan
 
 pytestmark = pytest.mark.no_core
 
@@ -68,9 +68,10 @@ def both(tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 if way == "tensors":
                     patch.setattr(planning, "copies_of", lambda *_: None)
+                    patch.setattr(make, "copies_as_decided", lambda *_: None)
                     patch.setattr(run_plan, "planned_copies", lambda *_: None)
                 elif columns:
-                    patch.setattr(planning, "prepare", None)
+                    patch.setattr(*((make.Maker, "outputs") if "quantize" in options else (planning, "prepare")), None)
                     patch.setattr(run_plan, "Maker", None)
                 plan = safeload.plan_convert(source, place, max_shard_size=max_shard_size, **options)
                 plan = json.loads(json.dumps(plan))
@@ -121,7 +122,20 @@ def test_blocks_are_dequantized(both, tmp_path, suffix):
     safeload.convert(tensors, tmp_path / f"source{suffix}", quantize=quantize, format=suffix[1:])
     for options in ({"dtype": "float16"}, {"dtype": "float64", "rename": [("q", "x")], "drop": "2*"}):
         both(tmp_path / f"source{suffix}", **options)
-    both(tmp_path / f"source{suffix}", columns=False)  # blocks that stay as they are
+    both(tmp_path / f"source{suffix}")  # blocks that stay as they are
+
+
+@pytest.mark.parametrize("quantize", ["q4_0", "q4_k", {"*1*": "q8_0", "*2*": "q6_k", "x.*": "iq4_nl"}], ids=str)
+def test_tensors_are_quantized_to_blocks(both, file, tmp_path, quantize):
+    """Beside integers, other kept tensors, and blocks of the same type."""
+    tensors = {f"x.{k}": tensor("float32", (2, 32 * k)) for k in range(1, 20)}
+    tensors |= {"x.large": tensor("float16", (3, 16, 512)), "norm.weight": tensor("float32", (64,))}
+    blocks = {f"already.{k}.weight": tensor("float32", (k, 256)) for k in range(1, 9)}
+    save_file(tensors, tmp_path / "tensors.safetensors")
+    safeload.convert(blocks, tmp_path / "blocks.gguf", quantize="q4_0")
+    sources = [file, tmp_path / "tensors.safetensors", *([tmp_path / "blocks.gguf"] if quantize == "q4_0" else [])]
+    both(sources, quantize=quantize)
+    both(sources, quantize=quantize, dtype="bfloat16", rename=[("^x", "z")], keep="x.1*", drop="*3*")
 
 
 def test_no_tensor_and_only_empty_tensors(both, tmp_path):

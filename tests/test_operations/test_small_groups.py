@@ -1,4 +1,4 @@
-"""Small tensors are quantized in groups; files and errors are those of tensor by tensor."""
+"""Small tensors are quantized in groups or columns; files and errors are those of tensor by tensor."""
 
 import numpy as np
 import pytest
@@ -38,15 +38,17 @@ def test_files_and_errors_are_those_of_tensor_by_tensor(tmp_path, monkeypatch, s
     outcomes = []
     for small in (make._SMALL, -1):
         monkeypatch.setattr(make, "_SMALL", small)
+        if small < 0:
+            monkeypatch.setattr(make, "copies_as_decided", lambda *_: None)
         out = tmp_path / f"out.{suffix}"
         outcomes.append(outcome(tmp_path / "x.safetensors", out, quantize=quantize, raw=suffix == "gguf"))
         out.unlink(missing_ok=True)
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("scheme", ["int8", "q8_0"])
-def test_a_group_takes_fewer_steps(tmp_path, monkeypatch, scheme):
-    path, out = tmp_path / "x.safetensors", tmp_path / "out.safetensors"
+@pytest.mark.parametrize(("scheme", "suffix"), [("int8", "safetensors"), ("q8_0", "gguf")])
+def test_a_group_takes_fewer_steps(tmp_path, monkeypatch, scheme, suffix):
+    path, out = tmp_path / "x.safetensors", tmp_path / f"out.{suffix}"
     save_file({f"x{k}.weight": np.ones((4, 32), np.float32) for k in range(600)}, path)
     steps = []
     for small in (make._SMALL, -1):

@@ -16,6 +16,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.cached import cached_property
+from ...base.scheme import SCHEMES
 from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
@@ -26,7 +27,8 @@ from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
 
 # Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
 _BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
-for _row in dtypes.BY_NUMBER.values():
+_QUANTIZING = (dtypes.of_number(number) for scheme in SCHEMES.values() for number in scheme.roundings.values())
+for _row in (*dtypes.BY_NUMBER.values(), *_QUANTIZING):
     _BYTES[_row.number], _ELEMENTS[_row.number] = _row.block_bytes, _row.block
 
 

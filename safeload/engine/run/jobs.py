@@ -315,7 +315,7 @@ def move(
         memory: addresses to read to.
         sizes: bytes in the files.
         sources: dtype numbers of the elements.
-        targets: dtype numbers of the results; no block types.
+        targets: dtype numbers of the results. The error of a value that cannot be quantized names no tensor.
         check: called after each time slice.
 
     Raises:

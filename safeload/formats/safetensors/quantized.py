@@ -51,16 +51,29 @@ def pack(
     if metadata is not None:
         check_mapping(metadata, "metadata", "str to str")
     packed, described, config = packed_in(tensors, in_folder=in_folder)
-    if packed is tensors and (metadata is None or {KEY, CONFIG_KEY}.isdisjoint(metadata)):
-        return tensors, metadata
-    texts = {key: value for key, value in (metadata or {}).items() if key not in (KEY, CONFIG_KEY)}
+    texts = texts_with(metadata, described, config)
+    return packed, texts if packed is tensors else texts or None
+
+
+def texts_with(
+    metadata: Mapping[str, str] | None, described: Mapping[str, Any], config: str | None = None
+) -> Mapping[str, str] | None:
+    """Return metadata with the description of a file's quantized tensors instead of another file's.
+
+    Args:
+        described: by the names of quantized tensors.
+        config: quantization of packed tensors; None if there are none.
+    """
+    texts = metadata
+    if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):
+        texts = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
     if not described:
-        return packed, texts if packed is tensors else texts or None
+        return texts
     import json  # would add a millisecond to every import
 
-    if config is not None:  # written even if empty, because the file may be moved beside another config.json
-        texts[CONFIG_KEY] = config or "{}"
-    return packed, {**texts, KEY: json.dumps(described, sort_keys=True)}
+    # The config is written even if empty, because the file may be moved beside another config.json.
+    configs = {} if config is None else {CONFIG_KEY: config or "{}"}
+    return {**(texts or {}), **configs, KEY: json.dumps(described, sort_keys=True)}
 
 
 class PackedTensors(NamedTuple):

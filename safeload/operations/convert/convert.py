@@ -29,10 +29,11 @@ from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
 from . import run_plan
+from .copies import copies_of
 from .make import prepare
 from .planning import planned
 from .request import ConvertOptions, open_sources, request_of
-from .write import Conversion, ConvertReport, copies_of, write
+from .write import Conversion, ConvertReport, write
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify

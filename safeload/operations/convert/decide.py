@@ -15,7 +15,7 @@ from ..._version import __version__
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.preset import PRESETS
-from ...base.scheme import SCHEMES
+from ...base.scheme import INT8, SCHEMES
 from ...base.text import show
 from ...errors import FormatError
 from ...formats.registry import SAFETENSORS
@@ -137,6 +137,15 @@ class Decider:
         heads = {head: self._catalog.about(embedding) for head, embedding in self._heads.items()}
         tensors = described({**self.descriptions, **{head: heads[head] for head in heads if head in self._quantized}})
         return Summary(before, nbytes, self._quantized, self._kept, tensors)
+
+    def planned_summary(self, nbytes: int, decisions: Mapping[str, Decision]) -> PlannedSummary | None:
+        """Return the part of the summary that is not in pieces with these decisions."""
+        summary = self.summary(nbytes)
+        if summary is None:
+            return None
+        in_pieces = {name for name, decision in decisions.items() if decision.kept is not None}
+        kept = {name: reason for name, reason in summary.kept.items() if name not in in_pieces}
+        return PlannedSummary(before=summary.bytes_before, kept=kept)
 
     def of_tensors(self) -> dict[str, Decision]:
         """Decide about tensors under their own names, and about tied heads.
@@ -318,15 +327,23 @@ def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> tuple
     )
 
 
-def casts_of(piece: ConversionPiece) -> dict[str, str | None] | None:
-    """Return the dtype code of each tensor, or None unless all tensors of a piece are only copied or cast."""
+def target_of(code: str | None, scheme: str | None) -> int | None:
+    """Return the dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
+    if scheme is None:
+        return AS_STORED if code is None else row_of(code).number
+    return SCHEMES[scheme].target(None) if scheme in SCHEMES and scheme != INT8 else None
+
+
+def casts_of(piece: ConversionPiece) -> dict[str, int] | None:
+    """Return the `target_of` each tensor, or None unless all tensors of a piece have one."""
     if piece.adapters or piece.recipes:
         return None
-    casts: dict[str, str | None] = {}
+    casts: dict[str, int] = {}
     for run in piece.tensors:
-        if run.stack is not None or run.scheme is not None or run.of is not None or run.partners:
+        target = target_of(run.dtype, run.scheme)
+        if run.stack is not None or target is None or run.of is not None or run.partners:
             return None
-        of_run: dict[str, str | None] = dict.fromkeys(run.names, run.dtype)
+        of_run = dict.fromkeys(run.names, target)
         if casts:
             casts.update(of_run)
         else:

@@ -52,6 +52,7 @@ from ..sources.description import TensorDescription
 from ..sources.piece_files import PieceSource, Sources
 from ..sources.recipes import TensorRecipe
 from ..sources.restructured import RestructuredCatalog
+from .copies import Copies, copies_as_decided, may_be_code
 from .decide import Decider, Decision, PlannedSummary, TensorRun, runs_of
 from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
 from .small_groups import SmallGroups, SmallTensor
@@ -60,7 +61,6 @@ from .small_groups import SmallGroups, SmallTensor
 _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
 # Dtypes of the weights of a model of llama.cpp.
 _LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
-_WIDEST_CODES = 4  # bytes of the integers that GPTQ and AWQ pack codes into
 _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 _KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
 
@@ -118,12 +118,7 @@ class Outputs(NamedTuple):
 
     @property
     def planned_summary(self) -> PlannedSummary | None:
-        summary = self.summary
-        if summary is None:
-            return None
-        in_pieces = {name for name, decision in self.decisions.items() if decision.kept is not None}
-        kept = {name: reason for name, reason in summary.kept.items() if name not in in_pieces}
-        return PlannedSummary(before=summary.bytes_before, kept=kept)
+        return self.decider.planned_summary(self.nbytes, self.decisions)
 
     @property
     def runs(self) -> tuple[TensorRun, ...]:
@@ -184,13 +179,9 @@ class Outputs(NamedTuple):
         return os.path.getsize(path)
 
 
-def may_be_code(dtype: np.dtype[Any]) -> bool:
-    """Return True if elements of this dtype can be codes described by a ``config.json``."""
-    integer = dtype.kind in "iu" and dtype.itemsize <= _WIDEST_CODES
-    return integer or (dtype.itemsize == 1 and dtype.kind != "b")
-
-
-def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None) -> Outputs:
+def prepare(
+    stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None
+) -> Outputs | Copies:
     """Merge adapters, decide about every tensor, and name the outputs.
 
     Args:
@@ -274,7 +265,7 @@ def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix |
     return rules
 
 
-def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Outputs:
+def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Outputs | Copies:
     options, format, layout = request.options, request.format, request.options.get("layout")
     path = options.get("imatrix")
     matrix = None if path is None else read_importance(path)
@@ -289,10 +280,11 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     if options.get("adapters") is not None and not converts and layout is None:
         for source in {source for decision in decisions.values() for source in decision.sources}:
             catalog.check_kept(source)
+    copies = None if matrix is not None else copies_as_decided(catalog, request, decider, decisions, threads)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=decider.descriptions, matrix=matrix)
-    outputs = maker.outputs()
+    outputs = maker.outputs() if copies is None else {}
     rename = options.get("rename")
-    names = {name: name for name in outputs} if rename is None else renamed(outputs, rename)
+    names = {name: name for name in decisions} if rename is None else renamed(decisions, rename)
     for name, output in outputs.items() if rename is not None else ():
         _check_rename(name, names[name], output)
     if decider.restored and not (isinstance(rules, EngineRules) and rules.stacks_experts):
@@ -306,6 +298,8 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
             requested,
             SCHEMES[requested].block,
         )
+    if copies is not None:
+        return copies._replace(names=[*names.values()])
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = metadata_for(catalog, request)
     if format == "gguf" and rename is not None:

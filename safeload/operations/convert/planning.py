@@ -28,11 +28,12 @@ from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import decode, encode
 from ..sources.piece_files import FileVersion, Sources, path_in_plan
 from ..sources.plan import Plan
+from .copies import Copies, copies_of
 from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, TensorRun
 from .make import prepare
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
 from .run_plan import ONCE, versions_of
-from .write import Copies, PlannedConversion, config_without_codes, copies_of
+from .write import PlannedConversion, config_without_codes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

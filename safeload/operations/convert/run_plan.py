@@ -37,9 +37,10 @@ from ..sources.codec import decode, encode
 from ..sources.executors import Executor
 from ..sources.piece_files import config_from, location_of, opened, version_of
 from ..sources.plan import INVALID_PLAN, check_version, decode_piece
+from .copies import planned_copies
 from .decide import ConversionPiece, ConversionPlan, ShardResult, casts_of, decisions_of, row_of
 from .make import Maker
-from .write import ConvertReport, planned_copies
+from .write import ConvertReport
 
 # Options that change tensors of a folder again if they are applied to their own result.
 ONCE = {"adapters", "rename"}

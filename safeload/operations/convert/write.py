@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from ...base import dtypes, log
-from ...base.arrays import Array
 from ...base.gc_pause import paused
 from ...base.results import Row, as_html
-from ...base.selecting import renamed
 from ...base.text import plural, printable, show, size
-from ...engine.ahead.spans import Spans
-from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.progress import Progress, reporter
 from ...errors import FormatError
 from ...formats.folder import CONFIG, SINGLE
-from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS
-from ...formats.safetensors.header import ROOM, Header
-from ...formats.safetensors.quantized import pack
 from ...packed.quantization import is_own, without_quantization
 from ...stores.files import Location
 from ..folders import journal, unfinished
 from ..folders.destinations import file_in_store, replacement_of
 from ..folders.folder import Folder, LocalFolder
-from ..folders.shards import Beside, ShardWriter, config_with, extras_of, shard_bounds, warn_of_schemes, write_shards
+from ..folders.shards import Beside, ShardWriter, config_with, extras_of, warn_of_schemes, write_shards
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_rules import EngineRules
 from ..sources.catalog import Catalog
 from ..sources.piece_files import PieceSource, Sources
 from ..sources.recipes import TensorRecipe
-from .decide import AS_STORED, ConversionPiece, PlannedSummary, TensorRun, row_of, runs_of_casts
-from .make import may_be_code
-from .request import ConvertRequest, extras_for, is_restored, metadata_for
+from .decide import PlannedSummary, TensorRun
+from .request import ConvertRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -265,181 +254,6 @@ def _warn_of_older_files(conversion: Conversion, folder: Folder) -> None:
             folder.location.shown,
             " and ".join(map(show, older)),
         )
-
-
-# ---- tensors that are only copied or cast ----
-
-
-class Copies(NamedTuple):
-    """A conversion that only copies and casts, in columns instead of an object per tensor."""
-
-    catalog: Catalog
-    names: Sequence[str]  # in the result
-    reads: Sequence[str]  # names in the source
-    shapes: Sequence[tuple[int, ...]]
-    spans: Spans
-    texts: Mapping[str, str] | None  # metadata of the result
-    threads: int | None
-    config: dict[str, Any] | None = None
-    extras: Mapping[str, Location] = {}
-    room: int = ROOM  # spaces after headers
-    summary: None = None
-    planned_summary: None = None
-    engine_rules: None = None
-    parameters: None = None
-    restored: bool = False
-    schemes: tuple[str, ...] = ()
-
-    @property
-    def tensor_count(self) -> int:
-        return len(self.names)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.spans.lengths.sum())
-
-    @property
-    def files(self) -> Mapping[str, Location]:
-        return self.extras
-
-    @property
-    def runs(self) -> tuple[TensorRun, ...]:
-        return runs_of_casts(self.reads, self.spans.columns.sources, self.spans.targets)
-
-    @property
-    def recipes(self) -> dict[str, TensorRecipe]:
-        return {}
-
-    @property
-    def may_hold_codes(self) -> bool:
-        return any(map(may_be_code, map(dtypes.array_dtype, {*self.spans.targets.tobytes()})))
-
-    def divided(self, limit: int) -> dict[str, Copies]:
-        return {file: self._slice(rows) for file, rows in shard_bounds(self.spans.lengths, limit).items()}
-
-    def _slice(self, rows: slice) -> Copies:
-        return self._replace(
-            names=self.names[rows], reads=self.reads[rows], shapes=self.shapes[rows], spans=self.spans.pick(rows)
-        )
-
-    def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
-        return sources.of_columns(self.spans.files, self.spans.columns.file)
-
-    def weight_map(self, shards: Mapping[str, Copies]) -> dict[str, str]:
-        files: dict[str, str] = {}
-        for file, shard in shards.items():
-            files.update(dict.fromkeys(shard.names, file))
-        return files
-
-    def writer(self, written: Callable[[int], object]) -> CopyWriter:
-        return CopyWriter(self, written)
-
-    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
-        writer = CopyWriter(self, written)
-        with AtomicFile(path, writer.size, overwrite=overwrite) as file:
-            writer.write_to(file)
-        return writer.size
-
-
-def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Copies | None:
-    """Return the conversion in columns, or None unless all tensors are plain or in blocks, and only copied or cast.
-
-    Raises:
-        SafeloadError, ValueError: see `convert`.
-    """
-    options, target = request.options, request.target
-    if request.format != SAFETENSORS or options.get("quantize") is not None:
-        return None
-    if options.get("layout") is not None or options.get("adapters") is not None or is_restored(catalog, request):
-        return None
-    tensors = catalog.plain(blocks=target is not None)
-    if tensors is None:
-        return None
-    if target is not None and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
-        return None
-    if not request.every_tensor:
-        tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
-    targets = _targets(tensors.ranges.numbers, target)
-    if targets is None:
-        return None
-    rename, metadata = options.get("rename"), metadata_for(catalog, request)
-    return Copies(
-        catalog,
-        tensors.names if rename is None else [*renamed(tensors.names, rename).values()],
-        tensors.names,
-        tensors.shapes,
-        Spans.of(tensors, targets),
-        as_texts(metadata) or None,
-        threads,
-        None if request.folder is None else config_with(catalog.config, target),
-        extras_for(catalog, request),
-    )
-
-
-def planned_copies(
-    catalog: Catalog, piece: ConversionPiece, casts: Mapping[str, str | None], threads: int | None
-) -> Copies | None:
-    """Return the conversion of a piece in columns, or None unless all of its tensors are plain or dequantized blocks.
-
-    Args:
-        casts: see `casts_of`.
-    """
-    tensors = catalog.plain(casts, blocks=True)
-    if tensors is None:
-        return None
-    numbers = tensors.ranges.numbers
-    codes = {code: AS_STORED if code is None else row_of(code).number for code in set(casts.values())}
-    if len(codes) == 1:
-        targets = np.full(len(casts), next(iter(codes.values())), np.int16)
-    else:
-        targets = np.fromiter(map(codes.__getitem__, casts.values()), np.int16, len(casts))
-    targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
-    for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
-        row, to = (dtypes.BY_NUMBER[number] for number in divmod(pair, 256))
-        if row is to and not row.blocked:
-            continue
-        if not (row.floating or row.blocked) or not (to.floating and row.converts_to(to)):
-            return None
-    names = tensors.names if not piece.rename else [*renamed(tensors.names, piece.rename).values()]
-    room = ROOM if piece.editable else 0
-    spans = Spans.of(tensors, targets)
-    return Copies(catalog, names, tensors.names, tensors.shapes, spans, piece.metadata, threads, room=room)
-
-
-def _targets(numbers: Array, target: dtypes.Dtype | None) -> Array | None:
-    """Return the dtype numbers of the results, or None if a conversion is not supported."""
-    if target is None:
-        return numbers
-    targets = np.arange(256, dtype=np.uint8)
-    for number in set(numbers.tolist()):
-        row = dtypes.BY_NUMBER[number]
-        if not row.converts_to(row.loaded_as(target)):
-            return None
-        targets[number] = row.loaded_as(target).number
-    return targets[numbers]
-
-
-class CopyWriter:
-    """The writer of a file of copies."""
-
-    def __init__(self, copies: Copies, written: Callable[[int], object]) -> None:
-        numbers = copies.spans.targets.tobytes()
-        texts = None if copies.texts is None else pack({}, copies.texts)[1]  # without those of quantized tensors
-        self._header = Header(copies.names, numbers, copies.shapes, texts, room=copies.room)
-        self._spans = copies.spans.pick(self._header.order)
-        self._threads = copies.threads
-        self._written = written
-        self.size: int = self._header.nbytes + copies.nbytes
-
-    def write_to(self, file: AtomicFile) -> None:
-        header = [(self._header.address, self._header.nbytes)]
-        with closing(self._spans.read(self._threads)) as chunks:
-            for chunk in chunks:  # the first chunk goes out together with the header
-                file.write([*header, chunk])
-                header = []
-                self._written(chunk[1])
-        if header:
-            file.write(header)
 
 
 # ---- a config.json in the destination when the source has none ----
