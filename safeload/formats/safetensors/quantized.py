@@ -253,7 +253,8 @@ def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int 
 
 
 def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], name: str, path: str) -> None:
-    row, shape = dtypes.BY_NAME[expected[0].name], expected[1]
+    row, shape = dtypes.row_of(expected[0]), expected[1]
+    assert row is not None
     if (stored.row, stored.shape) != (row, shape):
         text = (
             f"is {stored.row.code} {show(list(stored.shape))}, but its description needs {row.code} "
