@@ -776,7 +776,7 @@ def signed_list(data):
             if is_manifest(data[:64]):
                 files = files_of_manifest(document, "list") or {}
             else:
-                statement = signature_statement(data, "list") if "dsseEnvelope" in document else document
+                statement = signature_statement(document, "list") if "dsseEnvelope" in document else document
                 files = files_of_statement(statement, "list").files
     except SafeloadError as error:
         check_refusal(error)

@@ -170,7 +170,7 @@ BAD_BUNDLES = {
 def test_malformed_bundles_are_refused(case):
     content, message = BAD_BUNDLES[case]
     with pytest.raises(VerificationError, match=message):
-        _statement(content, "model.sig")
+        _statement(parse_json(content, "the signature", "model.sig"), "model.sig")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_malformed_bundles_are_refused(case):
 )
 def test_what_is_no_json_is_refused(content):
     with pytest.raises((VerificationError, FormatError)):
-        _statement(content, "model.sig")
+        _statement(parse_json(content, "the signature", "model.sig"), "model.sig")
 
 
 # ---- manifests of ours ----

@@ -283,8 +283,11 @@ class CopyWriter:
             return
         except RangeError as error:  # of a range of several tensors
             refused = error
-        self._quantize_alone()
-        raise refused
+        try:
+            self._quantize_alone()
+            raise refused
+        finally:
+            del refused  # it refers to this frame
 
     def _quantize_alone(self) -> None:
         """Quantize the tensors one by one, in the order of the file, to get the error of the first.
