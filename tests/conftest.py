@@ -1,11 +1,15 @@
 """Fixtures of all tests, and what a parametrized case is called."""
 
 import gc
+import itertools
 import os
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -95,6 +99,43 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> Iterator[None]:
     with seeded(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}"):
         return (yield)
+
+
+# Deleting a file slows down the creation of others: ext4 passes over the inodes of all that were deleted in the last
+# seconds. So folders of passed tests stay to the end, but without large files, of which a run makes gigabytes.
+FOLDERS, FAILED = pytest.StashKey[list[Path]](), pytest.StashKey[bool]()
+LARGE = 100_000
+numbers = itertools.count()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except BaseException:
+        item.stash[FAILED] = True
+        raise
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of the test's own, which stays if the test fails."""
+    path = tmp_path_factory.getbasetemp() / f"{re.sub(r'[^0-9A-Za-z]', '_', request.node.name)[:30]}{next(numbers)}"
+    path.mkdir(mode=0o700)
+    yield path
+    if FAILED in request.node.stash:
+        return
+    request.session.stash.setdefault(FOLDERS, []).append(path)
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with suppress(OSError):
+                if os.lstat(os.path.join(folder, file)).st_size > LARGE:
+                    os.remove(os.path.join(folder, file))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for folder in session.stash.get(FOLDERS, ()):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
