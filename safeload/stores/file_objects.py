@@ -168,7 +168,7 @@ class _FileObject:
         """
         latest = self._latest()
         if latest is not None and not latest.closed:
-            return latest.use(of_descriptor, self.name)  # type: ignore[no-any-return]
+            return latest.use(of_descriptor, self.name)
         if getattr(self.file, "closed", False) is True:
             raise ValueError(f"{self.name}: the file object is closed")
         if type(self.file) is io.BytesIO:

@@ -12,12 +12,14 @@ import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from ..base.native import Error, check, ffi, lib, mapped_buffer, pointer, short
 from ..base.paths import PathLike, absolute, native_path
 from ..errors import FormatError
 from .store import ByteStore, Memory
+
+_T = TypeVar("_T")
 
 
 def identity_of(status: os.stat_result) -> Identity:
@@ -362,7 +364,7 @@ class LocalStore:
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
-    def use(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def use(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call a function with the C core's handle, which is valid until it returns, and further arguments.
 
         Raises:

@@ -312,7 +312,7 @@ def hole_begin(file: WeightFile) -> int:
     store = file.store
     if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
         return file.size
-    return store.use(_hole_begin, file.size)  # type: ignore[no-any-return]
+    return store.use(_hole_begin, file.size)
 
 
 def _hole_begin(descriptor: int, size: int) -> int:

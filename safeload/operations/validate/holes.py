@@ -291,7 +291,7 @@ def _holes_of(file: WeightFile) -> list[tuple[int, int]]:
     store = file.store
     if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_HOLE") or file.size < _LONG:
         return []
-    return store.use(_long_holes, file.size)  # type: ignore[no-any-return]
+    return store.use(_long_holes, file.size)
 
 
 def _long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
