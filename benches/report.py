@@ -5,7 +5,8 @@
     python benches/report.py --only-write           # run nothing, write the pages from benches/results/
 
 Each bench file runs in a process of its own, so no bench inherits another's memory or imports. Every result goes to
-benches/results/; the pages show a selection. A missed target does not fail the run, a wrong result does.
+benches/results/; the pages show a selection. A missed target does not fail the run. A wrong result does, after all
+files have run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -30,6 +32,7 @@ PLOTS = HERE / "plots"
 PAGE = ROOT / "BENCHMARKS.md"
 README = ROOT / "README.md"
 CHART = ROOT / "docs" / "pictures"
+SKIPPED = 5  # pytest's exit status if a whole file is skipped, as bench_devices without a GPU
 
 BENCHES = (
     "bench_open", "bench_small", "bench_load", "bench_cold", "bench_streamer", "bench_convert", "bench_quantize",
@@ -195,15 +198,21 @@ depend on, and why targets are missed.
 # ---- results ----
 
 
-def run(names: list[str]) -> None:
-    """Run bench files, one process each, and store their results."""
+def run(names: list[str]) -> list[str]:
+    """Run bench files, one process each, and store their results. Return those that failed, whose old results stay."""
+    failed = []
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "results.json"
             command = [sys.executable, "-m", "pytest", f"{name}.py", "--benchmark-enable", "-q", "-rs"]
-            subprocess.run([*command, "--results", str(path)], cwd=HERE, check=True)
-            if path.exists():
+            begin = time.monotonic()
+            status = subprocess.run([*command, "--results", str(path)], cwd=HERE, check=False).returncode
+            print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+            if status not in (0, SKIPPED):
+                failed.append(name)
+            elif path.exists():
                 store(name, json.loads(path.read_text()))
+    return failed
 
 
 def store(name: str, measured: dict[str, Any]) -> None:
@@ -433,9 +442,10 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := sorted(set(options.benches) - set(BENCHES)):
         parser.error(f"unknown bench {unknown[0]}; expected one of {', '.join(BENCHES)}")
-    if not options.only_write:
-        run(options.benches or list(BENCHES))
+    failed = [] if options.only_write else run(options.benches or list(BENCHES))
     write()
+    if failed:
+        sys.exit(f"failed, so their old results stay: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
