@@ -60,3 +60,26 @@ def test_load_small_tensors(count: int, rounds: int, table, report) -> None:
     job = f"load {count} small tensor{'s' if count > 1 else ''} into JAX"
     row = table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=1)
     report(sides["ours"], [row], rounds=3)
+
+
+def test_one_small_tensor_in_memory(table, report) -> None:
+    content = files.make("jax-small-1", files.small(1)).read_bytes()
+    sides = {"ours": lambda: ours.load(content), PEER: lambda: upstream.load(content)}
+    samples = race(sides, 400, check=_same, number=10)
+    row = table.add(
+        "load(bytes), 1 small tensor into JAX", "safetensors.flax", Comparison(*samples.values()), target=0.9
+    )
+    report(sides["ours"], [row], rounds=3)
+
+
+def test_save_of_a_small_tensor(table, report) -> None:
+    tensors = ours.load(files.make("jax-small-1", files.small(1)).read_bytes())
+    sides = {"ours": lambda: ours.save(tensors), PEER: lambda: upstream.save({**tensors})}  # it changes its argument
+
+    def check(mine: bytes, theirs: bytes) -> None:
+        assert mine == theirs
+
+    samples = race(sides, 400, check=check, number=10)
+    compared = Comparison(samples["ours"], samples[PEER])
+    row = table.add("save, 1 small tensor of JAX", "safetensors.flax.save", compared, target=1)
+    report(sides["ours"], [row], rounds=3)

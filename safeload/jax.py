@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .base.arrays import Array as NumpyArray
+from .base.arrays import as_array
 from .base.paths import PathLike
 from .base.selecting import Patterns
 from .compat.names import imported
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 
+# The function that loads folders, for errors.
+_FOLDERS = "safeload.jax.load_checkpoint"
 # A name of safetensors.flax that needs JAX.
 _LATER = {"Array": ("frameworks.jax_arrays", "Array")}
 
@@ -86,7 +89,14 @@ def load_file(
         check_backend(backend)
         check_threads(threads)
         target = parse_target(dtype)
-        file = safetensors.open_file(filename, folders="safeload.jax.load_checkpoint")
+        everything = names is None and target is None and threads is None and progress is None
+        if everything and sharding is None and backend in ("mmap", "pread"):
+            opened = safetensors.load_or_open(filename, backend, _FOLDERS)
+            if isinstance(opened, safetensors.Resident):
+                return jax_loading.copied(opened.arrays)
+            file = opened
+        else:
+            file = safetensors.open_file(filename, folders=_FOLDERS)
         try:
             tensors = Tensors.in_file(file, names)
             if target is not None:
@@ -130,11 +140,11 @@ def load(data: Any) -> dict[str, Array]:
         (128,)
     """
     try:
-        from .frameworks import jax_loading
+        from .frameworks.jax_loading import copied
 
         if isinstance(data, (str, os.PathLike)):
             raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
-        return jax_loading.copied(safetensors.parse(data, copy=False)[0])
+        return copied(safetensors.parse(data, copy=False)[0])
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -264,9 +274,9 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
         Array(4., dtype=float32)
     """
     try:
-        from .frameworks import jax_arrays
+        from .frameworks.jax_arrays import to_write
 
-        return safetensors.writer(jax_arrays.to_write(tensors), metadata).to_bytes()
+        return safetensors.writer(to_write(tensors), metadata).to_bytes()
     except SafeloadError as error:
         cut_traceback(error)
         raise
@@ -316,7 +326,7 @@ def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:
     """Return JAX arrays that share no memory with NumPy arrays."""
     from .frameworks import jax_loading
 
-    return jax_loading.copied(numpy_dict)
+    return jax_loading.copied({name: as_array(value, name) for name, value in numpy_dict.items()})
 
 
 def _jnp2np(jnp_dict: Mapping[str, Any]) -> dict[str, NumpyArray]:

@@ -31,6 +31,8 @@ Place: TypeAlias = jax.sharding.Sharding | Any
 
 # Below this size `jnp.array` is faster than a transfer.
 _COPIED_BELOW = 64 << 10
+# Values of JAX's transfer guard with which `jnp.array` may copy from the host.
+_UNGUARDED = (None, "allow")
 # On a CPU, XLA aliases host memory with this alignment.
 _ALIGNMENT = 64
 
@@ -176,17 +178,34 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
         place: a sharding with one device, a device, or None.
         borrowed: the memory may change later.
     """
+    small = [k for k, array in enumerate(arrays) if array.nbytes < _COPIED_BELOW] if place is None else []
+    if len(small) == len(arrays):
+        return _copies(arrays)
+    copies = dict(zip(small, _copies([arrays[k] for k in small]), strict=True))
+    large = [k for k in range(len(arrays)) if k not in copies]
     with jax.ensure_compile_time_eval():  # arrays have values even inside a traced function
-        results, large = _put(arrays, place)
-        if not large or next(iter(results[large[0]].devices())).platform != "cpu":
-            return results
-        for k in large:
-            array = arrays[k]
-            if not array.nbytes or not (borrowed or array.nbytes < POOLED_BELOW):
-                continue
-            if results[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
-                results[k] = jax.device_put(array.copy(), place)
-    return results
+        copies.update(zip(large, jax.device_put([arrays[k] for k in large], place), strict=True))
+        if next(iter(copies[large[0]].devices())).platform == "cpu":
+            for k in large:
+                array = arrays[k]
+                if not array.nbytes or not (borrowed or array.nbytes < POOLED_BELOW):
+                    continue
+                if copies[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
+                    copies[k] = jax.device_put(array.copy(), place)
+    return [copies[k] for k in range(len(arrays))]
+
+
+def _copies(arrays: Sequence[NumpyArray]) -> list[Array]:
+    """Copy arrays to JAX's default device."""
+    if not arrays:
+        return []
+    if jax.config.jax_transfer_guard_host_to_device in _UNGUARDED:
+        first = jnp.array(arrays[0])
+        if not isinstance(first, jax.core.Tracer):
+            return [first, *map(jnp.array, arrays[1:])]
+    # Inside a traced function arrays would have no values. The guard does not apply: the caller asked for the copies.
+    with jax.ensure_compile_time_eval(), jax.transfer_guard_host_to_device("allow"):
+        return list(map(jnp.array, arrays))
 
 
 def on_cpu(place: Place) -> bool:
@@ -195,22 +214,6 @@ def on_cpu(place: Place) -> bool:
         place = next(iter(place.device_set))
     device = place or jax.config.jax_default_device or jax.local_devices()[0]
     return bool(getattr(device, "platform", device) == "cpu")
-
-
-def _put(arrays: Sequence[NumpyArray], place: Place) -> tuple[list[Any], Sequence[int]]:
-    """Return the arrays on the device, and the positions of arrays that may share host memory."""
-    results: list[Any] = [None] * len(arrays)
-    large: Sequence[int] = range(len(arrays))
-    if place is None:
-        large = [k for k, array in enumerate(arrays) if array.nbytes >= _COPIED_BELOW]
-        with jax.transfer_guard_host_to_device("allow"):  # the caller asked for this transfer
-            for k, array in enumerate(arrays):
-                if array.nbytes < _COPIED_BELOW:
-                    results[k] = jnp.array(array)
-    if large:
-        for k, moved in zip(large, jax.device_put([arrays[k] for k in large], place), strict=True):
-            results[k] = moved
-    return results, large
 
 
 def put_on_several(arrays: Sequence[NumpyArray], places: Sequence[Any]) -> list[Array]:

@@ -11,7 +11,6 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
-from ..base.arrays import as_array
 from ..base.text import show
 from ..checkpoint import tensors_of
 from ..engine.codes import code_ranges
@@ -324,8 +323,7 @@ def load_selected(selected: Selected, sharding: Any, *, threads: int | None, pro
 
 def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:
     """Return JAX arrays that share no memory with these NumPy arrays."""
-    values = [as_array(value, name) for name, value in arrays.items()]
-    copies = jax_arrays.put(values, None, borrowed=True)
+    copies = jax_arrays.put([*arrays.values()], None, borrowed=True)
     jax_arrays.wait(copies)
     return dict(zip(arrays, copies, strict=True))
 
