@@ -13,7 +13,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.selecting import renamed
+from ...base.selecting import Renames, renamed
 from ...engine.ahead.spans import Spans
 from ...engine.codes.quantized_tensor import storage_of
 from ...engine.read.tensors import Tensors
@@ -173,20 +173,12 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
         tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
     numbers = tensors.ranges.numbers
     loaded = {number: dtypes.BY_NUMBER[number].loaded_as(target).number for number in set(numbers.tolist())}
-    spans = _spans(tensors, np.array([loaded.get(number, number) for number in range(256)])[numbers])
-    if spans is None:
+    targets = np.array([loaded.get(number, number) for number in range(256)])[numbers]
+    copies = _columns(catalog, tensors, targets, options.get("rename"), threads)
+    if copies is None:
         return None
-    rename, metadata = options.get("rename"), metadata_for(catalog, request)
-    copies = Copies(
-        catalog,
-        tensors.names if rename is None else [*renamed(tensors.names, rename).values()],
-        tensors.names,
-        tensors.shapes,
-        spans,
-        as_texts(metadata) or None,
-        threads,
-        extras=extras_for(catalog, request),
-    )
+    texts, extras = as_texts(metadata_for(catalog, request)) or None, extras_for(catalog, request)
+    copies = copies._replace(texts=texts, extras=extras)
     if request.folder is None:
         return copies
     return copies._replace(config=config_with(catalog.config, target, schemes=copies.schemes))
@@ -200,13 +192,9 @@ def planned_copies(
     Args:
         casts: see `casts_of`.
     """
-    tensors = catalog.plain(casts, blocks=True)
-    spans = None if tensors is None else _spans(tensors, np.fromiter(casts.values(), np.int16, len(casts)))
-    if tensors is None or spans is None:
-        return None
-    names = tensors.names if not piece.rename else [*renamed(tensors.names, piece.rename).values()]
-    room = ROOM if piece.editable else 0
-    return Copies(catalog, names, tensors.names, tensors.shapes, spans, piece.metadata, threads, room=room)
+    targets = np.fromiter(casts.values(), np.int16, len(casts))
+    copies = _columns(catalog, catalog.plain(casts, blocks=True), targets, piece.rename, threads)
+    return None if copies is None else copies._replace(texts=piece.metadata, room=ROOM if piece.editable else 0)
 
 
 def copies_as_decided(
@@ -221,24 +209,32 @@ def copies_as_decided(
     numbers = {kind: target_of(*kind) for kind in kinds}
     if None in numbers.values():
         return None
-    targets = [numbers[decision.dtype, decision.scheme] for decision in decisions.values()]
-    tensors = catalog.plain([*decisions], blocks=True)
-    spans = None if tensors is None else _spans(tensors, np.array(targets, np.int16))
-    if tensors is None or spans is None:
+    targets = np.array([numbers[decision.dtype, decision.scheme] for decision in decisions.values()], np.int16)
+    copies = _columns(catalog, catalog.plain([*decisions], blocks=True), targets, None, threads)
+    if copies is None:
         return None
-    copies = Copies(
-        catalog,
-        tensors.names,
-        tensors.names,
-        tensors.shapes,
-        spans,
-        as_texts(metadata_for(catalog, request)) or None,
-        threads,
+    return copies._replace(
+        texts=as_texts(metadata_for(catalog, request)) or None,
         extras=extras_for(catalog, request),
         decider=decider,
         decisions=[*decisions.values()],
+        config=None if request.folder is None else decider.config(copies.schemes, {}),
     )
-    return copies._replace(config=None if request.folder is None else decider.config(copies.schemes, {}))
+
+
+def _columns(
+    catalog: Catalog, tensors: Tensors | None, targets: Array, rename: Renames, threads: int | None
+) -> Copies | None:
+    """Return the conversion of tensors without metadata, or None if it is not supported.
+
+    Args:
+        targets: see `target_of`.
+    """
+    spans = None if tensors is None else _spans(tensors, targets)
+    if tensors is None or spans is None:
+        return None
+    names = [*renamed(tensors.names, rename).values()] if rename else tensors.names
+    return Copies(catalog, names, tensors.names, tensors.shapes, spans, None, threads)
 
 
 def _spans(tensors: Tensors, targets: Array) -> Spans | None:
@@ -254,8 +250,8 @@ def _spans(tensors: Tensors, targets: Array) -> Spans | None:
         converts = (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
         if row != to and not (converts and row.converts_to(to)):
             return None
-        rows = np.flatnonzero(targets == to.number).tolist() if to.blocked else []
-        shapes = (tensors.shapes[k] for k in rows)
+    for to in map(dtypes.of_number, set(targets.tolist())):
+        shapes = (tensors.shapes[k] for k in np.flatnonzero(targets == to.number).tolist()) if to.blocked else ()
         if any(not shape or shape[-1] % to.block for shape in shapes):
             return None
     return Spans.of(tensors, targets)
