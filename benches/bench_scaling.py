@@ -102,7 +102,8 @@ def test_operations_by_tensors(count: int, tmp_path: Path, table) -> None:
             safetensors.numpy.load_file(path), tmp_path / "theirs.safetensors"
         ),
     }
-    samples = race(sides, 5 if count <= 10_000 else 3 if count <= 100_000 else 1, prepare=release)
+    largest = count > 100_000
+    samples = race(sides, 1 if largest else 3 if count > 10_000 else 5, prepare=release, warm=not largest)
     for side, seconds in samples.items():
         table.point("operations_by_tensors", side, count, seconds)
 

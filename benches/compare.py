@@ -21,6 +21,9 @@ import numpy as np
 Side = Callable[[], Any]
 Check = Callable[[Any, Any], None]
 
+# Seconds of the untimed round before a race from which on there is none after it.
+LONG = 5.0
+
 
 @dataclass
 class Comparison:
@@ -75,6 +78,7 @@ def race(
     check: Check | None = None,
     prepare: Callable[[], object] | None = None,
     number: int = 1,
+    warm: bool = True,
 ) -> dict[str, list[float]]:
     """Seconds of one call of each side, by round.
 
@@ -84,14 +88,18 @@ def race(
         sides: name to function; the first is ours.
         rounds: how many times each is timed.
         check: gets our result and another's and raises where they differ; run on an untimed round before the timed ones
-            and on another after them.
+            and, unless that took `LONG`, on another after them.
         prepare: brings the machine into the same state before every sample.
         number: calls to a sample, for what is too short for the clock.
+        warm: False leaves out the untimed rounds, for jobs of minutes whose results the caller compares.
     """
     order = list(sides)
     samples: dict[str, list[float]] = {name: [] for name in sides}
     shuffle = random.Random(len(order) * rounds).shuffle
-    _check_round(sides, check)
+    begin = time.perf_counter()
+    if warm:
+        _check_round(sides, check)
+    took = time.perf_counter() - begin
     for _ in range(rounds):
         shuffle(order)
         for name in order:
@@ -108,7 +116,7 @@ def race(
                 for _ in range(number):
                     side()
                 samples[name].append((time.perf_counter() - started) / number)
-    if check is not None:
+    if warm and check is not None and took < LONG:
         _check_round(sides, check)
     return samples
 
