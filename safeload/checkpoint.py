@@ -61,9 +61,9 @@ class Checkpoint(Mapping[str, TensorLike]):
     Attributes:
         format: such as "safetensors", "torch zip", "torch legacy" or "gguf"; `open` accepts it as ``format=``.
         files: paths of the files that hold the tensors.
-        metadata: text from the header. For a torch checkpoint everything but the tensors, nested, also outside
-            ``root``. For a GGUF file a mapping that decodes values on access. For shards the merged metadata of shards
-            and index.
+        metadata: text from the header. For a torch checkpoint, everything but the tensors, nested; with ``root``,
+            everything below it. For a GGUF file, a mapping that decodes values on access. For shards, the merged
+            metadata of shards and index.
         config: parsed ``config.json`` of a folder, else None.
         index: path of the ``index.json`` if the checkpoint was opened through one, else None.
         notes: the kind of a folder (an adapter, a pipeline), and the weight files in it that were not opened.
@@ -188,7 +188,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         return self._tensors
 
     def get_slice(self, name: str, *, dtype: Any = None) -> TensorSlice:
-        """Return a lazy tensor: indexing it reads only the selected elements, ``ckpt.get_slice("h.0.w")[:, :128]``.
+        """Return a lazy tensor: indexing it reads only the selected part, as in ``ckpt.get_slice("h.0.w")[:128]``.
 
         Args:
             name: of the tensor.
@@ -196,7 +196,7 @@ class Checkpoint(Mapping[str, TensorLike]):
                 nothing, and dequantizes to float32.
 
         Returns:
-            The slice. From a quantized tensor it reads the selected range of the first axis.
+            The slice. Of a quantized tensor it reads the selected range of the first axis, in whole blocks.
 
         Raises:
             TensorNotFoundError: the name does not exist.
@@ -221,18 +221,18 @@ class Checkpoint(Mapping[str, TensorLike]):
     def take(self, name: str, rows: Rows, dtype: Any = None) -> Any:
         """Return rows of a tensor by index: ``ckpt.take("model.embed_tokens.weight", [5, 2, -1])``.
 
-        Only these rows are read, in few reads if they are close together. Of quantized tensors, the blocks that hold
-        them are read; of layouts that store rows of values as columns (GPTQ, AWQ), all codes.
+        Only these rows are read, in few reads if the rows are close together. Of a quantized tensor, the blocks of
+        these rows are read; of layouts that store rows of values as columns (GPTQ, AWQ), all codes.
 
         Args:
             name: of the tensor, which must have an axis.
-            rows: indices of the first axis as a list, a range or an integer array, in any order, with duplicates;
+            rows: indices of the first axis as a list, a range or an integer array, in any order, possibly repeated;
                 negative indices count from the end. Or a boolean mask with an element per row.
             dtype: dtype to convert floating rows, and dequantize quantized rows, to; see `load`. None converts nothing.
 
         Returns:
-            What ``checkpoint[name]`` returns, with only these rows: an array in new memory, of shape
-            ``[rows, *shape[1:]]``; or, with ``dtype=None``, a `QuantizedTensor` of a quantized tensor.
+            The rows, in new memory of shape ``[rows, *shape[1:]]``. Rows of a quantized tensor are a
+            `QuantizedTensor` unless ``dtype`` dequantizes these rows.
 
         Raises:
             TensorNotFoundError: the name does not exist.
@@ -408,10 +408,11 @@ class Checkpoint(Mapping[str, TensorLike]):
             ahead: limit on bytes of tensors that were read and not yet taken, as a number or text such as "1GiB". A
                 larger tensor is read alone.
             order: "file" follows the bytes, file after file; "given" follows the order of `load`; "ready" yields the
-                first tensor that arrives, which for local files is file order; not with ``by_layer``.
+                first tensor that arrives, which for local files is file order, and cannot be combined with
+                ``by_layer``.
             out: arrays to fill, by name, or a function from names to arrays. Each array must be C-contiguous and have
                 its tensor's dtype and shape. The function is called in the caller's thread, ahead of time: it may
-                return an array again only after the array's tensor was taken.
+                return an array again only after that array's tensor was taken.
             threads: number of reading threads; None chooses it.
             progress: True shows a progress bar of the tensors taken. A callable gets (bytes_done, bytes_total).
 
@@ -423,7 +424,7 @@ class Checkpoint(Mapping[str, TensorLike]):
 
         Raises:
             TensorNotFoundError, UnsupportedError, ValueError: see `load`.
-            FormatError, OSError: a tensor cannot be read; raised in its turn, after all tensors before it.
+            FormatError, OSError: a tensor cannot be read; raised at its turn, after all tensors before it.
             RuntimeError: the iterator was created before a fork.
 
         Example:
@@ -512,7 +513,7 @@ def check_names(checkpoint: Checkpoint, names: Sequence[str]) -> None:
 
 
 def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Tensors:
-    """Return the tensors to load; raises what `Checkpoint.load` does."""
+    """Return the tensors to load; see `Checkpoint.load` for errors."""
     checkpoint._check_open()
     if only is not None or drop is not None:
         names = choose(checkpoint, names, only, drop)

@@ -197,7 +197,7 @@ def load_checkpoint(
             ``names``.
         drop: shell pattern, or several, of the names to skip.
         format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
-        root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
+        root: nested container to take tensors from, such as "state_dict", see `safeload.open`.
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
             read its tensors with "inert" placeholders for the unknown objects.
         stored: True loads stored tensors as they are: codes and scales of packed weights separately.

@@ -76,7 +76,11 @@ def add_opening(parser: Any) -> None:
         action="store_true",
         help="show codes and scales of a quantized checkpoint as the files store them",
     )
-    parser.add_argument("--root", metavar="NAME", help="use only this nested dict of a torch checkpoint")
+    parser.add_argument(
+        "--root",
+        metavar="NAME",
+        help="use only this nested container, such as state_dict of a torch checkpoint, or a model in an archive",
+    )
     parser.add_argument(
         "--unknown-globals",
         choices=("refuse", "inert"),

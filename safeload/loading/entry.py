@@ -36,7 +36,7 @@ def open(
     """Open a weight file, a folder of weight files, an ``index.json`` or a list of files. No tensor is read.
 
     No code in a file is executed. Pickles of torch checkpoints are read by an interpreter limited to plain values and
-    tensor descriptions. Nested containers become dotted names: ``{"model": {"w": ...}}`` gives "model.w", and the third
+    tensor descriptions. Nested containers become dotted names: ``{"model": {"w": ...}}`` holds "model.w", and the third
     item of a list is "2". If the whole content is a single array, its name is "tensor".
 
     Args:
@@ -48,18 +48,19 @@ def open(
             two files must not share a name. Any part of a split GGUF file opens all parts.
         format: required format, such as "safetensors", "gguf" or "torch" ("torch zip" or "torch legacy"). The guide and
             the error for an unknown value list all formats.
-        root: nested dict of a torch checkpoint to take tensors and metadata from, such as "state_dict" or "model.ema".
-            Names omit it.
+        root: nested container to take tensors and metadata from, such as "state_dict" or "model.ema" in a torch
+            checkpoint, "params" in an Orbax checkpoint, or a model in an archive. Names omit it.
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist. "refuse" raises an
             error with all their names. "inert" replaces them by placeholders, which are never imported or called, and
             reads the tensors. Inside a placeholder, tensor names contain ``<state>`` or ``<args>``.
         stored: True shows tensors as the files name them. Otherwise a packed weight of a quantized checkpoint appears
             once, under its logical name, as a `QuantizedTensor` with its scales inside.
         storage_options: options of the filesystem behind a URL, as fsspec takes them (keys, ``endpoint_url``,
-            ``token``, ...); for https also ``headers``, ``timeout`` and ``retries``. If given, even empty, schemes
-            beyond https, http, hf, s3, gs, az, file and memory can be used, and chains such as ``filecache::s3://...``.
+            ``token``, ...); for https also ``headers``, ``timeout`` and ``retries``. A dict, even an empty one, also
+            allows schemes other than https, http, hf, s3, gs, az, file, memory and ollama, and chains such as
+            ``filecache::s3://...``.
         verify: what to verify files against, see `load`. Each file is read whole and hashed before its first tensor is
-            handed out. Until then, names, shapes and metadata of large safetensors and GGUF files are not verified.
+            returned. Until then, names, shapes and metadata of large safetensors and GGUF files are not verified.
 
     Returns:
         The open checkpoint. ``with safeload.open(path) as checkpoint:`` closes it.
@@ -144,7 +145,7 @@ def load(
             ``names``.
         drop: shell pattern, or several, of the names to skip.
         format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
-        root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
+        root: nested container to take tensors from, such as "state_dict", see `open`.
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
             read its tensors with "inert" placeholders for the unknown objects.
         stored: True loads stored tensors as they are: codes and scales of packed weights separately.
@@ -162,10 +163,10 @@ def load(
         out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
-        verify: hash every file in the pass that reads it, and return tensors only if all files are as expected: the
-            path of a manifest (``safeload check --write-manifest``) or a `Signature`. True uses the manifest
-            next to the files, or the digests of the Hub's cache or of ollama. The files that hold the tensors are read
-            whole into private memory, whatever ``backend`` and ``only`` say. Adapters are not covered.
+        verify: the path of a manifest (``safeload check --write-manifest``) or a `Signature` to compare every file
+            with, in the pass that reads it. Tensors are returned only if all files match. True uses the manifest next
+            to the files, or the digests of the Hub's cache or of ollama. The files that hold the tensors are read whole
+            into private memory, whatever ``backend`` and ``only`` say. Cannot be combined with ``adapters``.
 
     Returns:
         Arrays by name. They are writable, and C-contiguous except for strided torch tensors.

@@ -69,17 +69,17 @@ def convert(
 ) -> ConvertReport:
     """Convert checkpoints to another format, dtype or layout, in bounded memory.
 
-    For safetensors, copied, cast and dequantized tensors pass through a ring of 64 MiB, which is read ahead of the
-    writer. Quantized and stacked tensors, and all tensors in other formats, are made in turn and take the memory of the
-    largest.
+    To safetensors, copied, cast and dequantized tensors pass through a ring of 64 MiB, which is filled ahead of the
+    writer. Quantized and stacked tensors, and all tensors of other formats, are made one after another and take the
+    memory of the largest.
 
     Names stay as they are unless you pass ``rename``. A model of transformers that becomes a ".gguf" file is converted
-    to the form that llama.cpp runs, with its tokenizer: ``quantize`` and ``keep`` then match names of llama.cpp, or
-    else of the source, and options that select other tensors require ``raw``. An unsupported architecture is refused by
-    name. The only weight file of a supported model, such as "Llama-3.2-1B/model.safetensors", stands for its folder.
-    A GGUF model becomes a folder for transformers in the same way, with its config and tokenizer. A diffusion
-    model, recognized by its names, becomes a ".gguf" file for ComfyUI, and such a file a checkpoint again, with its
-    tensors dequantized and in their original shapes.
+    to the form that llama.cpp runs, with its tokenizer: ``quantize`` and ``keep`` then match llama.cpp's names, or else
+    names in the source, and options that select or rename tensors require ``raw``. An unsupported architecture is
+    refused by name. The only weight file of a supported model, such as "Llama-3.2-1B/model.safetensors", stands for its
+    folder. In the same way, a GGUF model becomes a folder for transformers, with config and tokenizer. A diffusion
+    model, recognized by its tensor names, becomes a ".gguf" file for ComfyUI; such a file becomes a checkpoint again,
+    with its tensors dequantized and in their original shapes.
 
     First ``names``, or ``only`` and ``drop``, select tensors; then ``adapters`` are merged; then ``dtype``,
     ``quantize`` and ``keep`` convert the tensors. All of these use the names in the source; ``rename`` comes last. If
@@ -93,24 +93,25 @@ def convert(
             final slash, and an existing folder are folders: they get ``model.safetensors``, or safetensors shards and
             an index, and the source's ``config.json`` with the new dtype, and without its quantization if the tensors
             are dequantized. A URL such as "s3://bucket/model/", or a path of `safeload.remote`, is a folder unless it
-            has the suffix of a format: shards are uploaded in turn, the index last. A file object opened for writing in
-            binary mode gets the file from its current position on, once it is complete on this machine's disk:
-            safetensors, unless ``format`` says otherwise.
+            has the suffix of a format: shards are uploaded one after another, the index last. A file object opened for
+            writing in binary mode gets the file from its current position on, once the file is complete on this
+            machine's disk: safetensors, unless ``format`` says otherwise.
         dtype: dtype for floating tensors, and for quantized and packed tensors, which are dequantized. In ".gguf" files
             tensors with a single axis always become float32, because llama.cpp requires it for norms and biases.
-        quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, whose patterns must match tensors. Selects
-            the tensors that `load_quantized` quantizes, including tied heads unless ``names`` is given; ``dtype``
-            applies to the rest. Q4_0 rounds by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`. Only
-            safeload reads the quantized tensors of a folder; its ``config.json`` says so.
+        quantize: "int8", "q4_0", "q8_0", ... or a dict from name patterns to schemes for mixed precision; every pattern
+            must match a tensor. Quantizes the tensors that `load_quantized` does, including tied heads unless ``names``
+            is given; ``dtype`` applies to the rest. Q4_0 is rounded by "ggml" for ".gguf", else by "absmax": see
+            `safeload.quantize`. Only safeload reads these tensors in a folder; its ``config.json`` says so.
 
-            If a model becomes a GGUF file, a bare name is a file type of llama.cpp's: each tensor gets the type that
-            llama-quantize chooses. These can also be mixtures: "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s",
+            If a model becomes a GGUF file, a bare name is one of llama.cpp's file types: each tensor gets the type that
+            llama-quantize chooses. File types include mixtures: "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s",
             "q4_k_m" (also called "q4_k"), "q5_k_s", "q5_k_m" and "mxfp4_moe". In a dict a name is a block type, and
             "*" can have a mixture.
 
             The formats of other engines, such as "w4a16", "fp8_dynamic", "mlx4" and "bnb_nf4", write the folder that
-            the engine loads, see :doc:`/guide/engines`. They need a supported model's ``config.json``, or ``only``.
-        imatrix: path of an importance matrix of llama.cpp's for ``quantize``, in GGUF or in the older format. Tensors
+            the engine loads, see :doc:`/guide/engines`. They need the ``config.json`` of a supported model, or
+            ``only``.
+        imatrix: path of a llama.cpp importance matrix for ``quantize``, in GGUF or in the older format. Tensors
             without an entry are quantized without importance. Needs a single file as destination.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
         names: exact names of the tensors to convert; None for all.
@@ -134,15 +135,15 @@ def convert(
             format lists all formats. A suffix of a different format is refused. ".bin", which other programs read as a
             torch file, requires ``format`` or ``layout``.
         extras: True to copy the tokenizer, the chat template and ``generation_config.json`` from a source folder to the
-            destination folder, so that other libraries can load the result. Not available from https, because it cannot
-            list folders.
+            destination folder, because other libraries need these files. Not available from https, which cannot list
+            folders.
         raw: True to write tensors as they are: from transformers to a ".gguf" file that llama.cpp does not run, or
             from GGUF to a folder that transformers does not load. Names in ``quantize`` are block types then.
         storage_options: for URLs, in ``src`` and ``dst``: options of the filesystem behind the URL, see `open`. Workers
             of an executor only get options without secrets, and should take keys from their environment.
         overwrite: False to raise FileExistsError if the destination exists. In a folder, the old shards and
             ``model.safetensors`` are removed once the new checkpoint is complete. A file called ``model.safetensors``
-            replaces an index and its shards beside it, even if they are the source, as long as every tensor is
+            replaces an index and its shards beside it, even if these are the source, as long as every tensor is
             converted. If the source has no ``config.json``, the folder keeps its own, without the quantization of the
             old weights.
         resume: True to record each complete shard of a folder in ``.safeload-resume/``, and to continue an earlier call
@@ -150,23 +151,22 @@ def convert(
             place, so long conversions should set this.
         executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
             files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
-            ``client.get_executor(pure=False)``. The result has the same bytes as with a single process. Complete shards
-            stay in place after an error, as with ``resume``.
+            ``client.get_executor(pure=False)``. The result has the same bytes as that of a single process. Complete
+            shards stay in place after an error, as with ``resume``.
         threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
         verify: what to verify the paths of ``src`` against, see `load`: only verified tensors and files are written.
             Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
 
     Returns:
-        A report of files, tensors, bytes and seconds, and with ``quantize`` of the quantized tensors.
+        A report of files, tensors, bytes, seconds and, with ``quantize``, the quantized tensors.
 
     Raises:
         FileExistsError: ``dst`` exists and ``overwrite`` is not set; or a ``model.safetensors`` of unknown origin
             would hide the new index.
         UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a file type
-            requires an importance matrix for a tensor. Or a tensor
-            holds codes that cannot be dequantized, such as EXL2, or was opened as stored, unless the result is
-            safetensors with all tensors as stored.
+            requires an importance matrix for a tensor. Or a tensor holds codes that cannot be dequantized, such as
+            EXL2, or was opened as stored, unless the result is safetensors with all tensors as stored.
         SafeloadError: two sources have a tensor with the same name.
         TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
         VerificationError: see `load`.

@@ -66,8 +66,8 @@ def plan_convert(
             `finalize`: new shards are written to a subfolder, or in a store under different names.
         resume: True to continue an interrupted conversion: shards that are complete according to their records stay.
             Without ``overwrite``, a folder with other files and no records of this conversion is refused.
-        options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
-            max_shard_size, format, extras and storage_options. The plan contains only storage options
+        options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, ignore, rename, metadata,
+            adapters, max_shard_size, format, extras, raw and storage_options. The plan contains only storage options
             without secrets (``endpoint_url``, ``region``, ``anon``, ...).
 
     Returns:

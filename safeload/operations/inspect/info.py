@@ -49,7 +49,7 @@ def info(
         drop: shell pattern, or several, of tensors to leave out.
         base: the model of a LoRA adapter; ``adapter.fitting`` of the result shows if the adapter fits.
         format: required format, see `open`.
-        root: nested dict of a torch checkpoint to take tensors from, see `open`.
+        root: nested container to take tensors from, see `open`.
         unknown_globals: see `open`.
         stored: True lists codes and scales of a quantized checkpoint as the files store them.
         storage_options: options of the filesystem behind a URL, see `open`.

@@ -103,7 +103,7 @@ def diff(
             object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The report is identical to that of a single process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total), counting each value as float64.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total), with 8 bytes for each value.
 
     Returns:
         The report. ``same`` and ``within`` summarize it.

@@ -263,18 +263,19 @@ def load_quantized(
         source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
         scheme: as in `quantize`, or a dict from ``fnmatch`` patterns to schemes for mixed precision. The first matching
             pattern wins; None leaves the tensor unquantized, and patterns other than "*" override the schema and
-            `KEPT_NAMES`. If the rows of a matrix are not whole super-blocks of 256, it gets "q5_0" instead of "q4_k",
-            "q5_1" instead of "q5_k", and "q8_0" instead of "q6_k", as in llama.cpp.
-            The format of an engine, such as "w4a16" or "mlx4", gives the tensors of the folder that `convert` writes
-            for the engine: unquantized tensors are as stored then.
+            `KEPT_NAMES`. If the rows of a matrix are not whole super-blocks of 256, it gets smaller blocks, as in
+            llama.cpp: "q5_0" instead of "q4_k", "q5_1" instead of "q5_k", "q8_0" instead of "q6_k", "iq4_nl" instead
+            of "iq4_xs", and "q4_0" instead of "q2_k", "q3_k", "tq1_0" and "tq2_0".
+            The format of an engine, such as "w4a16" or "mlx4", returns the tensors of the folder that `convert` writes
+            for the engine: unquantized tensors are then as stored.
         keep: patterns of tensors or modules to leave unquantized, or a function of the name.
         tie_lm_head: False to omit the tied head.
         rounding: for "q4_0": "absmax" (the default) or "ggml".
-        axis: for int8: the axis to give a scale per element; None for a scale per matrix, so that a tensor of N
-            matrices has scales of shape [N].
-        imatrix: path of an importance matrix of llama.cpp's, as in `convert`, whose entries have the names of the
-            source's tensors if it is a GGUF file; or a dict from tensor names to importance, as in `quantize`. Tensors
-            without an entry are quantized without importance, and "q4_0" has ggml's rounding.
+        axis: for int8: the axis to give a scale per element; None for a scale per matrix: a tensor of N matrices has
+            scales of shape [N].
+        imatrix: path of a llama.cpp importance matrix, as in `convert`, for a GGUF model; or a dict from tensor names
+            to importance, as in `quantize`. Tensors without an entry are quantized without importance, and "q4_0" is
+            rounded by "ggml".
         storage_options: for URLs: options of the filesystem behind the URL, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).

@@ -57,9 +57,9 @@ def report(
         path: a weight file, a folder, an index.json, a URL, or a file object opened in binary mode.
         dst: path of the page.
         quantize: also show the error of each tensor when it is quantized to this scheme, such as "q4_0".
-        digest: False omits the SHA-256 digests, which need a second read. You should pass it for checkpoints larger
+        digest: False omits the SHA-256 digests, which need a second read, and should be passed for checkpoints larger
             than memory. Digests are always omitted for URLs.
-        root: nested dict of a torch checkpoint to report about, see `open`.
+        root: nested container to report about, see `open`.
         unknown_globals: see `open`.
         stored: True shows codes and scales of a quantized checkpoint as the files store them.
         storage_options: options of the filesystem behind a URL, see `open`.

@@ -77,12 +77,12 @@ def check(
 ) -> CheckReport:
     """Check weights and report faults. Findings are never raised. Also available as ``validate``.
 
-    Errors are: a file that violates its format, or ends in unwritten bytes; a missing shard; a zip entry with a wrong
-    CRC-32; no tensors; NaN and infinity; missing and unexpected tensors, and wrong shapes, according to the config;
-    gaps in the layers; scales of quantized tensors that are not finite or not as expected.
-    Warnings are: values outside ``limits``, constant matrices, tensors without elements or axes, layers with different
-    dtypes, an index with a wrong total_size, a tied head with different values. Notes name skipped checks:
-    for quantized weights of other libraries, and for heads and models without a schema.
+    Errors are: a file that violates its format, or has lost blocks; a missing shard; a zip entry with a wrong CRC-32;
+    no tensors; NaN, infinity and values far beyond all others; missing and unexpected tensors, and wrong shapes,
+    according to the config; gaps in the layers; scales of quantized tensors that are not finite or not as expected; a
+    GGUF file that llama.cpp refuses. Warnings are: values outside ``limits``, constant matrices, tensors without
+    elements or axes, layers with different dtypes, an index with a wrong total_size, a tied head with different values.
+    Notes name skipped checks: for codes that cannot be dequantized, and for heads and models without a schema.
 
     Args:
         source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single
