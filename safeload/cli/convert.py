@@ -57,12 +57,13 @@ Options apply in this order: --only and --drop select tensors by their names in 
 --dtype and --quantize convert them, --rename renames them.
 
 A model of transformers becomes a .gguf file that llama.cpp runs, with its tokenizer, and a .gguf file becomes a folder
-that transformers loads. The only weight file of a model stands for its folder. --quantize for a .gguf file takes
-patterns of llama.cpp's names, such as '*ffn_down*', or of names in the source. A diffusion model becomes a .gguf file
-for ComfyUI, and such a file a checkpoint again; flux, sd1 and sdxl can be quantized.
+that transformers loads. The only weight file of a model stands for its folder. For a .gguf file, patterns of --quantize
+match llama.cpp's names, such as '*ffn_down*', or names in the source. A diffusion model becomes a .gguf file for
+ComfyUI, and such a file becomes a checkpoint again; flux, sd1 and sdxl can be quantized.
 
-With --resume or --dask a folder is written shard by shard, and .safeload-resume/ in it has a record of each complete
-shard until the conversion is finished. If that is interrupted, run the same command with --resume to continue.
+With --resume or --dask, a folder is written shard by shard, and its subfolder .safeload-resume/ has a record of each
+complete shard until the conversion is finished. If the conversion is interrupted, run the same command with --resume to
+continue.
 
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
@@ -70,12 +71,15 @@ Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong us
 def register(parser: Any) -> None:
     """Add the arguments to the parser of the command."""
     parser.description = (
-        "Write the tensors and metadata of files or folders in another format, using at most the memory of "
-        f"the largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}."
+        "Write the tensors and metadata of files or folders in another format, dtype or layout, in the memory of the "
+        f"largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}."
     )
     parser.epilog = _EPILOG
     parser.add_argument(
-        "source", metavar="SOURCE", nargs="+", help="files, folders, index.json, URLs, or - for stdin, to merge"
+        "source",
+        metavar="SOURCE",
+        nargs="+",
+        help="a file, a folder, an index.json, a URL, or - for stdin; several are merged",
     )
     parser.add_argument(
         "destination",
@@ -120,7 +124,7 @@ def _add_quantizing(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         metavar="[PATTERN=]SCHEME",
         action="append",
-        help="quantize matrices, or those whose names match a shell pattern; may be repeated, the first match wins: "
+        help="quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
         f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(MIXTURES)}. For "
         f"a folder also the formats of engines: {', '.join(PRESET_NAMES)}",
     )
@@ -128,7 +132,7 @@ def _add_quantizing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imatrix",
         metavar="FILE",
-        help="importance matrix of llama.cpp for --quantize, in GGUF or the older format; for a single file",
+        help="llama.cpp importance matrix for --quantize, in GGUF or the older format; only for a single file",
     )
     parser.add_argument(
         "--keep",
@@ -162,7 +166,7 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        help='write a folder of shards of at most this size, such as "500MB" (5GB)',
+        help='write a folder of shards of at most this size, such as "500MB"; default: 5GB',
     )
     parser.add_argument(
         "--raw",

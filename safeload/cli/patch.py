@@ -15,8 +15,8 @@ _EPILOG = f"""examples:
   safeload patch apply step-100.safetensors patch.safetensors step-200.safetensors
   safeload patch apply model.safetensors patch.safetensors
 
-A patch holds the changed elements, the new header and digests of both files: applied to its base it gives the new file
-byte for byte, and another base is refused. Its layout is TRL's, whose own patches need --no-check.
+A patch holds the changed elements, the new header and digests of both files: applied to its base it recreates the new
+file byte for byte, and a different base is refused. Its layout is TRL's; TRL's own patches need --no-check.
 
 {STATUS}"""
 
@@ -25,7 +25,7 @@ def register(parser: Any) -> None:
     """Add the arguments to the parser of the command."""
     parser.description = "Make a patch from two safetensors files, or apply a patch."
     parser.epilog = _EPILOG
-    parser.add_argument("action", choices=("make", "apply"), help="what to do")
+    parser.add_argument("action", choices=("make", "apply"), help="make a patch, or apply it")
     parser.add_argument("base", metavar="BASE", help="the old file, or its URL")
     parser.add_argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch")
     parser.add_argument(
@@ -35,7 +35,7 @@ def register(parser: Any) -> None:
         help="make: the patch; apply: the result; default: replace BASE",
     )
     parser.add_argument(
-        "--no-check", action="store_true", help="apply: do not compare digests, which patches of TRL do not have"
+        "--no-check", action="store_true", help="apply: do not compare digests, which TRL's own patches lack"
     )
     add_overwrite(parser, "replace an existing destination")
     parser.set_defaults(run=run)

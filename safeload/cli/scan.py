@@ -39,7 +39,10 @@ def register(parser: Any) -> None:
     )
     parser.add_argument("--all", action="store_true", help="list harmless globals too; --json always lists them")
     parser.add_argument(
-        "--storage-option", metavar="KEY=VALUE", action="append", help="for URLs: an option of the filesystem"
+        "--storage-option",
+        metavar="KEY=VALUE",
+        action="append",
+        help="for URLs: an option of the filesystem; may be repeated",
     )
     add_json(parser)
 

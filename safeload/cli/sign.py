@@ -20,8 +20,8 @@ _EPILOG = f"""examples:
   safeload sign Llama-3.2-1B/ --key release.pem
   safeload verify Llama-3.2-1B/ --key release.pub
 
-The signature is an OpenSSF model signature, which `model_signing verify` accepts too. The package model-signing is
-needed. The password of an encrypted key comes from the environment variable {PASSWORD}.
+The signature is an OpenSSF model signature, which `model_signing verify` accepts too. Signing needs the package
+model-signing. The password of an encrypted key comes from the environment variable {PASSWORD}.
 
 {STATUS}"""
 

@@ -42,7 +42,7 @@ _EPILOG = f"""examples:
 def register(parser: Any) -> None:
     """Add the arguments to the parser of the command."""
     parser.description = (
-        "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and count "
+        "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and the numbers of "
         "NaN, infinite and zero values. Quantized tensors are dequantized first."
     )
     parser.epilog = _EPILOG

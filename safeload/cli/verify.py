@@ -34,7 +34,10 @@ def register(parser: Any) -> None:
     parser.add_argument("--against", metavar="FILE", help="manifest or signature; default: the one next to the files")
     add_trusted(parser)
     parser.add_argument(
-        "--storage-option", metavar="KEY=VALUE", action="append", help="for URLs: an option of the filesystem"
+        "--storage-option",
+        metavar="KEY=VALUE",
+        action="append",
+        help="for URLs: an option of the filesystem; may be repeated",
     )
     add_threads(parser)
     add_json(parser)
