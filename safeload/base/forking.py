@@ -92,7 +92,7 @@ def _wait() -> None:
     for lock in lent:
         lock.release()
     while _imported_elsewhere() and time.monotonic() < deadline:
-        if len(sys.modules) != count:  # the import gets on: that of torch can take longer on a busy machine
+        if len(sys.modules) != count:  # the import makes progress: importing torch can take longer on a busy machine
             count, deadline = len(sys.modules), time.monotonic() + _PATIENCE
         time.sleep(_PAUSE)
     # Python listed the hooks when the fork began: hooks registered since then would release free locks.

@@ -85,7 +85,7 @@ def paused(count: int) -> AbstractContextManager[None]:
 def collected_young(tuples: Iterable[_T], count: int) -> Iterable[_T]:
     """Return tuples of texts and numbers; in a pause, many are made now and visited by the collector while young.
 
-    Otherwise it would visit them again and again, together with what is made of them.
+    Otherwise it would visit these objects, and everything made of them, again and again.
     """
     if count < _PAUSED_FROM:
         return tuples

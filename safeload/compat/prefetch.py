@@ -15,7 +15,7 @@ from ..stores.thread_group import Prefetch, Task
 
 
 class PrefetchLoader:
-    """Tensors that threads load onto a device in the background. Each is handed out once, by `take` or iteration.
+    """Tensors that threads load onto a device in the background. Each is returned once, by `take` or iteration.
 
     `safe_open.prefetch` makes it. A tensor owns its memory and is ready for use on any stream. Tensors that are not
     taken stay on the device until `close`, the end of a ``with`` block, or the last reference to the loader.
@@ -35,8 +35,8 @@ class PrefetchLoader:
     def __init__(self, names: list[str], arrivals: Generator[tuple[str, Any, Callable[[], object]]]) -> None:
         self._names = names
         self._arrivals = arrivals
-        self._left = dict.fromkeys(names)  # not handed out
-        self._landed: dict[str, tuple[Any, Callable[[], object]]] = {}  # waiting to be handed out
+        self._left = dict.fromkeys(names)  # not taken
+        self._landed: dict[str, tuple[Any, Callable[[], object]]] = {}  # waiting to be taken
         self._lock = threading.Lock()  # of the thread that takes arrivals
         self._closed = False
         # The last task finds the end, where the iterator waits for its copies.
@@ -52,7 +52,7 @@ class PrefetchLoader:
         """Return a tensor, after waiting for its bytes.
 
         Raises:
-            SafetensorError: the name is not in the plan, the tensor was handed out before, or the loader is closed.
+            SafetensorError: the name is not in the plan, the tensor was taken before, or the loader is closed.
             FormatError, OSError: the file ends too early, or cannot be read.
         """
         if name not in self._left:
@@ -100,7 +100,7 @@ class PrefetchLoader:
             raise SafetensorError("the prefetch loader is closed")
 
     def close(self) -> None:
-        """Stop loading, and release the tensors that were not handed out."""
+        """Stop loading, and release the tensors that were not taken."""
         self._closed = True
         self._arriving.close()
         self._arrivals.close()  # no thread is in it any more

@@ -5,7 +5,7 @@
    do. Flags that hide entries from other readers are ignored.
 3. Compressed contents are unpacked in memory, up to `MAX_UNPACKED` bytes for each and `MAX_TOTAL` for a file. Stored
    entries are read in place.
-4. What cannot be entered is reported, never passed over.
+4. Content that cannot be entered is reported, never skipped.
 
 This module is for judging files, not for loading them: it is lenient where readers of weights are strict.
 """
@@ -259,7 +259,7 @@ class PickleFinder:
             yield PickleSite(place, 0, None, fault=fault)
 
     def _unpack(self, content: Readable, machine: Any) -> tuple[bytes, str]:
-        """Return the unpacked bytes as far as the limits and the data allow, and what is wrong."""
+        """Return the unpacked bytes as far as the limits and the data allow, and the fault, if any."""
         room = min(MAX_UNPACKED, MAX_TOTAL - self._unpacked)
         if room <= 0:
             return b"", f"the file unpacks to more than {MAX_TOTAL:,} bytes"
@@ -481,7 +481,7 @@ def _directory(content: Readable, end: int) -> Iterator[ArchiveMember]:
     first = end - size
     locator = content.read_at(max(0, end - 20), 20) if end >= 20 else b""
     if locator[:4] == b"PK\x06\x07":
-        # The locator counts from the begin of its archive, before which other bytes can lie.
+        # The locator counts from the beginning of its archive, which other bytes can precede.
         for at64 in (end - 20 - 56, struct.unpack_from("<Q", locator, 8)[0]):
             record64 = content.read_at(min(at64, content.size), 56) if at64 >= 0 else b""
             if record64[:4] == b"PK\x06\x06" and len(record64) == 56:

@@ -183,7 +183,7 @@ class Content(NamedTuple):
     file: WeightFile  # the candidate's file with its table, or a temporary file that replaces it
     others: Sequence[WeightFile] = ()  # files with more tensors: unpacked, assembled, or beside the file
     names: Sequence[str] = ()  # tensors of all files in order; empty without other files
-    notes: Sequence[str] = ()  # what the file holds besides
+    notes: Sequence[str] = ()  # about other content of the file
 
 
 class Candidate:

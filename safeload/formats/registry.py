@@ -237,7 +237,7 @@ class Opened(NamedTuple):
     file: WeightFile  # with its table
     others: Sequence[WeightFile] = ()  # files with more tensors: unpacked, assembled, or beside the file
     names: Sequence[str] = ()  # tensors of all files in order; empty without other files
-    notes: Sequence[str] = ()  # what the file holds besides
+    notes: Sequence[str] = ()  # about other content of the file
     config: dict[str, Any] | None = None  # parsed ``config.json`` in a container
 
     @property

@@ -39,7 +39,7 @@ Verify: TypeAlias = bool | PathLike | Signature | None
 
 _HUB, _OLLAMA = "the Hub's cache", "ollama's store"
 _MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
-# First bytes that tell a manifest of ours from other JSON.
+# First bytes that distinguish a manifest by safeload from other JSON.
 _START = 64
 # Largest number of JSON files beside weights to look at.
 _MOST_BESIDE = 1000
@@ -113,7 +113,7 @@ def _content(text: str, files: Files) -> _Document:
 
 
 def _is_ours(document: _Document) -> bool:
-    """Return True for a manifest of ours, whatever its first key, and False for a model signature.
+    """Return True for a manifest by safeload, whatever its first key, and False for a model signature.
 
     Raises:
         VerificationError: the document is neither.
@@ -213,7 +213,7 @@ def signature_beside(path: str) -> str:
 
 
 def manifests_in(folder: str) -> list[str]:
-    """Return the manifests of ours in a local folder."""
+    """Return the manifests by safeload in a local folder."""
     try:
         names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
     except OSError:
@@ -222,7 +222,7 @@ def manifests_in(folder: str) -> list[str]:
 
 
 def starts_as_manifest(path: str) -> bool:
-    """Return whether a local file is a manifest of ours, by its first bytes."""
+    """Return whether a local file is a manifest by safeload, judging by its first bytes."""
     if not os.path.isfile(path):  # a pipe could block
         return False
     try:

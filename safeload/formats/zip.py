@@ -219,7 +219,7 @@ def _read_any(file: WeightFile, end: End | None) -> Directory:
         if stream.failures:
             raise stream.failures.pop() from None  # it refers to this frame and to the stream
         cause = show(str(error)) if str(error) else type(error).__name__
-        # The expected begin of the directory; without an end record, the end of the file.
+        # The expected beginning of the directory; without an end record, the end of the file.
         at = file.size if end is None else min(end.offset, file.size)
         hint = "" if end is not None else ": the file is truncated, or its end was never written"
         raise FormatError(f"the zip archive's directory cannot be read: {cause}{hint}", file.path, at) from None

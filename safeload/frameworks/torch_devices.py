@@ -124,7 +124,7 @@ class Streamed:
         return context
 
     def copying(self) -> AbstractContextManager[object]:
-        # New memory belongs to the caller's stream, which may still work with what it held before.
+        # New memory belongs to the caller's stream, which may still use its old content.
         self._stream.wait_stream(self._caller)
         context: AbstractContextManager[object] = self._module.stream(self._stream)
         return context

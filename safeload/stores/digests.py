@@ -1,4 +1,4 @@
-r"""Expected digests of files, from manifests of ours, model signatures, and the caches of the Hub and of ollama.
+r"""Expected digests of files, from manifests by safeload, model signatures, and the caches of the Hub and of ollama.
 
 1. A manifest of ours is a JSON object: ``{"safeload_manifest": 1, "tensors": {...}, "files": {name: {"size",
    "sha256"}}}``. Names are relative to the folder of the model, with slashes.
@@ -216,11 +216,11 @@ def _blake3() -> Any:
     return blake3()
 
 
-# ---- manifests of ours ----
+# ---- manifests by safeload ----
 
 
 def is_manifest(head: bytes) -> bool:
-    """Return True if a file with these first bytes is a manifest of ours."""
+    """Return True if a file with these first bytes is a manifest by safeload."""
     return re.match(rb'\s*\{\s*"%s"\s*:' % MANIFEST_KEY.encode(), head) is not None
 
 
@@ -230,7 +230,7 @@ def is_signature(head: bytes) -> bool:
 
 
 def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, ExpectedFile] | None:
-    """Return the files of a manifest of ours by name; None if it lists tensors only.
+    """Return the files of a manifest by safeload, by name; None if it lists tensors only.
 
     Args:
         path: of the manifest, for messages.

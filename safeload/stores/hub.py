@@ -263,7 +263,7 @@ class Hub:
                 store = HttpStore(shown, resolve, self._client, window)
             else:
                 store.pin(resolve)
-            store.version = (store.size, snapshot.commit)  # as of a cached file
+            store.version = (store.size, snapshot.commit)  # equal to that of a cached file
             return store
         except RemotePermissionError as error:
             refusal = self._refusal(place, shown) or error
@@ -488,7 +488,7 @@ def _is_path(name: object) -> bool:
 
 
 def _missing(shown: str, names: Sequence[str]) -> str:
-    """Say what is missing.
+    """Say whether a repository, a revision or a file is missing.
 
     Args:
         names: classes of huggingface_hub's error.

@@ -40,7 +40,7 @@ class Identity(NamedTuple):
 _Descriptors: TypeAlias = "dict[Descriptor, weakref.ref[LocalStore]]"
 
 # The files opened by each thread, because threads would contend for a single dict without the GIL. A descriptor stays
-# here until it is closed, also if its file no longer has it but a job does. Every access is a single atomic operation,
+# here until it is closed, even if its file has dropped it and a job still uses it. Each access is a single atomic step,
 # so no lock is needed: a lock could be held by another thread at a fork.
 _open: dict[int, _Descriptors] = {}
 
@@ -58,10 +58,11 @@ def _count_open() -> int:
 class Descriptor:
     """A file handle of the C core.
 
-    It is closed once its file has dropped it and no thread uses it. A thread first publishes a use, in `_uses` or in a
-    `Claim`, and then checks that the file still has the descriptor; a thread that takes it from its file first takes
-    it, and then looks for uses. So at least one of them sees the other, and the last one closes the descriptor. Nothing
-    depends on when Python drops an object: without the GIL, that may be long after its last use.
+    It is closed once its file has dropped it and no thread uses it. A thread that uses it first publishes the use, in
+    `_uses` or in a `Claim`, and then checks that the file still has the descriptor. A thread that closes the file first
+    takes the descriptor from it, and then looks for uses. So at least one of the two sees the other, and the last one
+    closes the descriptor. Nothing depends on when Python drops an object: without the GIL, that may be long after its
+    last use.
 
     Args:
         files: where it is listed.
@@ -158,7 +159,7 @@ def _release_at(path: str) -> bool:
 _NONE_FREE = (errno.EMFILE, errno.ENFILE)
 # Seconds to wait for other threads' jobs to close descriptors, and seconds between checks.
 _PATIENCE, _PAUSE = 30.0, 0.001
-# And for other threads that do not list yet what they have opened, or have not closed yet what they no longer list.
+# And for threads between two steps: after opening a file and before listing it, or after unlisting and before closing.
 _MOMENT = 0.1
 
 

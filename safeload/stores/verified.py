@@ -1,8 +1,8 @@
-"""Files that are hashed in the pass that reads them: nothing but verified bytes is handed out.
+"""Files that are hashed in the pass that reads them: only verified bytes are returned.
 
-A file is read once, into private memory, and hashed on the way. Tensors come from this memory, so that a file that
-changes after it was hashed changes no tensor. Opening a file reads its first bytes only: names, shapes and metadata are
-those of the memory that is hashed later, before the first tensor is handed out.
+A file is read once, into private memory, and hashed on the way. Tensors come from this memory, so later changes to the
+file change no tensor. Opening a file reads only its first bytes: names, shapes and metadata come from memory that is
+hashed later, before the first tensor is returned.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class VerifiedFiles:
                 VerificationError, f"the file is missing, but {self.expected.source} lists it", path=shown
             )
 
-    # ---- as of the files ----
+    # ---- the interface of Files ----
 
     def is_folder(self, path: str) -> bool:
         return self._files.is_folder(path)

@@ -58,7 +58,7 @@ _Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
 class TensorStream(Iterator[tuple[str, _T]]):
-    """Names and arrays of tensors, in turn, while the next tensors are read; made by `Checkpoint.stream`.
+    """An iterator of tensor names and arrays that reads ahead; made by `Checkpoint.stream`.
 
     Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
     a stream: each tensor goes to a single thread. After a fork, the child's copy of a stream raises RuntimeError.
@@ -136,7 +136,7 @@ class TensorStream(Iterator[tuple[str, _T]]):
 
 
 class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
-    """Layers in turn, each with all of its tensors, while the next tensors are read; made by `Checkpoint.stream`.
+    """An iterator of layers, each with all of its tensors, that reads ahead; made by `Checkpoint.stream`.
 
     Reading stops as for `TensorStream`. Threads may share a stream: each layer goes to a single thread.
 
@@ -321,7 +321,7 @@ def stream(
     threads: int | None,
     progress: Progress,
 ) -> TensorStream[Any] | LayerStream[Any]:
-    """Read tensors in turn; see `Checkpoint.stream`.
+    """Read tensors one after another; see `Checkpoint.stream`.
 
     Args:
         files: all files, in order.

@@ -268,7 +268,7 @@ class AtomicFile:
         return descriptor
 
     def _abandon(self) -> None:
-        if self._process != os.getpid():  # a forked child: its parent goes on writing the file
+        if self._process != os.getpid():  # a forked child: its parent is still writing the file
             self._temporary = None
         if self._descriptor >= 0:
             self._close_descriptor()

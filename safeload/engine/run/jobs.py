@@ -66,7 +66,7 @@ _OPEN = frozenset((int, type(None)))
 
 
 class Runner:
-    """Run groups of jobs in turn.
+    """Run groups of jobs, one after another.
 
     Args:
         total: bytes of all groups.

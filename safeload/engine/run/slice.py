@@ -1,4 +1,4 @@
-"""Read slices of tensors in files: only the selected elements are read."""
+"""Read slices of tensors in files: only the rows that hold selected elements are read, and small gaps between rows."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class WeightFile:
         self.store.check_open()  # type: ignore[attr-defined]  # it is a `LocalStore` or a `RemoteStore`
 
     def settle(self) -> None:
-        """Drop what a remote store keeps for small reads, once the table has been read."""
+        """Drop the bytes that a remote store keeps for small reads, once the table has been read."""
         if self.remote:
             self.store.settle()  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@
 3. With the transform ``stream.zstd/1`` the bytes are a zstd frame around the archive. The name may carry "@domain"
    before the slash; the version is read up to the first dot and must be 1.
 4. With the serialization format SAFETENSORS a file is the archives of other values, followed by a whole safetensors
-   file. The offset of each chunk is the begin of that file, and its length the bytes of the chunk. The place of the
+   file. The offset of each chunk is the beginning of that file, and its length the bytes of the chunk. The place of the
    chunk is in the header, under the name of its tensor.
 """
 

@@ -126,7 +126,7 @@ def check_filters(dataset: Dataset, path: str, name: str) -> None:
     """Refuse a dataset whose chunks could not be unpacked, or only into more memory than they justify.
 
     Raises:
-        LimitError: a chunk is too large, or larger than what it is stored as can unpack to.
+        LimitError: a chunk is too large, or larger than its stored bytes can unpack to.
         FormatError: a chunk without filters has another size than its shape.
         UnsupportedError: it is unclear if the chunks at the edges are shuffled.
     """

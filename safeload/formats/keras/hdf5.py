@@ -383,7 +383,7 @@ def _usual(h5t: Any, kind: Any) -> bool:
 
 
 def _described(h5py: Any, kind: Any) -> str:
-    """Return what a type is, for a message."""
+    """Describe a type for a message."""
     h5t = h5py.h5t
     titles = {h5t.STRING: "text", h5t.COMPOUND: "a compound", h5t.REFERENCE: "a reference", h5t.ENUM: "an enumeration"}
     titles |= {h5t.VLEN: "of variable length", h5t.ARRAY: "an array type", h5t.INTEGER: "an unusual integer"}

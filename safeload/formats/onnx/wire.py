@@ -98,7 +98,7 @@ class WireReader(ByteReader):
         Args:
             first: first byte of its content in the block; 0 if a number before it is malformed.
             value: of its varint.
-            block: byte of the field in the file, and the bytes from the begin of the block to the end of the message.
+            block: byte of the field in the file, and the bytes from the start of the block to the end of the message.
         """
         position, rest = block
         number, wire = tag >> 3, tag & 7

@@ -2,7 +2,7 @@
 
 1. A key holds a chunk, or with ``sharding_indexed`` a shard: a grid of chunks in C order and an index, before or after
    them: u64 offset and u64 length of each chunk, little-endian, then a CRC-32C if the codecs say so. Offsets count from
-   the begin of the value; both numbers are 2**64 - 1 for a chunk that is not stored.
+   the beginning of the value; both numbers are 2**64 - 1 for a chunk that is not stored.
 2. A chunk that is not stored has the fill value, unless the checkpoint says that all chunks were stored.
 """
 

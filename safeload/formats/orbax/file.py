@@ -312,7 +312,7 @@ class _OrbaxReader:
     # ---- leaves other than arrays ----
 
     def _metadata(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return leaves other than arrays, nested, and what the program has added."""
+        """Return leaves other than arrays, nested, and the metadata that the program has added."""
         leaves = self._tree.leaves
         non_arrays = [name for name in names if leaves[name].kind not in tree.ARRAYS or leaves[name].skipped]
         texts = {name for name in non_arrays if leaves[name].kind == tree.STRING and not leaves[name].skipped}

@@ -114,7 +114,7 @@ class _Fields:
         return numbers
 
     def texts(self, prefixes: Sequence[int], lengths: Sequence[int], limit: int) -> list[bytes]:
-        """Return texts that leave out what they share with the text before."""
+        """Return texts that are stored without the prefix that they share with the previous text."""
         if sum(prefixes) + sum(lengths) > limit:
             raise LimitError(f"{self.path}: its keys or paths have more than {limit:,} bytes", path=self.path)
         rests = self.take(sum(lengths))

@@ -217,7 +217,7 @@ def window_for(file_name: str, names: Sequence[str]) -> int:
 
 
 def _metadata_texts(metadata: Mapping[str, str]) -> list[bytes]:
-    """Return keys and values in turn, in ascending order of keys.
+    """Return keys and values alternately, in ascending order of keys.
 
     Raises:
         TypeError, SafetensorError: see `text`.

@@ -1,8 +1,8 @@
 """List the globals of a pickle without building its values.
 
 The machine of run.py refuses a pickle at its first fault, because it must build values. A list for judging must not end
-there: this module follows the opcodes as CPython does, knows of the stack only what names a global, and continues where
-CPython would stop.
+there: this module follows the opcodes as CPython does, tracks only stack values that can name a global, and continues
+where CPython would stop.
 
 1. A value is a text, a small integer, a small tuple or dict of these, a call, or unknown. Texts name globals; the
    rest describes the arrays that joblib stores between opcodes.
@@ -217,7 +217,7 @@ class _Tracer:
         self.stack.append(_Computed(name, args))
 
     def _passed_call(self, args: tuple[Any, ...] | None) -> tuple[str, tuple[Any, ...] | None]:
-        """Return the call that `FROM_TYPE` makes; one of itself hides what it calls."""
+        """Return the call that `FROM_TYPE` makes; a call of `FROM_TYPE` itself hides its target."""
         function = args[0] if args else None
         name = function.name if type(function) is _Named else FROM_TYPE
         if name == FROM_TYPE:

@@ -47,7 +47,7 @@ def class_of(catalog: Catalog) -> str:
 
 
 def config_of(catalog: Catalog, name: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of a foreign file, and what the file does not say.
+    """Return the config of a foreign file, and the settings that the file lacks.
 
     Raises:
         FormatError: a key is missing, or has a wrong type.

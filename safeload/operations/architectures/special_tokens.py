@@ -200,7 +200,7 @@ def _pieces(template: Any) -> list[tuple[str, str]]:
 
 
 def skeleton(files: TokenizerFiles) -> dict[str, str]:
-    """Return what the way back needs of the tokenizer's files beside the metadata: JSON by file."""
+    """Return the settings that the way back needs and the metadata lacks: JSON by file of the tokenizer."""
     parts: dict[str, str] = {}
     if files.json is not None:
         model = files.json.get("model")

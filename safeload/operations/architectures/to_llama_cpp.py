@@ -26,7 +26,7 @@ from .settings import ModelConfig, settings_of
 from .special_tokens import SpecialTokens, skeleton
 from .tokenizer import KEPT, TokenizerFiles, vocabulary_of
 
-# Keys of ours that the way back needs.
+# safeload's keys for the way back.
 CONFIG_KEY = f"{KEPT}config"
 FORM_KEY = f"{KEPT}experts"
 

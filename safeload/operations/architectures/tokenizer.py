@@ -29,7 +29,7 @@ from . import pre_tokenizers, sentencepiece
 from .sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
-KEPT = "safeload.source."  # key of ours, followed by the name of a file
+KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
 SPACE = "\u2581"  # of SentencePiece
 _PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0

@@ -32,7 +32,7 @@ _IDS = {
 
 
 def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files of a model's tokenizer, by name, and what is not recovered.
+    """Return the files of a model's tokenizer, by name, and the settings that are not recovered.
 
     Args:
         name: class of the model.

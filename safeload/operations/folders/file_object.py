@@ -56,14 +56,14 @@ class ObjectFile:
         self._file.seek(self._start + position)
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
-        """Write copies of memory, because an object may keep what it is given."""
+        """Write copies of memory, because an object may keep its argument."""
         for address, size in pieces:
             for begin in range(0, size, _PIECE):
                 count = min(_PIECE, size - begin)
                 self.write_bytes(ffi.buffer(ffi.cast("char *", address + begin), count)[:])
 
     def write_bytes(self, data: bytes) -> None:
-        """Write all bytes, also if the object takes only some at a time."""
+        """Write all bytes, even if the object takes only some at a time."""
         while data:
             count = self._file.write(data)
             if count is None and isinstance(self._file, io.RawIOBase):

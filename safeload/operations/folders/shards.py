@@ -74,7 +74,7 @@ def config_with(
 
 
 def warn_of_schemes(path: str, schemes: Collection[str]) -> None:
-    """Warn that other libraries cannot load a folder with quantized tensors of ours."""
+    """Warn that other libraries cannot load a folder with safeload's quantized tensors."""
     if schemes:
         log.warning(
             "%s: only safeload reads the quantized tensors (%s); transformers, vLLM and other engines do not load them",

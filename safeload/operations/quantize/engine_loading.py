@@ -31,7 +31,7 @@ class EncodedTensors(NamedTuple):
 
 
 def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, progress: Progress) -> EncodedTensors:
-    """Load and quantize tensors in turn.
+    """Load and quantize tensors, one after another.
 
     Raises:
         UnsupportedError: the engine does not support the model or a weight.

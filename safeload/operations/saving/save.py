@@ -1,4 +1,4 @@
-"""Save all tensors of a dict or an iterator, also in the background."""
+"""Save all tensors of a dict or an iterator, in the background if requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies for gates: what a model must be, in a TOML or JSON file, beyond what `check` finds.
+"""Policies for gates: requirements for a model in a TOML or JSON file, beyond those of `check`.
 
 A policy is a table with these keys, all of which may be missing:
 

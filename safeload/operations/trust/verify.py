@@ -220,7 +220,7 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
 
 
 def _left_out(name: str, path: str, expected: ListedFiles, files: Files) -> bool:
-    """Return whether a file does not belong to the model: ignored, the signature itself, or a manifest of ours."""
+    """Return whether a file does not belong to the model: ignored, the signature itself, or a manifest by safeload."""
     if name in expected.files:
         return False
     if expected.leaves_out(name) or files.shown(path) == expected.source:

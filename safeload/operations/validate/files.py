@@ -212,7 +212,7 @@ class Tail(NamedTuple):
     begin: int  # offset of the first zero
     end: int  # end offset of the tensors
     whole: list[str]  # tensors entirely in the tail, in the order of their bytes
-    cut: str | None  # tensor cut by the begin of the tail; None if the tail begins between tensors
+    cut: str | None  # tensor cut by the beginning of the tail; None if the tail begins between tensors
     hole: int  # number of bytes in a hole of the file system
 
 

@@ -270,7 +270,7 @@ def _check_shapes(
     tensors: Mapping[str, TensorDescription],
     source: str,
 ) -> Iterator[Finding]:
-    """Find wrong shapes; ``source`` is what the sizes come from."""
+    """Find wrong shapes; ``source`` names the origin of the expected sizes."""
     for name in names:
         shape = expected[name].shape
         if shape is not None and not fits(tensors[name].shape, shape):
