@@ -170,8 +170,8 @@ def load_checkpoint(
 ) -> dict[str, Array]:
     """Load a checkpoint of any format as JAX arrays, dequantized if it is quantized.
 
-    Host memory stays bounded: besides arrays on a CPU, at most 256 MiB are in use, or as much as is read at once of a
-    larger tensor.
+    Host memory stays bounded: besides arrays on a CPU, at most 256 MiB are in use, or the part of a larger tensor that
+    is read at once.
 
     With a sharding over several devices, each process reads the slices on its own devices, and each slice only once
     even if several devices share it. For packed tensors it reads the rows around these slices. If rows are not stored
@@ -183,8 +183,8 @@ def load_checkpoint(
             "float32", ``jnp.bfloat16``, ... None keeps the dtype of plain tensors, and gives packed tensors the dtype
             in ``config.json``. Integer, bool and complex tensors keep their dtype.
         sharding: where arrays go: a ``jax.sharding.Sharding`` or a device for all; a mapping of tensor names to these;
-            or a function that returns either for a name and a ``jax.ShapeDtypeStruct``. None, also inside a mapping or
-            as a result, is JAX's default device.
+            or a function that returns either for a name and a ``jax.ShapeDtypeStruct``. None, even in a mapping or as a
+            function's result, means JAX's default device.
         names: exact names of the tensors to load; None loads all.
         only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
             ``names``.

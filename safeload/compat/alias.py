@@ -210,18 +210,18 @@ def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
     """Import safeload wherever this program asks for ``safetensors``.
 
     ``safetensors``, ``safetensors.numpy``, ``safetensors.torch`` and ``safetensors.flax`` are safeload's from now on.
-    ``safetensors.mlx``, ``safetensors.paddle`` and ``safetensors.tensorflow`` come from the real package, which has to
-    be installed for them only. ``safetensors.__version__`` and ``importlib.metadata.version("safetensors")`` are
-    "0.8.0", the release that safeload follows. Call this before other imports, because modules keep the functions that
-    they have imported.
+    ``safetensors.mlx``, ``safetensors.paddle`` and ``safetensors.tensorflow`` come from the real package, which must be
+    installed only for these. ``safetensors.__version__`` and ``importlib.metadata.version("safetensors")`` are "0.8.0",
+    the release that safeload follows. Call this before other imports, because modules keep the functions that they have
+    imported.
 
     Args:
-        subprocesses: True also changes the environment variable PYTHONPATH, so that safeload takes this place in all
-            Python programs that this program starts. A Python without safeload imports the real package.
+        subprocesses: True also changes the environment variable PYTHONPATH, for all Python programs that this program
+            starts. A Python without safeload still imports the real package.
 
     Returns:
         A function that undoes this call: once every call is undone, ``safetensors`` is the real package again. Modules
-        keep the functions that they have imported meanwhile.
+        keep the functions that they imported in the meantime.
 
     Warns:
         RuntimeWarning: safetensors has already been imported.

@@ -10,7 +10,7 @@ A schema is data, see ``safeload/models/schemas``::
   The first number of a name must be its layer number. ``{prefix}`` is the item of ``prefixes`` with the most matching
   names.
 - A shape is a list of `safeload.models.expressions` over config keys, with "?" for any size; null means any shape. A
-  size with a final "?" can be any size if the config lacks a key of the expression, or if its value is negative.
+  size with a final "?" can be any size if the config lacks a key of the expression, or if the value is negative.
 - ``defaults``: a number or an expression for each key that the config can omit or set to null.
 - ``role`` is "embedding", "norm", "bias", "head" or "buffer"; the default is a weight.
 - ``optional``: the tensor can be absent. ``when``: an expression, in which ``layer`` is the layer number; the tensor

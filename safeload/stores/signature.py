@@ -34,7 +34,7 @@ _PACKAGE = "model_signing"
 
 @dataclass(frozen=True)
 class Signature:
-    """A model signature, and the key or the certificates that it must come from.
+    """A model signature, and the key or the certificates to verify it with.
 
     ``safeload sign`` and the model-signing library write such signatures. Without a key or certificates a signature
     proves nothing and is refused.

@@ -80,7 +80,8 @@ def stack(
         layout: the layout of the result; see `safeload.layouts`.
         dtype: dtype for floating tensors; None leaves it unchanged. Required if tensors are quantized.
         out: arrays to fill, by name. Each must be C-contiguous and have the dtype and shape of the result; all are
-            checked before the first byte is written. They can overlap arrays of the source, but must not map its files.
+            checked before the first byte is written. Arrays can overlap those of the source, but must not map its
+            files.
         storage_options: for URLs: options of the filesystem behind the URL, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).

@@ -51,8 +51,8 @@ def apply_patch(
 ) -> str | None:
     """Apply a patch of `make_patch` to a file, or to a dict of arrays in place.
 
-    A file gets the bytes of the new file exactly. It is replaced atomically, so arrays of an open checkpoint keep their
-    values. In a dict, changed elements are written into the arrays; tensors with other dtypes or shapes are replaced,
+    A file gets exactly the bytes of the new file. It is replaced atomically, so arrays of an open checkpoint keep their
+    values. In a dict, changed elements are written into the arrays; tensors whose dtype or shape changes are replaced,
     and tensors are added and removed. Everything is checked before the first element changes.
 
     Args:
@@ -60,8 +60,8 @@ def apply_patch(
             C-contiguous.
         patch: path or URL of the patch.
         dst: for a file: where the result goes, see `Writer`. None replaces the base.
-        check: True to verify the patch, the base and the result by their digests, which takes time to hash them. TRL's
-            own patches have no digests and need False. Names, dtypes, shapes and indices are checked in any case.
+        check: True to verify the digests of the patch, the base and the result, which takes time. TRL's own patches
+            have no digests and need False. Names, dtypes, shapes and indices are checked in any case.
         overwrite: False to raise FileExistsError if ``dst`` exists.
         durable: False to skip the fsync of the file.
         storage_options: options of the filesystem behind URLs, see `open`.
@@ -72,8 +72,9 @@ def apply_patch(
     Raises:
         SafeloadError: the base is not the base of the patch.
         FormatError: the patch or the base is damaged or malformed.
-        UnsupportedError: a patch without digests and ``check``; a folder; an array that cannot change.
-        ValueError: ``dst`` with a dict.
+        UnsupportedError: the patch has no digests, and ``check`` is True; the base is a folder, or an array that cannot
+            change.
+        ValueError: ``dst`` is given with a dict.
         OSError: a file cannot be read or written.
 
     Example:

@@ -17,11 +17,11 @@ from .edit_folder import FolderEdit
 def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
     """Change metadata, names and tensors of a safetensors file or folder, or the metadata of a GGUF file.
 
-    The header alone is rewritten in place if it has room, as files by `Writer`, `save`, `convert` and `edit` have; this
-    takes milliseconds whatever the size of the file. All other changes write a new file, with shared or copied blocks
-    where the system has them, and rename it. In both cases the file has the old content or the new one after a crash:
-    if `open` reports an interrupted edit, ``safeload edit --recover FILE`` completes it. Arrays of an open checkpoint
-    keep their values.
+    Changes of metadata and names are written in place if the header has enough room, as in files by `Writer`, `save`,
+    `convert` and `edit`; this takes milliseconds, however large the file is. All other changes write a new file, which
+    shares blocks with the old file if the system can, and rename it. In both cases there is the old content or the new
+    content after a crash: if `open` reports an interrupted edit, ``safeload edit --recover FILE`` completes it. Arrays
+    of an open checkpoint keep their values.
 
     In a folder with an index, shards with changed tensors get new names before the index names them. Metadata is
     changed in each shard.
@@ -29,8 +29,8 @@ def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
     Args:
         path: a ".safetensors" or ".gguf" file, a folder, or an index. Symbolic links are followed, but not into the
             cache of the Hugging Face Hub.
-        force: True to edit a file that has several hard links. A header in place then changes for all of them; a new
-            file replaces only this one.
+        force: True to edit a file that has several hard links. An edit in place then changes the file behind all links;
+            a new file replaces only this link.
         durable: False to skip the fsync of files.
 
     Returns:
@@ -41,7 +41,7 @@ def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
         FormatError: the file breaks its format.
         UnsupportedError: the file has another format or several hard links, or is in the Hub's cache.
         BlockingIOError: another edit of the file is in progress.
-        SafeloadError: at the end of the block, another program has changed the file.
+        SafeloadError: another program has changed the file by the end of the block.
         OSError: the file cannot be read or written.
 
     Example:
@@ -77,7 +77,7 @@ def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:
 def recover_edit(path: PathLike) -> str:
     """Complete an interrupted edit of a file, or of the shards of a folder or index.
 
-    Temporary files that killed processes left of them are removed, unless a process is writing in the folder.
+    Their temporary files that killed processes left are removed, unless a process is writing in the folder.
 
     Returns:
         "nothing" if no edit was interrupted; "old" if a file has its old header again; else "new".

@@ -89,15 +89,15 @@ def make_patch(
 ) -> PatchReport:
     """Write the difference of two safetensors files, or dicts of arrays, as a patch for `apply_patch`.
 
-    Elements are compared by their bytes, so NaN and -0.0 are exact too. `apply_patch` makes the new file again byte for
+    Elements are compared by their bytes, so NaN and -0.0 are exact too. `apply_patch` recreates the new file byte for
     byte, with its metadata and order. Making a patch takes the memory of the changed elements.
 
-    A patch has the layout of TRL's: ``<name>.indices`` and ``<name>.values`` for each changed tensor. It also holds the
-    new header, and digests of base and result, which do not depend on metadata or the order of tensors.
+    A patch has TRL's layout: ``<name>.indices`` and ``<name>.values`` for each changed tensor. It also holds the new
+    header, and digests of base and result, which do not depend on metadata or the order of tensors.
 
     Args:
-        base: the old path, URL or dict of arrays. A folder is patched file by file.
-        new: the new one.
+        base: the old tensors: a path, a URL or a dict of arrays. Folders have to be patched file by file.
+        new: the new tensors, in either form.
         dst: a ".safetensors" path, URL or binary file object, see `Writer`.
         metadata: str to str, for the header of the patch, such as a version.
         overwrite: False to raise FileExistsError if the destination exists.
@@ -105,7 +105,7 @@ def make_patch(
         storage_options: options of the filesystem behind URLs, see `open`.
 
     Returns:
-        How much changed, and the digests.
+        A report of the changes, with the digests.
 
     Raises:
         FormatError: a file is not valid safetensors.

@@ -73,12 +73,12 @@ def save(
     """Save tensors as a safetensors file or a folder of shards.
 
     Args:
-        tensors: a dict of arrays, or an iterable of ``(name, array)`` such as a generator, which is consumed in the
-            memory of a single tensor. Arrays are those of `Writer.add`.
+        tensors: a dict of arrays, or an iterable of ``(name, array)`` such as a generator, which takes the memory of a
+            single tensor. See `Writer.add` for the kinds of arrays.
         dst: a path, folder, URL or binary file object, see `Writer`. A file object that cannot seek needs a dict.
-        background: True returns as soon as the tensors are copied into a buffer: the caller may change them, and the
-            file is written in another thread. The buffer stays allocated for the next save, which waits for it. The
-            interpreter waits for pending saves before it exits.
+        background: True returns as soon as the tensors are copied into a buffer: the arrays may then change, and
+            another thread writes the file. The buffer stays allocated for the next save, which waits until it is free.
+            The interpreter waits for pending saves before it exits.
         metadata: str to str, for the header.
         max_shard_size: see `Writer`.
         overwrite: False to raise FileExistsError if the destination exists.
@@ -86,8 +86,8 @@ def save(
         storage_options: options of the filesystem behind a URL, see `open`.
 
     Returns:
-        None; with ``background``, a future whose ``result()`` waits for the file and raises its error. You should call
-        it, because nothing else reports the error.
+        None; with ``background``, a future. You should call its ``result()``, which waits for the file, because nothing
+        else reports an error.
 
     Raises:
         FileExistsError: ``dst`` exists and ``overwrite`` is not set.

@@ -31,20 +31,20 @@ class Writer:
     Leaving the ``with`` block puts the file in place. After an exception there is no file, and an old file is
     unchanged. Arrays that share memory are written once for each name. You should use a `Writer` from a single thread.
 
-    Without ``tensors``, the bytes have the order of arrival, and the header is written last, into room that was left
-    for it: small files, files of more than about a thousand tensors, and files in which a tensor would not be aligned
-    are therefore copied once, on the disk. 4 KiB after the header stay free for `safeload.edit`.
+    Without ``tensors``, tensors are written in the order of arrival, and the header last, into room that was kept for
+    it. Small files, files of more than about a thousand tensors, and files in which a tensor would not be aligned are
+    therefore copied once, on the disk. 4 KiB after the header stay free for `safeload.edit`.
 
     Args:
-        dst: a path or URL of a ".safetensors" file; a folder (an existing folder, a path without suffix or with a slash
-            at its end, or any path with ``max_shard_size``), which gets shards and an index; or a file object opened
-            for writing in binary mode. A URL and, without ``tensors``, a file object get files that were complete on
-            this machine, in TMPDIR.
+        dst: a path or URL of a ".safetensors" file; a folder (an existing folder, a path without suffix or with a final
+            slash, or any path with ``max_shard_size``), which gets shards and an index; or a file object opened for
+            writing in binary mode. For a URL and, without ``tensors``, for a file object, a file is first completed in
+            TMPDIR.
         metadata: str to str, for the header of each file.
         tensors: ``{name: (dtype, shape)}`` of all tensors. With it a file is written once, in any order of tensors. A
             file object or pipe that cannot seek needs it, and tensors should then come in this order.
-        max_shard_size: bytes, or text such as "500MB"; folders have a default of "5GB". A store does not rename, so
-            shards have names without their number in total, unless a single shard is enough.
+        max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A store cannot rename, so
+            names of shards lack the total number of shards, unless a single shard is enough.
         overwrite: False to raise FileExistsError if the destination exists.
         durable: False to skip the fsync of a file.
         storage_options: options of the filesystem behind a URL, see `open`.
@@ -90,7 +90,7 @@ class Writer:
         self._state = "open"
 
     def add(self, name: str, array: Any) -> None:
-        """Write a tensor; when this returns, the array may change.
+        """Write a tensor. The array may change once this returns.
 
         Args:
             name: of the tensor.
@@ -101,7 +101,7 @@ class Writer:
                 is closed.
             TypeError: not an array, or the name is not a str.
             SafetensorError: the format lacks the dtype or cannot store the name.
-            UnsupportedError: a quantized tensor, and ``tensors`` was passed.
+            UnsupportedError: the tensor is quantized, and ``tensors`` was passed.
             OSError: the file cannot be written. Also a SafetensorError.
         """
         try:

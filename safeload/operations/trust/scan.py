@@ -156,19 +156,19 @@ class ScanReport:
 def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
     r"""List and judge every global that pickles in files name, and other code that loading would run.
 
-    Pickles are found wherever they are: torch checkpoints, object arrays of NumPy, joblib files, inside zip and tar
+    Pickles are found wherever they are: in torch checkpoints, NumPy object arrays, joblib files, inside zip and tar
     archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset.
-    Nothing is executed or imported. The allowlist with which safeload reads pickles decides what is harmless;
-    everything else is unknown, or dangerous if it is known to run code, reach files or the network, or hide what it
-    names. Keras Lambda layers count as dangerous. You should load a file with other libraries only if it is harmless,
-    or if you trust its author.
+    Nothing is executed or imported. Globals on the allowlist with which safeload reads pickles are harmless; all others
+    are unknown, or dangerous if they are known to run code, reach files or the network, or hide a name. Keras Lambda
+    layers count as dangerous. You should load a file with other libraries only if it is harmless, or if you trust its
+    author.
 
     Args:
         paths: a file, a folder with its subfolders, a URL, or a list of these.
         storage_options: options of the filesystem behind a URL, see `safeload.open`.
 
     Returns:
-        The report. Its ``verdict`` is the worst of all files; what cannot be read is unknown.
+        The report. Its ``verdict`` is the worst of all files; unreadable content is unknown.
 
     Raises:
         FileNotFoundError: a path does not exist.

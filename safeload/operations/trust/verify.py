@@ -149,12 +149,12 @@ def verify(
 ) -> VerifyReport:
     """Compare the files of a model with a manifest, a model signature or the digests of a cache.
 
-    Every file of a folder must be listed, and every listed file must be there. Left out are the manifest or signature
-    itself, and what the signature ignores. Symbolic links count as the files that they lead to. To load what was
-    verified, pass ``verify=`` to `load`: a file can change after this call.
+    Every file of a folder must be listed, and every listed file must exist. The manifest or signature itself, and the
+    paths that a signature ignores, are left out. Symbolic links count as their target files. A file can change after
+    this call: to load exactly the verified bytes, pass ``verify=`` to `load`.
 
     Args:
-        path: a folder, a file, a URL or an ``ollama://`` name. Of a file or an ``index.json`` only this file is
+        path: a folder, a file, a URL or an ``ollama://`` name. For a file or an ``index.json``, only that file is
             compared.
         against: the path of a manifest written by ``safeload check --write-manifest``, or a `Signature`. None uses the
             manifest next to the files, or the digests of the Hub's cache or of ollama.
@@ -163,11 +163,11 @@ def verify(
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        The report. It says what a match proves: a manifest or a cache proves integrity only.
+        The report. Its ``proof`` says what a match proves: a manifest or a cache proves integrity only.
 
     Raises:
-        VerificationError: there is nothing to verify against; the signature has no key or is not the key's; a manifest
-            or signature is malformed.
+        VerificationError: there is nothing to verify against; the signature has no key or belongs to another key; a
+            manifest or signature is malformed.
         ModuleNotFoundError: a signature needs model-signing, which is not installed.
         OSError: the path, the manifest, the signature or a key cannot be read.
 
