@@ -158,8 +158,8 @@ def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> S
 
     Pickles are found wherever they are: in torch checkpoints, NumPy object arrays, joblib files, inside zip and tar
     archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset.
-    Nothing is executed or imported. Globals on the allowlist with which safeload reads pickles are harmless; all others
-    are unknown, or dangerous if they are known to run code, reach files or the network, or hide a name. Keras Lambda
+    Nothing is executed or imported. Globals on the allowlist with which safeload reads pickles are harmless; any other
+    global is unknown, or dangerous if it is known to run code, reach files or the network, or hide a name. Keras Lambda
     layers count as dangerous. You should load a file with other libraries only if it is harmless, or if you trust its
     author.
 

@@ -78,7 +78,7 @@ def check(
     """Check weights and report faults. Findings are never raised. Also available as ``validate``.
 
     Errors are: a file that violates its format, or has lost blocks; a missing shard; a zip entry with a wrong CRC-32;
-    no tensors; NaN, infinity and values far beyond all others; missing and unexpected tensors, and wrong shapes,
+    no tensors; NaN, infinity and values far beyond the rest; missing and unexpected tensors, and wrong shapes,
     according to the config; gaps in the layers; scales of quantized tensors that are not finite or not as expected; a
     GGUF file that llama.cpp refuses. Warnings are: values outside ``limits``, constant matrices, tensors without
     elements or axes, layers with different dtypes, an index with a wrong total_size, a tied head with different values.
