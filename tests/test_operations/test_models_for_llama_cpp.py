@@ -232,7 +232,7 @@ def changed(name="llama3", **fields):
 @pytest.mark.parametrize(
     ("files", "match"),
     [
-        ({"tokenizer.json": None}, "neither tokenizer.model nor tokenizer.json is there"),
+        ({"tokenizer.json": None}, "neither tokenizer.model nor tokenizer.json exists"),
         ({"tokenizer.json": "{"}, "tokenizer.json is not JSON"),
         ({"tokenizer.json": "[]"}, "tokenizer.json must be a JSON object"),
         (changed(model={"type": "WordPiece"}), "a model of type 'WordPiece'"),

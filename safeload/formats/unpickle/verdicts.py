@@ -115,7 +115,7 @@ def judge(name: str, allowed: Mapping[str, Global], *, called: bool) -> JudgedGl
         return JudgedGlobal(name, UNKNOWN, "reads attributes; each is listed")
     parts = name.split(".")
     if COMPUTED in parts or NOT_TEXT in parts:
-        return JudgedGlobal(name, DANGEROUS, "hidden: what it names is computed when the pickle runs")
+        return JudgedGlobal(name, DANGEROUS, "hidden: its name is computed when the pickle runs")
     reason = _reason(parts)
     if reason is not None:
         return JudgedGlobal(name, DANGEROUS, reason)

@@ -172,7 +172,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     if files.model is not None:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
-        raise files.unsupported(f"neither {MODEL} nor {JSON} is there, and llama.cpp needs a tokenizer")
+        raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
     model = files.json.get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     if not isinstance(model, dict) or kind != "BPE":
