@@ -190,20 +190,93 @@ def test_packed_bases(name, tmp_path):
         safeload.load(folder, adapters=adapter)
 
 
+def write_mlx(folder, shapes, *, kind="lora", seed=5):
+    """An adapter of MLX with a scale of 3, and its tensors."""
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
+    parts = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    save_file(parts, folder / "adapters.safetensors")
+    config = {"fine_tune_type": kind, "lora_parameters": {"rank": 2, "scale": 3.0, "dropout": 0.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return parts
+
+
 def test_mlx(tmp_path):
     rng = np.random.default_rng(5)
     w, e = rng.standard_normal((6, 5), np.float32), rng.standard_normal((9, 4), np.float32)
     save_file({"w.weight": w, "e.weight": e}, tmp_path / "base.safetensors")
-    folder = tmp_path / "mlx"
-    folder.mkdir()
     shapes = {"w.lora_a": (5, 2), "w.lora_b": (2, 6), "e.lora_a": (9, 2), "e.lora_b": (2, 4)}
-    parts = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    save_file(parts, folder / "adapters.safetensors")
-    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 2, "scale": 3.0, "dropout": 0.0}}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    merged = safeload.load(tmp_path / "base.safetensors", adapters=folder)
+    parts = write_mlx(tmp_path / "mlx", shapes)
+    merged = safeload.load(tmp_path / "base.safetensors", adapters=tmp_path / "mlx")
     assert_merged(merged["w.weight"], w + 3 * (parts["w.lora_b"].T @ parts["w.lora_a"].T), 3)
     assert_merged(merged["e.weight"], e + 3 * (parts["e.lora_a"] @ parts["e.lora_b"]), 3)
+
+
+def test_mlx_keeps_a_norm_for_each_row_of_an_embedding(tmp_path):
+    e = np.random.default_rng(6).standard_normal((9, 4), np.float32)
+    save_file({"e.weight": e}, tmp_path / "base.safetensors")
+    parts = write_mlx(tmp_path / "mlx", {"e.lora_a": (9, 2), "e.lora_b": (2, 4), "e.m": (9,)}, kind="dora")
+    merged = safeload.load(tmp_path / "base.safetensors", adapters=tmp_path / "mlx")["e.weight"]
+    changed = e + 3 * (parts["e.lora_a"] @ parts["e.lora_b"])
+    assert_merged(merged, changed * (parts["e.m"] / np.linalg.norm(changed, axis=1))[:, None], 9)
+
+
+def test_a_square_embedding_of_mlx_is_known_by_its_name(tmp_path):
+    w = np.random.default_rng(6).standard_normal((5, 5), np.float32)
+    save_file({"embed_tokens.weight": w, "w.weight": w}, tmp_path / "base.safetensors")
+    shapes = {
+        f"{name}.lora_{part}": shape for name in ("embed_tokens", "w") for part, shape in (("a", (5, 2)), ("b", (2, 5)))
+    }
+    parts = write_mlx(tmp_path / "mlx", shapes)
+    merged = safeload.load(tmp_path / "base.safetensors", adapters=tmp_path / "mlx")
+    assert_merged(
+        merged["embed_tokens.weight"], w + 3 * (parts["embed_tokens.lora_a"] @ parts["embed_tokens.lora_b"]), 3
+    )
+    assert_merged(merged["w.weight"], w + 3 * (parts["w.lora_a"] @ parts["w.lora_b"]).T, 3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_stacks_of_experts_of_mlx(tmp_path, packed):
+    base, name = tmp_path / "base.safetensors", "x.switch_mlp.up_proj"
+    if packed:
+        base, name = ROOT / "tests/data/quantized/mlx_experts", "model.layers.0.mlp.switch_mlp.up_proj"
+        name = name.replace("up_proj", "down_proj")
+    else:
+        save_file({f"{name}.weight": np.random.default_rng(6).standard_normal((3, 6, 5), np.float32)}, base)
+    w = safeload.load(base, dtype="float32")[f"{name}.weight"]
+    experts, rows, columns = w.shape
+    parts = write_mlx(tmp_path / "mlx", {f"{name}.lora_a": (experts, 2, columns), f"{name}.lora_b": (experts, rows, 2)})
+    merged = safeload.load(base, adapters=tmp_path / "mlx", dtype="float32")[f"{name}.weight"]
+    assert_merged(merged, w + 3 * (parts[f"{name}.lora_b"] @ parts[f"{name}.lora_a"]), 3)
+    safeload.convert(base, tmp_path / "out/", adapters=tmp_path / "mlx", dtype="float32")
+    assert np.array_equal(safeload.load(tmp_path / "out")[f"{name}.weight"], merged)
+    write_mlx(tmp_path / "old", {f"{name}.lora_a": (experts * 2, columns), f"{name}.lora_b": (experts, rows, 2)})
+    with pytest.raises(safeload.FormatError, match=rf"it needs \[{experts}, {columns}, {columns}\]"):
+        safeload.load(base, adapters=tmp_path / "old", dtype="float32")
+    shapes = {f"{name}.lora_a": (experts, 2, columns), f"{name}.lora_b": (experts, rows, 2), f"{name}.m": (rows,)}
+    write_mlx(tmp_path / "dora", shapes, kind="dora")
+    with pytest.raises(safeload.UnsupportedError, match="for which MLX has no DoRA"):
+        safeload.load(base, adapters=tmp_path / "dora", dtype="float32")
+
+
+def test_the_folder_of_an_mlx_training(tmp_path):
+    """The trainer saves adapters.safetensors and a copy of every hundred steps."""
+    w = np.random.default_rng(6).standard_normal((6, 5), np.float32)
+    save_file({"w.weight": w}, tmp_path / "base.safetensors")
+    parts = write_mlx(tmp_path / "mlx", {"w.lora_a": (5, 2), "w.lora_b": (2, 6)})
+    early = {name: value / 2 for name, value in parts.items()}
+    for step in (100, 200):
+        save_file(early, tmp_path / f"mlx/{step:07}_adapters.safetensors")
+    change = 3 * (parts["w.lora_b"].T @ parts["w.lora_a"].T)
+    for adapter, factor in (("mlx", 1), ("mlx/0000100_adapters.safetensors", 0.25)):
+        merged = safeload.load(tmp_path / "base.safetensors", adapters=tmp_path / adapter)["w.weight"]
+        assert_merged(merged, w + factor * change, 3)
+    kind, skipped = safeload.open(tmp_path / "mlx").notes
+    assert kind.startswith("a LoRA adapter (MLX, r 2)")
+    assert skipped == "skipped: 0000100_adapters.safetensors, 0000200_adapters.safetensors"
+    (tmp_path / "mlx/adapter_config.json").unlink()
+    with pytest.raises(safeload.UnsupportedError, match=r"3 \.safetensors files and no index"):
+        safeload.open(tmp_path / "mlx")
 
 
 @pytest.mark.parametrize(

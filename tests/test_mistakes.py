@@ -626,6 +626,10 @@ ADAPTERS = {
         {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
         "a LoRA adapter (PEFT, r 8) of meta-llama/Llama-3.2-1B: changes to the weights of a base model",
     ),
+    "MLX": (
+        {"fine_tune_type": "dora", "lora_parameters": {"rank": 4, "scale": 20.0}, "model": "me/base"},
+        "a DoRA adapter (MLX, r 4) of me/base: changes to the weights of a base model",
+    ),
     "nothing said": ({}, "an adapter (PEFT): changes to the weights"),
     "hostile": (
         {"peft_type": "\x1b[31m", "r": "8", "base_model_name_or_path": "x" * 1000},

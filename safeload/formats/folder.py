@@ -59,6 +59,8 @@ from .zero import names as zero
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# An adapter of mlx-lm, whose trainer leaves those of earlier steps beside it (`0000100_adapters.safetensors`).
+MLX_ADAPTER = "adapters.safetensors"
 CONFIG = "config.json"
 # The subfolder of an unfinished conversion; see `operations.folders.journal`.
 RESUME = ".safeload-resume"
@@ -532,6 +534,8 @@ def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable
         _refuse_incomplete(sets, path, is_unfinished)
         if len(files) <= 1:
             return files or None
+        if MLX_ADAPTER in files and _ADAPTER in names:
+            return [MLX_ADAPTER]
     shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
@@ -662,10 +666,10 @@ def read_config(path: str, files: Files) -> dict[str, Any] | None:
 
 # ---- messages and notes ----
 
-# Files that identify a diffusers pipeline and a PEFT adapter.
+# Files that identify a diffusers pipeline and an adapter.
 _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
-# Spelling of adapter types; PEFT stores capitals.
-_SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
+# Spelling of adapter types; PEFT stores capitals, MLX none.
+_SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "lora": "LoRA", "dora": "DoRA"}
 
 # Names of weight files.
 _SUFFIXES = {*WEIGHT_SUFFIXES, DCP_SUFFIX}
@@ -761,7 +765,16 @@ def _adapter(config: str, files: Files) -> str:
     except (FormatError, OSError):
         return "an adapter (PEFT)"
     kind, rank, base = (settings.get(key) for key in ("peft_type", "r", "base_model_name_or_path"))
-    name = f"a {_shown(_SPELLING.get(kind, kind))} adapter (PEFT" if isinstance(kind, str) else "an adapter (PEFT"
+    writer, trained = "PEFT", settings.get("lora_parameters")
+    if kind is None and isinstance(trained, Mapping):
+        kind, rank, base, writer = (
+            settings.get("fine_tune_type", "lora"),
+            trained.get("rank"),
+            settings.get("model"),
+            "MLX",
+        )
+    kind = f"a {_shown(_SPELLING.get(kind, kind))}" if isinstance(kind, str) else "an"
+    name = f"{kind} adapter ({writer}"
     name += f", r {rank})" if isinstance(rank, int) and 0 < rank < 1 << 20 else ")"
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
 

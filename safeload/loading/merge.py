@@ -141,10 +141,13 @@ def _weight_change(match: _Match, module: str, transposed: bool) -> Change:
     shape_b: tuple[int, ...]
     a, b = (EMBEDDING_A, EMBEDDING_B) if embedding else (A, B)
     _check_axes(match, a, b)
+    if mlx and len(target.shape) == 3:
+        return _stack_change(match, module)
     rank = match.shape(a)[1 if mlx else 0]
     by_columns = embedding or (transposed and len(target.shape) == 2)
     if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
-        by_columns = match.shape(a) != (columns, rank) and match.shape(a) == (rows, rank)
+        linear = match.shape(a) == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
+        by_columns = match.shape(a) == (rows, rank) and not linear
         shape_a, shape_b = ((rows if by_columns else columns), rank), (rank, columns if by_columns else rows)
     else:
         inner, outer = (rows, columns) if by_columns else (columns, rows)
@@ -155,10 +158,22 @@ def _weight_change(match: _Match, module: str, transposed: bool) -> Change:
         raise match.misfit(a, "a base of two axes or more")
     _check_shapes(match, {a: shape_a, b: shape_b})
     if MAGNITUDE in parts:
-        count = columns if by_columns else rows
+        count = columns if by_columns and not mlx else rows
         if math.prod(match.shape(MAGNITUDE)) != count:
             raise match.misfit(MAGNITUDE, f"{count} norms")
     return Change(match.adapter, parts, _scaling(match, a, module, (rank,)), by_columns)
+
+
+def _stack_change(match: _Match, module: str) -> Change:
+    """Return the change of MLX's stack of experts, by [experts, r, in] and [experts, out, r]."""
+    (count, rows, columns), rank = match.target.shape, match.shape(A)[1]
+    if MAGNITUDE in match.parts:
+        text = f"of the adapter changes the stack {show(match.target.name)}, for which MLX has no DoRA"
+        path = match.adapter.checkpoint.path
+        raise error_about(UnsupportedError, text, path=path, tensor=match.parts[MAGNITUDE])
+    _check_shapes(match, {A: (count, rank, columns), B: (count, rows, rank)})
+    scaling = _scaling(match, A, module, (rank,))
+    return Change(match.adapter, match.parts, scaling, stacked=True, matrices=count)
 
 
 def _parameter_change(match: _Match, transposed: bool) -> Change:
@@ -567,9 +582,8 @@ def _factors(change: Change, target: AdapterTarget) -> _Factors:
     a, b = a.reshape(_flat(a.shape)), b.reshape(_flat(b.shape))
     left, right = (a.T, b.T) if change.by_columns else (b, a)
     magnitude = arrays[parts[MAGNITUDE]].reshape(-1).astype(np.float64) if MAGNITUDE in parts else None
-    return _Factors(
-        np.ascontiguousarray(left), np.ascontiguousarray(right), change.scaling, magnitude, change.by_columns
-    )
+    by_columns = change.by_columns and not mlx  # MLX has a norm for each row of an embedding
+    return _Factors(np.ascontiguousarray(left), np.ascontiguousarray(right), change.scaling, magnitude, by_columns)
 
 
 def _expert_factors(change: Change, target: AdapterTarget, stack_factors: _StackFactors) -> _Factors:
@@ -587,13 +601,14 @@ def _stack_of(change: Change) -> _Stack:
 def _stack_factors(stack: _Stack, dtype: str) -> tuple[Array, Array]:
     """Return the factors of a stack, [matrices, rows, r] and [matrices, r, columns].
 
-    PEFT stores the rows of A matrix by matrix, and the columns of B rank by rank.
+    PEFT stores the rows of A matrix by matrix, and the columns of B rank by rank; MLX stores stacks.
     """
     count = stack.matrices
     arrays = stack.adapter.checkpoint.load([stack.a, stack.b], dtype=dtype, backend="pread")
     a, b = arrays[stack.a], arrays[stack.b]
-    rank = len(a) // count
-    a, b = a.reshape(count, rank, a.shape[1]), b.reshape(len(b), rank, count).transpose(2, 0, 1)
+    if not stack.adapter.settings.mlx:
+        rank = len(a) // count
+        a, b = a.reshape(count, rank, a.shape[1]), b.reshape(len(b), rank, count).transpose(2, 0, 1)
     left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if stack.by_columns else (b, a)
     return np.ascontiguousarray(left), np.ascontiguousarray(right)
 

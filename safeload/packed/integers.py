@@ -126,6 +126,8 @@ _MLX_MODES = {
     "nvfp4": (4, 16, "e2m1", "F8_E4M3"),
     "mxfp8": (8, 32, "F8_E4M3", "F8_E8M0"),
 }
+# MLX's defaults for affine codes. mlx-lm's mixed recipes leave the group size of each module null.
+_MLX_BITS, _MLX_GROUP = 4, 64
 
 
 def mlx(group: PackedGroup) -> Packing:
@@ -142,6 +144,8 @@ def mlx(group: PackedGroup) -> Packing:
     if group.shape(packing.BIAS) != scale:
         raise Misfit(f"biases {list(group.shape(packing.BIAS))} do not fit scales {list(scale)}")
     bits, size = settings.get("bits"), settings.get("group_size")
+    if group.method == "mlx":
+        bits, size = _MLX_BITS if bits is None else bits, _MLX_GROUP if size is None else size
     if bits is not None and (type(bits) is not int or bits not in (1, 2, 3, 4, 5, 6, 8)):
         raise Misfit(f"unknown bits {brief(show(bits))}, expected 1 to 6 or 8 (quantization)")
     if bits is None or not is_length(size):

@@ -222,9 +222,9 @@ class Quantization:
         return [key for key in _mapping(self.get("extra_config")) if any(char in key for char in _PATTERN_CHARACTERS)]
 
     def mlx_settings(self, module: str) -> Mapping[str, Any]:
-        """Return mlx-lm's settings of a module: the shared settings and its own."""
+        """Return mlx-lm's settings of a module: its own, which inherit nothing, else the shared settings."""
         own = self.get(module)
-        return {**self.values, **own} if isinstance(own, Mapping) else self.values
+        return own if isinstance(own, Mapping) else self.values
 
     def quark_settings(self, module: str) -> Mapping[str, Any]:
         """Return Quark's settings of a layer: by the first matching name or glob, else by type, else the global.

@@ -463,6 +463,53 @@ def test_routers_and_the_tied_head_stay(tmp_path):
     assert router.removesuffix(".weight") in read_config(tmp_path / "out")["quantization_config"]["ignore"]
 
 
+def test_bitsandbytes_skips_routers(models, tmp_path):
+    """transformers would hold codes for the gate of shared experts, a linear module, but not for experts."""
+    safeload.convert(models["qwen2_moe", "bfloat16"], tmp_path / "out", quantize="bnb_nf4")
+    gates = [f"model.layers.{k}.mlp.{name}" for k in range(2) for name in ("gate", "shared_expert_gate")]
+    assert read_config(tmp_path / "out")["quantization_config"]["llm_int8_skip_modules"] == ["lm_head", *gates]
+
+
+def test_mlx_is_told_if_the_head_is_tied(llama, tmp_path):
+    """mlx-lm ties it by default, transformers does not."""
+    weights = load_file(llama / "model.safetensors")
+    for case, (stored, said, expected) in enumerate(
+        [(1, None, False), (0, None, True), (1, False, False), (0, True, True)]
+    ):
+        source = tmp_path / f"source{case}"
+        source.mkdir()
+        settings = {name: value for name, value in config("bfloat16").items() if name != "tie_word_embeddings"}
+        settings |= {} if said is None else {"tie_word_embeddings": said}
+        (source / "config.json").write_text(json.dumps(settings))
+        save_file(
+            {name: x for name, x in weights.items() if stored or name != "lm_head.weight"}, source / "model.safetensors"
+        )
+        safeload.convert(source, tmp_path / f"out{case}", quantize="mlx4")
+        assert read_config(tmp_path / f"out{case}")["tie_word_embeddings"] is expected
+
+
+@pytest.mark.parametrize("name", ["w8a8", "bnb_nf4"])
+def test_modules_of_a_vision_model_are_left_under_the_names_of_transformers(tmp_path, name):
+    """transformers has the head beside the model, and the parts of the model under "model."."""
+    text = "language_model.model."
+    shapes = {
+        text + "embed_tokens.weight": (64, 32),
+        text + "layers.0.self_attn.q_proj.weight": (32, 32),
+        "vision_tower.layers.0.fc1.weight": (32, 32),
+    }
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({each: matrix(*shape, 0) for each, shape in shapes.items()}, source / "model.safetensors")
+    nested = {"text_config": {"model_type": "gemma3_text", "vocab_size": 64, "hidden_size": 32}}
+    settings = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", **nested}
+    (source / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    safeload.convert(source, tmp_path / "out", quantize=name, only="*", ignore=["*embed_tokens*", "vision*"])
+    said = read_config(tmp_path / "out")["quantization_config"]
+    left = said["ignore"] if name == "w8a8" else said["llm_int8_skip_modules"]
+    assert {"lm_head", "vision_tower.layers.0.fc1"} <= set(left)
+    assert (r"re:.*vision_tower\.layers\.0\.fc1$" in left) == (name == "w8a8")
+
+
 def test_sides_that_are_not_whole_blocks_stay_in_deepseek_fp8(tmp_path):
     source = write_model(tmp_path / "source", "bfloat16", {**USUAL, "intermediate_size": 320})
     safeload.convert(source, tmp_path / "out", quantize="deepseek_fp8")

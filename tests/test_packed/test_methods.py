@@ -177,6 +177,8 @@ WRITERS = [
     ("bitnet_times", {"use_rms_norm": True, "rms_norm_eps": 1e-6}),
     ("bnb_nf4", {"bnb_4bit_blocksize": 64, "llm_int8_threshold": 3.0, "quant_method": "bitsandbytes"}),
     ("mlx_affine4_g64", {"lm_head": False, "model.norm": {"bits": 4, "group_size": 64}}),
+    ("mlx_affine4_g64", {"bits": 8, "group_size": 32, "model.embed_tokens": {"bits": 4, "group_size": None},
+                         "model.layers.0.self_attn.q_proj": {"mode": "affine"}}),  # mlx-lm's recipes; MLX's defaults
     ("gpt_oss", {"dequantize": True}),
     ("quark_floats", {"kv_cache_group": ["*k_proj"], "shared_scale_groups": [["a"]], "keep_prequantized_layers": True}),
     ("mxfp8", FINEGRAINED),

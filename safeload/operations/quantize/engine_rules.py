@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
 from ...base import dtypes, packing
 from ...base.messages import error_about
-from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset, preset_of
+from ...base.preset import BITSANDBYTES, COMPRESSED, MLX, PRESETS, Preset, preset_of
 from ...base.text import show
 from ...errors import UnsupportedError
 from ...models.config_dtype import dtype_in
 from ...models.schema import Schema
+from ...models.tied import KEY as TIE
 from ...models.tied import tied_heads
 from ...packed.engines import (
     ENGINES,
@@ -35,7 +37,10 @@ from .keeping import Keep, Kept, Planned
 _F32 = dtypes.BY_CODE["F32"]
 _WEIGHT = ".weight"
 # Why a linear module stays unquantized, so that the config must name it.
-_LINEAR = ("is the head", "is a router", "is an expert", "keep=", "excluded by keep=", "has a side")
+_IS_HEAD, _IS_EXPERT = "is the head", "is an expert"
+_LINEAR = (_IS_HEAD, "is a router", _IS_EXPERT, "keep=", "excluded by keep=", "has a side")
+# Modules of the language model. Those of vision models have names in files that lack a prefix of the engine's.
+_MODEL = "model."
 
 
 # The names in `PRESETS`; MLX's formats have groups of 64 by default.
@@ -139,13 +144,13 @@ class EngineRules:
         if kept is not None:
             return kept
         role = "weight" if self.schema is None else self.schema.role(name)
-        ends = {"embedding": "is an embedding", "head": "is the head"}
+        ends = {"embedding": "is an embedding", "head": _IS_HEAD}
         if role in ends and not self.engine.quantizes_ends:
             return ends[role]
         if role in ("norm", "bias", "buffer"):
             return f"is a {role}"
         if (is_expert(name) or is_fused(name)) and not self.engine.quantizes_experts:
-            return "is an expert"
+            return _IS_EXPERT
         if role is None and is_fused(name):
             return None  # `plan` refuses its axes
         if role is None:
@@ -200,11 +205,18 @@ class EngineRules:
             names: in the result, by name before ``rename``.
         """
         linear = {name: reason for name, reason in kept.items() if reason.startswith(_LINEAR)}
+        if self.preset.engine == BITSANDBYTES:  # its reader holds experts as parameters, not as modules
+            linear = {name: reason for name, reason in linear.items() if reason != _IS_EXPERT}
         left = [names.get(name, name).removesuffix(_WEIGHT) for name in linear if name.endswith(_WEIGHT)]
-        left += [head.removesuffix(_WEIGHT) for head in self._tied if head not in kept]
-        chosen = [reason for reason in linear.values() if not reason.startswith(_LINEAR[:3])]
-        if self.preset.engine == BITSANDBYTES and not chosen:
+        heads = [head.removesuffix(_WEIGHT) for head in self._tied if head not in kept]
+        left += [*heads, *(head.rpartition(".")[2] for head in heads)]  # transformers has the head beside the model
+        if self.preset.engine == BITSANDBYTES and all(reason == _IS_HEAD for reason in linear.values()):
             left = []  # the default of transformers: the head, also if it is tied
+        if self.preset.engine == COMPRESSED:
+            left += [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith(_MODEL)]
+        if self.preset.engine == MLX and self.schema is not None and TIE not in (config or {}):
+            has_head = any(self.schema.role(name) == "head" for name in (*quantized, *kept))
+            config = {**(config or {}), TIE: not has_head}  # mlx-lm's default is not that of transformers
         return config_for(self.preset, config, sorted(dict.fromkeys(left)), self._exceptions(quantized, names))
 
     def quantization(self, quantized: Mapping[str, str]) -> Quantization:
