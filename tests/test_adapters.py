@@ -259,6 +259,27 @@ def test_stacks_of_experts_of_mlx(tmp_path, packed):
         safeload.load(base, adapters=tmp_path / "dora", dtype="float32")
 
 
+@pytest.mark.parametrize(("layer", "stack"), [("w2", "down_proj"), ("up_proj", "up_proj")])
+def test_stacks_of_mlx_change_experts_that_are_stored_apart(tmp_path, layer, stack):
+    base, name = tmp_path / "base.safetensors", f"x.switch_mlp.{stack}"
+    rng = np.random.default_rng(6)
+    experts = {f"x.experts.{k}.{layer}.weight": rng.standard_normal((6, 5), np.float32) for k in range(3)}
+    save_file({**experts, "x.gate.weight": rng.standard_normal((3, 5), np.float32)}, base)
+    parts = write_mlx(tmp_path / "mlx", {f"{name}.lora_a": (3, 2, 5), f"{name}.lora_b": (3, 6, 2)})
+    merged = safeload.load(base, adapters=tmp_path / "mlx")
+    for k, (weight, value) in enumerate(experts.items()):
+        assert_merged(merged[weight], value + 3 * (parts[f"{name}.lora_b"][k] @ parts[f"{name}.lora_a"][k]), 3)
+    safeload.convert(base, tmp_path / "out/", adapters=tmp_path / "mlx", max_shard_size=200, resume=True)
+    assert_same(safeload.load(tmp_path / "out"), merged)
+    write_mlx(tmp_path / "more", {f"{name}.lora_a": (4, 2, 5), f"{name}.lora_b": (4, 6, 2)})
+    with pytest.raises(safeload.FormatError, match=r"is \[3, 6, 5\]: it needs \[3, 2, 5\]"):
+        safeload.load(base, adapters=tmp_path / "more")
+    del experts["x.experts.0." + layer + ".weight"]
+    save_file(experts, base)
+    with pytest.raises(safeload.TensorNotFoundError, match=rf"'{name}\.weight', which .* does not have"):
+        safeload.load(base, adapters=tmp_path / "mlx")
+
+
 def test_the_folder_of_an_mlx_training(tmp_path):
     """The trainer saves adapters.safetensors and a copy of every hundred steps."""
     w = np.random.default_rng(6).standard_normal((6, 5), np.float32)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
+from ..models.expert_forms import STACK
 from ..models.tied import is_unclear, tied_heads
 from .adapter import EMBEDDING_A, VALUE, A, Adapter, B
 from .adapter_base import Base
@@ -129,7 +130,7 @@ def _equal(adapter: Adapter, first: str, second: str) -> bool:
 
 # ---- stacks of experts, and renamed tensors ----
 
-# transformers renames or stacks some weights on loading. Adapters use the model's names; files use the stored names.
+# transformers and mlx-lm rename or stack some weights on loading. Adapters have the model's names, files the stored.
 
 # Layers concatenated by transformers, row by row and in order, under the last part of the stack's name.
 _LAYERS = {
@@ -137,6 +138,8 @@ _LAYERS = {
     "up_proj": (("up_proj",),),  # Nemotron-H has no gate
     "down_proj": (("down_proj",), ("w2",)),
 }
+# The layers that mlx-lm stacks, under the last part of the stack's name.
+_MLX_LAYERS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3"), "down_proj": ("down_proj", "w2")}
 # Name parts in the model and in files (Mixtral, MiniMax, PhiMoE; Granite MoE; GPT-NeoX).
 _RENAMED = (
     (".mlp.", ".block_sparse_moe."),
@@ -206,7 +209,11 @@ class WithStacks:
     def _stack(self, name: str) -> Apart | None:
         """Return the stack of this name, or None if the base lacks its experts."""
         outer, _, last = name.rpartition(".")
-        for layers in _LAYERS.get(last, ()):
+        choices: Sequence[tuple[str, ...]] = _LAYERS.get(last, ())
+        if STACK in name:
+            block, _, last = name.removesuffix(".weight").rpartition(STACK)
+            outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
+        for layers in choices:
             count = 0
             while all(_expert_name(outer, count, layer) in self._base for layer in layers):
                 count += 1
@@ -242,7 +249,7 @@ _MAX_PARAMETERS = 6
 class Fit(NamedTuple):
     """How the modules of an adapter map to a base."""
 
-    parameters: Mapping[str, str]  # module -> tensor named by ``target_parameters``; all other modules: ``weight``
+    parameters: Mapping[str, str]  # module -> tensor, see `_parameters`; all other modules: ``weight``
     transposed: frozenset[str]  # modules with weights stored as [in, out]
     unclear: Mapping[str, str]  # module -> reason why it cannot be merged
     apart: Mapping[str, Apart]  # parameters stored expert by expert in the base
@@ -310,7 +317,10 @@ def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
 
 
 def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> dict[str, str]:
-    """Return the tensors named by ``target_parameters``, by module."""
+    """Return the tensors named by ``target_parameters``, and MLX's stacks of separate experts, by module."""
+    if adapter.settings.mlx:
+        stacks = {module: f"{module}.weight" for module in adapter.modules if STACK in module}
+        return {module: name for module, name in stacks.items() if name in base and name in base.apart}
     if not adapter.settings.parameters:
         return {}
     targets: dict[str, list[str]] = {}  # by the end of their module's name

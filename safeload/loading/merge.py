@@ -107,7 +107,7 @@ def change_of(
             raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
     if VALUE in parts:
         return _replacement(match)
-    if module in fit.parameters:
+    if module in fit.parameters and not adapter.settings.mlx:
         return _parameter_change(match, module in fit.transposed)
     if BIAS in parts:
         return _bias_change(match, module)
