@@ -20,7 +20,7 @@ from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError
 from ..stores.json_file import read_json
-from .companions import unread
+from .companions import is_zero_point, unread
 from .families import FAMILIES, FP8, GPTQMODEL_STATE, SPARSE, SPARSE_PARTS, STATES, Stored
 from .quantization import Quantization, quantization_beside
 from .refused import REFUSALS, Refusal, refusal_of
@@ -184,7 +184,7 @@ def _is_fp8_matrix(stored: Stored) -> bool:
 def _is_named(name: str, stored: Stored) -> bool:
     """Return True if a tensor without a companion holds codes under a configuration with a quantization."""
     if stored.row.code in dtypes.FLOAT_CODES:
-        return True
+        return not is_zero_point(name)
     return len(stored.shape) > 1 and name.endswith(_MAINS)
 
 

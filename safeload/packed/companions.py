@@ -16,15 +16,15 @@ IGNORED = frozenset(
         "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
         "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
         "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
-        "input_scale_2", "output_scale_2",
+        "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
     )
 )  # fmt: skip
 # Also harmless, but visible as tensors of the checkpoint: names too general to hide, and companions of the bias.
 _LISTED = frozenset(
     (
         "input_scale_inv", "activation_scale_inv", "act_scale", "act_scales", "activation_scaling_factor",
-        "input_global_scale_inv", "output_global_scale", "input_zero_point_2", "output_zero_point_2", "k_zero_point",
-        "v_zero_point", "q_zero_point", "k_cache_scale", "v_cache_scale", "kv_cache_scaling_factor",
+        "input_global_scale_inv", "output_global_scale", "input_zero_point_2", "output_zero_point_2", "k_cache_scale",
+        "v_cache_scale", "kv_cache_scaling_factor",
         "k_cache_scaling_factor", "v_cache_scaling_factor", "k_global_scale", "v_global_scale", "q_global_scale",
         "w1_input_scale", "w2_input_scale", "w3_input_scale", "w13_input_scale", "embed_scale",
     )
@@ -71,6 +71,11 @@ def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[st
                 if rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
                     yield owner, name
                 break
+
+
+def is_zero_point(name: str) -> bool:
+    """Return True for the name of a zero point, a plain number even if it has the dtype of codes."""
+    return name.endswith("zero_point")
 
 
 def is_telling(last: str) -> bool:

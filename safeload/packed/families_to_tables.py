@@ -16,7 +16,7 @@ from ..base.packing import CODES, Packed, Packing, Part
 from ..base.text import plural, show, tensor_named
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from .companions import IGNORED, unread
+from .companions import IGNORED, is_zero_point, unread
 from .contents import PackedContents
 from .families import (
     FAMILIES,
@@ -98,7 +98,9 @@ def make_logical(
     try:
         finder.run()
     except UnsupportedError as error:
-        raise UnsupportedError(f"{title}: {error}; pass stored=True to open the tensors as stored", title) from None
+        raise UnsupportedError(
+            f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
+        ) from None
     if finder.faults and (complete or in_gguf):
         for file in files:
             file.close()
@@ -186,7 +188,7 @@ class _Finder:
             OSError: a file cannot be read.
         """
         quantization = self._quantization
-        if quantization is not None and quantization.get("transform_config"):
+        if quantization is not None and quantization.is_rotated:
             return  # weights in a rotated basis
         for name, stored in self._tensors.items():
             if not self._comfy or stored.row.code in FP8:
@@ -365,7 +367,7 @@ def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> 
     """Return True if a matrix without a scale must be codes under a covered configuration."""
     code = stored.row.code
     if code in FP8 or name.endswith(("_packed", "_blocks")):
-        return True
+        return not is_zero_point(name)
     if code == "I32":
         return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
     return code in _PACKING and name.endswith(("weight", "_proj"))

@@ -10,7 +10,7 @@ from ..base.text import show
 from .families import FP8
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
-from .packed_group import PackedGroup, check_global, configured_bits, configured_grid, configured_group_size
+from .packed_group import NUMBERS, PackedGroup, check_global, configured_bits, configured_grid, configured_group_size
 from .quantization import brief
 
 # ---- fp8 and int8 ----
@@ -150,7 +150,7 @@ def modelopt_experts(group: PackedGroup) -> Packing:
 
 
 def ct_fp4(group: PackedGroup) -> Packing:
-    """compressed-tensors: NVFP4 with a dividing global scale; MXFP4; MXFP6 with 4 codes in 3 bytes.
+    """compressed-tensors: NVFP4 with or without a dividing global scale; MXFP4; MXFP6 with 4 codes in 3 bytes.
 
     auto-round uses the same names; its ``data_type`` mx_int means other numbers.
     """
@@ -164,15 +164,25 @@ def _ct_small_floats(group: PackedGroup) -> Packing:
     if isinstance(kind, str) and kind.startswith("mx_int"):
         return _fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
     if group.has(packing.GLOBAL):
-        return check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=packing.DIVIDED)
+        return check_global(group, _fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(
+            scale_rule=packing.DIVIDED
+        )
     if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
-        raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
+        if {weights.get("strategy") for weights in group.weights()} != {"group"}:  # NVFP4 has a global scale
+            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
+        return _fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
         shape = (*stored[:-1], stored[-1] // 3 * 4)
         grid = whole_grid(shape, 1, 32)
         return group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=group.scale_dtype("F8_E8M0"))
     return _fp4(group, "mxfp4", 32, "F8_E8M0")
+
+
+def _scale_of_nvfp4(group: PackedGroup) -> str:
+    """Return the dtype of scales of 16 codes: F8_E4M3, or by ``scale_dtype`` another float."""
+    dtype = group.dtype(packing.SCALE)
+    return dtype if dtype in NUMBERS else "F8_E4M3"
 
 
 def gpt_oss(group: PackedGroup) -> Packing:

@@ -9,6 +9,7 @@ AutoAWQ ``modules/linear``.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,9 @@ _CODES_IN_WORD = 8  # of AWQ, which has 4-bit codes
 _GEMV_WORDS = {64: 2, 32: 4}
 # Zero points to unpack at a time.
 _CHUNK = 1 << 20
+# auto-round without a model stored zero points less one whatever it said in ``packing_format``, before this version.
+_RAW_SINCE = (0, 16)
+_VERSION = re.compile("([0-9]{1,9})[.]([0-9]{1,9})", re.ASCII)
 # Offset of stored zero points, by ``checkpoint_format``.
 _CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 0}
 
@@ -160,8 +164,19 @@ def _added(group: PackedGroup, settings: Mapping[str, Any]) -> int:
     """Return the configured offset of stored zero points."""
     if group.method in AUTO_ROUND:
         kind = settings.get("packing_format", settings.get("backend"))
+        if kind == "auto_round" and settings.get("model_free") is True and settings.get("sym") is False:
+            return int(_is_early(settings))
         return 1 if not isinstance(kind, str) or ("gptq" in kind and "gptqmodel" not in kind) else 0
     return _CHECKPOINT_FORMATS.get(str(settings.get("checkpoint_format", settings.get("format"))), 1)
+
+
+def _is_early(settings: Mapping[str, Any]) -> bool:
+    """Return True if the version of auto-round is earlier than `_RAW_SINCE`."""
+    version = settings.get("autoround_version")
+    numbers = _VERSION.match(version) if isinstance(version, str) else None
+    if numbers is None:
+        raise Refused("its zero points depend on the version of auto-round, and autoround_version is missing")
+    return tuple(map(int, numbers.groups())) < _RAW_SINCE
 
 
 def zeros_disagree(packed: Packed) -> bool:

@@ -75,11 +75,7 @@ class PackedGroup:
     # ---- configuration ----
 
     def weights(self) -> list[Mapping[str, Any]]:
-        """Return the descriptions of the module's weights in ``config_groups``.
-
-        Raises:
-            UnsupportedError: a target is an unsupported pattern.
-        """
+        """Return the descriptions of the module's weights in ``config_groups``."""
         if self._weights is None:
             self._weights = [] if self.config is None else self.config.weights(self.module)
         return self._weights

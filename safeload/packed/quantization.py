@@ -60,6 +60,10 @@ _LAYOUT_WORDS = frozenset(
 _PATTERN_CHARACTERS = "*^$|()[]?+\\"
 # auto-round lists modules with more bits as not quantized.
 _MOST_BITS = 8
+# Locations of compressed-tensors' transforms: in weights alone, which the model runs with as stored, or in both factors
+# of attention scores, which stay the same.
+_MERGED = frozenset(("weight_input", "weight_output"))
+_SCORES = frozenset(("q_attn", "k_cache"))
 # Longest side of a block. Tensors with a single scale have no block.
 _LONGEST_BLOCK = 1 << 31
 # Maximum number of characters to quote from a configuration in a message.
@@ -178,12 +182,21 @@ class Quantization:
             setting = next(filter(None, (self._unknown_weights[id(weights)] for weights in described)), None)
         return _setting_text(setting)
 
+    @property
+    def is_rotated(self) -> bool:
+        """True if weights are stored in another basis, to which the model transforms its activations at run time."""
+        transforms = self.get("transform_config")
+        schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else transforms
+        if not transforms or schemes == {}:
+            return False
+        return not isinstance(schemes, Mapping) or not all(map(_keeps_basis, schemes.values()))
+
     # ---- settings of a module ----
 
     @property
     def overrides_key(self) -> str:
         """The key of the settings of single layers."""
-        return "extra_config" if self.method in AUTO_ROUND else "dynamic"
+        return "extra_config" if self.method in AUTO_ROUND or "extra_config" in self.values else "dynamic"
 
     def layer_overrides(self, module: str) -> Mapping[str, Any] | None:
         """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized.
@@ -273,13 +286,13 @@ class Quantization:
         return {}
 
     def weights(self, module: str) -> list[Mapping[str, Any]]:
-        """Return the weight descriptions in compressed-tensors' ``config_groups`` for a module; all if none targets it.
+        """Return the weight descriptions in compressed-tensors' ``config_groups`` for a module.
 
-        Raises:
-            UnsupportedError: a target is a pattern with unsupported syntax.
+        All descriptions are returned if no target names the module, or if a target is a pattern with unsupported
+        syntax: shapes and dtypes then decide.
         """
         described = self._described
-        if len(described) < 2:
+        if len(described) < 2 or not self._can_match_targets:
             return described
         targeted = [
             weights
@@ -287,6 +300,17 @@ class Quantization:
             if isinstance(targets, list) and any(_is_target(target, module) for target in targets)
         ]
         return targeted or described
+
+    @cached_property
+    def _can_match_targets(self) -> bool:
+        """False if a target in ``config_groups`` is a pattern with unsupported syntax."""
+        try:
+            for _, targets in self._weights:
+                for target in targets if isinstance(targets, list) else ():
+                    _is_target(target, "")
+        except UnsupportedError:
+            return False
+        return True
 
     @cached_property
     def _described(self) -> list[Mapping[str, Any]]:
@@ -332,6 +356,15 @@ def _anywhere(pattern: str) -> str:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _keeps_basis(scheme: Any) -> bool:
+    """Return True if the transforms of a scheme are merged into weights, or rotate queries and keys alike."""
+    steps = _mapping(scheme).get("apply")
+    if not isinstance(steps, list) or _mapping(scheme).get("requires_grad"):
+        return False
+    locations = {str(_mapping(step).get("location")) for step in steps}
+    return locations <= _MERGED or locations == _SCORES
 
 
 def _is_target(target: Any, module: str) -> bool:

@@ -128,7 +128,7 @@ def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quant
                     return row if row.fp8 or dtype not in FP8 else None
     if quantization is None:
         return None
-    if quantization.get("transform_config"):
+    if quantization.is_rotated:
         return _ROTATED  # of any dtype
     if quantization.method == QUARK:
         reason = unread_by_quark(quantization, name)

@@ -189,3 +189,70 @@ def test_modules_of_equal_shapes_have_the_strategies_of_their_own_groups(tmp_pat
     tensors["x.b.weight_scale"] = tensors["x.a.weight_scale"]
     with pytest.raises(FormatError, match=r"'x.b.weight': scales \[2, 1\] do not fit \[8, 64\]: expected \[2, 2\]"):
         safeload.open(write(tmp_path / "y", tensors, config))
+
+
+@pytest.mark.parametrize("pattern", [r"re:.*\.(?!b)a$", r"re:x\.[a-c]{1}", r"re:x\.\ba\b"])
+def test_shapes_choose_among_groups_if_a_target_has_unsupported_syntax(pattern, tmp_path):
+    tensors, want = in_blocks((8, 64), (8, 64), 4)
+    config = config_of(num_bits=4, strategy="block", block_structure=[8, 64])
+    config["config_groups"]["group_0"]["targets"] = [pattern]
+    other = config_of(num_bits=4, strategy="block", block_structure=[4, 64])["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = other
+    folder = write(tmp_path / "x", tensors, config)
+    np.testing.assert_array_equal(safeload.load(folder, dtype="float32")[f"{NAME}.weight"], want)
+    other["weights"].update(block_structure=[16, 64])  # a single scale too
+    with safeload.open(write(tmp_path / "y", tensors, config)) as opened:
+        np.testing.assert_array_equal(opened.load(dtype="float32")[f"{NAME}.weight"], want)
+    other["weights"].update(block_structure=[2, 64])
+    tensors[f"{NAME}.weight_scale"] = np.ones((3, 1), np.float32)
+    with pytest.raises(FormatError, match=r"expected \[1, 1\] or \[4, 1\]"):
+        safeload.open(write(tmp_path / "z", tensors, config))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float32], ids=str)
+@pytest.mark.parametrize("divided", [False, True], ids=["alone", "global"])
+def test_fp4_in_groups_of_16_with_the_scales_of_scale_dtype(dtype, divided, tmp_path):
+    """llm-compressor with its own QuantizationArgs: `strategy` group has no global scale."""
+    rng = np.random.default_rng(16)
+    nibbles, scales = rng.integers(0, 16, (8, 64), np.uint8), (rng.random((8, 4)) + 0.5).astype(dtype)
+    tensors = {f"{NAME}.weight_packed": nibbles[:, ::2] | nibbles[:, 1::2] << 4, f"{NAME}.weight_scale": scales}
+    factors, floats = scales.astype(np.float32), np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    if divided:
+        tensors[f"{NAME}.weight_global_scale"] = np.float32([3.7])
+        factors = factors / np.float32(3.7)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group" if divided else "group", "group_size": 16}
+    config = {**config_of(**weights), "format": "nvfp4-pack-quantized"}
+    folder = write(tmp_path / "x", tensors, config)
+    want = np.concatenate([floats, -floats])[nibbles] * factors.repeat(16, 1)
+    np.testing.assert_array_equal(safeload.load(folder, dtype="float32")[f"{NAME}.weight"], want)
+    with safeload.open(folder) as opened:
+        assert opened[f"{NAME}.weight"].scheme == ("nvfp4" if divided else "fp4 g16")
+    config["config_groups"]["group_0"]["weights"]["group_size"] = 32
+    with pytest.raises(FormatError, match="groups of 16, but group_size is 32"):
+        safeload.open(write(tmp_path / "y", tensors, config))
+
+
+def test_an_uncompressed_folder_keeps_its_weights_and_zero_points(tmp_path):
+    """`save_pretrained(save_compressed=False)` stores the parameters of a quantization beside whole weights."""
+    weight = np.arange(32, dtype=np.float32).reshape(4, 8).astype(ml_dtypes.bfloat16)
+    tensors = {
+        f"{NAME}.weight": weight,
+        f"{NAME}.weight_scale": np.full((4, 1), 0.25, ml_dtypes.bfloat16),
+        f"{NAME}.weight_zero_point": np.ones((4, 1), ml_dtypes.float8_e4m3fn),
+    }
+    config = {**config_of(type="float", strategy="channel"), "format": "dense", "quantization_status": "frozen"}
+    got = safeload.load(write(tmp_path / "x", tensors, config), dtype="float32")
+    assert got.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(got[name], array.astype(np.float32))
+
+
+def test_negative_scales_of_auto_round(tmp_path):
+    """It gives the largest magnitude to the lowest code, -128, so a scale can be negative."""
+    tensors = {
+        f"{NAME}.weight": np.int8([[-128, 3], [7, -128]]), f"{NAME}.weight_scale": np.float16([[-0.5], [0.25]]),
+    }  # fmt: skip
+    config = {**config_of(strategy="channel"), "format": "int-quantized"}
+    folder = write(tmp_path / "x", tensors, config)
+    np.testing.assert_array_equal(safeload.load(folder, dtype="float32")[f"{NAME}.weight"], [[64, -1.5], [1.75, -32]])
+    assert not safeload.check(folder).errors

@@ -59,6 +59,8 @@ def write(folder, tensors, file="config.json", **said):
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": SIZE, "sym": False}
+# auto-round without loading the model: it stored zero points less one until 0.16, whatever packing_format says.
+MODEL_FREE = {"quant_method": "auto-round", "packing_format": "auto_round", "model_free": True}
 
 
 def weight(folder):
@@ -81,6 +83,8 @@ def weight(folder):
         ({"quant_method": "auto-round", "backend": "auto_round:gptq:exllamav2"}, 1),
         ({"quant_method": "auto-round", "backend": "auto_round:exllamav2"}, 0),
         ({"quant_method": "auto-round", "backend": "auto_round:gptqmodel"}, 0),
+        ({**MODEL_FREE, "autoround_version": "0.15.1"}, 1),
+        ({**MODEL_FREE, "autoround_version": "0.16.0"}, 0),
     ],
 )
 def test_the_configuration_says_what_zero_points_mean(said, added, tmp_path):
@@ -329,9 +333,11 @@ def test_ranges_of_columns_from_files_and_memory(name, dtype, monkeypatch):
         ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "packing_format auto_round:fp8"),
         ({"quant_method": "auto-round", "packing_format": "x" * 10**5}, "packing_format xxx"),
         ({"quant_method": "auto-round", "backend": "auto_round:marlin"}, "backend auto_round:marlin"),
+        ({**MODEL_FREE, "sym": False}, "autoround_version is missing"),
+        ({**MODEL_FREE, "sym": False, "autoround_version": "next"}, "autoround_version is missing"),
         ({"quant_method": "auto-round", "rotation_config": {"block": 32}}, "auto-round"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_other_arrangements_are_refused_by_name(said, reason, tmp_path):
     tensors, _ = made()

@@ -160,6 +160,19 @@ FINEGRAINED = {
     "activation_scheme": "static", "ignored_layers": ["lm_head"], "modules_to_convert": ["a"],
     "kv_cache_scheme": "static", "kv_cache_quant_targets": ["k_proj"], "packed_modules_mapping": {},
 }  # fmt: skip
+AUTO_ROUND_FP8 = {
+    "bits": 8, "group_size": [128, 128], "sym": True, "data_type": "fp", "act_bits": 8, "act_data_type": "fp",
+    "act_group_size": 128, "act_sym": True, "act_dynamic": True, "fmt": "e4m3", "activation_scheme": "dynamic",
+    "iters": 0, "enable_quanted_input": False, "autoround_version": "0.15.1", "ignored_layers": ["lm_head"],
+    "extra_config": {"lm_head": {"bits": 16, "data_type": "float", "act_bits": 16}},
+}  # fmt: skip
+# llm-compressor's SpinQuant merges R1 and R2 into weights; R3 rotates queries and keys, R4 the input of a layer.
+SPINQUANT = {
+    "R1": {"type": "hadamard", "apply": [{"targets": ["re:.*q_proj$"], "location": "weight_input", "inverse": True},
+                                         {"targets": ["re:.*o_proj$"], "location": "weight_output"}]},
+    "R3": {"type": "hadamard", "apply": [{"targets": ["re:.*self_attn$"], "location": "q_attn"},
+                                         {"targets": ["re:.*self_attn$"], "location": "k_cache"}]},
+}  # fmt: skip
 WRITERS = [
     ("gptq4_g32_asym", OPTIMUM), ("gptq4_g32_asym", AUTO_GPTQ), ("gptq4_g32_asym", GPTQMODEL),
     ("gptq_dynamic_raw_zeros", GPTQMODEL), ("gptq4_g32_asym", AUTO_ROUND), ("autoround_gptq", AUTO_ROUND),
@@ -182,6 +195,8 @@ WRITERS = [
     ("gpt_oss", {"dequantize": True}),
     ("quark_floats", {"kv_cache_group": ["*k_proj"], "shared_scale_groups": [["a"]], "keep_prequantized_layers": True}),
     ("mxfp8", FINEGRAINED),
+    ("fp8_block", AUTO_ROUND_FP8), ("ct_pack_w4_g32_sym", {"transform_config": {"config_groups": SPINQUANT}}),
+    ("ct_fp8_channel", {"transform_config": {"config_groups": {}}}),
     ("ct_pack_w4_g32_sym", {"format": "fakequant"}), ("ct_fp8_block", {"format": "fakequant"}),
     ("modelopt_nvfp4", {"quant_type": "NVFP4"}),
     ("modelopt_nvfp4", {"moe_quant_algo": "NVFP4", "quant_algo": "MIXED_PRECISION",
@@ -196,6 +211,20 @@ WRITERS = [
 def test_settings_of_real_writers_are_known(name, settings, tmp_path):
     assert changed(FIXTURES[name], tmp_path / "x", lambda said: said.update(settings))
     assert_expected(tmp_path / "x", FIXTURES[name])
+
+
+ROTATED = {
+    "input": [{"location": "input"}, {"location": "weight_input", "inverse": True}], "output": [{"location": "output"}],
+    "keys alone": [{"location": "k_cache"}], "unknown": [{"location": "bias"}], "no location": [{}], "no list": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", ROTATED.values(), ids=ROTATED)
+def test_a_transform_at_run_time_is_refused(steps, tmp_path):
+    groups = {**SPINQUANT, "R4": {"type": "hadamard", "apply": steps}}
+    fixture = FIXTURES["ct_pack_w4_g32_sym"]
+    assert changed(fixture, tmp_path / "x", lambda said: said.update(transform_config={"config_groups": groups}))
+    assert_refused(tmp_path / "x", r"rotated basis \(transform_config\)", fixture.stored())
 
 
 SPELLINGS = [

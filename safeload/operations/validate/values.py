@@ -46,7 +46,7 @@ _NORM_WORDS = {"ln", "rms"}
 _SCALES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
 # Families with negative scales: MLX, and the formats that auto-round writes. For symmetric codes, the lowest code has
 # the largest magnitude and stands for the value with the largest magnitude (auto_round/data_type/int.py).
-_SIGNED = ("mlx", "gptq", "awq", "int")
+_SIGNED = ("mlx", "gptq", "awq", "int", "int8")
 
 
 def is_norm(name: str, about: TensorDescription, role: str | None) -> bool:
