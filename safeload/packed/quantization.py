@@ -6,7 +6,7 @@ the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -58,6 +58,8 @@ _LAYOUT_WORDS = frozenset(
 )  # fmt: skip
 # Characters of patterns among the keys of ``extra_config``.
 _PATTERN_CHARACTERS = "*^$|()[]?+\\"
+# Names in the name of a module whose parts are looked up; known models have at most 10.
+_MOST_NAMES = 32
 # auto-round lists modules with more bits as not quantized.
 _MOST_BITS = 8
 # Locations of compressed-tensors' transforms: in weights alone, which the model runs with as stored, or in both factors
@@ -216,7 +218,7 @@ class Quantization:
         return {}
 
     def _named_overrides(self, overrides: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-        """Return a layer's entry of ``extra_config``: by exact name, else by the first pattern found in the name."""
+        """Return a layer's entry of ``extra_config``: by exact name, else by the first key found in the name."""
         own = overrides.get(module)
         if own is None:
             matching = (
@@ -224,10 +226,30 @@ class Quantization:
                 for key in self._layer_patterns
                 if overrides[key] and compiled(_anywhere(key), "extra_config").matches(module)
             )
-            own = overrides.get(next(matching, ""))
+            keys = [key for key in self._parts_in_keys(module) if overrides.get(key)]
+            keys += [key for key in (next(matching, None),) if key is not None]
+            own = overrides.get(min(keys, key=self._order_of_keys.__getitem__)) if keys else None
         own = _mapping(own)
         bits = own.get("bits")
         return None if type(bits) is int and bits > _MOST_BITS else own
+
+    def _parts_in_keys(self, module: str) -> Iterator[str]:
+        """Yield the parts of a name that can be keys of ``extra_config``, such as "mlp.down_proj"."""
+        names = module.split(".")
+        if len(names) <= _MOST_NAMES:
+            for length in self._lengths_of_keys:
+                for begin in range(len(names) - length + 1):
+                    yield ".".join(names[begin : begin + length])
+
+    @cached_property
+    def _lengths_of_keys(self) -> frozenset[int]:
+        """Numbers of names, separated by dots, in the keys of ``extra_config``."""
+        return frozenset(key.count(".") + 1 for key in _mapping(self.get("extra_config")))
+
+    @cached_property
+    def _order_of_keys(self) -> Mapping[str, int]:
+        """The number of each key of ``extra_config``."""
+        return {key: number for number, key in enumerate(_mapping(self.get("extra_config")))}
 
     @cached_property
     def _layer_patterns(self) -> list[str]:

@@ -440,6 +440,25 @@ def test_settings_of_many_layers_take_linear_time(tmp_path):
     assert time.process_time() - begin < 1
 
 
+def test_keys_of_layers_can_be_parts_of_names():
+    """auto-round without a model writes its layer_config as it is, and searches names for its keys."""
+    extra = {
+        "mlp": {},
+        "k_proj": {"bits": 8},
+        "layers.1": {"bits": 3},
+        ".*v_proj": {"bits": 2},
+        "model.a.v_proj": {"bits": 6},
+    }
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "extra_config": extra}
+    quantization = quantization_of({"quantization_config": settings})
+    expected = {
+        "model.layers.0.mlp.k_proj": 8, "model.layers.1.k_proj": 8, "model.layers.1.v_proj": 3, "model.a.v_proj": 6,
+        "model.layers.0.v_proj": 2, "k_proj": 8, "model.layers.11.q_proj": None, "model.mlp.xk_proj": None,
+        f"{'a.' * 100_000}k_proj": None,
+    }  # fmt: skip
+    assert {name: quantization.layer_overrides(name).get("bits") for name in expected} == expected
+
+
 @pytest.mark.parametrize("name", IN_GGUF)
 def test_the_method_of_our_own_copies_is_known(name, tmp_path):
     """Blocks of GGUF in a safetensors file have a configuration by safeload."""
