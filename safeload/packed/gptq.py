@@ -127,6 +127,9 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     if zeros is None:
         raise Misfit("its qzeros are missing")
     bits, rest = divmod(32 * zeros[-1], scale[1]) if len(zeros) == 2 else (0, 0)
+    configured = settings.get("bits")
+    if type(configured) is int and 2 <= configured <= 8 and zeros == (scale[0], -(-scale[1] * configured // 32)):
+        bits, rest = configured, 0  # auto-round can fill the last word of zero points
     if not bits or zeros[0] != scale[0] or rest or not 2 <= bits <= 8 or stored[0] % _words(bits):
         raise Misfit(f"words {list(stored)}, qzeros {list(zeros)} and scales {list(scale)} do not fit each other")
     _check_bits(group, settings, bits)

@@ -359,6 +359,24 @@ def test_planar_codes_and_other_words_are_refused(tmp_path):
             weight(tmp_path / "x")
 
 
+@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize(("bits", "out"), [(4, 4), (4, 12), (2, 20), (8, 2), (4, 16)])
+def test_zero_points_that_end_within_a_word(bits, out, sym, tmp_path):
+    """auto-round without a model pads them to whole words: a router with few experts has as many rows."""
+    zero = 1 << bits - 1 if sym else None
+    padded, want = made(bits, shape=(IN, -(-out // 16) * 16), zero=zero)
+    tensors = {
+        **padded,
+        "a.qweight": padded["a.qweight"][:, :out].copy(),
+        "a.scales": padded["a.scales"][:, :out].copy(),
+    }
+    tensors["a.qzeros"] = padded["a.qzeros"][:, : -(-out * bits // 32)].copy()
+    folder = write(tmp_path / "x", tensors, **{**GPTQ, "bits": bits, "sym": sym, "quant_method": "auto-round"})
+    np.testing.assert_array_equal(weight(folder), want[:out])
+    with safeload.open(folder) as opened:
+        np.testing.assert_array_equal(opened.get_slice("a.weight")[1:3, 5:50], want[1:out][:2, 5:50])
+
+
 def without(name):
     return lambda tensors: {key: array for key, array in tensors.items() if key != name}
 
