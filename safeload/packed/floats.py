@@ -11,7 +11,7 @@ from .families import FP8
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
 from .packed_group import NUMBERS, PackedGroup, check_global, configured_bits, configured_grid, configured_group_size
-from .quantization import brief
+from .quantization import brief, is_length
 
 # ---- fp8 and int8 ----
 
@@ -25,7 +25,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     shape, numbers = group.shape(), group.dtype()
     scale = group.shape(packing.SCALE)
     matrices, rows, columns = matrices_of(shape)
-    grid = configured_grid(group, shape)
+    grid = configured_grid(group, shape) or _flat_grid(group)
     if grid is None:
         exact = block is not None or (group.config is not None and group.config.has_block)
         block = block or _block_of(group)
@@ -57,6 +57,16 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         scale_dtype=group.scale_dtype("F8_E8M0"),
         scale_rule=_rule_of(group),
     )
+
+
+def _flat_grid(group: PackedGroup) -> Grid | None:
+    """Return the grid of fp8 in groups by auto-round, which stores the scales of all rows in one list; else None."""
+    shape, scale = group.shape(), group.shape(packing.SCALE)
+    size = group.settings().get("group_size") if group.method in AUTO_ROUND else None
+    if len(shape) != 2 or len(scale) != 1 or not is_length(size) or shape[1] % size or size >= shape[1]:
+        return None
+    grid = whole_grid(shape, 1, size)
+    return grid if scale[0] == grid.rows * grid.columns else None
 
 
 def _rule_of(group: PackedGroup) -> str:

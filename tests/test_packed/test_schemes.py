@@ -154,6 +154,19 @@ def test_extra_config_has_the_data_type_of_single_modules(tmp_path):
     np.testing.assert_array_equal(got[f"{X}.weight".replace("down", "up")], microscaled(FLOATS))
 
 
+@pytest.mark.parametrize(("size", "count"), [(16, 4), (32, 2), (64, 1)])
+def test_fp8_in_groups_has_a_list_of_scales(size, count, tmp_path):
+    """auto-round's export_to_fp8 flattens scales [rows, groups]."""
+    codes = rng.integers(0, 0x7E, (8, 64)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    scales = rng.random((8, count), np.float32).astype(ml_dtypes.bfloat16)
+    config = {**AUTO_ROUND, "bits": 8, "group_size": size, "data_type": "fp", "fmt": "e4m3", "act_bits": 16}
+    tensors = {f"{X}.weight": codes, f"{X}.weight_scale": scales.reshape(-1)}
+    want = codes.astype(np.float32) * scales.astype(np.float32).repeat(size, 1)
+    np.testing.assert_array_equal(load(tmp_path, tensors, config), want)
+    with pytest.raises(safeload.FormatError, match="scales"):
+        load(tmp_path, {**tensors, f"{X}.weight_scale": np.ones(7, np.float32)}, config)
+
+
 # ---- modelopt: SmoothQuant ----
 
 INT8 = rng.integers(-127, 128, (16, 8)).astype(np.int8)
