@@ -413,8 +413,9 @@ class Exchange:
             return
         memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
         try:
-            while memory and time.monotonic() < deadline and (count := self.body.receive(memory)):
-                memory = memory[count:]
+            with self.body.hurried(_DRAINING):
+                while memory and time.monotonic() < deadline and (count := self.body.receive(memory)):
+                    memory = memory[count:]
         except (OSError, http.client.HTTPException):
             current().check()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from .._version import __version__
 from ..base.forking import ProcessLock
 from ..base.log import debug
 from ..base.text import show
@@ -158,6 +157,71 @@ class _Transfer:
 _Use = Callable[[Exchange, WebUrl], "_Result | Failure"]
 
 
+def follow(
+    client: Client,
+    url: WebUrl,
+    headers: Callable[[WebUrl], Mapping[str, str]],
+    path: str,
+    use: _Use[_Result],
+    *,
+    note: Callable[[Exchange, WebUrl], object],
+) -> _Result | Failure:
+    """Send a request, follow redirects, and return the result of ``use`` for the last response.
+
+    Args:
+        headers: returns the headers for a URL.
+        path: the URL in messages.
+        note: called with each response.
+    """
+    seen = set[WebUrl]()
+    while url not in seen:
+        if len(seen) > MOST_REDIRECTS:
+            return Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
+        seen.add(url)
+        with client.connections.exchange(url, headers(url)) as exchange:
+            note(exchange, url)
+            if exchange.status not in _REDIRECTS:
+                return use(exchange, url)
+            exchange.drain()
+            following = redirected(url, exchange.headers.get("Location"), path)
+        if isinstance(following, Failure):
+            return following
+        url = following
+    return Failure(RemoteError("the server redirects in a loop", path))
+
+
+def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exchange], _Result | Failure]) -> _Result:
+    """Request a whole response, and return the result of ``use``; transient failures are retried.
+
+    Raises:
+        Exception: the error of the last failure.
+    """
+
+    def note(exchange: Exchange, url: WebUrl) -> None:
+        debug("%s: %s: %d", path, url.shown, exchange.status)
+
+    tries = Tries(client.retries)
+    client.connections.join(tries)
+    try:
+        while True:
+            result: _Result | Failure
+            try:
+                result = follow(
+                    client, target.url, target.headers_at, path, lambda exchange, _: use(exchange), note=note
+                )
+            except TRANSPORT_ERRORS as error:
+                result = of_error(error, path, client.timeout)
+            if not isinstance(result, Failure):
+                return result
+            debug("%s: %s", path, result.error)
+            try:
+                tries.failed(result)
+            finally:
+                del result  # its error refers to this frame
+    finally:
+        client.connections.leave(tries)
+
+
 class HttpStore(RemoteStore):
     """A file read by GET requests for ranges.
 
@@ -250,32 +314,25 @@ class HttpStore(RemoteStore):
                     del result  # its error refers to this frame
 
     def _request(self, route: _Route, transfer: _Transfer, use: _Use[_Result]) -> _Result | Failure:
-        """Request the missing bytes once, following redirects."""
-        url, seen = route.url, set[WebUrl]()
-        while url not in seen:
-            if len(seen) > MOST_REDIRECTS:
-                return Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", self.path))
-            seen.add(url)
-            with self._client.connections.exchange(url, self._headers(route, url, transfer)) as exchange:
-                debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
-                commit = exchange.headers.get(_COMMIT)
-                if commit is not None and url.origin == self._target.url.origin:
-                    self.commits.add(commit)
-                if exchange.status not in _REDIRECTS:
-                    return _refusal(exchange, self.path, self._client.credentials) or use(exchange, url)
-                exchange.drain()
-                following = redirected(url, exchange.headers.get("Location"), self.path)
-            if isinstance(following, Failure):
-                return following
-            url = following
-        return Failure(RemoteError("the server redirects in a loop", self.path))
+        """Request the missing bytes once."""
+
+        def note(exchange: Exchange, url: WebUrl) -> None:
+            debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
+            commit = exchange.headers.get(_COMMIT)
+            if commit is not None and url.origin == self._target.url.origin:
+                self.commits.add(commit)
+
+        def take(exchange: Exchange, url: WebUrl) -> _Result | Failure:
+            return refusal(exchange, self.path, self._client.credentials) or use(exchange, url)
+
+        def headers(url: WebUrl) -> dict[str, str]:
+            return self._headers(route, url, transfer)
+
+        return follow(self._client, route.url, headers, self.path, take, note=note)
 
     def _headers(self, route: _Route, url: WebUrl, transfer: _Transfer) -> dict[str, str]:
-        headers = {"User-Agent": f"safeload/{__version__}"}
-        if url.origin == self._target.url.origin:
-            headers.update(self._target.headers)
+        headers = self._target.headers_at(url)
         headers["Range"] = f"bytes={transfer.at}-{transfer.end - 1}"
-        headers["Accept-Encoding"] = "identity"
         # Other servers along the redirects may have another ETag for the same file.
         etag = self._version.etag
         if route.proven and url == route.url and etag is not None and not etag.startswith("W/"):
@@ -337,7 +394,7 @@ class HttpStore(RemoteStore):
         return None
 
 
-def _refusal(exchange: Exchange, path: str, credentials: str) -> Failure | None:
+def refusal(exchange: Exchange, path: str, credentials: str) -> Failure | None:
     """Return why a response holds no bytes of the file, or None if it may hold some."""
     status = exchange.status
     if status in (200, 206, 412, 416):
@@ -365,7 +422,8 @@ def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]
     if exchange.status != 206:
         return of_status(exchange.status, None, path)
     if total is None:
-        return Failure(RemoteError("the server does not report the file size", path))
+        place = show(exchange.headers.get("Content-Range"))
+        return Failure(RemoteError(f"the server does not report the file size (Content-Range: {place})", path))
     window = bytearray(min(size, total))
     failure = _misplaced(exchange, 0, len(window), path)
     if failure is not None:

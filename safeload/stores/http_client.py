@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import urllib3
 
+from .._version import __version__
 from ..base.forking import making_context
 from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
@@ -43,6 +44,14 @@ class RequestTarget(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<Target {self.url.shown}>"
+
+    def headers_at(self, url: WebUrl) -> dict[str, str]:
+        """Return the headers of a request to a URL, which may be behind a redirect."""
+        headers = dict(self.headers) if url.origin == self.url.origin else {}
+        if "user-agent" not in map(str.lower, headers):
+            headers["User-Agent"] = f"safeload/{__version__}"
+        headers["Accept-Encoding"] = "identity"
+        return headers
 
 
 class Client:
@@ -189,7 +198,8 @@ def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     if credentials is None:
         return RequestTarget(web, headers)
     secret = base64.b64encode(":".join(credentials).encode("utf-8", "surrogateescape")).decode("ascii")
-    return RequestTarget(web, {**headers, "Authorization": f"Basic {secret}"})
+    rest = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+    return RequestTarget(web, {**rest, "Authorization": f"Basic {secret}"})
 
 
 def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure:

@@ -32,7 +32,9 @@ _RECORD = 32 << 10
 _BATCHES = sys.platform == "linux"
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
-_LENGTH = re.compile(r"[0-9]{1,18}")
+_DIGITS, _LENGTH = re.compile(r"[0-9]+"), re.compile(r"[0-9]{1,18}")
+# Maximum number of digits in a message.
+_SHOWN = 40
 # Header fields that decide where a body ends.
 _FRAMING = (b"transfer-encoding", b"content-length")
 # Python stops reading header fields at a malformed line, and reports it only by these defects.
@@ -138,8 +140,16 @@ class Response(http.client.HTTPResponse):
             if lengths:
                 raise BadResponse("the response has both Transfer-Encoding and Content-Length")
             self.chunked, self.length = True, None
-        elif lengths and (len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0].strip(" \t"))):
+        elif lengths:
+            self._check_length(lengths)
+
+    def _check_length(self, lengths: list[str]) -> None:
+        length = lengths[0].strip(" \t")
+        if len(lengths) > 1 or not _DIGITS.fullmatch(length):
             raise BadResponse("the Content-Length of the response is not a single number")
+        if not _LENGTH.fullmatch(length):
+            digits = f"{length[:_SHOWN]}..." if len(length) > _SHOWN else length
+            raise BadResponse(f"the Content-Length of the response is {digits}, more than 18 digits")
 
     def receive(self, memory: memoryview) -> int:
         """Fill the beginning of memory with arrived bytes; return their number, 0 at the end."""

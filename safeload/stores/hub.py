@@ -1,10 +1,7 @@
-"""``hf://`` URLs: huggingface_hub resolves commits and lists files, and our HTTP client reads them.
+"""``hf://`` URLs: the Hub's API resolves commits and lists files, and our HTTP client reads them.
 
 Files in the cache of huggingface_hub are opened there. Nothing is requested offline, nor for a full commit if the cache
 lists its files or has a complete snapshot. Any other revision takes one request for its commit.
-
-A URL is ``hf://owner/name[@revision][/path]``; datasets and spaces have ``datasets/`` and ``spaces/`` before the owner.
-The revision is one name; a slash in it is written ``%2F``, except in ``refs/pr/1`` and ``refs/convert/parquet``.
 """
 
 from __future__ import annotations
@@ -14,66 +11,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
-from .._version import __version__
 from ..base import log
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
-from .foreign_errors import cleaned, is_transient, retried, translated
+from .foreign_errors import retried
 from .http import INDEX_SUFFIX, HttpStore
-from .http_client import Client, RequestTarget, web_url
+from .http_client import Client, RequestTarget
+from .hub_api import HubApi, is_transient_write
 from .hub_cache import COMMIT, CachedRepository
+from .hub_place import HubPlace, place_of
 from .local import LocalStore, open_local
 from .options import secrets_of
 from .stop import current
 from .store import WINDOW, ByteStore
 from .thread_group import Prefetch, Task
 
-_KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
-_URL = re.compile(
-    r"(?i:hf)://(?:(?P<kind>models|datasets|spaces)/)?"
-    r"(?P<repo>(?!(?:models|datasets|spaces|buckets|kernels)/)[^/@]+/[^/@]+)"
-    r"(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(?P<path>.*))?",
-    re.DOTALL,
-)
 # The URL of a repository that had a name without an owner, such as "gpt2".
 _OWNERLESS = re.compile(r"(?i:hf)://(?P<name>[A-Za-z0-9][\w.-]{0,95})(?P<revision>@[^/]+)?/?", re.ASCII)
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
 _FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
-# huggingface_hub's errors for missing repositories, revisions and files, as opposed to missing access.
-_MISSING = ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
-
-
-class HubPlace(NamedTuple):
-    """The parts of a URL."""
-
-    kind: str  # "model", "dataset" or "space"
-    repo: str  # owner and name
-    revision: str | None  # a branch, a tag or a commit; None for the main branch
-    path: str  # in the repository; empty for the whole repository
-
-
-def place_of(url: str) -> HubPlace:
-    """Parse a URL.
-
-    Raises:
-        UnsupportedError: the URL does not name a repository.
-    """
-    match = _URL.fullmatch(url)
-    if match is None:
-        raise UnsupportedError(
-            f"{urls.shown(url)}: expected hf://owner/name[@revision][/path], hf://datasets/... or hf://spaces/...; "
-            "for a bucket pass safeload.remote.of_fsspec(huggingface_hub.HfFileSystem(), path)"
-        )
-    kind = _KINDS[match["kind"] or "models"]
-    revision = None if match["revision"] is None else unquote(match["revision"])
-    return HubPlace(kind, match["repo"], revision, (match["path"] or "").strip("/"))
 
 
 class Snapshot(NamedTuple):
@@ -94,12 +56,11 @@ class Hub:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._token = options.get("token")
-        self._endpoint = options.get("endpoint")
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
         self._client = Client(rest, "hf", other_options=_OPTIONS)
         self.connections = self._client.connections
         self._secrets = secrets_of(options)
+        self._api = HubApi(options, self._client, self._secrets)
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
         self._asking = ProcessLock()
 
@@ -107,20 +68,8 @@ class Hub:
         return "<Hub>"  # the token is secret
 
     @cached_property
-    def _api(self) -> Any:
-        try:
-            import huggingface_hub  # only here: cached files need no requests, and the import takes 0.3 s
-        except ImportError as error:
-            if error.name != "huggingface_hub":
-                raise
-            raise ModuleNotFoundError(
-                "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub",
-                name="huggingface_hub",
-            ) from None
-        self._secrets.extend(filter(None, (huggingface_hub.get_token(),)))
-        return huggingface_hub.HfApi(
-            endpoint=self._endpoint, token=self._token, library_name="safeload", library_version=__version__
-        )
+    def _writer(self) -> Any:
+        return self._api.writer()
 
     def snapshot(self, place: HubPlace, url: str) -> Snapshot:
         """Return the commit of a revision and its files.
@@ -161,68 +110,34 @@ class Hub:
         if match is None:
             return place_of(url)
         urls.check_online(url)
-        shown, name, api = urls.shown(url), match["name"], self._api
-
-        def ask() -> Any:
-            return api.repo_info(name)
-
+        shown, name = urls.shown(url), match["name"]
         try:
-            info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
+            info = self._api.info(HubPlace("model", name, None, ""), shown)
         except FileNotFoundError:
             return place_of(url)  # raises
-        full = info.id if isinstance(info.id, str) and _FULL_NAME.fullmatch(info.id) else f"OWNER/{name}"
+        full = info.get("id")
+        full = full if isinstance(full, str) and _FULL_NAME.fullmatch(full) else f"OWNER/{name}"
         raise UnsupportedError(f"{shown}: names have an owner: open hf://{full}{match['revision'] or ''}")
 
     def _ask(self, place: HubPlace, shown: str) -> Snapshot:
-        api = self._api
-
-        def ask() -> Any:
-            return api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
-
-        if (not place.path or place.path.endswith(INDEX_SUFFIX)) and not _is_cached(place):
-            with suppress(RemoteError):  # huggingface_hub says what is wrong with the endpoint
-                self.connections.ahead(web_url(api.endpoint)[0])
-        info = retried(ask, shown, self._secrets, transient=_is_transient, translate=self._translated)
-        if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+        is_first = (not place.path or place.path.endswith(INDEX_SUFFIX)) and not _is_cached(place)
+        info = self._api.info(place, shown, ahead=is_first)
+        commit, siblings = info.get("sha"), info.get("siblings") or []
+        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise RemoteError("the Hub did not report the commit", shown)
-        names = [file.rfilename for file in info.siblings or ()]
-        for name in names:
-            if not _is_path(name):
+        if COMMIT.fullmatch(place.revision or "") and commit != place.revision:
+            raise RemoteError(f"the Hub reports commit {commit}, expected {place.revision}", shown)
+        if not isinstance(siblings, list):
+            raise RemoteError(f"the Hub's list of files is {show(siblings)}", shown)
+        names = set[str]()
+        for file in siblings:
+            name = file.get("rfilename") if isinstance(file, dict) else None
+            if not isinstance(name, str) or not _is_path(name):
                 raise RemoteError(f"the Hub's list of files has an invalid path: {show(name)}", shown)
+            names.add(name)
         cached = CachedRepository.of(place.kind, place.repo)
-        sizes = None if cached is None else cached.tree(info.sha)
-        return Snapshot(info.sha, frozenset(names), sizes or {})
-
-    def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
-        """Like `translated`, but with the Hub's own explanation."""
-        names = [kind.__name__ for kind in type(error).__mro__]
-        text = cleaned(error, self._secrets)
-        if "GatedRepoError" in names:
-            return RemotePermissionError(self._gated(shown), shown)
-        if "DisabledRepoError" in names:
-            return RemotePermissionError(text, shown)
-        if "LocalTokenNotFoundError" in names:
-            return RemotePermissionError("there is no token on this machine; log in with `hf auth login`", shown)
-        if any(name in names for name in _MISSING):
-            return missing_file(shown, f"{shown}: {_missing(shown, names)}")
-        if _status(error) == 401:
-            return RemotePermissionError(
-                "the Hub refuses the token: Invalid credentials; log in with `hf auth login`, or set HF_TOKEN", shown
-            )
-        if "HFValidationError" in names or "HfUriError" in names:
-            return UnsupportedError(f"{shown}: {text}")
-        if _status(error) == 403:
-            return RemotePermissionError(text, shown)
-        if _status(error) is not None:
-            return RemoteError(text, shown)
-        return translated(error, shown, self._secrets)
-
-    def _gated(self, shown: str) -> str:
-        """Say how to get access to a gated repository."""
-        place = place_of(shown)
-        kind = "" if place.kind == "model" else f"{place.kind}s/"
-        page = f"{self._api.endpoint}/{kind}{place.repo}"
-        return f"access to this {place.kind} is restricted: accept its terms at {page}, and log in with `hf auth login`"
+        sizes = None if cached is None else cached.tree(commit)
+        return Snapshot(commit, frozenset(names), sizes or {})
 
     # ---- Backend ----
 
@@ -235,9 +150,9 @@ class Hub:
         cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
         if cached is not None:
             return cached
-        if not place.path or _is_cached(place):
+        if not _is_path(place.path) or _is_cached(place):
             return self._open(place, url, self.snapshot(place, url), window)
-        revision = self._target(place, place.revision or "main")
+        revision = self._target(place, place.revision or "main", shown)
         early = _EarlyStore(lambda: HttpStore(shown, revision, self._client, window, retries=0))
         with closing(early):
             return self._open(place, url, self.snapshot(place, url), window, early=early)
@@ -256,44 +171,25 @@ class Hub:
             return cached
         urls.check_online(url)
 
-        resolve = self._target(place, snapshot.commit)
+        resolve = self._target(place, snapshot.commit, shown)
         try:
             store = None if early is None else early.take(snapshot.commit)
             if store is None:
                 store = HttpStore(shown, resolve, self._client, window)
             else:
                 store.pin(resolve)
-            store.version = (store.size, snapshot.commit)  # equal to that of a cached file
-            return store
+            return _of_commit(store, snapshot.commit)
         except RemotePermissionError as error:
-            refusal = self._refusal(place, shown) or error
+            refused: Exception = error
+        refused = self._api.refusal_of(place, shown) or refused
         try:
-            raise refusal
+            raise refused
         finally:
-            del refusal  # it refers to this frame
+            del refused  # it refers to this frame
 
-    def _target(self, place: HubPlace, revision: str) -> Callable[[], RequestTarget]:
+    def _target(self, place: HubPlace, revision: str, shown: str) -> Callable[[], RequestTarget]:
         """Return a function that returns the URL of a file and the headers for it."""
-
-        def resolve() -> RequestTarget:
-            from huggingface_hub import hf_hub_url
-            from huggingface_hub.utils import build_hf_headers
-
-            address = hf_hub_url(
-                place.repo, place.path, repo_type=place.kind, revision=revision, endpoint=self._endpoint
-            )
-            headers = build_hf_headers(token=self._token, library_name="safeload", library_version=__version__)
-            return RequestTarget(web_url(address)[0], headers)
-
-        return resolve
-
-    def _refusal(self, place: HubPlace, shown: str) -> Exception | None:
-        """Return the Hub's own explanation for a refused file: a gated repository can be listed, but not read."""
-        try:
-            self._api.auth_check(place.repo, repo_type=place.kind)
-        except Exception as error:
-            return self._translated(error, shown)
-        return None
+        return lambda: self._api.file(place, revision, shown)
 
     def is_folder(self, url: str) -> bool:
         place = self._place(url)
@@ -319,8 +215,7 @@ class Hub:
         snapshot = self._snapshots.get((place.kind, place.repo, place.revision))
         if snapshot is None:
             return url
-        before = "" if place.kind == "model" else f"{place.kind}s/"
-        return f"hf://{before}{place.repo}@{snapshot.commit}" + (f"/{place.path}" if place.path else "")
+        return f"hf://{place.page}@{snapshot.commit}" + (f"/{place.path}" if place.path else "")
 
     def upload(self, source: str, url: str) -> None:
         """Upload a file in its own commit."""
@@ -331,7 +226,7 @@ class Hub:
             raise UnsupportedError(f"{shown}: expected the path of a file in the repository")
 
         def commit() -> None:
-            self._api.upload_file(
+            self._writer.upload_file(
                 path_or_fileobj=source,
                 path_in_repo=place.path,
                 repo_id=place.repo,
@@ -340,7 +235,7 @@ class Hub:
                 commit_message=f"Upload {place.path.rpartition('/')[2]}",
             )
 
-        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
+        retried(commit, shown, self._secrets, transient=is_transient_write, translate=self._api.translated)
         self._forget(place)
 
     def remove(self, targets: Sequence[str]) -> None:
@@ -356,7 +251,7 @@ class Hub:
             return
 
         def commit() -> None:
-            self._api.create_commit(
+            self._writer.create_commit(
                 place.repo,
                 [CommitOperationDelete(path) for path in existing],
                 commit_message=f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else ""),
@@ -364,7 +259,7 @@ class Hub:
                 revision=place.revision,
             )
 
-        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
+        retried(commit, shown, self._secrets, transient=is_transient_write, translate=self._api.translated)
         self._forget(place)
 
     def check_writable(self, url: str) -> None:
@@ -480,35 +375,22 @@ def _open_cached(place: HubPlace, commit: str, nbytes: int | None, shown: str) -
     return store
 
 
-def _is_path(name: object) -> bool:
+def _of_commit(store: HttpStore, commit: str) -> HttpStore:
+    """Return a store whose version is its commit, equal to that of a cached file.
+
+    Raises:
+        RemoteError: the Hub says that the file is of another commit.
+    """
+    stated = store.commits - {commit}
+    if stated:
+        store.close()
+        raise RemoteError(f"the Hub returned the file of commit {show(stated.pop())}, expected {commit}", store.path)
+    store.version = (store.size, commit)
+    return store
+
+
+def _is_path(name: str) -> bool:
     """Return whether Git allows this path."""
-    if not isinstance(name, str) or any("\ud800" <= char <= "\udfff" for char in name):
+    if any("\ud800" <= char <= "\udfff" for char in name):
         return False
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
-
-
-def _missing(shown: str, names: Sequence[str]) -> str:
-    """Say whether a repository, a revision or a file is missing.
-
-    Args:
-        names: classes of huggingface_hub's error.
-    """
-    match = _URL.fullmatch(shown)
-    kind = "model" if match is None else _KINDS[match["kind"] or "models"]
-    if "RevisionNotFoundError" in names:
-        return f"the {kind} has no such branch, tag or commit"
-    if "EntryNotFoundError" in names:
-        return f"the {kind} has no such file"
-    return f"no such {kind}, or it is private; check the name, or log in with `hf auth login`"
-
-
-def _status(error: Exception) -> int | None:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def _is_transient(error: Exception) -> bool:
-    status = _status(error)
-    if status is not None:
-        return status in (408, 429) or status >= 500
-    return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)

@@ -57,8 +57,11 @@ class CachedRepository:
             return revision
         if not all(map(_COMPONENT.fullmatch, revision.split("/"))):
             return None
+        path = os.path.join(self.path, "refs", *revision.split("/"))
+        if not os.path.isfile(path):  # a FIFO would block
+            return None
         try:
-            with open(os.path.join(self.path, "refs", *revision.split("/")), encoding="ascii") as file:
+            with open(path, encoding="ascii") as file:
                 commit = file.read(_LONGEST_REF).strip()
         except (OSError, ValueError):
             return None

@@ -109,6 +109,8 @@ def read_content(path: str, what: str, files: Files = LOCAL) -> tuple[bytes, tup
     try:
         store = files.open(path)
     except FormatError:
+        if files.remote:  # the store says more
+            raise
         raise FormatError(f"{what} is not a regular file", shown) from None
     try:
         if store.size > MAX_JSON:

@@ -26,6 +26,8 @@ PROGRESS = 1 << 20
 _BACKOFF, _BACKOFF_MOST = 0.5, 10.0
 # A server may ask for at most this many seconds of waiting.
 RETRY_AFTER_MOST = 60
+# Longer waits are shown as this one: a server can send thousands of digits.
+_WAIT_SHOWN = 1e12
 # Status codes of a busy or failing server.
 _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 
@@ -93,8 +95,8 @@ def of_status(status: int, retry_after: str | None, path: str) -> Failure:
 def seconds_of(retry_after: str | None) -> float:
     """Parse a Retry-After header, which holds seconds or a date; return 0 if it cannot be parsed."""
     text = (retry_after or "").strip()
-    if re.fullmatch(r"[0-9]{1,12}", text):
-        return float(text)
+    if re.fullmatch(r"[0-9]+", text):
+        return min(float(text), _WAIT_SHOWN)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError, OSError):

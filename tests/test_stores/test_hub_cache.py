@@ -232,6 +232,19 @@ def test_a_copy_of_another_size_is_damaged(server, cache, monkeypatch):
         load(server, "hf://owner/name")
 
 
+def test_a_damaged_index_is_named_offline(server, cache, monkeypatch):
+    commit = download(server, cache)
+    path = cache / "models--owner--name" / "snapshots" / commit / "model.safetensors.index.json"
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[:-10])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        FormatError, match=rf"the copy in the cache has {len(content) - 10} bytes, .*model.*index\.json"
+    ):
+        load(server, "hf://owner/name")
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -251,6 +264,18 @@ def test_a_damaged_list_of_files_is_ignored(content, server, cache):
 def test_a_damaged_ref_is_absent(content, server, cache, monkeypatch):
     download(server, cache)
     (cache / "models--owner--name" / "refs" / "main").write_bytes(content)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UnsupportedError, match="no files of 'main'"):
+        load(server, "hf://owner/name")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_ref_or_a_list_of_files_that_would_block_is_absent(server, cache, monkeypatch):
+    commit = download(server, cache)
+    for path in (f"trees/{commit}.json", "refs/main"):
+        (cache / "models--owner--name" / path).unlink()
+        os.mkfifo(cache / "models--owner--name" / path)
+    assert_right(load(server, f"hf://owner/name@{commit}"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UnsupportedError, match="no files of 'main'"):
         load(server, "hf://owner/name")
