@@ -164,6 +164,7 @@ def follow(
     path: str,
     use: _Use[_Result],
     *,
+    origin: object,
     note: Callable[[Exchange, WebUrl], object],
 ) -> _Result | Failure:
     """Send a request, follow redirects, and return the result of ``use`` for the last response.
@@ -171,6 +172,7 @@ def follow(
     Args:
         headers: returns the headers for a URL.
         path: the URL in messages.
+        origin: of the URL in messages.
         note: called with each response.
     """
     seen = set[WebUrl]()
@@ -178,12 +180,18 @@ def follow(
         if len(seen) > MOST_REDIRECTS:
             return Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
         seen.add(url)
-        with client.connections.exchange(url, headers(url)) as exchange:
-            note(exchange, url)
-            if exchange.status not in _REDIRECTS:
-                return use(exchange, url)
-            exchange.drain()
-            following = redirected(url, exchange.headers.get("Location"), path)
+        try:
+            with client.connections.exchange(url, headers(url)) as exchange:
+                note(exchange, url)
+                if exchange.status not in _REDIRECTS:
+                    return use(exchange, url)
+                exchange.drain()
+                following = redirected(url, exchange.headers.get("Location"), path)
+        except TRANSPORT_ERRORS as error:
+            failure = of_error(error, path, client.timeout)
+            if url.origin != origin:
+                failure.error.args = (f"{failure.error.args[0]}, after a redirect to {url.place}",)
+            return failure
         if isinstance(following, Failure):
             return following
         url = following
@@ -200,17 +208,14 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
     def note(exchange: Exchange, url: WebUrl) -> None:
         debug("%s: %s: %d", path, url.shown, exchange.status)
 
+    def take(exchange: Exchange, url: WebUrl) -> _Result | Failure:
+        return use(exchange)
+
     tries = Tries(client.retries)
     client.connections.join(tries)
     try:
         while True:
-            result: _Result | Failure
-            try:
-                result = follow(
-                    client, target.url, target.headers_at, path, lambda exchange, _: use(exchange), note=note
-                )
-            except TRANSPORT_ERRORS as error:
-                result = of_error(error, path, client.timeout)
+            result = follow(client, target.url, target.headers_at, path, take, origin=target.url.origin, note=note)
             if not isinstance(result, Failure):
                 return result
             debug("%s: %s", path, result.error)
@@ -295,11 +300,7 @@ class HttpStore(RemoteStore):
         tries, renewed = Tries(self._retries, transfer.at), False
         while True:
             route = self._route
-            result: _Result | Failure
-            try:
-                result = self._request(route, transfer, use)
-            except TRANSPORT_ERRORS as error:
-                result = of_error(error, self.path, self._client.timeout)
+            result = self._request(route, transfer, use)
             if not isinstance(result, Failure):
                 return result
             if isinstance(result.error, RemoteError):
@@ -328,7 +329,8 @@ class HttpStore(RemoteStore):
         def headers(url: WebUrl) -> dict[str, str]:
             return self._headers(route, url, transfer)
 
-        return follow(self._client, route.url, headers, self.path, take, note=note)
+        origin = self._target.url.origin
+        return follow(self._client, route.url, headers, self.path, take, origin=origin, note=note)
 
     def _headers(self, route: _Route, url: WebUrl, transfer: _Transfer) -> dict[str, str]:
         headers = self._target.headers_at(url)

@@ -335,3 +335,11 @@ def test_retries_of_the_api_are_the_callers(server):
     assert "tried 3 times" in refused(lambda: files_of(server, retries=2).listing(URL))
     assert len(server.requests) == 3
     assert retries.RETRIES != 2
+
+
+def test_a_host_behind_a_redirect_that_is_out_of_reach_is_named(server):
+    """As if a firewall lets programs reach the Hub, but not its files."""
+    server.cdn.url = lambda path="": f"http://127.0.0.1:1{path}"
+    text = refused(lambda: files_of(server, retries=0).open(f"{URL}@{commit_of(server)}/model.safetensors"))
+    assert ", after a redirect to 127.0.0.1:1 (hf://owner/name@" in text
+    assert "Signature" not in text
