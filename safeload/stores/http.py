@@ -17,7 +17,7 @@ from .connections import Exchange
 from .http_client import Client, RequestTarget, redirected, target_of
 from .local import compare
 from .remote import RemoteStore
-from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status
+from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status, requested_wait
 from .stop import current
 from .store import WINDOW, Span
 
@@ -413,7 +413,7 @@ def refusal(exchange: Exchange, path: str, credentials: str) -> Failure | None:
         return Failure(RemotePermissionError(text, path), refused=True)
     if status == 407:
         return Failure(RemotePermissionError("the proxy requires a user and a password", path))
-    return of_status(status, exchange.headers.get("Retry-After"), path)
+    return of_status(status, requested_wait(status, exchange.headers), path)
 
 
 def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes] | Failure:

@@ -28,11 +28,9 @@ from .http import refusal, request
 from .http_client import Client, RequestTarget, checked_headers, target_of
 from .hub_place import HubPlace, place_of
 from .json_file import MAX_JSON, parse_json
-from .retries import Failure, broken_off, of_status
+from .retries import Failure, broken_off, of_status, requested_wait
 
 _LENGTH = re.compile(r"[0-9]{1,18}")
-# The quota of the Hub is used up, and renewed after this many seconds.
-_QUOTA = re.compile(r"\br=0;\s*t=([0-9]{1,12})\s*$")
 # Bytes received at once.
 _PIECE = 256 << 10
 # huggingface_hub's errors for missing repositories, revisions and files, as opposed to missing access.
@@ -192,9 +190,7 @@ class HubApi:
         error = self._explained(exchange, text, place, shown)
         if error is not None:
             return Failure(error)
-        quota = _QUOTA.search(exchange.headers.get("RateLimit", ""))
-        wait = exchange.headers.get("Retry-After") or (None if quota is None else quota[1])
-        failure = of_status(exchange.status, wait, shown)
+        failure = of_status(exchange.status, requested_wait(exchange.status, exchange.headers), shown)
         if text:
             failure.error.args = (f"{failure.error.args[0]}: {text}", *failure.error.args[1:])
         return failure

@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import urllib3
@@ -28,6 +29,8 @@ _BACKOFF, _BACKOFF_MOST = 0.5, 10.0
 RETRY_AFTER_MOST = 60
 # Longer waits are shown as this one: a server can send thousands of digits.
 _WAIT_SHOWN = 1e12
+# A quota, of the Hub for example, is used up, and renewed after this many seconds.
+_QUOTA = re.compile(r"\br=0;\s*t=([0-9]+)\s*$")
 # Status codes of a busy or failing server.
 _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 
@@ -90,6 +93,12 @@ def of_status(status: int, retry_after: str | None, path: str) -> Failure:
         text = f"{what} and asks to wait {wait:.0f} s, which is more than the limit of {RETRY_AFTER_MOST} s"
         return Failure(RemoteError(text, path))
     return Failure((RemoteTimeoutError if status in (408, 504) else RemoteError)(what, path), True, wait)
+
+
+def requested_wait(status: int, headers: Mapping[str, str]) -> str | None:
+    """Return the wait that a response asks for, as in Retry-After."""
+    quota = _QUOTA.search(headers.get("RateLimit", "")) if status == http.client.TOO_MANY_REQUESTS else None
+    return headers.get("Retry-After") or (None if quota is None else quota[1])
 
 
 def seconds_of(retry_after: str | None) -> float:

@@ -291,8 +291,12 @@ def test_a_refusal_is_named_before_the_end_of_its_body(monkeypatch):
         assert time.monotonic() - begun < 15
 
 
-def test_a_server_that_asks_to_wait_is_waited_for():
-    with serve(server.status(503, retry_after=1, times=1)) as there:
+@pytest.mark.parametrize(
+    "fault",
+    [server.status(503, retry_after=1, times=1), server.status(429, headers={"RateLimit": '"a";r=0;t=1'}, times=1)],
+)
+def test_a_server_that_asks_to_wait_is_waited_for(fault):
+    with serve(fault) as there:
         Web({}).open(there.url("/a")).close()
         assert there.requests[1].time - there.requests[0].time >= 1
 
