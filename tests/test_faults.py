@@ -21,7 +21,9 @@ pytestmark = [
 
 
 # Modules that run in one process: each takes a second to start.
-RUNS = ("test_reads", "test_shards", "test_allocations test_edits test_saves")
+RUNS = ("test_reads", "test_allocations test_edits test_saves test_shards")
+# pytest loads a dozen otherwise, and does not know their options then.
+WITHOUT_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 
 
 def run(folder, modules):
@@ -31,9 +33,10 @@ def run(folder, modules):
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
     files = [FAULTS / f"{module}.py" for module in modules.split()]
     options = ["-q", "--capture=sys", "--tb=short", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    options += ["-o", "addopts=--import-mode=importlib --strict-markers"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--basetemp", folder / "base", *files],
-        env={**os.environ, "LD_PRELOAD": preload, "SAFELOAD_FAULT_SHIM": str(shim)},
+        env={**os.environ, **WITHOUT_PLUGINS, "LD_PRELOAD": preload, "SAFELOAD_FAULT_SHIM": str(shim)},
         cwd=folder,  # not the source tree, whose safeload is not built
         capture_output=True,
         text=True,

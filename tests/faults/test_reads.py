@@ -1,11 +1,11 @@
 """Each read of each operation in turn: short, interrupted, refused, of a file that was cut a moment before."""
 
+import copy
 import errno
-import functools
 import os
 
 import pytest
-from builders.thorough import THOROUGH
+from builders.thorough import THOROUGH, part_of
 from faults.reads import CASES, WORK
 from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, TRUNCATE, armed, sweep
 
@@ -16,14 +16,8 @@ STEP = 1 if THOROUGH else 5
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 
 
-@pytest.fixture(scope="session")
-def result_of(files):
-    """What an operation on a format's file comes to."""
-    return functools.cache(lambda kind, name: WORK[name](files[kind]))
-
-
-@pytest.fixture(params=CASES, ids=lambda case: " - ".join(case))
-def case(request, files, result_of):
+@pytest.fixture(scope="module", params=CASES, ids=" - ".join)
+def case(request, files):
     """The folder watched, an operation on a file in it, and what it comes to."""
     format, name = request.param
     path = files[format]
@@ -31,7 +25,7 @@ def case(request, files, result_of):
     def operation():
         return WORK[name](path)
 
-    return path.parent, operation, result_of(format, name)
+    return path.parent, operation, copy.deepcopy(operation())
 
 
 def names_an_offset(error):
@@ -104,6 +98,7 @@ def whole(contents):
     restore()
 
 
+@pytest.mark.parametrize("case", part_of(CASES, 0, 2), ids=" - ".join, indirect=True)
 @pytest.mark.parametrize("length", [0, 100] if THOROUGH else [100])
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_file_and_offset(case, whole, length):
     folder, operation, expected = case

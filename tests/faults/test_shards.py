@@ -16,6 +16,7 @@ import json
 
 import numpy as np
 import pytest
+from builders.thorough import THOROUGH
 from faults.saves import NEW, OLD, TEMPORARY, contents, convert_to_shards, empty, killed, write_sources
 from faults.shim import FAIL, KILL, KILL_AFTER, MOST_CALLS, READ, RENAME, RESERVE, SYNC, UNLINK, WRITE, armed, sweep
 
@@ -24,6 +25,7 @@ import safeload
 # As in test_saves.py.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 ALL = WRITE | RESERVE | SYNC | RENAME
+NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
 INDEX = "model.safetensors.index.json"
 SMALL, LARGE = "100KB", "200KB"
 
@@ -70,7 +72,7 @@ def crashes(folder, before, size, action):
             return
 
 
-@pytest.mark.parametrize("action", [KILL, KILL_AFTER], ids=["killed before", "killed after"])
+@pytest.mark.parametrize("action", [KILL, KILL_AFTER] if THOROUGH else [KILL], ids=NAMES.get)
 @pytest.mark.parametrize(("old_size", "new_size"), [(SMALL, LARGE), (LARGE, LARGE), (None, LARGE)])
 def test_a_crash_while_shards_are_written(folder, action, old_size, new_size):
     new = made(folder, NEW, new_size)
