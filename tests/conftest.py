@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,10 +45,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The process that deals tests out to others keeps their reports to the end and makes no garbage."""
     if hasattr(config, "workerinput"):
-        if config.option.durations is None and not getattr(config.option, "xmlpath", None):  # they need every part
+        if shows_letters(config):
             config.pluginmanager.register(_ShortReports())
     elif getattr(config.option, "numprocesses", None):
         gc.disable()
+        if shows_letters(config):
+            config.pluginmanager.register(_Lines(config))
+
+
+def shows_letters(config: pytest.Config) -> bool:
+    """Whether a passed test is a letter on the screen and nothing else."""
+    option = config.option
+    return option.durations is None and not getattr(option, "xmlpath", None) and option.verbose <= 0
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -69,17 +77,25 @@ def is_news(report: pytest.TestReport) -> bool:
 
 
 class _ShortReports:
-    """Processes of xdist do not send that a test was set up and torn down: reports took longer than most tests."""
+    """Processes of xdist send a single message for a passed test: its report took longer than most tests."""
 
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        hook = item.ihook
-        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in filter(is_news, runtestprotocol(item, log=False, nextitem=nextitem)):
             if report.passed:
                 report.keywords = {}
-            hook.pytest_runtest_logreport(report=report)
-        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            item.ihook.pytest_runtest_logreport(report=report)
         return True
+
+
+class _Lines:
+    """Ends a line of letters, which pytest 8 does when a test is finished."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._hook = config.hook
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
 
 
 # Random data depends on the test alone, not on the tests before it: a failure can be repeated with -k.
@@ -138,20 +154,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def interruptible() -> None:
-    """A shell has background jobs ignore SIGINT, and so would the tests of Ctrl-C and the programs they start."""
+# What surrounds all tests is in hooks, because every test looks up each fixture that it uses.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Iterator[object]:
+    # A shell has background jobs ignore SIGINT, and so would the tests of Ctrl-C and the programs they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _programs_start_without_threads_of_openblas() -> None:
-    """Starting them takes as long as the rest of the import of numpy; this process, with its merges, has them."""
+    # Programs start without OpenBLAS's threads: starting these takes as long as the rest of the import of numpy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with fsync_does_not_wait():
+        return (yield)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _fsync_does_not_wait() -> Iterator[None]:
+@contextmanager
+def fsync_does_not_wait() -> Iterator[None]:
     """Tests save tens of thousands of files, and none of them needs to survive a power failure.
 
     The programs that they start call the real one, as do tests/faults, where it fails.
@@ -167,12 +182,14 @@ def _fsync_does_not_wait() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    """A thread that outlives its test would be counted by those after it."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """No thread outlives its test: those after it would count it."""
     yield
     await_no_threads()
     assert threads() == []
+    if nextitem is None or nextitem.path != item.path:
+        pass_over()  # pytest keeps a report of every test, and there are 24,000
 
 
 @pytest.fixture(scope="session")
@@ -187,7 +204,8 @@ def shared() -> Path:
     return SHARED
 
 
-@pytest.fixture(scope="session", autouse=True)
+# Processes of xdist begin nothing before its test.
+@pytest.fixture(scope="session", autouse="PYTEST_XDIST_WORKER" not in os.environ)
 def _ahead(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[pytest.Function], object]]:
@@ -246,11 +264,4 @@ def pass_over() -> None:
 
 
 def pytest_collection_finish() -> None:
-    pass_over()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pass_over_reports() -> Iterator[None]:
-    """pytest keeps a report of every test, and there are 15,000."""
-    yield
-    pass_over()
+    gc.freeze()  # with the garbage of the collection: looking for it takes most of a second in each process
