@@ -213,7 +213,7 @@ def test_each_byte_of_a_block_takes_every_value(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_other_dtypes_and_threads(scheme):
-    blocks = random_blocks(scheme, 60_000 if scheme == "q6_k" else 50)
+    blocks = random_blocks(scheme, 32_000 if scheme == "q6_k" else 50)
     want = by_gguf(scheme, blocks)
     for threads in (1, 3):
         np.testing.assert_array_equal(bits(restore(scheme, blocks, threads=threads)), bits(want))

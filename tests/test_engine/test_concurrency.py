@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from builders import torch_build
 from builders.random import rng
+from builders.thorough import THOROUGH
 
 import safeload
 from safeload.engine.run import jobs
@@ -97,7 +98,7 @@ def test_tied_tensors_share_memory_whichever_thread_asks_first(tmp_path):
     tied = torch_build.ordered({name: torch_build.tensor(storage) for name in names})
     (tmp_path / "tied.pt").write_bytes(torch_build.legacy_file(tied))  # in which nothing is aligned: each load copies
     sys.setswitchinterval(1e-6)
-    for _ in range(50):
+    for _ in range(50 if THOROUGH else 20):
         with safeload.open(tmp_path / "tied.pt") as checkpoint:
             arrays = together(lambda number: [checkpoint[name] for name in names[number::THREADS]])
             assert len({array.ctypes.data for part in arrays for array in part}) == 1
@@ -216,7 +217,7 @@ def test_a_fork_beside_threads_that_load(path):
     with safeload.open(path) as checkpoint, ThreadPoolExecutor(2) as pool:
         loads = [pool.submit(load) for _ in range(2)]
         try:
-            for _ in range(10):
+            for _ in range(10 if THOROUGH else 5):
                 in_child(lambda: same(checkpoint.load(dtype="float32", threads=3), AS_F32))
                 in_child(lambda: same(load_file(path), TENSORS))
         finally:

@@ -278,12 +278,12 @@ def test_metadata_that_is_no_dict_is_refused(metadata, tmp_path):
 
 
 def test_a_header_above_its_limit_is_refused(tmp_path):
-    huge = "x" * 40_000_000
-    tensors = {huge + str(i): np.zeros(1, np.uint8) for i in range(3)}
+    huge = "x" * 50_000_000
+    tensors = {huge + str(i): np.zeros(1, np.uint8) for i in range(2)}
     with pytest.raises(SafetensorError, match=r"100[,_]?000[,_]?000"):
         save(tensors)
     with pytest.raises(SafetensorError, match=r"100[,_]?000[,_]?000"):
-        save_file(tensors, tmp_path / "x")
+        save_file({"\0" * 17_000_000: np.zeros(1, np.uint8)}, tmp_path / "x")
     assert os.listdir(tmp_path) == []
     with pytest.raises(SafetensorError, match=r"100[,_]?000[,_]?000"):
         save(SMALL, {"key": "\0" * 17_000_000})
@@ -904,7 +904,7 @@ def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 save_file({{"warm": np.zeros((3, 2)).T}}, sys.argv[1], durable=False)
-base = np.zeros((6000, 6000), np.float32)  # 144 MB that are resident only once they are touched
+base = np.zeros((4600, 4600), np.float32)  # 84 MB that are resident only once they are touched
 base.fill(1)
 array = {array}
 before = peak()
@@ -915,9 +915,9 @@ print(before, peak() - before)
     before, growth = map(int, result.stdout.split())
     size = (tmp_path / "x").stat().st_size
     (tmp_path / "x").unlink()
-    assert size > 144_000_000
-    assert before > 144_000_000
-    assert growth < 64 << 20, growth  # less than half
+    assert size > 84_000_000
+    assert before > 84_000_000
+    assert growth < 64 << 20, growth  # less than a copy
 
 
 def test_upstream_reads_what_a_streamed_save_wrote(tmp_path):

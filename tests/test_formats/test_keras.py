@@ -222,8 +222,10 @@ DTYPES = ["<f4", ">f4", "<f2", "<f8", ">f8", "<i4", ">i2", "|i1", "|u1", "<u8", 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chunks_of_every_layout_are_those_of_h5py(layout, libver, executor, tmp_path):
+    dtypes = part_of(DTYPES, libver == "latest", 2)  # each with every layout, in files of either version
+
     def make(file):
-        for dtype in DTYPES:
+        for dtype in dtypes:
             values = rng.integers(0, 2 if dtype == "?" else 100, (7, 9)).astype(dtype)
             file.create_group(f"layers/{dtype[0] == '>'}_{dtype[1:]}").create_dataset(
                 "vars", data=values, **LAYOUTS[layout]
@@ -700,7 +702,7 @@ def test_a_file_cut_anywhere_is_an_error(name, tmp_path):
 def test_bytes_changed_anywhere_never_crash(tmp_path):
     content = (DATA / "legacy.h5").read_bytes()
     path = tmp_path / "legacy.h5"
-    for at in part_of(list(range(8, len(content), 7)), 0, 48):
+    for at in part_of(list(range(8, len(content), 7)), 0, 96):
         for value in (0, 0xFF):
             changed = bytearray(content)
             changed[at] = value

@@ -338,10 +338,10 @@ print(peak() - before)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """240 MB in tensors of 16 MiB."""
+    """200 MB in tensors of 16 MiB."""
     path = tmp_path_factory.mktemp("large") / "large.safetensors"
     block = np.resize(rng.standard_normal(100_003).astype(ml_dtypes.bfloat16), (2048, 4096))
-    save_file({f"model.layers.{k}.up_proj.weight": block for k in range(14)}, path, durable=False)
+    save_file({f"model.layers.{k}.up_proj.weight": block for k in range(12)}, path, durable=False)
     return path
 
 
@@ -353,7 +353,7 @@ def large(tmp_path_factory):
         ("x.safetensors", {"dtype": "float16"}),
         ("x.safetensors", {"quantize": "q4_0"}),
         ("x.safetensors", {"quantize": "int8"}),
-        ("x.npz", {"dtype": "float32"}),
+        ("x.npz", {"dtype": "float16"}),
         ("x.moon", {"dtype": "float16"}),
         ("x", {"max_shard_size": "50MB"}),
     ],
@@ -365,22 +365,37 @@ def test_memory_is_one_tensor_and_little_more(large, tmp_path, name, options):
     assert int(done.stdout) < (32 << 20) + (64 << 20)
 
 
+_KILLED = """
+import sys, safeload
+def report(done, total):
+    print(done / total, flush=True)
+report(0, 1)
+safeload.convert(sys.argv[1], sys.argv[2], dtype="float32", overwrite=True, progress=report)
+"""
+
+
 @pytest.mark.no_core
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL")
-def test_killed_at_any_moment_there_is_no_half_file(large, tmp_path):
-    out = tmp_path / "x.safetensors"
-    code = "import sys, safeload; safeload.convert(sys.argv[1], sys.argv[2], dtype='float32', overwrite=True)"
-    finished = 0
-    for delay in (0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 1.0):
-        process = subprocess.Popen([sys.executable, "-I", "-c", code, str(large), str(out)])
-        time.sleep(delay)
-        process.kill()
-        process.wait()
+def test_killed_at_any_moment_there_is_no_half_file(tmp_path):
+    """Before its first byte, between its tensors, and about when it gets its name."""
+    source, out = tmp_path / "source.safetensors", tmp_path / "x.safetensors"
+    block = np.full((1024, 2048), 1.5, ml_dtypes.bfloat16)
+    save_file({f"model.layers.{k}.up_proj.weight": block for k in range(8)}, source, durable=False)
+    finished, moments = 0, ((0, 0.05), (0.2, 0), (0.5, 0), (0.8, 0), (1, 0), (1, 0.01))
+    for share, seconds in moments:
+        command = [sys.executable, "-I", "-c", _KILLED, str(source), str(out)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while float(process.stdout.readline()) < share:
+                pass
+            time.sleep(seconds)
+            process.kill()
         if out.exists():
             finished += 1
-            assert len(load_file(out)) == 14
+            loaded = load_file(out)
+            assert len(loaded) == 8
+            assert all((array == 1.5).all() for array in loaded.values())
             out.unlink()
-    assert finished < 7
+    assert finished < len(moments)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from builders.clusters import content, record_of, records_in, run_pieces
 from builders.cuts import survives
+from builders.thorough import part_of
 
 import safeload
 from safeload import FormatError, RangeError
@@ -40,7 +41,7 @@ def test_finalize_interrupted_anywhere_while_it_replaces_a_checkpoint(model, tmp
     safeload.convert(model, tmp_path / "want", **options)
     want = content(tmp_path / "want")
     safeload.convert(model, tmp_path / "before", max_shard_size=limit)
-    for count in range(100):
+    for count in part_of(list(range(100)), limit == "100KB", 2):
         made = tmp_path / f"made{count}"
         shutil.copytree(tmp_path / "before", made)
         plan = safeload.plan_convert(model, made, overwrite=True, **options)
@@ -309,7 +310,7 @@ def test_killed_anywhere_while_a_single_shard_comes_or_goes(tmp_path, monkeypatc
     safeload.convert(model, tmp_path / "before", max_shard_size=limits[0])
     safeload.convert(model, tmp_path / "want", dtype="f32", max_shard_size=limits[1])
     old, new = (safeload.load(tmp_path / name) for name in ("before", "want"))
-    for count in range(100):
+    for count in part_of(list(range(100)), way == "resumed", 2):
         made = tmp_path / f"made{count}"
         shutil.copytree(tmp_path / "before", made)
         done = survives(lambda made=made: safeload.convert(model, made, **options), monkeypatch, count)

@@ -100,14 +100,15 @@ def test_any_number_of_threads_gives_the_same_bytes(scheme, threads):
     for axis in (None, 0, 1) if scheme == "int8" else (None,):
         q = quantize(x, scheme, axis=axis, threads=threads)
         if scheme == "int8":
-            np.testing.assert_array_equal(q.data, int8(x, axis)[0])
-            np.testing.assert_array_equal(q.scale, int8(x, axis)[1])
+            codes, scale = int8(x, axis)
+            np.testing.assert_array_equal(q.data, codes)
+            np.testing.assert_array_equal(q.scale, scale)
         elif scheme == "q4_0":
             np.testing.assert_array_equal(q.data, q4_0(x))
         assert q == quantize(x, scheme, axis=axis, threads=2)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 3), (5_000_000,), (2, 3_000_000), (3_000_000, 2)])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 3), (2_000_000,), (2, 1_000_000), (1_000_000, 2)])
 @pytest.mark.parametrize("axis", [None, 0, -1])
 def test_int8_of_any_shape(shape, axis):
     if not shape and axis is not None:

@@ -1191,15 +1191,15 @@ def test_norms_by_their_names(name, norm):
     assert codes(validate({name: matrix})) == [("warning", "value.range", name)]
 
 
-def test_names_of_a_megabyte(llama):
+def test_long_names(llama):
     config, tensors = llama
     for piece in ("_", ".", "norm_", "a.weight.", "lora_b", "1.", "layers.1.", "head_", "scale."):
-        name = piece * (1_000_000 // len(piece)) + "!"
+        name = piece * (250_000 // len(piece)) + "!"
         for more in ({}, FAMILIES["gptq"]):
             report = validate({**tensors, name: np.float32([1, 300])}, config={**config, **more})
-            assert report.seconds < 5
+            assert report.seconds < 2
         for count in (1, 3):
-            assert validate({f"{k}{name}": np.float32([1, 2]) for k in range(count)}).seconds < 5
+            assert validate({f"{k}{name}": np.float32([1, 2]) for k in range(count)}).seconds < 2
 
 
 def test_layers_of_many_digits(llama):

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from builders.thorough import THOROUGH
 
 import safeload
 from safeload import UnsupportedError
@@ -171,8 +172,8 @@ def test_an_edit_of_a_file_that_is_its_own_source(path):
 
 
 @pytest.mark.no_core
-def test_100000_changes_take_linear_time(tmp_path):
-    count = 100_000
+def test_many_changes_take_linear_time(tmp_path):
+    count = 100_000 if THOROUGH else 24_000
     safeload.save({f"t{k}": np.ones(1, np.int8) for k in range(count)}, tmp_path / "a.safetensors", durable=False)
     started = time.process_time()
     with safeload.edit(tmp_path / "a.safetensors", durable=False) as file:
@@ -180,8 +181,8 @@ def test_100000_changes_take_linear_time(tmp_path):
             file.rename(f"t{k}", f"r{k}")
         for k in range(1, count, 4):
             del file[f"t{k}"]
-    assert time.process_time() - started < 10
-    assert len(safeload.open(tmp_path / "a.safetensors")) == 75_000
+    assert time.process_time() - started < count / 10_000
+    assert len(safeload.open(tmp_path / "a.safetensors")) == count * 3 // 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a sparse file")

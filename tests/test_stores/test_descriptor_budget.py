@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from builders.thorough import part_of
+from builders.thorough import THOROUGH, part_of
 
 import safeload
 from safeload.numpy import save_file
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_NOFILE and /proc as Linux has them"),
 ]
 
-SHARDS = 120
+SHARDS, REPEATS = 120, 3 if THOROUGH else 2
 
 PROLOGUE = f"""
 import os, resource, sys, threading, time, warnings
@@ -37,7 +37,7 @@ def right(loaded, count=SHARDS):
     assert all((np.asarray(array) == int(name[1:])).all() for name, array in loaded.items())
 def count(): return len(os.listdir("/proc/self/fd")) - 1
 most = [0]
-def together(*works, repeat=3):
+def together(*works, repeat={REPEATS}):
     errors, left = [], [len(works)]
     def run(work):
         try:
