@@ -252,7 +252,7 @@ BORDERS = {
 @pytest.mark.parametrize("name", BORDERS)
 def test_values_at_the_ends_of_reads_and_chunks(name, tier, on, tmp_path):
     on(tier)
-    assert_restores(once(BORDERS[name]), tmp_path)
+    assert_restores(once(BORDERS[name]), tmp_path, threads=(1, 3) if tier == available_tiers()[-1] else (3,))
 
 
 @pytest.mark.parametrize("columns", [(0, 40), (4056, 4096), (1024, 2048), (8, 4096)])

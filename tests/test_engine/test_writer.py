@@ -283,10 +283,8 @@ def test_a_header_above_its_limit_is_refused(tmp_path):
     with pytest.raises(SafetensorError, match=r"100[,_]?000[,_]?000"):
         save(tensors)
     with pytest.raises(SafetensorError, match=r"100[,_]?000[,_]?000"):
-        save_file({"\0" * 17_000_000: np.zeros(1, np.uint8)}, tmp_path / "x")
+        save_file(SMALL, tmp_path / "x", {"key": "\0" * 17_000_000})
     assert os.listdir(tmp_path) == []
-    with pytest.raises(SafetensorError, match=r"100[,_]?000[,_]?000"):
-        save(SMALL, {"key": "\0" * 17_000_000})
 
 
 # ---- modes, links, places ----
