@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -178,27 +176,28 @@ def test_a_stop_before_the_index_brings_it_back(model, new, way, last, error, mo
 
 
 @POSIX
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("way", [at_once, planned])
 @pytest.mark.parametrize("last", ["model-00002-of-00003.safetensors", "config.json", INDEX])
-def test_a_kill_leaves_no_mixture(model, new, way, last):
+def test_a_kill_leaves_no_mixture(model, new, way, last, monkeypatch):
     """The process dies while it puts the files in place: no reader finds old weights beside the new config."""
     (new.parent / "config.json").write_text('{"new": 1}')
     single(model)
-    code = f"""
-import os, sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-import test_old_checkpoints as tests
-from pathlib import Path
-commit = tests.AtomicFile._commit
-def stop(file):
-    if os.path.basename(file.path) == {last!r}:
-        os._exit(9)
-    commit(file)
-tests.AtomicFile._commit = stop
-tests.{way.__name__}(Path({os.fspath(new.parent)!r}), Path({os.fspath(model)!r}), max_shard_size={SIZE}, overwrite=True)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=os.sep, check=False).returncode == 9
+    commit = AtomicFile._commit
+
+    def stop(file):
+        if os.path.basename(file.path) == last:
+            os._exit(9)
+        commit(file)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            monkeypatch.setattr(AtomicFile, "_commit", stop)
+            way(new.parent, model, max_shard_size=SIZE, overwrite=True)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     left = content(model)
     assert INDEX not in left
     assert (SINGLE in left) == last.startswith("model-0")
