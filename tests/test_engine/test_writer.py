@@ -4,10 +4,10 @@ import contextlib
 import errno
 import gc
 import importlib
+import itertools
 import os
 import random
 import re
-import signal
 import stat
 import struct
 import subprocess
@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy as upstream
+from builders.cuts import killed_at_the_end
 
 import safeload
 import safeload.gguf
@@ -772,17 +773,13 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, m
 @pytest.mark.parametrize("existing", [True, False])
 def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(existing, tmp_path):
     path = tmp_path / "x"
-    code = """
-import itertools, sys
-import numpy as np
-from safeload.numpy import save_file
-print("ready", flush=True)
-for i in itertools.count(1):
-    tensors = {"plain": np.full(1 << 20, i), "turned": np.full((1 << 10, 1 << 9), i).T}
-    save_file(tensors, sys.argv[1], durable=False)
-    if i == 1:
-        print("saved", flush=True)
-"""
+
+    def work(report):
+        for i in itertools.count(1):
+            report(i)
+            tensors = {"plain": np.full(1 << 20, i), "turned": np.full((1 << 10, 1 << 9), i).T}
+            save_file(tensors, path, durable=False)
+
     chance = random.Random(5 if existing else 6)
     seen = set()
     for turn in range(6):
@@ -792,14 +789,10 @@ for i in itertools.count(1):
             )
         else:
             path.unlink(missing_ok=True)
-        process = subprocess.Popen([sys.executable, "-I", "-c", code, str(path)], stdout=subprocess.PIPE)
-        with process:
-            assert process.stdout.readline() == b"ready\n"
-            if turn % 2:
-                assert process.stdout.readline() == b"saved\n"
+        with killed_at_the_end(work) as reports:
+            for save_number in range(1, 2 + turn % 2):
+                assert int(reports.readline()) == save_number
             time.sleep(chance.random() * 0.05)
-            process.kill()
-        assert process.returncode == -signal.SIGKILL
         if not existing and not path.exists():
             continue
         loaded = load_file(path, backend="pread")
