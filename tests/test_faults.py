@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 
-# Modules that run in one process: each takes a second to start.
-RUNS = ("test_reads", "test_allocations test_edits test_saves test_shards")
+# Modules that run in one process: each takes a moment to start.
+RUNS = ("test_reads", "test_shards", "test_allocations test_edits test_saves")
 # pytest loads a dozen otherwise, and does not know their options then.
 WITHOUT_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 
