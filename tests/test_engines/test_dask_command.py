@@ -104,8 +104,7 @@ def test_a_worker_is_killed_under_the_command(programs, source, local, tmp_path,
         client.run(die_in, dies, str(note))
     running = program("convert", source, "bf16", *ARGUMENTS, "--dask", programs.address, cwd=tmp_path)
     out, err = running.communicate(timeout=60)
-    assert running.returncode == 0
-    assert err == ""
+    assert (running.returncode, err) == (0, "")
     assert re.fullmatch(r"bf16: safetensors, 13 tensors, .* in 6 files\n", out)
     assert content(tmp_path / "bf16") == local
     assert dies not in json.loads(note.read_text())
