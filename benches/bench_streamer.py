@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import files
 import pytest
 from bench_load import plain_pread, prepare
 from compare import Comparison, race, same_bytes
 
 import safeload.numpy
 
-ROUNDS = files.LARGE_ROUNDS
+ROUNDS = 9  # medians of three vary from 0.5 to 1.2
 STRATEGY = "RUNAI_STREAMER_FS_STRATEGY"
 
 
