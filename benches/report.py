@@ -74,8 +74,7 @@ LOSSES = (
         "With `durable=False` we are 1.6 times as fast."),
     Row("bench_saving", "save of a generator, 1 GiB, durable=False", "safetensors.numpy.save_file of a dict",
         "save 1 GiB from a generator", "safetensors, a dict",
-        "The writes dominate, and vary: 1.07 in another run, and 0.87 to 1.12 between the quartiles of this one. The "
-        "generator takes the memory of one tensor."),
+        "The writes dominate, and vary from run to run. The generator takes the memory of one tensor."),
     Row("bench_small", "save, 1 x *", "safetensors", "save(bytes), one small tensor", "",
         "1.5 to 2 µs more, for the steps in Python; the peer is one extension function."),
     Row("bench_small", "save_file, durable=False, 1* x *", "safetensors", "save_file of a small file, not durable", "",
