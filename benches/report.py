@@ -1,6 +1,6 @@
 """Run the benches; write BENCHMARKS.md, its pictures and the measured table of README.md.
 
-    python benches/report.py                        # run everything: 55 minutes on a quiet machine
+    python benches/report.py                        # run everything: an hour on a quiet machine
     python benches/report.py bench_open bench_gguf  # run two files, keep the results of all others
     python benches/report.py --only-write           # run nothing, write the pages from benches/results/
 
