@@ -77,6 +77,12 @@ class Hub(Server):
         self.cdn = _Cdn(self)
         self._server.RequestHandlerClass.do_POST = _post
 
+    def add(self, page: str, files: Mapping[str, Any]) -> Repository:
+        """A new repository with one commit."""
+        self.repositories[page] = repository = Repository()
+        repository.commit(files)
+        return repository
+
     def __enter__(self) -> "Hub":
         self.cdn.__enter__()
         super().__enter__()

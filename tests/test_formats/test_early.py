@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 from builders.http_faults import Fault
-from builders.hub import Hub, Repository
+from builders.hub import Hub
 from builders.remote import Served, ServedStore
 from builders.threads import threads
 
@@ -192,8 +192,7 @@ def test_listing_a_model_of_the_hub_waits_for_three_answers(monkeypatch, tmp_pat
     files = {name: content.ljust(1000) for name, content in model(5).items() if name.endswith("json")}
     files = {**model(5), **files}
     with Hub() as server:
-        server.repositories["owner/name"] = repository = Repository()
-        repository.commit(files)
+        server.add("owner/name", files)
         for host in (server, server.cdn):
             together = threading.Barrier(len(files), timeout=SOON)
             host.faults = [Fault(lambda _, request, wait=together.wait: "/api/" in request.path or wait())]

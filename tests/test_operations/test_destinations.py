@@ -744,13 +744,12 @@ def test_ctrl_c_while_a_shard_is_uploaded(large, s3):
 @pytest.mark.store_packages
 def test_the_hub(model, want, monkeypatch):
     pytest.importorskip("huggingface_hub")
-    from builders.hub import Hub, Repository
+    from builders.hub import Hub
 
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     with Hub() as server:  # its token begins with "hf_", as all do
-        server.repositories["owner/name"] = repository = Repository()
-        repository.commit({".gitattributes": b"*"})
+        repository = server.add("owner/name", {".gitattributes": b"*"})
         options = {"endpoint": server.url(), "token": server.token}
         with pytest.raises(FileNotFoundError):
             safeload.convert(model, "hf://owner/other", storage_options=options)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders import http_faults
 from builders.http_server import CERTIFICATE, Server
-from builders.hub import Hub, Repository
+from builders.hub import Hub
 from builders.threads import await_no_threads, threads, until
 
 import safeload
@@ -221,8 +221,7 @@ def test_connections_to_the_hub_are_opened_while_the_api_is_asked(monkeypatch, t
     for variable in ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(variable, raising=False)
     with Hub() as server:
-        server.repositories["owner/name"] = repository = Repository()
-        repository.commit({path[1:]: content for path, content in FILES.items()})
+        server.add("owner/name", {path[1:]: content for path, content in FILES.items()})
         api = "/api/models/owner/name"
         server.faults = [after(lambda: server.connections >= 1 + AHEAD, api)]
         options = {"endpoint": server.url(), "token": False}

@@ -53,8 +53,7 @@ def _quick(monkeypatch, tmp_path):
 @pytest.fixture
 def server():
     with Hub() as server:
-        server.repositories["owner/name"] = repository = Repository()
-        repository.commit(FILES)
+        server.add("owner/name", FILES)
         yield server
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults
 from builders.http_server import CERTIFICATE, Server
-from builders.hub import Hub, Repository
+from builders.hub import Hub
 
 from safeload import UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
@@ -42,8 +42,7 @@ def _alone(monkeypatch, tmp_path):
 @pytest.fixture
 def server():
     with Hub() as server:
-        server.repositories["owner/name"] = repository = Repository()
-        repository.commit(FILES)
+        server.add("owner/name", FILES)
         yield server
 
 
@@ -203,8 +202,7 @@ def test_the_token_follows_no_redirect_of_the_api_to_another_host(server):
 
 def test_the_api_over_https_is_read_with_the_callers_certificates():
     with Hub(tls=True) as server, Server({}) as plain:
-        server.repositories["owner/name"] = repository = Repository()
-        repository.commit({"config.json": SMALL})
+        server.add("owner/name", {"config.json": SMALL})
         files = RemoteFiles({"endpoint": server.url(), "token": False, "verify": str(CERTIFICATE)})
         assert read(files.open(f"{URL}/config.json")) == SMALL
         context = ssl.create_default_context(cafile=CERTIFICATE)

@@ -14,7 +14,7 @@ pytest.importorskip("huggingface_hub")
 pytest.importorskip("urllib3")
 
 import huggingface_hub
-from builders.hub import Hub, Repository
+from builders.hub import Hub
 
 import safeload
 from safeload import FormatError, UnsupportedError, VerificationError
@@ -48,8 +48,7 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture
 def server():
     with Hub() as server:
-        server.repositories["owner/name"] = repository = Repository()
-        repository.commit(FILES)
+        server.add("owner/name", FILES)
         yield server
 
 
@@ -218,12 +217,18 @@ def test_a_link_to_a_blob_that_is_gone_is_absent(server, cache, monkeypatch):
         load(server, f"hf://owner/name@{commit}")
 
 
+def shorten(path):
+    """Replace a link by a copy without the last bytes; return the length."""
+    content = path.read_bytes()[:-10]
+    path.unlink()
+    path.write_bytes(content)
+    return len(content)
+
+
 def test_a_copy_of_another_size_is_damaged(server, cache, monkeypatch):
     commit = download(server, cache)
     path = cache / "models--owner--name" / "snapshots" / commit / "a.safetensors"
-    content = path.read_bytes()
-    path.unlink()
-    path.write_bytes(content[:-10])
+    shorten(path)
     for url in ("hf://owner/name", f"hf://owner/name@{commit}"):
         assert_right(load(server, url))
     assert server.kinds["resolve"] == 2
@@ -235,13 +240,9 @@ def test_a_copy_of_another_size_is_damaged(server, cache, monkeypatch):
 def test_a_damaged_index_is_named_offline(server, cache, monkeypatch):
     commit = download(server, cache)
     path = cache / "models--owner--name" / "snapshots" / commit / "model.safetensors.index.json"
-    content = path.read_bytes()
-    path.unlink()
-    path.write_bytes(content[:-10])
+    left = shorten(path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        FormatError, match=rf"the copy in the cache has {len(content) - 10} bytes, .*model.*index\.json"
-    ):
+    with pytest.raises(FormatError, match=rf"the copy in the cache has {left} bytes, .*model.*index\.json"):
         load(server, "hf://owner/name")
 
 
