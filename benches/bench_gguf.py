@@ -23,11 +23,18 @@ TOKENS, LAYERS = 250_000, 32
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Path:
-    """As large models have it: 250,000 tokens with scores and types, as many merges, 290 small tensors."""
-    path = files.CACHE / f"vocabulary-v{files.VERSION}.gguf"  # of the format's own fields, by neither library
-    if path.exists():
-        return path
-    files.CACHE.mkdir(parents=True, exist_ok=True)
+    path = files.CACHE / f"vocabulary-v{files.VERSION}.gguf"
+    if not path.exists():
+        files.CACHE.mkdir(parents=True, exist_ok=True)
+        make_vocabulary(path)
+    return path
+
+
+def make_vocabulary(path: Path) -> None:
+    """As large models have it: 250,000 tokens with scores and types, as many merges, 290 small tensors.
+
+    Of the format's own fields, by neither library.
+    """
     rng = np.random.default_rng(6)
     sizes = rng.integers(1, 12, TOKENS)
     letters = rng.integers(97, 123, int(sizes.sum()), np.uint8).tobytes().decode()
@@ -45,7 +52,6 @@ def vocabulary() -> Path:
     names = ["token_embd.weight", *(f"blk.{layer}.{part}.weight" for layer in range(LAYERS) for part in "abcdefghi")]
     tensors = [g.tensor(name, (64,), 0, 256 * k) for k, name in enumerate(names)]
     path.write_bytes(g.build(entries, tensors, np.ones(64 * len(names), "<f4").tobytes()))
-    return path
 
 
 def _tokens_of_peer(reader: Any) -> list[str]:
