@@ -60,7 +60,8 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         else:
             print(f"safeload: --dask {printable(scheduler)}: waiting for a worker", file=sys.stderr, flush=True)
         with _failures(scheduler):
-            yield client.get_executor(pure=False)
+            # Not its get_executor(): its future of a piece fails if the worker that holds the result dies.
+            yield client
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def test_a_worker_is_killed_and_the_folder_is_that_of_one_process(doomed, source
     doomed.run(die_in, dies, str(note))
     before = set(doomed.run(os.getpid).values())
     with never_half(out, whole(local)):
-        report = safeload.convert(source, out, executor=doomed.get_executor(pure=False), **OPTIONS)
+        report = safeload.convert(source, out, executor=doomed, **OPTIONS)
     assert content(out) == local  # and no temporary file
     assert report.tensors == 13
     seen = json.loads(note.read_text())
@@ -70,15 +70,14 @@ def test_a_piece_that_kills_its_worker_ends_the_run_and_resume_goes_on(
     doomed.run(die_in, dies)
     monkeypatch.setattr(doomed.cluster.scheduler, "allowed_failures", 0)
     with never_half(out, whole(local)), pytest.raises(distributed.scheduler.KilledWorker):
-        safeload.convert(source, out, executor=doomed.get_executor(pure=False), **OPTIONS)
+        safeload.convert(source, out, executor=doomed, **OPTIONS)
     before = {name: one for name, one in state(out).items() if name in whole(local)}
     assert before
     assert dies not in before
     assert "model.safetensors.index.json" not in state(out)
-    executor = client.get_executor(pure=False)
     with pytest.raises(FileExistsError, match="resume=True"):
-        safeload.convert(source, out, executor=executor, **OPTIONS)
-    safeload.convert(source, out, executor=executor, resume=True, **OPTIONS)
+        safeload.convert(source, out, executor=client, **OPTIONS)
+    safeload.convert(source, out, executor=client, resume=True, **OPTIONS)
     after = state(out)
     assert {name: after[name] for name in before} == before
     assert content(out) == local
@@ -91,7 +90,7 @@ def test_a_run_is_resumed_by_one_process_and_by_the_cluster(client, source, loca
         done = safeload.run_piece(piece) if there else client.submit(safeload.run_piece, piece, pure=False).result()
         assert done["written"]
         before = state(out)
-        executor = client.get_executor(pure=False) if there else None
+        executor = client if there else None
         safeload.convert(source, out, executor=executor, resume=True, **OPTIONS)
         after = state(out)
         assert {name: after[name] for name in before} == before
@@ -102,7 +101,7 @@ def test_a_run_is_resumed_by_one_process_and_by_the_cluster(client, source, loca
 def test_quantizing(client, source, tmp_path, scheme):
     options = {"quantize": scheme, "max_shard_size": "300KB"}
     here = safeload.convert(source, tmp_path / "here", **options)
-    there = safeload.convert(source, tmp_path / "there", executor=client.get_executor(pure=False), **options)
+    there = safeload.convert(source, tmp_path / "there", executor=client, **options)
     assert content(tmp_path / "there") == content(tmp_path / "here")
     assert there.summary == here.summary._replace(tensors=None)  # which pieces do not report
     assert [os.path.basename(file) for file in there.files] == [os.path.basename(file) for file in here.files]
@@ -135,7 +134,7 @@ def test_a_piece_that_raises_names_shard_and_tensor_and_leaves_nothing_of_it(cli
     save_file(tensors, path)
     out = tmp_path / "out"
     with pytest.raises(safeload.SafeloadError) as caught:
-        safeload.convert(copy, out, executor=client.get_executor(pure=False), **OPTIONS)
+        safeload.convert(copy, out, executor=client, **OPTIONS)
     assert bad in str(caught.value)
     assert str(path) in str(caught.value)
     # The other worker goes on to the end of its piece: Dask cannot stop it, and does not say that it runs.
@@ -194,7 +193,7 @@ def test_workers_with_two_threads(source, local, tmp_path):
         distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=":0") as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
     ):
-        safeload.convert(source, tmp_path / "out", executor=client.get_executor(pure=False), threads=2, **OPTIONS)
+        safeload.convert(source, tmp_path / "out", executor=client, threads=2, **OPTIONS)
     assert content(tmp_path / "out") == local
 
 
@@ -203,7 +202,7 @@ def test_progress_counts_the_bytes_of_pieces(client, source, tmp_path):
     safeload.convert(
         source,
         tmp_path / "out",
-        executor=client.get_executor(pure=False),
+        executor=client,
         progress=lambda done, total: seen.append((done, total)),
         **OPTIONS,
     )
@@ -221,20 +220,19 @@ def test_an_executor_that_was_shut_down_refuses(client, source, tmp_path):
 
 
 def test_stats_differences_findings_and_manifests_are_those_of_one_process(client, source, local, tmp_path):
-    executor = client.get_executor(pure=False)
     other = tmp_path / "other"
     safeload.convert(source, other, quantize="q8_0", max_shard_size="300KB")
-    here, there = safeload.stats(source, histogram=True), safeload.stats(source, histogram=True, executor=executor)
+    here, there = safeload.stats(source, histogram=True), safeload.stats(source, histogram=True, executor=client)
     assert list(there) == list(here)
     for name in here:
         assert there[name]._replace(histogram=None) == here[name]._replace(histogram=None)
         np.testing.assert_array_equal(there[name].histogram, here[name].histogram)
     with safeload.open(source) as opened:
-        assert manifest.make(opened, executor=executor) == manifest.make(opened)
-    differences = safeload.diff(source, other, executor=executor)
+        assert manifest.make(opened, executor=client) == manifest.make(opened)
+    differences = safeload.diff(source, other, executor=client)
     assert differences.to_json() == safeload.diff(source, other).to_json()
     assert not differences.same
-    found = [safeload.validate(other, executor=one).to_json() for one in (executor, None)]
+    found = [safeload.validate(other, executor=one).to_json() for one in (client, None)]
     for one in found:
         one.pop("seconds", None)
     assert found[0] == found[1]
@@ -244,5 +242,5 @@ def test_what_reads_goes_on_when_a_worker_is_killed(doomed, source, tmp_path):
     """Workers that end themselves before the second of their pieces."""
     note = tmp_path / "note"
     doomed.run(die_while_reading, str(note))
-    assert safeload.stats(source, executor=doomed.get_executor(pure=False)) == safeload.stats(source)
+    assert safeload.stats(source, executor=doomed) == safeload.stats(source)
     assert note.exists()

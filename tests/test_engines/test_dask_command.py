@@ -111,6 +111,13 @@ def test_a_worker_is_killed_under_the_command(programs, source, local, tmp_path,
     assert sorted(process.poll() or 0 for process in programs.running) == [-signal.SIGKILL, 0, 0]
 
 
+def test_results_are_taken_from_the_client(programs, source, local, command, monkeypatch, tmp_path):
+    """The futures of Dask's executor unpack the result as an error if the worker that holds it dies meanwhile."""
+    monkeypatch.delattr(distributed.Client, "get_executor")
+    assert command("convert", source, "bf16", *ARGUMENTS, "--dask", programs.file)[0] == 0
+    assert content(tmp_path / "bf16") == local
+
+
 def test_the_scheduler_file_does_as_the_address(programs, source, local, tmp_path, command):
     assert command("convert", source, tmp_path / "bf16", *ARGUMENTS, "--dask", programs.file)[0] == 0
     assert content(tmp_path / "bf16") == local

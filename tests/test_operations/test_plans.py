@@ -270,7 +270,7 @@ def test_arguments_that_are_no_plan(copied, tmp_path):
         safeload.plan_convert(copied, tmp_path / "x", max_shard_size=1, rename=[("a", lambda match: "b")])
     with pytest.raises(ValueError, match=r"flags of 'a' inline, such as \(\?i\)"):
         safeload.plan_convert(copied, tmp_path / "x", max_shard_size=1, rename=[(re.compile("a", re.I), "b")])
-    with pytest.raises(TypeError, match=r"must have a submit\(\) .*get_executor\(pure=False\)"):
+    with pytest.raises(TypeError, match=r"must have a submit\(\) .*pass the client"):
         safeload.convert(copied, tmp_path / "x", max_shard_size=1, executor="tcp://127.0.0.1:8786")
     with pytest.raises(TypeError, match="unexpected"):
         safeload.plan_convert(copied, tmp_path / "x", max_shard_size=1, dtpye="f16")

@@ -150,8 +150,8 @@ def convert(
             with the same options. Success removes the records. If such a call fails, it leaves the complete shards in
             place, so long conversions should set this.
         executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
-            files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
-            ``client.get_executor(pure=False)``. The result has the same bytes as that of a single process. Complete
+            files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``.
+            The result has the same bytes as that of a single process. Complete
             shards stay in place after an error, as with ``resume``.
         threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.

@@ -100,8 +100,8 @@ def diff(
         drop: shell pattern, or several, of names to skip.
         storage_options: options of the filesystems behind URLs, see `open`.
         executor: compares groups of tensors in other processes or on other machines with access to the same files: any
-            object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
-            ``client.get_executor(pure=False)``. The report is identical to that of a single process.
+            object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``.
+            The report is identical to that of a single process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total), with 8 bytes for each value.
 

@@ -184,7 +184,7 @@ def check_executor(executor: Any) -> None:
     if executor is not None and not usable:
         raise TypeError(
             f"executor must have a submit() method like concurrent.futures.Executor, got {type(executor).__name__}: "
-            "for Dask, pass client.get_executor(pure=False)"
+            "for Dask, pass the client"
         )
 
 
