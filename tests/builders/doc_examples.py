@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import re
 import shutil
 import sysconfig
 import tarfile
@@ -55,7 +56,7 @@ def _run_console(example: Example) -> str | None:
     """Runs the lines that begin with "$ ", and compares all that they print with the lines between them."""
     commands, wanted = _split(example.parsed.splitlines())
     # One shell for the block, so that a later line sees $? and variables.
-    script = "".join(f"{command}\nstatus=$?; echo '{_END}'; (exit $status)\n" for command in commands)
+    script = "".join(f"{_started(command)}\nstatus=$?; echo '{_END}'; (exit $status)\n" for command in commands)
     scripts = sysconfig.get_path("scripts")
     environment = {**os.environ, "COLUMNS": "80", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     output = output_of(script, environment, forks=Path(example.path).name not in _WITH_OTHER_LIBRARIES)
@@ -64,6 +65,12 @@ def _run_console(example: Example) -> str | None:
         if not OutputChecker().check_output(want, got, doctest.ELLIPSIS):
             return f"$ {command}\nexpected:\n{want}\ngot:\n{got}"
     return None
+
+
+def _started(command: str) -> str:
+    """A command, and for a scheduler in the background the wait for its file, which takes long on a busy machine."""
+    scheduler = re.fullmatch(r"dask scheduler .*--scheduler-file (\S+) .*&", command)
+    return command if scheduler is None else f"{command}\nuntil [ -s {scheduler[1]} ]; do sleep 0.05; done"
 
 
 def _split(lines: Iterable[str]) -> tuple[list[str], list[str]]:
