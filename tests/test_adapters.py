@@ -12,6 +12,7 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.adapters import LORA as DATA
 from builders.adapters import PREFIX, assert_merged, assert_same, pair, write
 from builders.paths import ROOT
@@ -90,7 +91,7 @@ def test_tiles_join(tmp_path, monkeypatch):
     save_file({"w.weight": w}, tmp_path / "base.safetensors")
     adapter = write(tmp_path / "a", pair(700, 30))
     whole = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
-    monkeypatch.setattr("safeload.loading.merge._TILE", 30 * 300)
+    monkeypatch.setattr(inside.merge, "_TILE", 30 * 300)
     tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
     a, b = pair(700, 30).values()
     for found in (whole, tiled):
@@ -115,8 +116,8 @@ def test_bits_do_not_depend_on_how_the_base_is_read(tmp_path, monkeypatch, dtype
     safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype, threads=3, out=out)
     converted = tmp_path / "merged.safetensors"
     safeload.convert({"w.weight": w}, converted, adapters=adapters, dtype=dtype)
-    monkeypatch.setattr("safeload.loading.adapter_base.in_rows", lambda source, work: None)
-    monkeypatch.setattr("safeload.loading.merge._TILE", 131 * 300)
+    monkeypatch.setattr(inside.adapter_base, "in_rows", lambda source, work: None)
+    monkeypatch.setattr(inside.merge, "_TILE", 131 * 300)
     tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype)["w.weight"]
     for values in (out["w.weight"], safeload.load(converted)["w.weight"], tiled):
         assert_same({"w": values}, {"w": first})
@@ -516,7 +517,7 @@ def test_convert_restores_a_packed_base(tmp_path):
 
 
 def test_command_line(llama, tmp_path, capsys):
-    from safeload.cli import main
+    from builders.inside import main
 
     folder, adapter, _ = llama
     assert main(["convert", str(folder), str(tmp_path / "out.safetensors"), "--adapter", f"{adapter}=0.5"]) == 0
@@ -559,11 +560,11 @@ def test_memory_is_the_result_and_tiles(base, function, tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", durable=False)
     adapter = write(tmp_path / "a", pair(*shape))
-    script = """
+    script = inside.program("""
         import sys
         import safeload
-        import safeload.loading.merge
-        import safeload.operations.convert.merged
+        from builders.inside import merge
+        from builders.inside import merged
         def peak():  # ru_maxrss begins with the memory of the process that started this one
             with open("/proc/self/status") as file:
                 return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))
@@ -575,7 +576,7 @@ def test_memory_is_the_result_and_tiles(base, function, tmp_path):
         else:
             safeload.convert(base, base + ".safetensors", adapters=adapter, dtype="bfloat16")
         print(peak() - before)
-    """
+    """)
     command = [sys.executable, "-I", "-c", textwrap.dedent(script), str(folder), str(adapter), function]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) <= 64 + 96  # 107 and 114 where this was written

@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.holes import extend
 
 import safeload
@@ -677,7 +678,7 @@ except KeyboardInterrupt:
 
 
 def test_a_refused_mapping_is_read_and_said(monkeypatch, folder):
-    local = importlib.import_module("safeload.stores.local")
+    local = inside.local
     real = local.LocalStore.map
 
     def refuse_one(self):

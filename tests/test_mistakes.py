@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import gguf_build
+from builders.inside import main
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import load_file, save_file
 
 pytestmark = pytest.mark.no_core

@@ -14,13 +14,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.http_server import Server
+from builders.inside import formats, plugins
 from builders.paths import ROOT
 
 import safeload
 from safeload.errors import FormatError, SafeloadError
-from safeload.formats import format as formats
-from safeload.formats import plugins
 
 pytestmark = pytest.mark.no_core
 
@@ -222,7 +222,7 @@ import sys, safeload, os
 for name in ("m.safetensors", "m.npz"):
     safeload.load(os.path.join({str(tmp_path)!r}, name))
 safeload.convert(os.path.join({str(tmp_path)!r}, "m.npz"), os.path.join({str(tmp_path)!r}, "n.safetensors"))
-assert "safeload.formats.plugins" not in sys.modules and "toyformat" not in sys.modules
+assert {inside.path("plugins")!r} not in sys.modules and "toyformat" not in sys.modules
 """
     subprocess.run([sys.executable, "-I", "-c", program], check=True, cwd=os.sep)
 
@@ -416,7 +416,7 @@ def test_a_plug_in_that_fails_to_read_gives_an_error_of_ours(install, case, tmp_
 
 
 def test_moon_is_a_row_of_the_same_class():
-    from safeload.formats.registry import BY_NAME
+    from builders.inside import FORMATS_BY_NAME as BY_NAME
 
     assert type(BY_NAME["moon"]) is safeload.plugins.Format
     assert BY_NAME["moon"].source == ""

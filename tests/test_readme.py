@@ -9,9 +9,8 @@ from importlib.metadata import metadata
 import numpy as np
 import pytest
 from builders.doc_examples import examples_of, failure_of
+from builders.inside import ROWS
 from builders.paths import ROOT
-
-from safeload.formats.registry import ROWS
 
 pytestmark = pytest.mark.no_core
 

@@ -10,11 +10,10 @@ import typing
 from pathlib import Path
 
 import pytest
+from builders.inside import quantizing as quantize
+from builders.inside import registry, scheme
 
 import safeload
-from safeload.base import scheme
-from safeload.formats import registry
-from safeload.operations.quantize import quantize
 
 pytestmark = pytest.mark.no_core
 

@@ -15,13 +15,13 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults as faults
 from builders.http_server import Server
+from builders.inside import foreign_errors, retries
+from builders.inside import main as cli
 
 import safeload
 import safeload.numpy
 from safeload import remote
-from safeload.cli import main as cli
 from safeload.errors import RemoteError
-from safeload.stores import foreign_errors, retries
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

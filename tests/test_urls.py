@@ -20,14 +20,12 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults as faults
 from builders.http_server import Server
+from builders.inside import folder_of, index_of, open_paths, recipe_of, retries
 from builders.paths import ROOT
 
 import safeload
 import safeload.numpy
-from safeload.checkpoint import folder_of, index_of, recipe_of
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
-from safeload.formats.opening import open_paths
-from safeload.stores import retries
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

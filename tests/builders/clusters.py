@@ -15,11 +15,9 @@ import ml_dtypes
 import numpy as np
 
 import safeload
-from safeload.engine.run import atomic_file
-from safeload.formats.folder import RESUME
+from builders.inside import RESUME, atomic_file, journal
+from builders.inside import plan_module as plan
 from safeload.numpy import save_file
-from safeload.operations.folders import journal
-from safeload.operations.sources import plan
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
 SHAPE = (256, 384)

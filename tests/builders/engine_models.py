@@ -6,7 +6,7 @@ import json
 import ml_dtypes
 import numpy as np
 
-from safeload.models import reading
+from builders.inside import reading
 from safeload.numpy import load_file, save_file
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from builders import inside
+
 # What every program begins with.
-_PROLOGUE = """
+_PROLOGUE = inside.program("""
 import sys
 import jax, ml_dtypes, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import safeload, safeload.numpy
-from safeload.frameworks import jax_loading
+from builders.inside import jax_loading
 from safeload.jax import load_checkpoint, load_file, save, save_file
 
 folder = sys.argv[1]
@@ -36,7 +38,7 @@ def same(array, expected):
 
 def placed(array, place):
     assert array.sharding == place, (array.sharding, place)
-"""
+""")
 
 _MESH = """
 # Once before, so that no module is imported while bytes are counted.

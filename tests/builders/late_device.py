@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import torch
 
-from safeload.frameworks import torch_devices
+from builders.inside import torch_devices
 
 
 class Late(torch_devices.Blocking):

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from safeload.formats.crc32c import crc32c
+from builders.inside import crc32c
 
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE
 

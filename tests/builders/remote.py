@@ -3,10 +3,8 @@
 import threading
 import time
 
+from builders.inside import LOCAL, WINDOW, Location, RemoteStore, each, fill
 from safeload.errors import UnsupportedError, missing_file
-from safeload.stores.files import LOCAL, Location
-from safeload.stores.remote import WINDOW, RemoteStore, fill
-from safeload.stores.thread_group import each
 
 
 class ServedStore(RemoteStore):

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from safeload.cli import main
+from builders.inside import main
 
 # Without these the scripts start the program itself.
 FORKS = sys.platform == "linux" and hasattr(os, "pidfd_open")

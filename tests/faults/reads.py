@@ -3,10 +3,10 @@
 import hashlib
 
 import numpy as np
+from builders.inside import make_manifest
 
 import safeload
-from safeload.engine.codes.quantized_tensor import QuantizedTensor
-from safeload.operations.validate.manifest import make as make_manifest
+from safeload import QuantizedTensor
 
 FORMATS = [
     *("safetensors", "long header", "gguf", "moon", "npz", "npz, compressed"),

@@ -5,6 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import recover_edit
 from builders.thorough import THOROUGH
 from faults.saves import contents, empty, killed
 from faults.shim import (
@@ -24,7 +26,6 @@ from faults.shim import (
 )
 
 import safeload
-from safeload.operations.saving.edit import recover_edit
 
 NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
 ALL = WRITE | RESERVE | SYNC | RENAME
@@ -130,7 +131,7 @@ def fault_of(reader, *arguments):
 @pytest.mark.parametrize("action", [KILL, KILL_AFTER] if THOROUGH else [KILL], ids=NAMES.get)
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(case, action, monkeypatch):
     path, change, restore, versions = case
-    monkeypatch.setattr("safeload.stores.edit_journal._PAUSE", 0)
+    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
     seen, broken = [], 0
     for nth in itertools.count(1):
         assert nth < MOST_CALLS
@@ -162,7 +163,7 @@ def edit_folder(folder):
 
 
 def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch):
-    monkeypatch.setattr("safeload.stores.edit_journal._PAUSE", 0)
+    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
     seen = []
     for nth in itertools.count(1):
@@ -203,7 +204,7 @@ def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, acti
 
 @pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
 def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp_path, action, monkeypatch):
-    monkeypatch.setattr("safeload.stores.edit_journal._PAUSE", 0)
+    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
 
     def restore():

@@ -265,7 +265,7 @@ def _config():
 
 
 def _sentencepiece():
-    from safeload.operations.architectures.sentencepiece import VocabularyPiece, serialized
+    from builders.inside import VocabularyPiece, serialized
 
     pieces = [
         VocabularyPiece(text, -float(k), k % 6 + 1) for k, text in enumerate(("<unk>", "a", "b", "ab", "\u2581", "é"))
@@ -351,10 +351,9 @@ def _url():
 
 
 def _any():
+    from builders.inside import foreign as sniffing
     from builders.malformed import build
     from malformed import test_gguf, test_torch
-
-    from safeload.formats import foreign as sniffing
 
     good = [build(), test_gguf.GOOD, test_torch.GOOD, test_torch.LEGACY, *_moon(), *_npz(), *_npy(), *_arrays()]
     return [

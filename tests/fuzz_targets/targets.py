@@ -8,7 +8,6 @@ import atexit
 import codecs
 import contextlib
 import difflib  # noqa: F401 - messages about missing names import it, which counts as forbidden below
-import importlib
 import io
 import json
 import math
@@ -34,39 +33,60 @@ except ImportError:
     h5py = None
 with contextlib.suppress(ImportError):
     import tokenizers  # noqa: F401
-from builders import dcp_build, gguf_build, orbax_build
+from builders import dcp_build, gguf_build, inside, orbax_build
+from builders.inside import EXPRESSION_LIMIT as LIMIT
+from builders.inside import (
+    FAMILIES,
+    LOCAL,
+    Config,
+    ConfigError,
+    ExpressionError,
+    Location,
+    choosing,
+    evaluate,
+    files_of_manifest,
+    files_of_statement,
+    gguf_sources,
+    is_manifest,
+    names_in,
+    npy,
+    npz,
+    parse_json,
+    read_importance,
+    reading,
+    registry,
+    sentencepiece,
+    settings,
+    signature_statement,
+    special_tokens,
+    tokenizer,
+)
+from builders.inside import base_urls as urls
+from builders.inside import folder_format as folder
 from builders.paths import ROOT
 
 import safeload
-import safeload.base.missing_path
-import safeload.formats.plugins
-import safeload.loading.merge  # imported when first needed, as some below, which counts as forbidden
-import safeload.operations.validate.run
-import safeload.packed.codes_without_scale  # imported when first needed, as the next, which counts as forbidden below
-import safeload.packed.families_to_tables
-import safeload.stores.assembled
-import safeload.stores.edit_journal
 from safeload import QuantizedTensor, SafeloadError, moon
-from safeload.base import url as urls
-from safeload.formats import folder, npy, npz, registry
-from safeload.models import choosing, gguf_sources, reading
-from safeload.models.expressions import LIMIT, Config, ConfigError, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
-from safeload.operations.architectures import sentencepiece, settings, special_tokens, tokenizer
-from safeload.operations.quantize.importance import read_importance
-from safeload.packed.families import FAMILIES
-from safeload.stores.digests import files_of_manifest, files_of_statement, is_manifest
-from safeload.stores.files import LOCAL, Location
-from safeload.stores.json_file import parse_json
-from safeload.stores.signature import _statement as signature_statement
 
+# Imported when first needed, which counts as forbidden below.
+inside.preload(
+    "missing_path",
+    "plugins",
+    "merge",
+    "validation",
+    "codes_without_scale",
+    "families_to_tables",
+    "assembled",
+    "edit_journal",
+)
 for row in registry.ROWS:
     row.load()
 for container in registry.CONTAINERS:
-    importlib.import_module(f"safeload.formats{container.module}")
+    inside.module_of(container.module)
 os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
 for family in FAMILIES:
-    importlib.import_module(f"safeload.packed.{family.describe.partition('.')[0]}")
+    inside.family_describer(family.describe)
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24
@@ -307,7 +327,7 @@ def _file_of(described):
         if not (isinstance(entry, list) and len(entry) in (2, 3) and isinstance(entry[1], list)):
             return None
         dtype, shape = entry[:2]
-        row = safeload.base.dtypes.BY_CODE.get(dtype) if isinstance(dtype, str) else None
+        row = inside.dtypes.BY_CODE.get(dtype) if isinstance(dtype, str) else None
         if row is None or not all(type(length) is int and 0 <= length < 1 << 62 for length in shape):
             return None
         end = begin + -(-math.prod(shape) * row.bits // 8)

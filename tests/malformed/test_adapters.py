@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 from builders.adapters import PREFIX, pair, write
+from builders.inside import main
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save_file
 
 pytestmark = pytest.mark.no_core

@@ -12,12 +12,12 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import codes_of
 from builders.quantized import FIXTURES
 from builders.thorough import part_of
 
 import safeload
 from safeload import FormatError, QuantizedTensor, SafeloadError, UnsupportedError
-from safeload.checkpoint import codes_of
 from safeload.numpy import save_file
 
 U8, I8, I32, I64, U32 = np.uint8, np.int8, np.int32, np.int64, np.uint32

@@ -7,12 +7,12 @@ import types
 
 import numpy as np
 import pytest
+from builders.inside import npy, npz
 
 import safeload
 import safeload.gguf
 import safeload.moon
 from safeload import Layout, QuantizedTensor, StackedTensor
-from safeload.formats import npy, npz
 from safeload.numpy import load_file, save, save_file
 
 W = np.ones((32, 32), np.float32)

@@ -8,9 +8,10 @@ import threading
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import collected_young, paused
 
 import safeload
-from safeload.base.gc_pause import collected_young, paused
 from safeload.numpy import save_file
 
 
@@ -58,9 +59,9 @@ def test_the_last_of_several_blocks_restores_it():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_that_is_forked_meanwhile_collects_again():
-    program = """
+    program = inside.program("""
 import gc, os, threading
-from safeload.base.gc_pause import collected_young, paused
+from builders.inside import collected_young, paused
 inside, leave = threading.Event(), threading.Event()
 def other():
     with paused(100_000):
@@ -79,7 +80,7 @@ leave.set()
 thread.join()
 assert gc.isenabled()
 raise SystemExit(os.waitstatus_to_exitcode(status))
-"""
+""")
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

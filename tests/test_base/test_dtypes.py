@@ -5,11 +5,8 @@ import gguf.quants
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import dtypes, ffi, lib, show
 from builders.random import rng
-
-from safeload.base import dtypes
-from safeload.base.native import ffi, lib
-from safeload.base.text import show
 
 KINDS = {
     "f": lib.SL_KIND_FLOAT,

@@ -8,10 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import forking
 from builders.paths import ROOT
 from builders.thorough import part_of
 
-from safeload.base import forking
 from safeload.numpy import save_file
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -134,9 +135,9 @@ def test_a_child_forked_during_the_first_use_of_a_framework(library, path):
         # torch's own first sum is not safe either: a child waits forever for a C++ static that its parent initialized
         "torch": "from safeload.torch import load_file; assert load_file(path)['a'].numpy().sum() == 3",
         # JAX's own threads do not survive a fork: only its import is shown
-        "jax": "import safeload.frameworks.jax_loading",
+        "jax": "from builders.inside import jax_loading",
     }
-    run(PROGRAM.format(before="import safeload", work=door[library]), path, [2, 150])
+    run(inside.program(PROGRAM.format(before="import safeload", work=door[library])), path, [2, 150])
 
 
 def statements(tree):
@@ -261,11 +262,11 @@ def test_no_module_has_properties_that_lock():
 @pytest.mark.parametrize("name", ["columns", "ranges"])
 def test_a_child_forked_during_a_cached_property_can_compute_it(name, path):
     """Threads load one checkpoint: the first to ask for a column computes it."""
-    program = """
+    program = inside.program("""
 import os, signal, sys, threading, warnings
 import safeload
-from safeload.engine.read import tensors
-from safeload.checkpoint import tensors_of
+from builders.inside import read_tensors as tensors
+from builders.inside import tensors_of
 warnings.simplefilter("ignore")
 name, entries = sys.argv[2], tensors_of(safeload.open(sys.argv[1]))
 begun, ended, main = threading.Event(), threading.Event(), threading.get_ident()
@@ -290,7 +291,7 @@ if child == 0:
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 ended.set()
 print(status)
-"""
+""")
     command = [sys.executable, "-I", "-c", program, str(path), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n", done.stderr
@@ -311,10 +312,10 @@ def test_a_process_lock_is_free_in_a_child():
 def test_a_fork_waits_until_a_tls_context_is_complete():
     """A child forked meanwhile hangs in OpenSSL, 3 in 100 times, when it makes a context."""
     pytest.importorskip("urllib3")
-    program = """
+    program = inside.program("""
 import os, ssl, threading, time, warnings
 warnings.simplefilter("ignore")
-from safeload.stores import http_client
+from builders.inside import http_client
 make, begun, complete = ssl.create_default_context, threading.Event(), []
 
 def slow(*arguments, **options):
@@ -335,7 +336,7 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 thread.join()
 http_client._context(False)
-"""
+""")
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("2\n", "")
 
@@ -347,10 +348,10 @@ def test_stores_outlive_a_fork_and_their_locks_are_process_locks():
 
 
 # Starts to import a package of many modules in a thread, and forks meanwhile.
-SLOW = """
+SLOW = inside.program("""
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from safeload.base import forking
+from builders.inside import forking
 forking._PATIENCE = 0.6
 threading.Thread(target=lambda: __import__("tokenizers")).start()
 while "tokenizers" not in sys.modules:
@@ -359,7 +360,7 @@ child = os.fork()
 if child == 0:
     os._exit(0 if "tokenizers.last" in sys.modules else 5)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+""")
 
 
 def test_a_fork_waits_for_an_import_that_gets_on(tmp_path):

@@ -3,8 +3,8 @@
 import time
 
 import pytest
-
-from safeload.base.names import families, natural_key, pattern_of
+from builders.inside import name_families as families
+from builders.inside import natural_key, pattern_of
 
 
 def spelled(names, kinds=None):

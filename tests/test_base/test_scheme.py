@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
+from builders.inside import BLOCK_TYPES, ROUNDINGS, SCHEMES
+from builders.inside import convert_command as convert
+from builders.inside import report_command as report
 
 import safeload
-from safeload.base.dtypes import BLOCK_TYPES
-from safeload.base.scheme import ROUNDINGS, SCHEMES
-from safeload.cli import convert, report
 
 
 def test_the_guide_has_a_line_for_each_scheme(pytestconfig):

@@ -4,11 +4,11 @@ import re
 from fnmatch import fnmatchcase
 
 import pytest
+from builders.inside import Selection, renamed, select
 from hypothesis import given
 from hypothesis import strategies as st
 
 from safeload import TensorNotFoundError
-from safeload.base.selecting import Selection, renamed, select
 
 NAMES = ["h.0.attn.w", "h.0.mlp.w", "h.1.attn.w", "H.1.mlp.w", "norm", "w[0]"]
 

@@ -6,11 +6,11 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import quantity, shorten, show
+from builders.inside import text_table as table
 
 import safeload
 from safeload import safe_open
-from safeload.base.layout import quantity, shorten, table
-from safeload.base.text import show
 from safeload.numpy import load_file, save_file
 
 

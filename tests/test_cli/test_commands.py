@@ -11,13 +11,13 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.models import small, write_folder
 from builders.paths import DATA
 from builders.terminal import on_terminal
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import load_file, save_file
 
 COMMANDS = ("info", "check", "stats", "convert", "diff", "bench")
@@ -556,7 +556,7 @@ def test_colours_and_bars_on_a_terminal(folder):
 
 
 def test_the_plain_bar(folder, monkeypatch, capsys):
-    from safeload.cli import common
+    from builders.inside import cli_common as common
 
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -584,7 +584,7 @@ def test_a_closed_pipe(command, folder):
 
 
 def test_control_c(folder, capsys, monkeypatch):
-    from safeload.operations.validate import run as validation
+    from builders.inside import validation
 
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt
@@ -627,7 +627,7 @@ def test_a_conversion_that_a_signal_ends_leaves_no_file(tmp_path, name):
 def test_a_command_under_nohup_keeps_ignoring_a_closed_terminal():
     code = (
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv[1:] = ['completion', 'bash']; "
-        "from safeload.cli import main; main(); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN; "
+        "from safeload.__main__ import main; main(); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN; "
         "assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL"
     )
     subprocess.run([sys.executable, "-I", "-c", code], stdout=subprocess.DEVNULL, check=True)

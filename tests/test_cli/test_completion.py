@@ -5,9 +5,8 @@ import shutil
 import subprocess
 
 import pytest
+from builders.inside import main
 from builders.terminal import on_terminal
-
-from safeload.cli import main
 
 COMMANDS = {"info", "check", "stats", "convert", "diff", "report", "bench", "completion"}
 

@@ -5,9 +5,9 @@ import os
 
 import numpy as np
 import pytest
+from builders.inside import main
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import load_file, save_file
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="not on Windows")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.inside import in_options, main
 
 import safeload
-from safeload.cli import main
-from safeload.cli.flags import in_options
 from safeload.numpy import save_file
 
 

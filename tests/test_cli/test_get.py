@@ -7,11 +7,11 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.quantized import each_kind
 from builders.random import rng
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save_file
 
 TENSORS = {

@@ -8,12 +8,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.models import small, write_folder
 from builders.quantized import FOLDER
 from builders.terminal import on_terminal
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save_file
 
 
@@ -236,7 +236,7 @@ def test_json_has_a_line_for_each_tensor(path, capsys):
 
 
 def test_patterns_of_paths_are_expanded_where_the_shell_does_not(path, capsys, monkeypatch):
-    from safeload.cli import common
+    from builders.inside import cli_common as common
 
     monkeypatch.setattr(common, "SHELL_EXPANDS", False)
     save_file({"w": np.zeros(3)}, "[y].safetensors", durable=False)

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 from builders.adapters import LORA, pair, write
+from builders.inside import main
 
-from safeload.cli import main
 from safeload.numpy import save_file
 
 

@@ -11,11 +11,11 @@ import sysconfig
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import COMMANDS, Parsers, main
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 
 import safeload
-from safeload.cli import main
-from safeload.cli.parsers import COMMANDS, Parsers
 from safeload.numpy import save_file
 
 TENSORS = {
@@ -192,7 +192,7 @@ def test_every_argument_is_explained(command):
 def imported_by(*arguments):
     """The modules of a command's process, when it has printed its output."""
     code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr)); "
-    code += "from safeload.cli import main; sys.exit(main())"
+    code += "from safeload.__main__ import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-I", "-c", code, *map(str, arguments)], capture_output=True, text=True, check=True
     )
@@ -234,7 +234,7 @@ def test_control_c_while_modules_are_imported_prints_no_traceback(path):
     names = pressed(0, "info", path)[2].split()
     assert {"argparse", "numpy", "datetime"} < set(names)  # NumPy makes an ImportError of an interrupt in datetime
     first = names.index("safeload.__main__") + 1
-    for name in (names[first], "argparse", "safeload.cli.parsers", "datetime", names[-1]):
+    for name in (names[first], "argparse", inside.path("parsers"), "datetime", names[-1]):
         status, _, err = pressed(names.index(name) + 1, "info", path)
         assert (status in (130, -signal.SIGINT), err) == (True, ""), name
     status, out, err = pressed(names.index("datetime") + 1, "info", path, ignored=True)
@@ -251,17 +251,17 @@ def test_version_and_help_import_no_numpy_and_no_command(arguments):
     # argparse itself imports dataclasses from 3.14 on, to choose colours.
     code = "import argparse, sys; argparse.ArgumentParser().format_help(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
-    late = {"numpy", "logging", "dataclasses", "json", "safeload._core"}
+    late = {"numpy", "logging", "dataclasses", "json", inside.path("_core")}
     assert not late.difference(done.stdout.split()) & set(modules)
     assert len(ours(modules)) <= 12
-    assert not [name for name in COMMANDS if f"safeload.cli.{name}" in modules]
+    assert not [name for name in COMMANDS if inside.path("cli") + f".{name}" in modules]
 
 
 def test_a_command_imports_only_what_it_runs(path):
     modules = imported_by("info", path)
-    assert [name for name in COMMANDS if f"safeload.cli.{name}" in modules] == ["info"]
+    assert [name for name in COMMANDS if inside.path("cli") + f".{name}" in modules] == ["info"]
     assert len(ours(modules)) <= 120
-    late = ("safeload.models.reading", "safeload.operations.convert", "safeload.formats.torch", "safeload.formats.gguf")
+    late = tuple(map(inside.path, ("reading", "conversion", "torch_zip", "imatrix")))
     assert not [name for name in ours(modules) if name.startswith(late)]
     assert "ml_dtypes" not in modules
     # NumPy imports some of these on some platforms.

@@ -9,9 +9,9 @@ import threading
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import main
 
-import safeload.operations.folders.output
-from safeload.cli import main
 from safeload.numpy import save_file
 
 W = {"w": np.ones((2, 2), np.float32)}
@@ -134,8 +134,8 @@ def test_an_empty_file_is_replaced(folder, write):
 @pytest.mark.parametrize("path", ["m", "missing/new", "new/", ""])
 def test_a_path_that_cannot_be_written_is_told_first(folder, write, path, monkeypatch):
     # In the module that imports the other first: it must not be imported while the other has None.
-    monkeypatch.setattr("safeload.operations.report.report.validate_path", None)
-    monkeypatch.setattr("safeload.operations.validate.run.validate_path", None)
+    monkeypatch.setattr(inside.report_module, "validate_path", None)
+    monkeypatch.setattr(inside.validation, "validate_path", None)
     status, out, err = write("m", path, "--overwrite")
     assert (status, out) == (1, "")
     assert err.startswith("safeload: ")
@@ -162,7 +162,7 @@ def test_symlinks_modes_and_devices(folder, write):
 
 def test_a_file_that_comes_meanwhile_stays(folder, write, monkeypatch):
     """It is created after the last look, when the text is about to be put in place."""
-    check = safeload.operations.folders.output.Output.check
+    check = inside.output.Output.check
 
     def late(self, sources=()):
         replaces = check(self, sources)
@@ -170,7 +170,7 @@ def test_a_file_that_comes_meanwhile_stays(folder, write, monkeypatch):
             (folder / "new").write_text("somebody's")
         return replaces
 
-    monkeypatch.setattr(safeload.operations.folders.output.Output, "check", late)
+    monkeypatch.setattr(inside.output.Output, "check", late)
     status, _, err = write("m", "new")
     assert (status, "pass --overwrite to replace it" in err) == (1, True)
     assert (folder / "new").read_text() == "somebody's"

@@ -8,13 +8,12 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from builders.inside import content, labels, main
 from builders.models import small, write_folder
 from builders.paths import DATA
 
 from safeload import __version__
-from safeload.cli import main
 from safeload.numpy import save_file
-from safeload.operations.report.kinds import content, labels
 
 VOID = {"meta", "br", "link", "img", "hr", "input", "wbr"}
 

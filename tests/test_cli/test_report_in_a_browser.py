@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.browser import missing, screenshot, set_media, set_window, start
+from builders.inside import main
 from builders.models import small, write_folder
 from builders.paths import DATA
 
-from safeload.cli import main
 from safeload.numpy import save_file
 
 WIDTHS = (420, 1200)

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.terminal import on_terminal
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save_file
 
 WEIGHTS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(3, np.float32)}

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 from builders.http_server import Server
+from builders.inside import main
 from builders.models import small, write_folder
 
-from safeload.cli import main
 from safeload.numpy import save_file
 
 pytest.importorskip("urllib3")
@@ -165,7 +165,7 @@ def test_options_reach_the_store(run, server):
 def test_values_of_options(given, expected):
     from argparse import Namespace
 
-    from safeload.cli.common import storage_options
+    from builders.inside import storage_options
 
     assert storage_options(Namespace(storage_option=given)) == expected
     assert storage_options(Namespace(storage_option=None)) is None

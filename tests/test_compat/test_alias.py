@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import inside
 
 import safeload
 from safeload.numpy import save_file
@@ -112,15 +113,18 @@ for code in "safetensors.nothing", "from safetensors import nothing", "import sa
 
 
 def test_nothing_is_imported_before_a_program_asks_for_it():
-    code = """
+    code = (
+        f"ALIAS = {inside.path('alias')!r}"
+        + """
 import importlib.util
-assert importlib.util.find_spec("safetensors").origin == sys.modules["safeload.compat.alias"].__file__
+assert importlib.util.find_spec("safetensors").origin == sys.modules[ALIAS].__file__
 import safetensors
 assert not {"numpy", "torch", "jax"} & set(sys.modules)
 if importlib.util.find_spec("torch"):
     import safetensors.torch
     assert "torch" not in sys.modules and callable(safetensors.torch.load_file)
 """
+    )
     python(INSTALL + code)
 
 
@@ -301,7 +305,7 @@ for value in unittest.mock.MagicMock(), object(), None:
 @pytest.mark.parametrize("before", ["", "import safetensors.numpy"])
 def test_undo_restores_modules_finders_and_environment(before):
     code = f"""
-import os, sys, warnings, importlib, safeload, safeload.numpy, safeload.compat.alias_safe_open
+import os, sys, warnings, importlib, safeload, safeload.numpy, {inside.path("alias_safe_open")}
 warnings.simplefilter("ignore")
 def state(): return dict(sys.modules), list(sys.meta_path), dict(os.environ)
 for search in None, "", "/a", os.pathsep.join(["/a", "/b"]):

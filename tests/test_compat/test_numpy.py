@@ -1,7 +1,6 @@
 """safeload.numpy beside safetensors.numpy: signatures, bytes written, arrays loaded, the memory that they own."""
 
 import gc
-import importlib
 import inspect
 import json
 import mmap
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy as upstream
+from builders import inside
 from builders.random import rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -614,7 +614,7 @@ def test_safeload_num_threads_is_the_default(setting, monkeypatch, sizes):
 
 
 def test_safeload_num_threads_and_the_argument_decide_the_count(monkeypatch):
-    threads = importlib.import_module("safeload.engine.run.threads")
+    threads = inside.threads
     monkeypatch.setenv("SAFELOAD_NUM_THREADS", "5")
     assert threads.thread_count(1, None) == 5
     assert threads.thread_count(1, 3) == 3
@@ -666,7 +666,7 @@ def test_a_refused_mapping_is_read_instead(monkeypatch, tmp_path):
     def refuse(self):
         raise OSError(12, "Cannot allocate memory", self.path)
 
-    monkeypatch.setattr(importlib.import_module("safeload.stores.local").LocalStore, "map", refuse)
+    monkeypatch.setattr(inside.local.LocalStore, "map", refuse)
     loaded = load_file(path)
     assert_same(loaded, tensors)
     assert list(loaded) == ["big", "small", "empty"]

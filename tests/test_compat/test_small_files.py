@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.calls import count_calls
 from builders.quantized import FIXTURES
 
@@ -96,7 +97,7 @@ def test_one_tensor_of_an_open_file_takes_few_steps(tmp_path, backend):
 
 def test_a_small_file_is_read_by_one_call_and_closed(tmp_path, monkeypatch):
     path = saved(tmp_path, many(3))
-    monkeypatch.setattr("safeload.formats.safetensors.file.LocalStore", None)  # what keeps a file open
+    monkeypatch.setattr(inside.safetensors_file, "LocalStore", None)  # what keeps a file open
     for backend in BACKENDS:
         arrays = load_file(path, backend=backend)
         assert [array.tolist() for array in arrays.values()] == [[k] * 4 for k in range(3)]
@@ -262,7 +263,7 @@ def printed(code, *arguments):
 
 def test_the_functions_of_numpy_import_only_what_plain_files_need():
     modules = printed("import safeload.numpy; print(*sorted(own()))")
-    assert "safeload.engine.run.jobs" in modules
+    assert inside.path("jobs") in modules
     assert len(modules) <= 56
     assert not [name for name in modules if "codes" in name or "remote" in name or "quantized" in name]
 

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from builders import ggml_reference
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import Guarded
 from builders.paths import ROOT
 from builders.random import rng
@@ -14,8 +15,6 @@ from builders.thorough import part_of
 
 import safeload
 from safeload import QuantizedTensor
-from safeload.base import dtypes
-from safeload.base.native import available_tiers, ffi, lib, tier_name
 
 SCHEMES = [
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),

@@ -3,14 +3,10 @@
 import numpy as np
 import pytest
 from builders.engine_models import DTYPES, matrix
+from builders.inside import PRESET_NAMES, PRESETS, Encoding, dtypes, encoding, in_memory, native, packing
 from builders.random import rng
 
-from safeload.base import dtypes, native, packing
-from safeload.base.preset import PRESET_NAMES, PRESETS
 from safeload.errors import RangeError
-from safeload.operations.quantize import encoding
-from safeload.operations.quantize.encoding import Encoding
-from safeload.operations.quantize.weights import in_memory
 
 TIERS = [tier for tier in range(1, native.lib.SL_TIER_COUNT) if native.lib.sl_tier_available(tier)]
 

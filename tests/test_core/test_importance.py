@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from builders import ggml_inputs
 from builders.ggml_inputs import IMPORTANCE, KINDS, TYPES
+from builders.inside import SCHEMES, available_tiers, ffi, lib, tier_name
 from builders.llama_quantize import digest
 from builders.paths import DATA
 from builders.random import rng
 
 import safeload
 from safeload import RangeError
-from safeload.base.native import available_tiers, ffi, lib, tier_name
-from safeload.base.scheme import SCHEMES
 
 BLOCKS = json.loads((DATA / "llama_quantize" / "blocks.json").read_text("utf-8"))
 WEIGHTED = [name for name in TYPES if SCHEMES[name].weighted]

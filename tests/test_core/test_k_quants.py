@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 from builders import ggml_reference
 from builders.ggml_inputs import TYPES
+from builders.inside import BLOCK_TYPES, available_tiers, ffi, lib, tier_name
 from builders.kernel_inputs import F32_SPECIALS
 from builders.random import rng
 
 import safeload
 from safeload import RangeError
-from safeload.base.dtypes import BLOCK_TYPES
-from safeload.base.native import available_tiers, ffi, lib, tier_name
 from safeload.numpy import load_file
 
 TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)

@@ -5,13 +5,10 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import Job, Update, Updates, available_tiers, dtypes, jobs, lib, panels_of, tier_name
 from builders.random import rng
 
 from safeload import SafeloadError
-from safeload.base import dtypes
-from safeload.base.native import available_tiers, lib, tier_name
-from safeload.engine.run import jobs
-from safeload.engine.run.job import Job, Update, Updates, panels_of
 
 TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
 SHAPES = [(1, 1), (1, 31), (9, 32), (5, 33), (40, 100), (33, 513), (3, 20_000), (70, 2048), (2, 400_000), (5000, 1)]

@@ -8,13 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import ggml_reference
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.random import rng
 from builders.thorough import examples
 from gguf import GGMLQuantizationType
 
-from safeload.base import dtypes
-from safeload.base.native import available_tiers, ffi, lib, tier_name
 from safeload.numpy import load_file
 
 SCALAR = lib.SL_TIER_SCALAR

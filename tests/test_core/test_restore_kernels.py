@@ -7,13 +7,10 @@ from functools import lru_cache, partial
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import Channels, Job, available_tiers, dtypes, ffi, jobs, lib, tier_name
 from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Masked, i2_s, nvfp4
 
 from safeload import FormatError, RangeError, SafeloadError
-from safeload.base import dtypes
-from safeload.base.native import available_tiers, ffi, lib, tier_name
-from safeload.engine.run import jobs
-from safeload.engine.run.job import Channels, Job
 
 NUMBERS = {code: row.number for code, row in dtypes.BY_CODE.items()}
 TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)

@@ -3,13 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import Job, available_tiers, dtypes, ffi, jobs, lib, tier_name
 from builders.packed_codes import COLUMNS, ROWS, WORDS, Case
 
 import safeload
-from safeload.base import dtypes
-from safeload.base.native import available_tiers, ffi, lib, tier_name
-from safeload.engine.run import jobs
-from safeload.engine.run.job import Job
 
 MARGIN, UNTOUCHED = 67, 0xA5  # no multiple of a cache line
 

@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import torch_build
+from builders.inside import jobs
 from builders.random import rng
 from builders.thorough import THOROUGH
 
 import safeload
-from safeload.engine.run import jobs
 from safeload.numpy import load_file, save_file
 
 THREADS = 8

@@ -5,12 +5,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import batch, jobs
 from builders.random import rng
 
 import safeload
 from safeload import quantize
-from safeload.engine.read import batch
-from safeload.engine.run import jobs
 from safeload.numpy import load_file, save_file
 
 

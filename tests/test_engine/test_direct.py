@@ -12,15 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.http_server import Server
+from builders.inside import DIRECT_READERS, PAGE, address_of, available_cpus, direct_of, jobs, open_local, thread_count
 from builders.random import rng
 
 import safeload
-from safeload.engine.run import jobs
-from safeload.engine.run.memory import PAGE, address_of
-from safeload.engine.run.threads import DIRECT_READERS, available_cpus, thread_count
 from safeload.errors import FormatError
 from safeload.numpy import load_file, save_file
-from safeload.stores.local import direct_of, open_local
 
 pytestmark = pytest.mark.any_python
 

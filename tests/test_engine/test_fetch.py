@@ -7,16 +7,11 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import SCHEMES, address_of, dtypes, fetch, jobs, restore, thread_group
 from builders.remote import Served
 
 import safeload.numpy
-from safeload.base import dtypes
-from safeload.base.scheme import SCHEMES
-from safeload.engine.codes import restore
-from safeload.engine.run import fetch, jobs
-from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, RemoteError
-from safeload.stores import thread_group
 
 pytestmark = pytest.mark.any_python
 

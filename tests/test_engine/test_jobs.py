@@ -5,15 +5,26 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import (
+    Channels,
+    Job,
+    JobGrid,
+    Origin,
+    Update,
+    Updates,
+    address_of,
+    dtypes,
+    ffi,
+    jobs,
+    lib,
+    native_path,
+    panels_of,
+)
+from builders.inside import NativeError as Error
+from builders.inside import check_status as check
 from builders.packed_codes import ROWS, Case
 from builders.random import rng
 
-from safeload.base import dtypes
-from safeload.base.native import Error, check, ffi, lib
-from safeload.base.paths import native_path
-from safeload.engine.run import jobs
-from safeload.engine.run.job import Channels, Job, JobGrid, Origin, Update, Updates, panels_of
-from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, SafeloadError
 
 

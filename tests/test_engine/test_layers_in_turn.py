@@ -8,14 +8,13 @@ import threading
 
 import numpy as np
 import pytest
+from builders.inside import LayerStream, layer_of
 from builders.quantized import each_kind
 from builders.random import rng
 from builders.remote import Served
 
 import safeload
 import safeload.numpy
-from safeload.base.names import layer_of
-from safeload.checkpoint import LayerStream
 from safeload.errors import FormatError, TensorNotFoundError
 
 

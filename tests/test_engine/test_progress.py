@@ -6,10 +6,10 @@ import types
 
 import numpy as np
 import pytest
+from builders.inside import code_pieces as reading
+from builders.inside import jobs, progress
 
 import safeload
-from safeload.engine.codes import pieces as reading
-from safeload.engine.run import jobs, progress
 from safeload.numpy import load_file, save_file
 
 pytestmark = pytest.mark.no_core

@@ -10,9 +10,8 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import Recycler, buffer_pool
 
-from safeload.engine.read import buffer_pool
-from safeload.engine.read.buffer_pool import Recycler
 from safeload.errors import UnsupportedError
 
 MIB = 1 << 20

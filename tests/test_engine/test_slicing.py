@@ -1,7 +1,6 @@
 """Slices read from files: numpy's basic indexing, upstream's refusals, no byte outside the range that is selected."""
 
 import copy
-import importlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from builders import inside
 from builders.holes import extend
 from builders.thorough import examples
 from hypothesis import assume, example, given, settings
@@ -25,8 +25,8 @@ import safeload
 from safeload import QuantizedTensor, SafetensorError, gguf, safe_open
 from safeload.numpy import load_file, save_file
 
-jobs = importlib.import_module("safeload.engine.run.jobs")
-slicing = importlib.import_module("safeload.engine.run.slice")
+jobs = inside.jobs
+slicing = inside.slicing
 
 byte_bounds = np.byte_bounds if hasattr(np, "byte_bounds") else np.lib.array_utils.byte_bounds  # until numpy 2
 

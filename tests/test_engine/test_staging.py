@@ -5,16 +5,12 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import ALIGNMENT, Ring, aligned_bytes, chunks_of, entries_of, parse_target, staged, tensors_of
 from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER, each_kind_with
 from builders.threads import threads
 
 import safeload
-from safeload.checkpoint import tensors_of
-from safeload.engine.ahead.staging import Ring, chunks_of, staged
-from safeload.engine.read.load import parse_target
-from safeload.engine.read.plan import entries_of
-from safeload.engine.run.memory import ALIGNMENT, aligned_bytes
 from safeload.numpy import save_file
 
 pytestmark = pytest.mark.any_python

@@ -19,8 +19,10 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import gguf_build, torch_build
+from builders import gguf_build, inside, torch_build
 from builders.holes import extend
+from builders.inside import buffer_pool
+from builders.inside import code_pieces as pieces
 from builders.paths import DATA
 from builders.quantized import FIXTURES, each_kind
 from builders.random import rng
@@ -28,10 +30,7 @@ from builders.streams import sums
 from builders.threads import threads
 
 import safeload
-from safeload import FormatError, TensorNotFoundError, UnsupportedError
-from safeload.engine.codes import pieces
-from safeload.engine.codes.quantized_tensor import QuantizedTensor
-from safeload.engine.read import buffer_pool
+from safeload import FormatError, QuantizedTensor, TensorNotFoundError, UnsupportedError
 from safeload.numpy import save_file
 
 MIB = 1 << 20
@@ -288,13 +287,13 @@ def test_it_shows_what_is_left(checkpoint):
 
 
 def test_what_streams_is_imported_with_the_first_stream(path):
-    code = """
+    code = inside.program("""
 import sys, safeload
 safeload.safe_open(sys.argv[1]), safeload.load(sys.argv[1])
-print(*sorted(m.rpartition(".")[2] for m in sys.modules if m.startswith(("safeload.engine", "safeload.frameworks"))))
-from safeload.checkpoint import TensorStream
-print(isinstance(safeload.open(sys.argv[1]).stream(), TensorStream), hasattr(safeload.checkpoint, "Stream"))
-"""
+print(*sorted(m.rpartition(".")[2] for m in sys.modules if m.startswith("safeload.")))
+from builders.inside import TensorStream, checkpoint_module
+print(isinstance(safeload.open(sys.argv[1]).stream(), TensorStream), hasattr(checkpoint_module, "Stream"))
+""")
     done = subprocess.run([sys.executable, "-I", "-c", code, str(path)], capture_output=True, text=True, check=True)
     imported, found = done.stdout.splitlines()
     assert not {"stream", "ahead", "recycled", "staging", "pieces"} & set(imported.split())

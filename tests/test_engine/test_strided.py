@@ -5,15 +5,10 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import ListedTable, Listing, OpenedPath, c_strides, dtypes, open_without_table
 from builders.torch_build import in_order
 
-from safeload import astype, errors
-from safeload.base import dtypes
-from safeload.base.arrays import c_strides
-from safeload.base.listed_table import ListedTable, Listing
-from safeload.checkpoint import Checkpoint
-from safeload.engine.run.weight_file import open_without_table
-from safeload.formats.opening import OpenedPath
+from safeload import Checkpoint, astype, errors
 
 pytestmark = pytest.mark.any_python
 

@@ -15,9 +15,8 @@ from builders.torch_build import Storage, tensor
 
 import safeload
 import safeload.numpy
-from safeload import QuantizedTensor, UnsupportedError
+from safeload import QuantizedTensor, UnsupportedError, quantize
 from safeload.errors import FormatError, TensorNotFoundError
-from safeload.operations.quantize.quantize import quantize
 
 pytestmark = pytest.mark.any_python
 

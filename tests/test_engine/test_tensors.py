@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from builders.inside import Tensors
 
 import safeload
-from safeload.engine.read.tensors import Tensors
 from safeload.numpy import save_file
 
 SHAPES = [(), (0,), (3,), (2, 3), (1, 0, 2), (2, 2, 2)]

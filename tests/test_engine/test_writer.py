@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import gc
-import importlib
 import itertools
 import os
 import random
@@ -22,15 +21,14 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy as upstream
+from builders import inside
 from builders.cuts import killed_at_the_end
+from builders.inside import AtomicFile, address_of, npy, npz, remove_abandoned
 
 import safeload
 import safeload.gguf
 import safeload.moon
 from safeload import SafetensorError
-from safeload.engine.run.atomic_file import AtomicFile, remove_abandoned
-from safeload.engine.run.memory import address_of
-from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX only")
@@ -760,7 +758,7 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, m
     def write(*arguments, **keywords):
         raise AssertionError("written before space was reserved")
 
-    monkeypatch.setattr(importlib.import_module("safeload.engine.run.atomic_file").AtomicFile, "write", write)
+    monkeypatch.setattr(inside.atomic_file.AtomicFile, "write", write)
     with pytest.raises(OSError) as caught:  # noqa: PT011 - which of the two depends on the filesystem
         save_file({"x": array}, tmp_path / "x")
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
@@ -927,7 +925,7 @@ def test_the_exception_of_a_signal_right_after_the_file_was_created_removes_it(t
         create(path, flags, *mode)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("safeload.engine.run.atomic_file.os.open", interrupted)
+    monkeypatch.setattr(inside.atomic_file.os, "open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         AtomicFile(tmp_path / "x", 5)
     monkeypatch.undo()

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from builders.clusters import NAMES, OPTIONS, content, die_in, die_while_reading, never_half, state
+from builders.inside import manifest
 
 import safeload
 from safeload.numpy import load_file, save_file
-from safeload.operations.validate import manifest
 
 distributed = pytest.importorskip("distributed")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")

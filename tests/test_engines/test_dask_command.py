@@ -13,11 +13,13 @@ import threading
 import time
 
 import pytest
+from builders import inside
 from builders.clusters import OPTIONS, content, die_in
+from builders.inside import cluster_command as cluster
+from builders.inside import main
 from builders.paths import TESTS
 
 import safeload
-from safeload.cli import cluster, main
 
 distributed = pytest.importorskip("distributed")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
@@ -83,7 +85,9 @@ def command(tmp_path, monkeypatch, capsys):
     return run
 
 
-IMPATIENT = "import sys; from safeload.cli import cluster, main; cluster._TIMEOUT = 3; sys.exit(main())"
+IMPATIENT = inside.program(
+    "import sys; from builders.inside import cluster_command, main; cluster_command._TIMEOUT = 3; sys.exit(main())"
+)
 
 
 def program(*arguments, **options):

@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pytest
 from builders import torch_build
+from builders.inside import FORMATS_BY_NAME as BY_NAME
+from builders.inside import tar_format
 from builders.paths import ROOT
 from builders.random import rng
 from builders.remote import Served
@@ -20,8 +22,6 @@ from builders.torch_build import Storage, tensor
 
 import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from safeload.formats import tar as tar_format
-from safeload.formats.registry import BY_NAME
 from safeload.numpy import load_file
 
 pytestmark = pytest.mark.no_core

@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.format_files import make
+from builders.inside import FORMATS, ROWS, Lazy, foreign, registry
+from builders.inside import FORMATS_BY_NAME as BY_NAME
 from builders.random import rng
 from builders.thorough import part_of
 
 import safeload
-from safeload.engine.read.lazy import Lazy
 from safeload.errors import FormatError, SafeloadError, UnsupportedError
-from safeload.formats import foreign, registry
-from safeload.formats.registry import BY_NAME, FORMATS, ROWS
 
 WEIGHTS = {
     "model.layers.0.w": rng.standard_normal((3, 5)).astype(np.float16),

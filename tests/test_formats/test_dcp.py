@@ -10,7 +10,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.dcp_build import Checkpoint, archive, grid, properties, record, sample, size, sparse
+from builders.inside import LocalStore, assembled
 from builders.paths import ROOT
 from builders.random import rng
 from builders.torch_build import Call, Ref, Storage, dump, tensor, zip_file
@@ -24,8 +26,6 @@ from safeload.errors import (
     TensorNotFoundError,
     UnsupportedError,
 )
-from safeload.stores import assembled
-from safeload.stores.local import LocalStore
 
 pytestmark = pytest.mark.no_core
 
@@ -218,10 +218,8 @@ def test_a_slice_reads_only_its_chunk(tmp_path, monkeypatch):
         tmp_path
     )
     located = []
-    locate = safeload.formats.dcp.chunks.StoredChunk._locate
-    monkeypatch.setattr(
-        "safeload.formats.dcp.chunks.StoredChunk._locate", lambda chunk: located.append(chunk) or locate(chunk)
-    )
+    locate = inside.dcp_chunks.StoredChunk._locate
+    monkeypatch.setattr(inside.dcp_chunks.StoredChunk, "_locate", lambda chunk: located.append(chunk) or locate(chunk))
     with safeload.open(tmp_path) as opened:
         assert located == []
         assert equal(opened.get_slice("w")[16:24, 8:16], array[16:24, 8:16].copy())

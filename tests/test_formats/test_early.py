@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 from builders.http_faults import Fault
 from builders.hub import Hub
+from builders.inside import EARLY_WINDOW, HEADS, implied_shards
 from builders.remote import Served, ServedStore
 from builders.threads import threads
 
 import safeload
 from safeload.errors import FormatError, RemoteError, missing_file
-from safeload.formats.early import implied_shards
-from safeload.formats.safetensors.header import EARLY_WINDOW
 from safeload.numpy import save
-from safeload.stores.thread_group import HEADS
 
 ROOT = "mem://model"
 INDEX = "model.safetensors.index.json"

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from builders.flax_build import CHUNKED, Raw, Scalar, array, chunked, extension, pack, single
 from builders.http_server import Server
+from builders.inside import flax
 from builders.paths import ROOT
 from builders.random import rng
 from builders.thorough import part_of
 
 import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
-from safeload.formats import flax
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

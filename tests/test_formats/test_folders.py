@@ -148,7 +148,7 @@ def test_an_adapter_is_named_in_the_notes(tmp_path, capsys):
     (folder / "adapter_config.json").write_text("{}")
     with safeload.open(folder) as opened:
         assert opened.notes[0].startswith("an adapter (PEFT)")
-    from safeload.cli import main
+    from builders.inside import main
 
     assert main(["info", str(folder)]) == 0
     assert "an adapter (PEFT)" in capsys.readouterr().out

@@ -14,13 +14,15 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import hdf5, open_without_table
+from builders.inside import keras_attributes as attributes
+from builders.inside import keras_chunks as chunk_module
 from builders.paths import ROOT
 from builders.random import rng
 from builders.remote import Served
 from builders.thorough import part_of
 
 import safeload
-from safeload.engine.run.weight_file import open_without_table
 from safeload.errors import (
     FormatError,
     LimitError,
@@ -29,8 +31,6 @@ from safeload.errors import (
     TensorNotFoundError,
     UnsupportedError,
 )
-from safeload.formats.keras import attributes, hdf5
-from safeload.formats.keras import chunks as chunk_module
 
 h5py = pytest.importorskip("h5py")
 

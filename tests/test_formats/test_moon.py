@@ -7,11 +7,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from builders.inside import moon_format
 from builders.random import rng
 
 import safeload
 from safeload import FormatError, moon
-from safeload.formats import moon as moon_format
 
 pytestmark = pytest.mark.any_python
 
@@ -155,9 +155,8 @@ def test_one_fault_at_a_time(path, data, offset, fragment):
 
 def open_as_moon(path):
     """Past the sniffing, which sees no MOON here."""
-    from safeload.engine.run.weight_file import open_without_table
-    from safeload.formats.format import Candidate, OpenRequest
-    from safeload.formats.moon import read
+    from builders.inside import Candidate, OpenRequest, open_without_table
+    from builders.inside import read_moon as read
 
     return read(Candidate(open_without_table(path)), OpenRequest())
 

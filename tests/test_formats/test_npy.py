@@ -9,10 +9,10 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import npy
 from builders.random import rng
 
 import safeload
-from safeload.formats import npy
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import zlib
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import npz
 from builders.random import rng
 
 import safeload
-from safeload.formats import npz
 
 
 def arrays():

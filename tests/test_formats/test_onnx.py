@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from builders import onnx_build
 from builders.http_server import Server
+from builders.inside import MAX_FOLDERS, onnx_model
+from builders.inside import onnx_wire as wire
 from builders.onnx_build import (
     constant,
     described,
@@ -33,9 +35,6 @@ from builders.thorough import part_of
 
 import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
-from safeload.formats.format import MAX_FOLDERS
-from safeload.formats.onnx import model as onnx_model
-from safeload.formats.onnx import wire
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import orbax_build
+from builders import inside, orbax_build
 from builders.http_server import Server
+from builders.inside import crc32c, ocdbt
+from builders.inside import orbax_chunks as chunks
 from builders.orbax_build import OrbaxCheckpoint, column, framed, sample, varint
 from builders.paths import ROOT
 from builders.random import rng
 
 import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
-from safeload.formats.crc32c import crc32c
-from safeload.formats.orbax import chunks, ocdbt
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -436,7 +436,7 @@ def test_the_index_of_a_shard_may_come_first_and_need_no_checksum(tmp_path):
 def test_large_frames_are_read_forward(tmp_path, compress, monkeypatch):
     monkeypatch.setattr(chunks, "_STREAMED", 100)
     monkeypatch.setattr(chunks, "_KEPT_FRAMES", 2)
-    monkeypatch.setattr("safeload.formats.orbax.chunks.content_of", None)
+    monkeypatch.setattr(inside.orbax_chunks, "content_of", None)
     array = rng.standard_normal((64, 40)).astype(np.float32)
     for version in (2, 3):
         made = OrbaxCheckpoint(version, compress=compress).tensor("w", array, (20, 16)).tensor("x", array)
@@ -500,9 +500,9 @@ def test_a_slice_reads_only_its_chunks(tmp_path, compress, monkeypatch):
     )
     made.write(tmp_path)
     reads = []
-    read_into = safeload.stores.local.LocalStore.read_into
+    read_into = inside.local.LocalStore.read_into
     monkeypatch.setattr(
-        safeload.stores.local.LocalStore,
+        inside.local.LocalStore,
         "read_into",
         lambda store, offset, memory: reads.append(memoryview(memory).nbytes) or read_into(store, offset, memory),
     )
@@ -1091,7 +1091,7 @@ def test_metadata_of_arrays_and_chunks_in_shards_are_limited_together(tmp_path, 
     made.write(tmp_path)
     safeload.open(tmp_path).close()
     with monkeypatch.context() as patch:
-        patch.setattr("safeload.formats.orbax.file.MAX_JSON", 1500)
+        patch.setattr(inside.orbax_file, "MAX_JSON", 1500)
         refused(tmp_path, LimitError, "the metadata of its arrays has .* bytes, but the limit is 1,500")
     monkeypatch.setattr(chunks, "MAX_IN_SHARDS", 31)
     refused(tmp_path, LimitError, "'w3': with it the shards have more than 31 chunks")
@@ -1099,7 +1099,7 @@ def test_metadata_of_arrays_and_chunks_in_shards_are_limited_together(tmp_path, 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs symbolic links")
 def test_folders_that_lead_in_circles_are_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("safeload.formats.orbax.file.MAX_FOLDERS", 1000)
+    monkeypatch.setattr(inside.orbax_file, "MAX_FOLDERS", 1000)
     OrbaxCheckpoint(use_ocdbt=False).tensor("w", numbers(2)).write(tmp_path)
     for name in ("1", "2"):
         (tmp_path / "w" / name).symlink_to(".")

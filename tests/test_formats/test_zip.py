@@ -5,13 +5,11 @@ import zipfile
 
 import numpy as np
 import pytest
+from builders.inside import Archive, open_without_table, zips
 from builders.thorough import part_of
 from builders.torch_build import Storage, tensor, zip_entries, zip_file
 
 from safeload import SafeloadError
-from safeload.engine.run.weight_file import open_without_table
-from safeload.formats import zip as zips
-from safeload.formats.zip import Archive
 
 pytestmark = pytest.mark.no_core
 

@@ -6,19 +6,21 @@ import sys
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.http_server import Server
+from builders.inside import tensors_of
 from builders.paths import DATA
 from builders.quantized import FIXTURES
 from builders.random import rng
 
 import safeload
 import safeload.numpy
-from safeload.checkpoint import tensors_of
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax = pytest.importorskip("jax")
 
-from safeload.frameworks import jax_arrays, jax_loading  # noqa: E402
+from builders.inside import jax_arrays, jax_loading  # noqa: E402
+
 from safeload.jax import load, load_checkpoint, load_file, save  # noqa: E402
 
 MIB = 1 << 20
@@ -168,11 +170,11 @@ def test_a_single_array_keeps_no_pool_alive(tmp_path):
         same(loaded[name], array.astype(np.float32))
 
 
-MEMORY = """
+MEMORY = inside.program("""
 import sys, threading, time
 import jax, numpy as np
 import safeload.jax
-from safeload.frameworks import jax_loading
+from builders.inside import jax_loading
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -194,7 +196,7 @@ weights = safeload.jax.load_checkpoint(sys.argv[1], dtype=sys.argv[2] or None)
 done = True
 watcher.join()
 print(peak - before - sum(array.nbytes for array in weights.values()))
-"""
+""")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")

@@ -4,9 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from builders.inside import TENSOR_OWN  # noqa: E402
+
 import safeload  # noqa: E402
 from safeload import ForbiddenError  # noqa: E402
-from safeload.formats.torch.globals import TENSOR_OWN  # noqa: E402
 
 
 def tagged(tensor, **attributes):

@@ -12,21 +12,19 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import entries_of, parse_target, staging, tensors_of
 from builders.quantized import FIXTURES, FOLDER
 from builders.threads import threads
 
 import safeload
-from safeload.checkpoint import tensors_of
-from safeload.engine.ahead import staging
-from safeload.engine.read.load import parse_target
-from safeload.engine.read.plan import entries_of
 from safeload.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch")
 
+from builders.inside import torch_arrays, torch_devices  # noqa: E402
 from builders.late_device import Late  # noqa: E402
 
-from safeload.frameworks import torch_arrays, torch_devices  # noqa: E402
 from safeload.torch import load_checkpoint  # noqa: E402
 from safeload.torch import load_file as load_torch_file  # noqa: E402
 from safeload.torch import save_file as save_torch_file  # noqa: E402
@@ -339,7 +337,7 @@ def test_a_device_that_does_not_exist(tmp_path):
 def test_host_memory_is_that_of_the_ring(tmp_path):
     """A file of 2 GiB to the device "meta", whose tensors have no memory, takes 64 MiB and what torch itself takes."""
     path = tmp_path / "x.safetensors"
-    script = f"""
+    script = inside.program(f"""
 import json, struct, sys, torch, safeload
 sizes = [600 << 20, 900 << 20, 500 << 20, 1 << 20, 47 << 20]
 header, at = {{}}, 0
@@ -350,10 +348,7 @@ text = json.dumps(header).encode()
 with open({str(path)!r}, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
     file.truncate(8 + len(text) + at)
-from safeload.checkpoint import tensors_of
-from safeload.engine.ahead import staging
-from safeload.engine.read.plan import entries_of
-from safeload.frameworks import torch_devices
+from builders.inside import entries_of, tensors_of, torch_devices
 meta = torch.device("meta")
 def peak():  # ru_maxrss begins with the memory of the process that started this one
     with open("/proc/self/status") as file:
@@ -364,7 +359,7 @@ with safeload.open({str(path)!r}) as checkpoint:
     before = peak()
     made = torch_devices.load(found, meta, threads=2)
     print(peak() - before, [tuple(t.shape) for t in made.values()] == [(size // 2,) for size in sizes])
-"""
+""")
     done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
     grown, right = done.stdout.split()
     assert right == "True"

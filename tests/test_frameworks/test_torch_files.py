@@ -343,7 +343,7 @@ def test_on_meta_nothing_is_read(device, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_another_device_gets_every_tensor_as_it_is_stored(dtype, tmp_path, monkeypatch):
     """No device but the CPU may be there: what would be moved to one says so."""
-    from safeload.frameworks import torch_arrays, torch_devices, torch_handles
+    from builders.inside import torch_arrays, torch_devices, torch_handles
 
     plain = {code: tensor for code, tensor in TENSORS.items() if dtype is None or code not in ("F8_E8M0", "F4")}
     ours.save_file({**plain, **SHAPES}, tmp_path / "x")

@@ -250,7 +250,7 @@ def test_module_level_names_are_those_of_numpys_loader(path):
     array = safeload.load(path)["large"]
     tensor = torch.from_numpy(array)
     assert tensor.data_ptr() == array.ctypes.data
-    from safeload.frameworks.torch_arrays import from_arrays, to_array
+    from builders.inside import from_arrays, to_array
 
     assert from_arrays({"x": array})["x"].data_ptr() == array.ctypes.data
     for tensor in TENSORS.values():
@@ -259,8 +259,7 @@ def test_module_level_names_are_those_of_numpys_loader(path):
 
 def test_a_read_only_array_is_copied():
     import numpy as np
-
-    from safeload.frameworks.torch_arrays import from_array
+    from builders.inside import from_array
 
     array = np.arange(3.0)
     array.flags.writeable = False

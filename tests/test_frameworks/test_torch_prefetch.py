@@ -6,17 +6,16 @@ import threading
 
 import numpy as np
 import pytest
+from builders.inside import staging
 from builders.threads import threads
 
 import safeload
-from safeload.engine.ahead import staging
 from safeload.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch")
 
+from builders.inside import torch_arrays, torch_devices  # noqa: E402
 from builders.late_device import Late  # noqa: E402
-
-from safeload.frameworks import torch_arrays, torch_devices  # noqa: E402
 
 SOURCE = {f"t{k:02}": np.arange(k * 300, k * 300 + 60 * (k % 5), dtype=np.float32).reshape(-1, 6) for k in range(40)}
 SOURCE["scalar"] = np.float32(7)

@@ -139,8 +139,7 @@ def test_many_slices_of_one_tensor_need_few_mappings(path):
 
 
 def test_where_the_system_refuses_a_mapping_everything_is_read(path, monkeypatch):
-    from safeload.engine.read import delivery
-    from safeload.frameworks import torch_handles
+    from builders.inside import delivery, torch_handles
 
     monkeypatch.setattr(torch_handles, "mapping_of", lambda store: None)
     monkeypatch.setattr(delivery, "mapping_of", lambda store: None)

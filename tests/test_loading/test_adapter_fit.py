@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.adapters import LORA, assert_merged, assert_same, pair, write
 from builders.paths import DATA
 from builders.random import rng
@@ -128,7 +129,7 @@ def change_of(rows, columns, count, seed, rank=2):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("tile", [1 << 22, 14])
 def test_experts_in_tiles(turned, tile, tmp_path, monkeypatch):
-    monkeypatch.setattr("safeload.loading.merge._TILE", tile)
+    monkeypatch.setattr(inside.merge, "_TILE", tile)
     shapes = {"m.experts.up": (3, 7, 14) if turned else (3, 14, 7), "m.experts.down": (3, 7, 7)}
     base = model_of(tmp_path / "base", shapes)
     adapter = experts_of(tmp_path / "lora", [(7, 7), (14, 7)])

@@ -7,11 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.adapters import assert_same, write
+from builders.inside import main, tied
 from builders.random import rng
 
 import safeload
-from safeload.cli import main
-from safeload.models import tied
 from safeload.numpy import save_file
 
 pytestmark = pytest.mark.any_python

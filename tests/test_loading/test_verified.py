@@ -10,18 +10,14 @@ import tarfile
 
 import numpy as np
 import pytest
-from builders import format_files
+from builders import format_files, inside
 from builders.http_server import Server
+from builders.inside import CachedFiles, digests_of, main, registry, verified
 from builders.paths import DATA
 
 import safeload
 from safeload import FormatError, VerificationError
-from safeload.cli import main
-from safeload.formats import registry
-from safeload.formats.verifying import digests_of
 from safeload.numpy import save, save_file
-from safeload.stores import verified
-from safeload.stores.digests import CachedFiles
 
 links = pytest.mark.skipif(sys.platform == "win32", reason="symbolic links need a privilege on Windows")
 
@@ -558,7 +554,7 @@ def test_models_of_ollama_are_verified_by_the_names_of_their_blobs(tmp_path, mon
 
 def test_a_cache_covers_nothing_else(tmp_path):
     with pytest.raises(VerificationError, match="has no digest"):
-        CachedFiles("the cache").of("x", safeload.stores.files.LOCAL, str(tmp_path / "x"))
+        CachedFiles("the cache").of("x", inside.store_files.LOCAL, str(tmp_path / "x"))
 
 
 # ---- URLs ----

@@ -4,9 +4,8 @@ import json
 import math
 
 import pytest
+from builders.inside import choosing, reading
 from builders.paths import ROOT
-
-from safeload.models import choosing, reading
 
 FOLDER = ROOT / "tests" / "data" / "architectures"
 FAMILIES = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}

@@ -4,11 +4,10 @@ import json
 import re
 
 import pytest
+from builders.inside import Config, reading
 from builders.paths import ROOT
 
 import safeload
-from safeload.models import reading
-from safeload.models.expressions import Config
 
 BASE = {
     "name": "base",

@@ -5,12 +5,11 @@ import math
 from importlib.resources import files
 
 import pytest
+from builders.inside import ConfigError, ExpressionError, choosing, evaluate, names_in, reading
 from builders.models import PUBLISHED, SMALL, small
 
 import safeload
 from safeload import layouts
-from safeload.models import choosing, reading
-from safeload.models.expressions import ConfigError, ExpressionError, evaluate, names_in
 
 VALUES = {
     "a": 6,

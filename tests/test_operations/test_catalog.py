@@ -3,14 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import Catalog, Source, address_of, jobs
 
 import safeload
 from safeload import QuantizedTensor, SafeloadError, TensorNotFoundError, UnsupportedError
-from safeload.engine.codes.source import Source
-from safeload.engine.run import jobs
-from safeload.engine.run.memory import address_of
 from safeload.numpy import save_file
-from safeload.operations.sources.catalog import Catalog
 
 pytestmark = pytest.mark.no_core
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
+from builders.inside import decode, encode
 
 from safeload import FormatError
-from safeload.operations.sources.codec import decode, encode
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.cuts import killed_at_the_end
+from builders.inside import gguf_values_of as values_of
+from builders.inside import main, npz
 from builders.models import moondream
 from builders.paths import DATA
 from builders.random import rng
@@ -19,9 +21,6 @@ from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, RangeError, convert, quantize
-from safeload.cli import main
-from safeload.formats import npz
-from safeload.formats.gguf.file import values_of
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import load_file, save_file
 

@@ -6,17 +6,16 @@ import threading
 
 import numpy as np
 import pytest
+from builders.inside import Location, spans
+from builders.inside import conversion as operation
+from builders.inside import safetensors_file as safetensors
 from builders.mixed_tensors import many, tensor
 from builders.remote import Served
 from builders.rooms import without_room
 
 import safeload
-from safeload.engine.ahead import spans
 from safeload.errors import FormatError, SafeloadError, UnsupportedError
-from safeload.formats.safetensors import file as safetensors
 from safeload.numpy import load_file, save_file
-from safeload.operations.convert import convert as operation
-from safeload.stores.files import Location
 
 pytestmark = pytest.mark.any_python
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import gguf_architectures, main
 from builders.models import small, write_folder
 from builders.paths import DATA
 from builders.quantized import FIXTURES
@@ -17,8 +18,6 @@ from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import gguf, validate
-from safeload.cli import main
-from safeload.models import gguf_architectures
 from safeload.numpy import load_file, save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]

@@ -22,16 +22,15 @@ from builders.thorough import part_of
 
 pytest.importorskip("fsspec")
 
+from builders.inside import foreign_errors, main, retries
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import safeload
 import safeload.remote
 from safeload import FormatError, UnsupportedError
-from safeload.cli import main
 from safeload.errors import RemotePermissionError
 from safeload.numpy import save_file
-from safeload.stores import foreign_errors, retries
 
 RESUME, INDEX, LIMIT = ".safeload-resume", "model.safetensors.index.json", "60KB"
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
@@ -379,7 +378,7 @@ def test_a_file_of_that_name(model):
 
 
 def test_a_disk_without_space(model, monkeypatch):
-    from safeload.operations.folders import store_folder
+    from builders.inside import store_folder
 
     def full(path, size, **options):
         raise OSError(28, "No space left on device", path)
@@ -649,8 +648,7 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     assert plan["storage_options"] == {key: s3[key] for key in ("endpoint_url", "client_kwargs")}
     results = [safeload.run_piece(piece, storage_options=s3) for piece in plan.pieces]
     report = safeload.finalize(plan, results, storage_options=s3)
-    from safeload.operations.convert import run_plan
-    from safeload.operations.folders import destinations
+    from builders.inside import destinations, run_plan
 
     folder = destinations.of(destinations.where(url, s3))
     runner = run_plan.PieceRunner(folder, s3)

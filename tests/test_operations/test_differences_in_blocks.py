@@ -6,6 +6,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import Location, diff_blocks
 from builders.remote import Served
 from builders.thorough import THOROUGH
 
@@ -13,8 +14,6 @@ import safeload
 from safeload import TensorDiff, diff
 from safeload.errors import FormatError
 from safeload.numpy import save_file
-from safeload.operations.measure import diff_blocks
-from safeload.stores.files import Location
 
 pytestmark = pytest.mark.any_python
 

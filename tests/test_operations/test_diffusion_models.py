@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 from builders.diffusion import FILE_TYPES, INNER, MODELS, model, others
 from builders.http_server import Server
+from builders.inside import DIFFUSION_MODELS, SHAPE_KEY, Catalog, comfyui, dtypes, main
+from builders.inside import QUANTIZED_DIFFUSION as QUANTIZED
 from builders.llama_quantize import digest
 from builders.paths import DATA
 
 import safeload
 from safeload import FormatError, UnsupportedError, gguf
-from safeload.base import dtypes
-from safeload.cli import main
-from safeload.models.diffusion import DIFFUSION_MODELS, QUANTIZED, SHAPE_KEY
 from safeload.numpy import save_file
-from safeload.operations.architectures import comfyui
-from safeload.operations.sources.catalog import Catalog
 
 pytestmark = pytest.mark.no_core
 

@@ -11,14 +11,13 @@ import pytest
 from builders import dcp_build, llama_models
 from builders.engine_models import config, expert_model, fused_experts, write_experts, write_model
 from builders.http_server import Server
+from builders.inside import PRESETS, config_for
 from builders.models import small, write_folder
 from builders.paths import DATA
 
 import safeload
-from safeload.base.preset import PRESETS
 from safeload.errors import RangeError, UnsupportedError
 from safeload.numpy import load_file, save_file
-from safeload.packed.engines import config_for
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]  # test_engine_formats.py runs the same C
 

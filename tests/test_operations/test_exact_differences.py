@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 from builders.executors import Plain
+from builders.inside import main
 
 from safeload import diff
-from safeload.cli import main
 from safeload.numpy import save_file
 
 pytestmark = pytest.mark.any_python

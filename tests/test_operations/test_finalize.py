@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.clusters import record_of, run_pieces
+from builders.inside import destination
 
 import safeload
 from safeload import FormatError
 from safeload.numpy import save_file
-from safeload.operations.folders import folder as destination
 
 pytestmark = pytest.mark.no_core
 

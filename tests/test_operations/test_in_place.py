@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from builders.clusters import content, fp8_folder
 from builders.cuts import survives
+from builders.inside import main, unfinished
 from builders.thorough import part_of
 
 import safeload
 from safeload import FormatError
-from safeload.cli import main
 from safeload.numpy import save_file
-from safeload.operations.folders import unfinished
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

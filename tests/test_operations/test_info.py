@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 import pytest
+from builders.inside import main
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save, save_file
 
 pytestmark = pytest.mark.no_core

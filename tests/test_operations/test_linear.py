@@ -10,12 +10,11 @@ import time
 
 import numpy as np
 import pytest
+from builders.inside import holes, main
 from builders.thorough import THOROUGH
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import load_file, save_file
-from safeload.operations.validate import holes
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

@@ -6,10 +6,11 @@ import sys
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import main
 
 import safeload
 import safeload.gguf
-from safeload.cli import main
 from safeload.numpy import save, save_file
 
 pytestmark = pytest.mark.no_core
@@ -25,7 +26,7 @@ def home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(safeload.stores.ollama, "_SERVICES", ())
+    monkeypatch.setattr(inside.ollama, "_SERVICES", ())
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
 

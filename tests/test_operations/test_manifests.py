@@ -6,13 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
+from builders.inside import main, manifest
 from builders.paths import DATA
 from builders.random import rng
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save_file
-from safeload.operations.validate import manifest
 
 pytestmark = pytest.mark.no_core
 

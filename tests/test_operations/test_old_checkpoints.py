@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 from builders.conversions import at_once, on_an_executor, planned, resumed
+from builders.inside import AtomicFile
 
 import safeload
-from safeload.engine.run.atomic_file import AtomicFile
 from safeload.numpy import load_file, save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]

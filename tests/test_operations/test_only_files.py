@@ -10,9 +10,9 @@ import pytest
 from builders import llama_models
 from builders.engine_models import write_model
 from builders.hub import Hub, Repository
+from builders.inside import main
 
 import safeload
-from safeload.cli import main
 from safeload.errors import UnsupportedError, VerificationError
 
 LLAMA = llama_models.listed()["llama3"]

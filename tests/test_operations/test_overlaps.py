@@ -3,10 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import overlapping
 
 import safeload
 from safeload import Layout, QuantizedTensor, StackedTensor, quantize, stack
-from safeload.engine.run.memory import overlapping
 from safeload.numpy import load_file, save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]

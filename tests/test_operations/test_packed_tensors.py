@@ -8,14 +8,13 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import main, manifest
 from builders.quantized import FIXTURES, IN_GGUF, each_kind, each_kind_with
 from builders.rooms import without_room
 
 import safeload
 from safeload import Layout, QuantizedTensor, StackedTensor, UnsupportedError
-from safeload.cli import main
 from safeload.numpy import load_file, save_file
-from safeload.operations.validate import manifest
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from builders.calls import count_calls
 from builders.executors import Lazy, Plain
+from builders.inside import Catalog, Sources, executors, opened
+from builders.inside import measure_stats as stats
 from builders.mixed_tensors import many
 from builders.quantized import FIXTURES
 from builders.random import rng
 
 import safeload
 from safeload.numpy import save_file
-from safeload.operations.measure import stats
-from safeload.operations.sources import executors
-from safeload.operations.sources.catalog import Catalog
-from safeload.operations.sources.piece_files import Sources, opened
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.executors import Backwards, Lazy, Plain, echoed, processes
+from builders.inside import LocalStore, executors, manifest, piece_files
 from builders.models import small, write_folder
 from builders.quantized import FIXTURES
 from builders.torch_build import Ref, Storage, ordered, tensor, zip_file
@@ -18,9 +20,6 @@ from builders.torch_build import Ref, Storage, ordered, tensor, zip_file
 import safeload
 from safeload.errors import MissingShardError
 from safeload.numpy import load_file, save_file
-from safeload.operations.sources import executors, piece_files
-from safeload.operations.validate import manifest
-from safeload.stores.local import LocalStore
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -506,7 +505,7 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
         def __exit__(self, *error):
             return self._opened.__exit__(*error)
 
-    monkeypatch.setattr("safeload.operations.validate.contents.opened", Truncated)
+    monkeypatch.setattr(inside.validated_contents, "opened", Truncated)
     time = shard.stat().st_mtime_ns
     with safeload.open(folder) as checkpoint:
         found = safeload.validate(checkpoint, executor=Plain())

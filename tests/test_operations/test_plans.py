@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.clusters import RESUME, record_of, run_pieces
+from builders.inside import Digest
 from builders.quantized import FIXTURES
 
 import safeload
 from safeload import FormatError, Layout, Plan, StackedTensor, UnsupportedError
-from safeload.engine.run.digest import Digest
 from safeload.errors import MissingShardError
 from safeload.numpy import save_file
 
@@ -355,7 +355,7 @@ def test_a_file_in_use_by_a_process_that_does_the_same_piece(model, tmp_path, mo
 
 
 def test_a_piece_never_maps_a_file(copied, tmp_path, monkeypatch):
-    import safeload.stores.local as local
+    from builders.inside import local
 
     def refuse(*_):
         raise AssertionError("a piece maps a file")

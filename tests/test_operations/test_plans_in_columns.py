@@ -10,6 +10,8 @@ import pytest
 from builders.calls import count_calls
 from builders.clusters import RESUME
 from builders.executors import processes
+from builders.inside import making as make
+from builders.inside import planning, run_plan
 from builders.mixed_tensors import DTYPES, SHAPES, many, tensor
 from builders.models import small, write_folder
 from builders.paths import DATA
@@ -18,7 +20,6 @@ from builders.random import rng
 
 import safeload
 from safeload.numpy import save_file
-from safeload.operations.convert import make, planning, run_plan
 
 pytestmark = pytest.mark.no_core
 

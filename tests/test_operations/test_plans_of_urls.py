@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from builders.executors import Plain, processes
 from builders.http_server import Server
+from builders.inside import manifest
 from builders.paths import DATA
 from builders.remote import Served
 
@@ -18,7 +19,6 @@ import safeload
 import safeload.remote
 from safeload.errors import MissingShardError
 from safeload.numpy import save_file
-from safeload.operations.validate import manifest
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

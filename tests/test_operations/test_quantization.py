@@ -561,7 +561,7 @@ _I = {"scheme": "int8", "shape": [2, 3], "axis": None}
     ],
 )
 def test_descriptions_that_do_not_fit_their_file(tmp_path, description, fragment):
-    from safeload.formats.safetensors import file as safetensors
+    from builders.inside import safetensors_file as safetensors
 
     tensors = {
         "blocks": np.zeros((2, 18), np.uint8),

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders.inside import QUANTIZED_KEY as KEY
 
 import safeload
 from safeload import FormatError, QuantizedTensor
-from safeload.formats.safetensors.quantized import KEY
 from safeload.numpy import load_file, save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from builders import inside
 
 import safeload
 
@@ -20,10 +21,11 @@ SHARDS, TENSORS = 200, 500  # of each shard
 SHAPE = (1024, 5120)  # of BF16: 10 MiB, so 1.05 TB in all
 
 # Each step is timed in a process of its own, since peak memory never sinks.
-_STEPS = """
+_STEPS = inside.program("""
 import json, sys, time
 import numpy, ml_dtypes  # what every use of bfloat16 imports
-import safeload, safeload.operations.validate.run
+import safeload
+from builders.inside import validation
 
 def peak():
     with open("/proc/self/status") as file:
@@ -47,7 +49,7 @@ report = safeload.validate(path, values=False)
 step("validate", [report.ok, report.tensors])
 found["memory"] = peak() - before
 print(json.dumps(found))
-"""
+""")
 
 
 def sparse(path, names, marks=()):

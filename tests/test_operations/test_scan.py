@@ -21,13 +21,11 @@ import zlib
 
 import numpy as np
 import pytest
+from builders.inside import format_contents as contents
+from builders.inside import main, trace, tracing
 from builders.paths import ROOT
 
 import safeload
-from safeload.cli import main
-from safeload.formats import contents
-from safeload.formats.unpickle import trace as tracing
-from safeload.formats.unpickle.trace import trace
 from safeload.numpy import save
 
 pytestmark = pytest.mark.no_core

@@ -7,12 +7,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.models import small, write_folder
 from builders.paths import ROOT
 from safetensors import safe_open
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import load_file, save_file
 
 pytestmark = pytest.mark.no_core

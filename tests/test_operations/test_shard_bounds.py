@@ -1,9 +1,8 @@
 """Shards hold as many tensors as fit, in order."""
 
+from builders.inside import shard_bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from safeload.operations.folders.shards import shard_bounds
 
 
 def one_by_one(sizes, limit):

@@ -7,11 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.paths import DATA
 
 import safeload
 from safeload import Signature, VerificationError
-from safeload.cli import main
 
 pytestmark = pytest.mark.no_core
 

@@ -5,15 +5,14 @@ import contextlib
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import PRESET_NAMES, SCHEMES, sizes
+from builders.inside import SIZED_DTYPES as DTYPES
 from builders.models import small, write_folder
 from builders.quantized import FOLDER
 
 import safeload
-from safeload.base.preset import PRESET_NAMES
-from safeload.base.scheme import SCHEMES
 from safeload.errors import UnsupportedError
 from safeload.numpy import save_file
-from safeload.operations.measure.sizes import DTYPES, sizes
 
 pytestmark = pytest.mark.no_core
 

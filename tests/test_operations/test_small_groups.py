@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from builders.calls import count_calls
+from builders.inside import making as make
 from builders.random import rng
 
 import safeload
 from safeload.numpy import save_file
-from safeload.operations.convert import make
 
 pytestmark = pytest.mark.no_core
 

@@ -8,21 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.executors import Plain
+from builders.inside import DTYPES_BY_NAME as BY_NAME
+from builders.inside import STATS_RECORD as _RECORD
+from builders.inside import Job, available_tiers, jobs, lib, main, tier_name
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.paths import DATA, SHARED
 from builders.random import rng
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
-from safeload import FormatError, TensorNotFoundError, UnsupportedError, stats
-from safeload.base.dtypes import BY_NAME
-from safeload.base.native import available_tiers, lib, tier_name
-from safeload.cli import main
-from safeload.engine.run import jobs
-from safeload.engine.run.job import Job
+from safeload import HISTOGRAM_EDGES, FormatError, TensorNotFoundError, UnsupportedError, stats
 from safeload.numpy import save_file
-from safeload.operations.measure.stats import _RECORD
-from safeload.operations.measure.stats_table import HISTOGRAM_EDGES
 
 pytestmark = pytest.mark.any_python
 

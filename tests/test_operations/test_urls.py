@@ -11,13 +11,13 @@ import pytest
 from builders import torch_build
 from builders.http_faults import silent
 from builders.http_server import Server
+from builders.inside import manifest
 from builders.paths import DATA
 from builders.remote import Served
 
 import safeload
 from safeload.errors import RemoteError
 from safeload.numpy import save_file
-from safeload.operations.validate import manifest
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

@@ -9,15 +9,14 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import main, reading, tail_of
 from builders.models import SMALL, small, write_folder
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, validate
-from safeload.cli import main
-from safeload.models import reading
 from safeload.numpy import save_file
-from safeload.operations.validate.files import tail_of
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -804,7 +803,7 @@ def test_zeros_in_an_archive_have_a_checksum(tmp_path):
 def test_an_array_that_we_have_unpacked_ourselves(tmp_path, monkeypatch):
     """A file system that stores zeros as holes does so with the unpacked file too."""
     np.savez_compressed(tmp_path / "x.npz", a=np.zeros((512, 1024), np.float32))
-    monkeypatch.setattr("safeload.operations.validate.files.hole_begin", lambda file: 1000)
+    monkeypatch.setattr(inside.validated_files, "hole_begin", lambda file: 1000)
     assert validate(tmp_path / "x.npz", values=False).ok
 
 

@@ -8,18 +8,14 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import TensorDescription, choosing, dtypes, main, reading, structure
 from builders.models import SMALL, small
 from builders.paths import ROOT
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import validate
-from safeload.base import dtypes
-from safeload.cli import main
-from safeload.models import choosing, reading
 from safeload.numpy import save_file
-from safeload.operations.sources.description import TensorDescription
-from safeload.operations.validate import structure
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

@@ -7,10 +7,10 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import code_ranges
 
 import safeload
 from safeload import QuantizedTensor, TensorNotFoundError, UnsupportedError
-from safeload.engine.codes import code_ranges
 from safeload.numpy import load_file, save_file
 
 CONFIG = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}

@@ -6,18 +6,18 @@ Layouts of the families: names, dtypes and shapes as their writers choose them, 
 import json
 import subprocess
 import sys
-from importlib import import_module
 
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import codes_without_scale, quantization_of
+from builders.inside import packed_families as families
 from builders.random import rng
 
 import safeload
 from safeload import FormatError, Layout, StackedTensor, UnsupportedError
 from safeload.numpy import load_file, save_file
-from safeload.packed import codes_without_scale, families
-from safeload.packed.quantization import quantization_of
 
 F8, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 
@@ -490,8 +490,7 @@ def test_integers_that_a_config_names(tmp_path):
         "mask": codes(U8, 1, 1, 8, 8),
     }
     rows = {
-        name: codes_without_scale.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape)
-        for name, t in tensors.items()
+        name: codes_without_scale.Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()
     }
     assert list(codes_without_scale.find(rows, quantization_of({"quantization_config": {"quant_method": "gptq"}}))) == [
         f"{P}.qweight"
@@ -517,21 +516,19 @@ def test_integers_that_a_config_names(tmp_path):
 )
 def test_what_are_no_codes(tensors):
     rows = {
-        name: codes_without_scale.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape)
-        for name, t in tensors.items()
+        name: codes_without_scale.Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()
     }
     assert not codes_without_scale.find(rows)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
 def test_each_family_has_a_function_and_is_recognized_without_it(family):
-    module, _, function = family.describe.partition(".")
-    assert callable(getattr(import_module(f"safeload.packed.{module}"), function))
+    assert callable(inside.family_describer(family.describe))
     name = f"{P}.weight" if family.main == "" else P + family.main
     stem = name.removesuffix(family.main)
-    rows = {name: codes_without_scale.Stored(safeload.base.dtypes.BY_CODE[min(family.dtypes)], (8, 1))}
+    rows = {name: codes_without_scale.Stored(inside.dtypes.BY_CODE[min(family.dtypes)], (8, 1))}
     for suffixes in family.required.values():
-        rows[stem + suffixes[0]] = codes_without_scale.Stored(safeload.base.dtypes.BY_CODE["F32"], (8, 1))
+        rows[stem + suffixes[0]] = codes_without_scale.Stored(inside.dtypes.BY_CODE["F32"], (8, 1))
     assert name in codes_without_scale.find(rows) or ".scale" in family.required["scale"]  # of norms too
 
 

@@ -7,14 +7,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import IGNORED, codes_of, main
 from builders.quantized import FIXTURES, IN_GGUF, each_kind, each_kind_with
 
 import safeload
 from safeload import QuantizedTensor, UnsupportedError
-from safeload.checkpoint import codes_of
-from safeload.cli import main
 from safeload.numpy import save_file
-from safeload.packed.companions import IGNORED
 
 pytestmark = pytest.mark.no_core
 

@@ -5,9 +5,9 @@ import random
 import time
 
 import pytest
+from builders.inside import Globs
 
 from safeload import UnsupportedError
-from safeload.packed.patterns import Globs
 
 pytestmark = pytest.mark.no_core
 

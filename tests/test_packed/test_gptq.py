@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.executors import Plain
+from builders.inside import code_ranges
 from builders.packed_codes import AWQ_ORDER, COLUMNS, pack, stream, words
 from builders.quantized import FIXTURES
 
 import safeload
 from safeload import FormatError, UnsupportedError
-from safeload.engine.codes import code_ranges
 from safeload.numpy import load_file, save_file
 
 pytestmark = pytest.mark.no_core
@@ -99,7 +99,7 @@ def test_zero_points_of_symmetric_weights_say_it_themselves(bits, stored, said, 
     tensors, want = made(bits, added=stored, zero=1 << bits - 1)
     folder = write(tmp_path / "x", tensors, **{**GPTQ, "bits": bits, "sym": True, "checkpoint_format": said})
     np.testing.assert_array_equal(weight(folder), want)
-    from safeload.cli import main
+    from builders.inside import main
 
     assert main(["info", str(folder)]) == 0
     disagree = (said == "gptq") != (stored == 1)

@@ -10,11 +10,12 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import quantizing as module
 from builders.random import rng
 
 import safeload
 from safeload.numpy import load_file, save_file
-from safeload.operations.quantize import quantize as module
 
 
 def words(*shape):
@@ -89,14 +90,14 @@ def test_a_weight_that_is_not_finite_is_told_by_its_index(tmp_path, monkeypatch)
     assert str(codes.value) == str(values.value)
 
 
-_GROWTH = """
+_GROWTH = inside.program("""
     import sys
     import safeload
     def peak():  # ru_maxrss begins with the memory of the process that started this one
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))
     safeload.load(sys.argv[1], [])
-    from safeload.operations.quantize import quantize as module
+    from builders.inside import quantizing as module
     module._AT_A_TIME = 4 << 20
     loaded = safeload.load_quantized, safeload.convert  # their modules
     before = peak()
@@ -105,7 +106,7 @@ _GROWTH = """
     else:
         safeload.load_quantized(sys.argv[1], "int8")
     print(peak() - before)
-"""
+""")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

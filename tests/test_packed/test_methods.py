@@ -6,15 +6,12 @@ import time
 
 import numpy as np
 import pytest
+from builders.inside import METHODS, codes_of, main, quantization_of
 from builders.quantized import FIXTURES, IN_GGUF, each_kind_with
 
 import safeload
 import safeload.numpy
 from safeload import FormatError, QuantizedTensor, UnsupportedError
-from safeload.checkpoint import codes_of
-from safeload.cli import main
-from safeload.packed.methods import METHODS
-from safeload.packed.quantization import quantization_of
 
 
 def changed(fixture, path, change):

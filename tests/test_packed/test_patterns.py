@@ -6,9 +6,10 @@ import time
 import warnings
 
 import pytest
+from builders.inside import LONGEST_PATTERN as LONGEST
+from builders.inside import Pattern
 
 from safeload import UnsupportedError
-from safeload.packed.patterns import LONGEST, Pattern
 
 pytestmark = pytest.mark.no_core
 

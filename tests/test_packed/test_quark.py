@@ -6,15 +6,14 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import is_kept_by, main
 from builders.packed_codes import AWQ_ORDER, stream, words
 from builders.quantized import FIXTURES
 from builders.random import rng
 
 import safeload
 from safeload import FormatError, QuantizedTensor, UnsupportedError
-from safeload.cli import main
 from safeload.numpy import load_file, save_file
-from safeload.packed.quantization import is_kept_by
 
 F8, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
 F32, OUT, IN = np.float32, 24, 64

@@ -7,12 +7,12 @@ import json
 
 import numpy as np
 import pytest
+from builders.inside import REFUSALS
 from builders.random import rng
 
 import safeload
 from safeload import UnsupportedError
 from safeload.numpy import save_file
-from safeload.packed.refused import REFUSALS
 
 pytestmark = pytest.mark.no_core
 

@@ -5,10 +5,10 @@ import re
 
 import numpy as np
 import pytest
+from builders.inside import main
 
 import safeload
 from safeload import UnsupportedError
-from safeload.cli import main
 from safeload.numpy import save_file
 
 pytestmark = pytest.mark.no_core

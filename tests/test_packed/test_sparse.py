@@ -5,12 +5,12 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import code_ranges, masked
 from builders.random import rng
 from builders.remote import Served
 
 import safeload
 from safeload import FormatError, UnsupportedError
-from safeload.engine.codes import code_ranges, masked
 from safeload.numpy import save_file
 
 CONFIG = {

@@ -5,13 +5,12 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import dtypes, restore, stored_grids
 from builders.quantized import FIXTURES, FOLDER
 from builders.random import rng
 
 import safeload
 from safeload import FormatError
-from safeload.base import dtypes
-from safeload.engine.codes import restore, stored_grids
 from safeload.numpy import save_file
 
 pytestmark = pytest.mark.no_core

@@ -11,11 +11,11 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import code_ranges
 from builders.quantized import FIXTURES, FOLDER, IN_GGUF, each_kind, each_kind_with
 
 import safeload
 from safeload import FormatError, TensorNotFoundError
-from safeload.engine.codes import code_ranges
 from safeload.numpy import load_file, save_file
 
 pytestmark = pytest.mark.no_core

@@ -9,15 +9,13 @@ import time
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import AtomicFile, Journal, journal_of, main, recover_edit, write_journal
+from builders.inside import journal_digest as digest
 from builders.thorough import THOROUGH
 
 import safeload
 from safeload import UnsupportedError
-from safeload.cli import main
-from safeload.engine.run.atomic_file import AtomicFile
-from safeload.operations.saving.edit import recover_edit
-from safeload.stores.edit_journal import Journal, digest, journal_of
-from safeload.stores.edit_journal import write as write_journal
 
 upstream = pytest.importorskip("safetensors.numpy")
 
@@ -296,7 +294,7 @@ def interrupt(path, content=b"\xff" * 30):
 
 
 def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
-    monkeypatch.setattr("safeload.stores.edit_journal._PAUSE", 0)
+    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
     data = interrupt(path)
     for reader in (safeload.open, safeload.load, safeload.numpy.load_file, safeload.edit):
         with pytest.raises(safeload.FormatError, match=f"safeload edit --recover {path}"):
@@ -332,7 +330,7 @@ def test_recovery_leaves_files_that_are_being_written(path, sealed):
 def test_recovery_leaves_temporary_files_of_filesystems_without_locks(path, monkeypatch):
     left = path.parent / f".{path.name}.0123456789abcdef.tmp"
     left.write_bytes(b"perhaps of a killed process")
-    monkeypatch.setattr("safeload.engine.run.atomic_file.lock", lambda descriptor: None)
+    monkeypatch.setattr(inside.atomic_file, "lock", lambda descriptor: None)
     recover_edit(path)
     assert left.exists()
 

@@ -10,10 +10,11 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import HEADER_ROOM as ROOM
+from builders.inside import AtomicFile
 
 import safeload
-from safeload.engine.run.atomic_file import AtomicFile
-from safeload.formats.safetensors.header import ROOM
 
 upstream = pytest.importorskip("safetensors.numpy")
 
@@ -293,7 +294,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(name, value, error, 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_bytes_of_a_tensor_that_failed_are_cut_off(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("safeload.operations.saving.spool._SMALL", 0)
+    monkeypatch.setattr(inside.spool, "_SMALL", 0)
     written = AtomicFile.write
 
     def fail(file, pieces):

@@ -1,15 +1,15 @@
 """What tests of stores over HTTP share."""
 
-import importlib
 import os
 
 import pytest
+from builders import inside
 
 
 @pytest.fixture
 def quick_web(monkeypatch):
     """No proxy of the environment, and tries that follow each other at once: waits are tested by their own test."""
-    monkeypatch.setattr(importlib.import_module("safeload.stores.retries"), "_BACKOFF", 0.01)
+    monkeypatch.setattr(inside.retries, "_BACKOFF", 0.01)
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

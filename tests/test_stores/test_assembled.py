@@ -5,10 +5,12 @@ import time
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import AssembledStore, Box, InFile, Region
+from builders.inside import checked_boxes as checked
 from builders.random import rng
 
 from safeload.errors import FormatError, LimitError
-from safeload.stores.assembled import AssembledStore, Box, InFile, Region, checked
 
 
 class Bytes:
@@ -132,7 +134,7 @@ def test_an_unpacked_box_is_unpacked_once_for_all_ranges_of_its_tensor():
 
 
 def test_only_the_boxes_of_a_tensor_stay_unpacked(monkeypatch):
-    monkeypatch.setattr("safeload.stores.assembled._KEPT", 100)
+    monkeypatch.setattr(inside.assembled, "_KEPT", 100)
     arrays = [rng.integers(0, 255, 1000).astype("u1") for _ in range(5)]
     tensors = [
         checked(f"t{k}", (1000,), 1, [Box((0,), (1000,), Unpacking(array))], "folder") for k, array in enumerate(arrays)

@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import local
 from builders.thorough import THOROUGH, part_of
 
 import safeload
 from safeload.numpy import save_file
-from safeload.stores import local
 
 resource = pytest.importorskip("resource")
 pytestmark = [
@@ -24,10 +25,10 @@ pytestmark = [
 
 SHARDS, REPEATS = 120, 3 if THOROUGH else 2
 
-PROLOGUE = f"""
+PROLOGUE = inside.program(f"""
 import os, resource, sys, threading, time, warnings
 import numpy as np, safeload
-from safeload.stores import local
+from builders.inside import local
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 folder, limit = sys.argv[1], int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -54,7 +55,7 @@ def together(*works, repeat={REPEATS}):
     for thread in threads: thread.join()
     assert not errors, errors[:3]
 before = count()
-"""
+""")
 
 CASES = {
     "one checkpoint, 8 threads": """

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.http_server import CERTIFICATE, Server
 from builders.threads import until
 
@@ -19,7 +20,7 @@ pytestmark = [
 
 FILES = {"/a.safetensors": save({"a": np.arange(9, dtype=np.float32)})}
 # Imports urllib3 only when a line has come.
-PROGRAM = """
+PROGRAM = inside.program("""
 import sys
 class Gate:
     def find_spec(self, name, path=None, target=None):
@@ -35,10 +36,10 @@ try:
         print(*checkpoint.keys(), flush=True)
 except Exception as error:
     print(type(error).__name__, flush=True)
-from safeload.stores import dialing
+from builders.inside import dialing
 assert not dialing._dials
 assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
-"""
+""")
 
 
 def opened(url, options=None, ready=lambda: None, **environment):

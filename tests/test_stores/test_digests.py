@@ -6,24 +6,25 @@ import hashlib
 import json
 
 import pytest
-
-from safeload import VerificationError
-from safeload.errors import FormatError
-from safeload.stores.digests import (
+from builders.inside import (
+    LOCAL,
+    MAX_JSON,
     ExpectedFile,
     ExpectedRange,
     Hasher,
     ListedFiles,
     check_name,
+    compare_digests,
     digest_in_cache,
     files_of_manifest,
     files_of_statement,
     is_manifest,
+    parse_json,
 )
-from safeload.stores.files import LOCAL
-from safeload.stores.json_file import MAX_JSON, parse_json
-from safeload.stores.signature import _statement
-from safeload.stores.verified import compare_digests
+from builders.inside import signature_statement as _statement
+
+from safeload import VerificationError
+from safeload.errors import FormatError
 
 pytestmark = pytest.mark.no_core
 

@@ -1,6 +1,5 @@
 """Connections that are opened before an index or a list of files has come: for its shards, and for nothing else."""
 
-import importlib
 import json
 import ssl
 import threading
@@ -10,7 +9,7 @@ from http.server import HTTPServer
 
 import numpy as np
 import pytest
-from builders import http_faults
+from builders import http_faults, inside
 from builders.http_server import CERTIFICATE, Server
 from builders.hub import Hub
 from builders.threads import await_no_threads, threads, until
@@ -19,7 +18,7 @@ import safeload
 from safeload.numpy import save
 
 pytest.importorskip("urllib3")
-connections = importlib.import_module("safeload.stores.connections")
+connections = inside.http_connections
 
 pytestmark = [
     pytest.mark.usefixtures("quick_web"),

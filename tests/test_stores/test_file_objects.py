@@ -23,13 +23,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from builders.format_files import make
+from builders.inside import ROWS, LocalStore
 from builders.random import rng
 
 import safeload
 import safeload.numpy
 from safeload.errors import FormatError, MissingShardError, UnsupportedError
-from safeload.formats.registry import ROWS
-from safeload.stores.local import LocalStore
 
 WEIGHTS = {"layers.0.w": rng.standard_normal((300, 700)).astype(np.float32), "b": np.arange(7, dtype=np.float16)}
 DATA = safeload.numpy.save(WEIGHTS)

@@ -18,18 +18,25 @@ from builders.http_server import Server
 from builders.terminal import press_ctrl_c
 
 fsspec = pytest.importorskip("fsspec")
+from builders.inside import (  # noqa: E402
+    Filesystem,
+    LocalStore,
+    LocalUrls,
+    RemoteFiles,
+    Span,
+    Stop,
+    Stopped,
+    belonging,
+    filesystem,
+    foreign_errors,
+    thread_group,
+)
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
 from safeload import FormatError, UnsupportedError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError  # noqa: E402
-from safeload.stores import filesystem, foreign_errors, thread_group  # noqa: E402
-from safeload.stores.filesystem import Filesystem, LocalUrls  # noqa: E402
-from safeload.stores.local import LocalStore  # noqa: E402
-from safeload.stores.remote_files import RemoteFiles  # noqa: E402
-from safeload.stores.stop import Stop, Stopped, belonging  # noqa: E402
-from safeload.stores.store import Span  # noqa: E402
 
 CONTENT = hashlib.shake_256(b"weights").digest(3_000_000)
 SECRET = "s3cr3t-of-the-caller"

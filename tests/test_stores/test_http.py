@@ -2,7 +2,6 @@
 
 import base64
 import functools
-import importlib
 import logging
 import os
 import pickle
@@ -15,20 +14,18 @@ import warnings
 
 import pytest
 from builders import http_faults as server
+from builders import inside
 from builders.http_server import CERTIFICATE, Server
+from builders.inside import WINDOW, RemoteFiles, Span, thread_group
 from builders.remote import read
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
-from safeload.stores import thread_group
-from safeload.stores.remote import WINDOW
-from safeload.stores.remote_files import RemoteFiles
-from safeload.stores.store import Span
 
 urllib3 = pytest.importorskip("urllib3")
-retries = importlib.import_module("safeload.stores.retries")
-client = importlib.import_module("safeload.stores.http_client")
-http = importlib.import_module("safeload.stores.http")
+retries = inside.retries
+client = inside.http_client
+http = inside.http
 Web = http.Web
 
 pytestmark = pytest.mark.usefixtures("quick_web")

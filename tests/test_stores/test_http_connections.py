@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import importlib
 import multiprocessing
 import os
 import signal
@@ -18,19 +17,18 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from builders import http_faults as server
+from builders import inside
 from builders.http_server import CERTIFICATE, Server
+from builders.inside import WINDOW, Span, thread_group
 from builders.remote import read
 from builders.threads import threads
 
 from safeload.errors import RemoteError
-from safeload.stores import thread_group
-from safeload.stores.remote import WINDOW
-from safeload.stores.store import Span
 
 urllib3 = pytest.importorskip("urllib3")
-retries = importlib.import_module("safeload.stores.retries")
-connections = importlib.import_module("safeload.stores.connections")
-http = importlib.import_module("safeload.stores.http")
+retries = inside.retries
+connections = inside.http_connections
+http = inside.http
 Web = http.Web
 
 pytestmark = pytest.mark.usefixtures("quick_web")
@@ -199,14 +197,14 @@ def test_an_opening_ends_at_once(stage):
 
 @pytest.mark.skipif(os.name == "nt", reason="no signal to one process here")
 def test_ctrl_c_ends_an_opening_in_the_main_thread():
-    code = """
+    code = inside.program("""
 import sys, time
-from safeload.stores.http import Web
+from builders.inside import Web
 try:
     Web({}).open(sys.argv[1])
 except KeyboardInterrupt:
     print("ended")
-"""
+""")
     with serve(server.silent()) as there:
         child = subprocess.Popen([sys.executable, "-I", "-c", code, there.url("/a")], stdout=subprocess.PIPE, text=True)
         while not there.requests:
@@ -287,7 +285,7 @@ LARGE = {"/large": os.urandom(8 * MIB)}
 
 def woken(monkeypatch):
     """Count the reads of bodies, and note the least number of bytes for which each may wait."""
-    framing = importlib.import_module("safeload.stores.http_framing")
+    framing = inside.http_framing
     plain, least = framing.Response.receive, []
 
     def receive(self, memory):
@@ -332,7 +330,7 @@ def test_bytes_that_are_no_batch_are_taken_after_a_moment(monkeypatch):
 
 def test_each_process_has_its_own_slots_for_decrypting(monkeypatch):
     """A forked child lacks the threads that hold its parent's."""
-    framing = importlib.import_module("safeload.stores.http_framing")
+    framing = inside.http_framing
     monkeypatch.setattr(framing, "_slots", {})
     monkeypatch.setattr(framing, "_PATIENCE", 0.001)
 

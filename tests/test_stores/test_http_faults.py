@@ -1,23 +1,22 @@
 """Servers that fail: each fault ends in the right bytes or the right error, after a bounded number of tries."""
 
 import email.utils
-import importlib
 import os
 import time
 
 import pytest
 from builders import http_faults as server
+from builders import inside
 from builders.http_server import CERTIFICATE, Server
+from builders.inside import WINDOW, Span, read_spans
 from builders.remote import read
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
-from safeload.stores.remote import WINDOW, read_spans
-from safeload.stores.store import Span
 
 pytest.importorskip("urllib3")
-retries = importlib.import_module("safeload.stores.retries")
-http = importlib.import_module("safeload.stores.http")
+retries = inside.retries
+http = inside.http
 Web, WHOLE = http.Web, http.WHOLE
 
 pytestmark = pytest.mark.usefixtures("quick_web")
@@ -283,7 +282,7 @@ def test_a_wait_of_any_length_is_refused():
 
 
 def test_a_refusal_is_named_before_the_end_of_its_body(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("safeload.stores.connections"), "_DRAINING", 0.05)
+    monkeypatch.setattr(inside.http_connections, "_DRAINING", 0.05)
     for fault in (server.status(404), server.redirect("/b")):
         begun = time.monotonic()
         with serve(fault, server.stall()) as there, pytest.raises((FileNotFoundError, RemoteError)):

@@ -1,20 +1,20 @@
 """Answers byte for byte: which bodies are taken, which are refused, and what a server cannot hold up."""
 
-import importlib
 import os
 import time
 
 import pytest
+from builders import inside
 from builders.http_faults import Fault
 from builders.http_server import Server
+from builders.inside import WINDOW
 from builders.remote import read
 
 from safeload.errors import RemoteError
-from safeload.stores.remote import WINDOW
 
 pytest.importorskip("urllib3")
-framing = importlib.import_module("safeload.stores.http_framing")
-Web = importlib.import_module("safeload.stores.http").Web
+framing = inside.http_framing
+Web = inside.Web
 
 pytestmark = pytest.mark.usefixtures("quick_web")
 

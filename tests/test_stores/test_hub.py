@@ -13,19 +13,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from builders import inside
 
 pytest.importorskip("huggingface_hub")
 pytest.importorskip("urllib3")
 
 from builders import http_faults
 from builders.hub import Hub, Repository
+from builders.inside import RemoteFiles, Span, foreign_errors, hub, retries, thread_group
 from builders.threads import await_no_threads, threads
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
-from safeload.stores import foreign_errors, hub, retries, thread_group
-from safeload.stores.remote_files import RemoteFiles
-from safeload.stores.store import Span
 
 pytestmark = pytest.mark.store_packages
 
@@ -433,7 +432,7 @@ def test_nothing_is_asked_offline(variable, server, files, monkeypatch):
 
 def test_the_environment_of_huggingface_hub_holds(server, repository):
     repository.private = True
-    code = f"from safeload.stores.remote_files import RemoteFiles; print(RemoteFiles().open({FILE!r}).size)"
+    code = inside.program(f"from builders.inside import RemoteFiles; print(RemoteFiles().open({FILE!r}).size)")
     environment = {**os.environ, "HF_ENDPOINT": server.url(), "HF_TOKEN": server.token}
     done = subprocess.run(
         [sys.executable, "-I", "-c", code], env=environment, capture_output=True, text=True, timeout=60

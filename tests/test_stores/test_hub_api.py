@@ -16,11 +16,10 @@ pytest.importorskip("urllib3")
 from builders import http_faults
 from builders.http_server import CERTIFICATE, Server
 from builders.hub import Hub
+from builders.inside import RemoteFiles, hub_api, retries
 
 from safeload import UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
-from safeload.stores import hub_api, retries
-from safeload.stores.remote_files import RemoteFiles
 
 pytestmark = [pytest.mark.store_packages, pytest.mark.usefixtures("quick_web")]
 

@@ -15,13 +15,11 @@ pytest.importorskip("urllib3")
 
 import huggingface_hub
 from builders.hub import Hub
+from builders.inside import LocalStore, RemoteFiles, hub_cache
 
 import safeload
 from safeload import FormatError, UnsupportedError, VerificationError
 from safeload.numpy import save
-from safeload.stores import hub_cache
-from safeload.stores.local import LocalStore
-from safeload.stores.remote_files import RemoteFiles
 
 pytestmark = pytest.mark.store_packages
 

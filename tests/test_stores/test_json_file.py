@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.holes import extend
+from builders.inside import MAX_DEPTH, MAX_JSON, read_json
 
 import safeload
 from safeload import FormatError
 from safeload.numpy import save_file
-from safeload.stores.json_file import MAX_DEPTH, MAX_JSON, read_json
 
 needs_fifo = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")
 
@@ -84,15 +85,15 @@ def make_folder(folder, name, kind):
         place.symlink_to(name)
 
 
-_OPEN = """
+_OPEN = inside.program("""
 import os, sys, safeload
 try:
     import resource
     if "asan" not in os.environ.get("LD_PRELOAD", ""):  # AddressSanitizer maps terabytes
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 except ImportError: pass
-from safeload.models import reading
-from safeload.operations.validate import manifest
+from builders.inside import reading
+from builders.inside import manifest
 calls = {
     "open": lambda path, name: safeload.open(path),
     "index": lambda path, name: safeload.open(f"{path}/{name}"),
@@ -104,7 +105,7 @@ calls = {
 for call in calls:
     try: calls[call](*sys.argv[1:])
     except (safeload.SafeloadError, OSError): print(call, "is refused")
-"""
+""")
 
 
 @needs_fifo

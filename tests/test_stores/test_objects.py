@@ -13,6 +13,14 @@ import pytest
 
 fsspec = pytest.importorskip("fsspec")
 
+from builders import inside  # noqa: E402
+from builders.inside import (  # noqa: E402
+    ForeignStore,
+    LocalStore,
+    Span,
+    object_store,
+    thread_group,
+)
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
@@ -21,10 +29,6 @@ import safeload.remote  # noqa: E402
 from safeload import FormatError, UnsupportedError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError  # noqa: E402
 from safeload.remote import of_fsspec, of_obstore  # noqa: E402
-from safeload.stores import object_store, thread_group  # noqa: E402
-from safeload.stores.local import LocalStore  # noqa: E402
-from safeload.stores.remote import ForeignStore  # noqa: E402
-from safeload.stores.store import Span  # noqa: E402
 
 pytestmark = pytest.mark.store_packages
 
@@ -366,7 +370,7 @@ class Four:
 @pytest.mark.parametrize("version", [None, "v1", (1_000_000, "v1")])
 def test_four_members_are_a_store(version):
     four = Four(CONTENT, version)
-    assert isinstance(four, safeload.stores.store.ByteStore)
+    assert isinstance(four, inside.store.ByteStore)
     store = ForeignStore(four, "four")
     assert read(store) == CONTENT
     assert store.read_at(5, 10) == CONTENT[5:15]

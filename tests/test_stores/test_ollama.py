@@ -8,14 +8,13 @@ from multiprocessing import get_context
 
 import numpy as np
 import pytest
+from builders.inside import RemoteFiles, ollama
 
 import safeload
 import safeload.gguf
 from safeload import FormatError, UnsupportedError
 from safeload.errors import MissingShardError
 from safeload.numpy import save
-from safeload.stores import ollama
-from safeload.stores.remote_files import RemoteFiles
 
 MEDIA = "application/vnd.ollama.image."
 WEIGHTS = {"blk.0.w": np.arange(64, dtype=np.float32).reshape(2, 32)}

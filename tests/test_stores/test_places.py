@@ -6,15 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.inside import LOCAL, AtomicFile, RemoteFiles, places_of
 from builders.remote import Served
 
 import safeload
 import safeload.numpy
 import safeload.remote
-from safeload.engine.run.atomic_file import AtomicFile
-from safeload.stores.files import LOCAL
-from safeload.stores.places import places_of
-from safeload.stores.remote_files import RemoteFiles
 
 SECRETS = ("pass-word", "sig-nature", "frag-ment")
 URL = "https://user:pass-word@host/m.safetensors?sig=sig-nature#frag-ment"

@@ -11,9 +11,9 @@ import time
 import weakref
 
 import pytest
+from builders import inside
+from builders.inside import Prefetch, Task
 from builders.threads import threads
-
-from safeload.stores.thread_group import Prefetch, Task
 
 
 def tasks(*sizes, done=None):
@@ -285,9 +285,9 @@ def test_results_that_are_not_taken_are_dropped_by_close():
     assert [one() for one in made] == [None] * 4
 
 
-PROGRAM = """
+PROGRAM = inside.program("""
     import sys, time
-    from safeload.stores.thread_group import Prefetch, Task
+    from builders.inside import Prefetch, Task
 
     def endless(check):
         while True:
@@ -296,7 +296,7 @@ PROGRAM = """
 
     ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
     next(ahead)
-"""
+""")
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "ahead.itself = ahead", "sys.kept = ahead"])

@@ -9,13 +9,13 @@ import threading
 
 import numpy as np
 import pytest
+from builders import inside
+from builders.inside import WINDOW, RemoteStore, Span
 from builders.remote import Served
 
 import safeload
 import safeload.numpy
 from safeload import FormatError
-from safeload.stores.remote import WINDOW, RemoteStore
-from safeload.stores.store import Span
 
 CONTENT = os.urandom(1 << 20)
 
@@ -210,11 +210,11 @@ def test_a_closed_checkpoint_gives_nothing_more_not_even_what_came_with_the_firs
 
 # ---- forks ----
 
-FORKED = """
+FORKED = inside.program("""
 import os, signal, sys, threading, warnings
 warnings.simplefilter("ignore")
-import safeload.stores.remote as remote
-from safeload.stores.store import Span
+from builders.inside import remote
+from builders.inside import Span
 
 class Store(remote.RemoteStore):
     path, size, version = "memory://x", 10 * remote.WINDOW, (1,)
@@ -259,7 +259,7 @@ ended.set()
 thread.join()
 right(3 * remote.WINDOW)
 print(status)
-"""
+""")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

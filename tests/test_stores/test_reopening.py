@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import torch_build
+from builders.inside import local, open_without_table
 
 import safeload
 from safeload import FormatError, safe_open
-from safeload.engine.run.weight_file import open_without_table
 from safeload.numpy import save_file
-from safeload.stores import local
 
 needs_limits = pytest.mark.skipif(os.name == "nt", reason="no limit of descriptors here")
 COPIES = {

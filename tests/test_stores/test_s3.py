@@ -16,13 +16,20 @@ s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("urllib3")
 moto_server = pytest.importorskip("moto.server")
 
+from builders.inside import (  # noqa: E402
+    FsspecHandle,
+    FsspecStore,
+    HttpStore,
+    RemoteFiles,
+    Signer,
+    Span,
+    foreign_errors,
+    retries,
+    thread_group,
+)
+
 from safeload import FormatError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError  # noqa: E402
-from safeload.stores import foreign_errors, retries, thread_group  # noqa: E402
-from safeload.stores.fsspec_store import FsspecHandle, FsspecStore, Signer  # noqa: E402
-from safeload.stores.http import HttpStore  # noqa: E402
-from safeload.stores.remote_files import RemoteFiles  # noqa: E402
-from safeload.stores.store import Span  # noqa: E402
 
 CONTENT = hashlib.shake_256(b"weights").digest(2_000_000)
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"

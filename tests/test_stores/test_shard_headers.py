@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 from builders.http_server import Server
+from builders.inside import WINDOW, window_for
 
 import safeload
-from safeload.formats.safetensors.header import window_for
-from safeload.stores.store import WINDOW
 
 pytest.importorskip("urllib3")
 pytestmark = pytest.mark.usefixtures("quick_web")

@@ -1,6 +1,5 @@
 """Sockets whose reads end where no shutdown ends them, as on Windows: soon, and otherwise like any other."""
 
-import importlib
 import socket
 import ssl
 import threading
@@ -9,18 +8,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 from builders import http_faults as server
+from builders import inside
 from builders.http_server import CERTIFICATE, Server
+from builders.inside import WINDOW, Stop, Stopped, belonging, thread_group
 from builders.remote import read
 from builders.terminal import press_ctrl_c
 from builders.threads import threads
 
-from safeload.stores import thread_group
-from safeload.stores.remote import WINDOW
-from safeload.stores.stop import Stop, Stopped, belonging
-
 pytest.importorskip("urllib3")
-from safeload.stores import connections as http_connections
-from safeload.stores.connections import SlicedSocket, SlicedTlsSocket
+from builders.inside import SlicedSocket, SlicedTlsSocket, http_connections
 
 # Seconds: a moment on a machine of any speed, far below the timeouts of the sockets.
 SOON = 15
@@ -177,7 +173,7 @@ class EndError(Exception):
 def test_a_read_ends_at_once_where_no_shutdown_ends_it(tls, connections):
     content = bytes(range(256)) * 1024
     with Server({"/a": content}, faults=[server.stall(1000, first=1, times=1)], tls=tls) as there:
-        web = importlib.import_module("safeload.stores.http").Web({"verify": CERTIFICATE} if tls else {})
+        web = inside.Web({"verify": CERTIFICATE} if tls else {})
         store = web.open(there.url("/a", "localhost"))
         begun = time.monotonic()
 

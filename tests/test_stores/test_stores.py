@@ -2,18 +2,22 @@
 
 import numpy as np
 import pytest
+from builders.inside import (
+    Archive,
+    ListedTable,
+    Tensors,
+    WeightFile,
+    deliver,
+    hole_begin,
+    mapping_of,
+    open_local,
+    open_without_table,
+    read_at,
+)
+from builders.inside import open_npz as open_archive
 
-from safeload.base.listed_table import ListedTable
-from safeload.engine.read.delivery import deliver
-from safeload.engine.read.tensors import Tensors
-from safeload.engine.run.weight_file import WeightFile, open_without_table
 from safeload.errors import FormatError
-from safeload.formats.npz import open_archive
-from safeload.formats.zip import Archive
 from safeload.numpy import save_file
-from safeload.operations.validate.files import hole_begin
-from safeload.stores.local import mapping_of, open_local
-from safeload.stores.store import read_at
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float16), "b": np.ones((2, 3), np.float16)}
 

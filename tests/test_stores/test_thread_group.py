@@ -8,11 +8,10 @@ import threading
 import time
 
 import pytest
+from builders import inside
+from builders.inside import Prefetch, Stop, Stopped, Task, each, in_order, stop, thread_group
+from builders.inside import run_tasks as run
 from builders.threads import threads
-
-from safeload.stores import stop, thread_group
-from safeload.stores.stop import Stop, Stopped
-from safeload.stores.thread_group import Prefetch, Task, each, in_order, run
 
 # Seconds: what is ended takes a few milliseconds, what is not 30 s, on machines of any speed.
 SLEEP, SOON = 30, 15
@@ -147,9 +146,9 @@ def test_the_end_of_a_call_ends_those_within_it():
 
 
 def test_ctrl_c_pressed_twice_still_waits_for_the_threads():
-    code = """
+    code = inside.program("""
 import _thread, os, signal, threading, time
-from safeload.stores import thread_group, stop
+from builders.inside import thread_group, stop
 signal.signal(signal.SIGINT, signal.default_int_handler)
 written = []
 def task():
@@ -167,7 +166,7 @@ try:
     thread_group.run([task], 1)
 except KeyboardInterrupt:
     print(len(written))
-"""
+""")
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "1\n", done.stderr
 

@@ -5,13 +5,10 @@ import random
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from builders.inside import RemoteFiles, UrlError, cleaned, divided, public_options, secrets_of_urls, web_url
+from builders.inside import store_urls as urls
 
 from safeload import UnsupportedError
-from safeload.base.url import UrlError, divided, web_url
-from safeload.stores import url as urls
-from safeload.stores.foreign_errors import cleaned
-from safeload.stores.options import public_options, secrets_of_urls
-from safeload.stores.remote_files import RemoteFiles
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from builders.diffusion import CLONE, INNER, MODELS, model, others
+from builders.inside import QUANTIZED_DIFFUSION as QUANTIZED
 
 import safeload
-from safeload.models.diffusion import QUANTIZED
 from safeload.numpy import save_file
 
 

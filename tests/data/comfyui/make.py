@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 from builders.diffusion import FILE_TYPES, MODELS, convert, model, quantize
+from builders.inside import QUANTIZED_DIFFUSION as QUANTIZED
 from builders.llama_quantize import digest
 
-from safeload.models.diffusion import QUANTIZED
 from safeload.numpy import save_file
 
 HERE = Path(__file__).resolve().parent

@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 from builders import llama_quantize
+from builders.inside import ModelSizes, mixtures
 from builders.llama_quantize import FILE_TYPES, digest, model, save_imatrix
 from builders.paths import DATA
 
 import safeload
 from safeload import RangeError, UnsupportedError, gguf
-from safeload.formats.gguf import mixtures
-from safeload.formats.gguf.mixtures import ModelSizes
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

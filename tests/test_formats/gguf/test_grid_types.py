@@ -7,12 +7,12 @@ import gguf
 import numpy as np
 import pytest
 from builders import gguf_build as g
+from builders.inside import dtypes
 from builders.iq_weights import METADATA, TYPES, weights
 from builders.paths import DATA
 
 import safeload
 from safeload import QuantizedTensor
-from safeload.base import dtypes
 
 pytestmark = pytest.mark.any_python
 

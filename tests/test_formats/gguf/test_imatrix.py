@@ -4,13 +4,12 @@ import struct
 
 import numpy as np
 import pytest
+from builders.inside import imatrix, read_importance, vector_for
 from builders.llama_quantize import model, save_imatrix
 from builders.random import rng
 
 import safeload
 from safeload import FormatError, SafeloadError, gguf
-from safeload.formats.gguf import imatrix
-from safeload.operations.quantize.importance import read_importance, vector_for
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 

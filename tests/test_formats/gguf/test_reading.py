@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import gguf_build as g
+from builders.inside import cli, dtypes
 from builders.random import rng
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 import safeload
-from safeload import FormatError, QuantizedTensor, UnsupportedError, cli
-from safeload.base import dtypes
+from safeload import FormatError, QuantizedTensor, UnsupportedError
 
 ELEMENTS = {"F32": "f4", "F16": "f2", "F64": "f8", "I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8"}
 BLOCKS = [kind for kind in GGMLQuantizationType if kind.name not in ELEMENTS and kind.name != "BF16"]

@@ -6,10 +6,10 @@ import struct
 import numpy as np
 import pytest
 from builders import gguf_build as g
+from builders.inside import main
 
 import safeload
 from safeload import FormatError, UnsupportedError
-from safeload.cli import main
 
 pytestmark = pytest.mark.any_python
 

@@ -6,14 +6,12 @@ import gguf as peer
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import F32, F64, I8, I64, NUMBERS, U8, U16, U32, Lazy, LazyQuantized, dtypes
 from builders.paths import SHARED
 from builders.random import rng
 
 import safeload
 from safeload import QuantizedTensor, SafeloadError, UnsupportedError, gguf
-from safeload.base import dtypes
-from safeload.engine.read.lazy import Lazy, LazyQuantized
-from safeload.formats.gguf.values import F32, F64, I8, I64, NUMBERS, U8, U16, U32
 
 pytestmark = pytest.mark.any_python
 

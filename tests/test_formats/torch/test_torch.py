@@ -13,6 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.paths import DATA, SHARED
 from builders.random import rng
 from builders.torch_build import (
@@ -672,7 +673,7 @@ def test_deep_nesting_is_a_limit(tmp_path):
 
 
 def test_long_names_are_a_limit(tmp_path, monkeypatch):
-    from safeload.formats.torch import flatten as flattening
+    from builders.inside import flattening
 
     monkeypatch.setattr(flattening, "MAX_NAME_TEXT", 1000)
     opened(tmp_path, {"x" * 400: {"y" * 500: one()}})
@@ -681,8 +682,7 @@ def test_long_names_are_a_limit(tmp_path, monkeypatch):
 
 
 def test_a_pickle_too_large_to_be_one_is_a_limit(tmp_path, monkeypatch):
-    from safeload.formats.torch import legacy_file as torch_legacy
-    from safeload.formats.unpickle import run as unpickler
+    from builders.inside import torch_legacy, unpickler
 
     value = {"w": one(), "text": "x" * 5000}
     path = tmp_path / "large.pt"
@@ -929,7 +929,7 @@ def test_torch_and_what_reads_pickles_are_not_imported(tmp_path):
         paths[-1].write_bytes(content_of(MADE.value))
     code = (
         "import sys, safeload; before = set(sys.modules)\n"
-        "assert not {'zipfile', 'safeload.formats.unpickle.run', 'safeload.formats.torch.zip_file'} & before, before\n"
+        f"assert not {{'zipfile', {inside.path('unpickler')!r}, {inside.path('torch_zip')!r}}} & before, before\n"
         "for path in sys.argv[1:]:\n"
         "    safeload.open(path).load()\n"
         "    assert not any(name.split('.')[0] == 'torch' for name in sys.modules), path"

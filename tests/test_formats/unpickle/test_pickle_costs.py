@@ -6,13 +6,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from builders.inside import ALLOWED, pickle_keys, unpickler
 from builders.torch_build import Storage, dump, tensor, zip_archive
 
 import safeload
 from safeload import LimitError
-from safeload.formats.torch.globals import ALLOWED
-from safeload.formats.unpickle import keys as pickle_keys
-from safeload.formats.unpickle import run as unpickler
 
 pytestmark = pytest.mark.any_python
 

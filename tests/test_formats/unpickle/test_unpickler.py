@@ -13,14 +13,12 @@ import sys
 import time
 
 import pytest
+from builders.inside import Fault, Foreign, Global, Inert, pickle_machine, unpickler
 from builders.thorough import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safeload import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
-from safeload.formats.unpickle import machine as pickle_machine
-from safeload.formats.unpickle import run as unpickler
-from safeload.formats.unpickle.machine import Fault, Foreign, Global, Inert
 
 TABLE = {
     "collections.OrderedDict": Global("collections.OrderedDict", "container", lambda args: {}),
@@ -605,13 +603,15 @@ def test_the_machine_has_no_way_to_import_or_call():
     """No module of it names the functions that could, nor `pickle`."""
     import inspect
 
-    from safeload.formats.torch import flatten as flattening
-    from safeload.formats.torch import globals as torch_globals
-    from safeload.formats.torch import legacy_file as torch_legacy
-    from safeload.formats.torch import tensors as torch_tensors
-    from safeload.formats.torch import zip_file as torch_zip
-    from safeload.formats.unpickle import keys as pickle_keys
-    from safeload.formats.unpickle import opcodes as pickle_opcodes
+    from builders.inside import (
+        flattening,
+        pickle_keys,
+        pickle_opcodes,
+        torch_globals,
+        torch_legacy,
+        torch_tensors,
+        torch_zip,
+    )
 
     for module in (
         *(pickle_keys, pickle_machine, pickle_opcodes, unpickler, torch_globals),
