@@ -91,7 +91,7 @@ def test_tiles_join(tmp_path, monkeypatch):
     save_file({"w.weight": w}, tmp_path / "base.safetensors")
     adapter = write(tmp_path / "a", pair(700, 30))
     whole = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
-    monkeypatch.setattr(inside.merge, "_TILE", 30 * 300)
+    inside.tune(monkeypatch, merge_tile=30 * 300)
     tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
     a, b = pair(700, 30).values()
     for found in (whole, tiled):
@@ -117,7 +117,7 @@ def test_bits_do_not_depend_on_how_the_base_is_read(tmp_path, monkeypatch, dtype
     converted = tmp_path / "merged.safetensors"
     safeload.convert({"w.weight": w}, converted, adapters=adapters, dtype=dtype)
     monkeypatch.setattr(inside.adapter_base, "in_rows", lambda source, work: None)
-    monkeypatch.setattr(inside.merge, "_TILE", 131 * 300)
+    inside.tune(monkeypatch, merge_tile=131 * 300)
     tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype)["w.weight"]
     for values in (out["w.weight"], safeload.load(converted)["w.weight"], tiled):
         assert_same({"w": values}, {"w": first})

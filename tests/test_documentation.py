@@ -32,7 +32,7 @@ NEEDS = {
     "several-machines.md": ("distributed", "loky"),
     "remote.md": ("urllib3", "huggingface_hub", "s3fs", "moto.server"),
 }
-# Modules whose examples need a package; those of safeload.frameworks cannot even be imported without it.
+# Modules whose examples need a package; those of its frameworks cannot even be imported without it.
 FRAMEWORKS = ("torch", "jax")
 
 # Its examples put safeload in the place of safetensors.

@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from builders import inside
 from builders.paths import ROOT
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
@@ -72,6 +73,14 @@ ROOMS = {
 }
 MOST_IN_A_ROOM = 12
 PYTHON_RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}
+
+# The public modules. Tests reach all others through tests/builders/inside.py.
+DOORS = {"numpy", "torch", "jax", "gguf", "moon", "plugins", "remote", "layouts", "cluster", "errors", "as_safetensors"}
+INNER = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+INNER = {*INNER, "_core"} - DOORS - {"__init__", "__main__", "_version"}
+# Names and seams that tests/builders/inside.py lists, and files with the mark `inner`: lower these when they shrink.
+INSIDE_NAMES = 423
+INNER_FILES = 20
 
 C_FILES = sorted([*CSRC.rglob("*.c"), *CSRC.rglob("*.h")])
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
@@ -407,3 +416,90 @@ def test_import_alone_brings_no_numpy():
     code = "import sys, safeload; print('numpy' in sys.modules, 'numpy' in dir(safeload), len(safeload.__all__))"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[:2] == ["False", "True"]
+
+
+# ---- the tests ----
+
+
+@functools.cache
+def texts_of_tests():
+    """The text of each program under tests/ but the one that may import inner modules."""
+    paths = [path for path in sorted((ROOT / "tests").rglob("*")) if path.suffix in (".py", ".sh")]
+    names = {path.relative_to(ROOT / "tests").as_posix(): path for path in paths}
+    del names["builders/inside.py"]
+    return {name: path.read_text(encoding="utf-8") for name, path in names.items()}
+
+
+def inner_imports(text):
+    """What a program under tests/ names of the inside: in imports, in texts of other programs and in patches."""
+    text = text.replace("[safeload.formats]", "")  # the public group of entry points of plug-ins
+    rooms = "|".join(sorted(INNER))
+    found = [match[0] for match in re.finditer(rf"\bsafeload\.({rooms})\b", text)]
+    for match in re.finditer(r"from safeload import (\([^)]*\)|[^\n;]*)", text):
+        found += [f"safeload {name}" for name in re.findall(r"(?<!as )\b\w+", match[1]) if name in INNER]
+    return found
+
+
+def test_only_one_file_of_the_tests_imports_the_inside():
+    """So that a module that moves changes one file; ask `builders.inside` for a name, or test through a public one."""
+    assert {"base", "engine", "stores", "checkpoint", "cli", "_core"} < INNER
+    texts = texts_of_tests()
+    assert len(texts) > 300
+    assert {name: found for name, text in texts.items() if (found := inner_imports(text))} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from SAFELOAD.base import dtypes",
+        "import SAFELOAD.engine.run.jobs as jobs",
+        "from SAFELOAD import (\n    Checkpoint,\n    checkpoint,\n)",
+        "    importlib.import_module('SAFELOAD.stores.local')",
+        'monkeypatch.setattr("SAFELOAD.loading.merge._TILE", 4)',
+        'PROGRAM = "import sys; from SAFELOAD.cli import main; main()"',
+        "SAFELOAD.operations.folders.output.Output",
+    ],
+)
+def test_an_import_of_the_inside_is_found(text):
+    assert inner_imports(text.replace("SAFELOAD", "safeload"))
+
+
+def test_public_names_are_not_the_inside():
+    text = (
+        "import safeload.numpy, safeload.errors\nfrom safeload import Checkpoint, load as base, torch\nsafeload.check()"
+    )
+    assert inner_imports(text) == []
+
+
+def defines(place):
+    """Whether a module below safeload exists and has an attribute, by its text: some need torch to be imported."""
+    module, _, attributes = place.partition(":")
+    if module == "_core":
+        return not attributes
+    path = PACKAGE / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.is_file():
+        return False
+    text = path.read_text(encoding="utf-8")
+    defined = r"^ *(?:def|class) {0}\b|^[\w, ]*\b{0}\b.* = |^[\w, ]*\b{0}: |import .*\b{0}\b|^    {0},"
+    return all(re.search(defined.format(name), text, re.M) for name in attributes.split(".") if name)
+
+
+def test_the_list_of_the_inside_only_shrinks():
+    assert len(inside.NAMES) + len(inside.SEAMS) == INSIDE_NAMES
+    assert [name for name, place in inside.NAMES.items() if not defines(place)] == []
+    assert [name for name, places in inside.SEAMS.items() if not all(map(defines, places))] == []
+    assert len({*inside.NAMES.values()}) == len(inside.NAMES)
+
+
+def test_every_name_of_the_inside_is_used():
+    used = set()
+    for text in filter(re.compile(r"\binside\b").search, texts_of_tests().values()):
+        for match in re.finditer(r"from builders\.inside import (\([^)]*\)|[^\n;]*)", text):
+            used.update(re.findall(r"\w+", match[1]))
+        used.update(re.findall(r"\binside\.(\w+)", text))
+        for match in re.finditer(r"\binside\.(?:path|preload)\b([^)]*)\)", text):
+            used.update(re.findall(r"\w+", match[1]))
+        for match in re.finditer(r"\binside\.tune\((.*?)\)\n", text, re.S):
+            used.update(re.findall(r"(\w+)=", match[1]))
+    assert [name for name in (*inside.NAMES, *inside.SEAMS) if name not in used] == []

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("urllib3")
 
 from builders import http_faults as faults
+from builders import inside
 from builders.http_server import Server
-from builders.inside import foreign_errors, retries
 from builders.inside import main as cli
 
 import safeload
@@ -36,8 +36,7 @@ KEY = "t0ken-of-mine"
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    monkeypatch.setattr(retries, "_BACKOFF", 0.001)
-    monkeypatch.setattr(foreign_errors, "PAUSE", 0.001)
+    inside.tune(monkeypatch, retry_pause=0.001)
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 

@@ -19,8 +19,9 @@ import pytest
 pytest.importorskip("urllib3")
 
 from builders import http_faults as faults
+from builders import inside
 from builders.http_server import Server
-from builders.inside import folder_of, index_of, open_paths, recipe_of, retries
+from builders.inside import folder_of, index_of, open_paths, recipe_of
 from builders.paths import ROOT
 
 import safeload
@@ -57,7 +58,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(retries, "_BACKOFF", 0.001)
+    inside.tune(monkeypatch, retry_pause=0.001)
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 

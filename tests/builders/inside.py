@@ -71,21 +71,17 @@ NAMES = {
     "alias": "compat.alias",
     "install_as_safetensors": "compat.alias:install_as_safetensors",
     "alias_safe_open": "compat.alias_safe_open",
-    "spans": "engine.ahead.spans",
     "staging": "engine.ahead.staging",
     "Ring": "engine.ahead.staging:Ring",
     "chunks_of": "engine.ahead.staging:chunks_of",
     "staged": "engine.ahead.staging:staged",
     "code_ranges": "engine.codes.code_ranges",
-    "masked": "engine.codes.masked",
     "code_pieces": "engine.codes.pieces",
     "restore": "engine.codes.restore",
     "Source": "engine.codes.source:Source",
     "stored_grids": "engine.codes.stored_grids",
-    "batch": "engine.read.batch",
     "buffer_pool": "engine.read.buffer_pool",
     "Recycler": "engine.read.buffer_pool:Recycler",
-    "delivery": "engine.read.delivery",
     "deliver": "engine.read.delivery:deliver",
     "Lazy": "engine.read.lazy:Lazy",
     "LazyQuantized": "engine.read.lazy:LazyQuantized",
@@ -147,7 +143,6 @@ NAMES = {
     "keras_attributes": "formats.keras.attributes",
     "keras_chunks": "formats.keras.chunks",
     "hdf5": "formats.keras.hdf5",
-    "moon_format": "formats.moon",
     "read_moon": "formats.moon:read",
     "npy": "formats.npy",
     "npz": "formats.npz",
@@ -157,7 +152,6 @@ NAMES = {
     "OpenedPath": "formats.opening:OpenedPath",
     "open_paths": "formats.opening:open_paths",
     "orbax_chunks": "formats.orbax.chunks",
-    "orbax_file": "formats.orbax.file",
     "ocdbt": "formats.orbax.ocdbt",
     "plugins": "formats.plugins",
     "registry": "formats.registry",
@@ -169,7 +163,6 @@ NAMES = {
     "HEADER_ROOM": "formats.safetensors.header:ROOM",
     "window_for": "formats.safetensors.header:window_for",
     "QUANTIZED_KEY": "formats.safetensors.quantized:KEY",
-    "tar_format": "formats.tar",
     "flattening": "formats.torch.flatten",
     "torch_globals": "formats.torch.globals",
     "ALLOWED": "formats.torch.globals:ALLOWED",
@@ -185,7 +178,6 @@ NAMES = {
     "Inert": "formats.unpickle.machine:Inert",
     "pickle_opcodes": "formats.unpickle.opcodes",
     "unpickler": "formats.unpickle.run",
-    "tracing": "formats.unpickle.trace",
     "trace": "formats.unpickle.trace:trace",
     "digests_of": "formats.verifying:digests_of",
     "zips": "formats.zip",
@@ -197,7 +189,6 @@ NAMES = {
     "from_arrays": "frameworks.torch_arrays:from_arrays",
     "to_array": "frameworks.torch_arrays:to_array",
     "torch_devices": "frameworks.torch_devices",
-    "torch_handles": "frameworks.torch_handles",
     "adapter_base": "loading.adapter_base",
     "merge": "loading.merge",
     "choosing": "models.choosing",
@@ -244,14 +235,10 @@ NAMES = {
     "read_importance": "operations.quantize.importance:read_importance",
     "vector_for": "operations.quantize.importance:vector_for",
     "quantizing": "operations.quantize.quantize",
-    "quantized_weights": "operations.quantize.weights",
     "in_memory": "operations.quantize.weights:in_memory",
     "content": "operations.report.kinds:content",
     "labels": "operations.report.kinds:labels",
-    "report_module": "operations.report.report",
     "recover_edit": "operations.saving.edit:recover_edit",
-    "patch": "operations.saving.patch",
-    "spool": "operations.saving.spool",
     "Catalog": "operations.sources.catalog:Catalog",
     "decode": "operations.sources.codec:decode",
     "encode": "operations.sources.codec:encode",
@@ -330,7 +317,6 @@ NAMES = {
     "http_client": "stores.http_client",
     "http_framing": "stores.http_framing",
     "hub": "stores.hub",
-    "hub_api": "stores.hub_api",
     "hub_cache": "stores.hub_cache",
     "MAX_DEPTH": "stores.json_file:MAX_DEPTH",
     "MAX_JSON": "stores.json_file:MAX_JSON",
@@ -374,6 +360,85 @@ NAMES = {
     "compare_digests": "stores.verified:compare_digests",
 }
 
+# Seams: thresholds, limits and pauses that tests change, and steps that they watch or make fail, with the places where
+# the inside looks each of them up.
+SEAMS = {
+    "cluster_timeout": ["cli.cluster:_TIMEOUT"],
+    "copied_in_turn": ["engine.ahead.spans:IN_TURN"],
+    "copy_buffer_size": ["engine.ahead.spans:buffer_size"],
+    "staging_buffer": ["engine.ahead.staging:BUFFER"],
+    "smallest_staging_buffer": ["engine.ahead.staging:SMALLEST_BUFFER"],
+    "grid_bytes": ["engine.codes.code_ranges:_GRID_BYTES"],
+    "mask_step": ["engine.codes.masked:_STEP"],
+    "pooled_below": ["engine.read.batch:POOLED_BELOW"],
+    "pool_size": ["engine.read.batch:POOL_SIZE"],
+    "short_of_memory": ["engine.read.buffer_pool:short"],
+    "mapping_of": ["engine.read.delivery:mapping_of", "frameworks.torch_handles:mapping_of"],
+    "commit_file": ["engine.run.atomic_file:AtomicFile._commit"],
+    "write_file": ["engine.run.atomic_file:AtomicFile.write"],
+    "fetch_range": ["engine.run.fetch:RANGE"],
+    "fetch_window": ["engine.run.fetch:WINDOW"],
+    "fetch_staged": ["engine.run.fetch:_STAGED"],
+    "run_batch": ["engine.run.jobs:Batch.run"],
+    "job_slice_ms": ["engine.run.jobs:SLICE_MS"],
+    "tier": ["engine.run.jobs:TIER", "operations.quantize.encoding:TIER"],
+    "direct_of": ["engine.run.jobs:direct_of"],
+    "scan_members": ["formats.contents:MAX_MEMBERS"],
+    "scan_opcodes": ["formats.contents:MAX_OPCODES"],
+    "scan_searched": ["formats.contents:MAX_SEARCHED"],
+    "scan_total": ["formats.contents:MAX_TOTAL"],
+    "scan_traced": ["formats.contents:MAX_TRACED"],
+    "scan_unpacked": ["formats.contents:MAX_UNPACKED"],
+    "keras_chunk": ["formats.keras.chunks:MAX_CHUNK"],
+    "moon_tensors": ["formats.moon:MAX_TENSORS"],
+    "orbax_in_shards": ["formats.orbax.chunks:MAX_IN_SHARDS"],
+    "orbax_missing": ["formats.orbax.chunks:MAX_MISSING"],
+    "orbax_kept_frames": ["formats.orbax.chunks:_KEPT_FRAMES"],
+    "orbax_streamed": ["formats.orbax.chunks:_STREAMED"],
+    "orbax_folders": ["formats.orbax.file:MAX_FOLDERS"],
+    "orbax_json": ["formats.orbax.file:MAX_JSON"],
+    "ocdbt_keys": ["formats.orbax.ocdbt:MAX_KEYS"],
+    "ocdbt_node": ["formats.orbax.ocdbt:MAX_NODE"],
+    "ocdbt_tree": ["formats.orbax.ocdbt:MAX_TREE"],
+    "copied_small": ["formats.safetensors.file:_SMALL"],
+    "copied_together": ["formats.safetensors.file:_TOGETHER"],
+    "tar_members": ["formats.tar:MAX_MEMBERS"],
+    "torch_name_text": ["formats.torch.flatten:MAX_NAME_TEXT"],
+    "legacy_window": ["formats.torch.legacy_file:_WINDOW"],
+    "pickle_opcodes": ["formats.unpickle.run:MAX_OPCODES"],
+    "pickle_size": ["formats.unpickle.run:MAX_PICKLE"],
+    "scan_texts": ["formats.unpickle.trace:MAX_TEXTS"],
+    "zip_block": ["formats.zip:_BLOCK"],
+    "jax_group": ["frameworks.jax_loading:GROUP"],
+    "small_on_device": ["frameworks.torch_devices:_SMALL"],
+    "staged_from": ["frameworks.torch_handles:_STAGED_FROM"],
+    "merge_tile": ["loading.merge:_TILE"],
+    "kept_output": ["operations.convert.make:_KEPT_BYTES"],
+    "small_tensor": ["operations.convert.make:_SMALL"],
+    "diff_block_bytes": ["operations.measure.diff_blocks:BYTES"],
+    "diff_block_numbers": ["operations.measure.diff_blocks:NUMBERS"],
+    "quantized_at_a_time": ["operations.quantize.quantize:_AT_A_TIME"],
+    "local_weights": ["operations.quantize.weights:_LOCAL"],
+    "remote_weights": ["operations.quantize.weights:_REMOTE"],
+    "validate_path": ["operations.report.report:validate_path", "operations.validate.run:validate_path"],
+    "patch_int32": ["operations.saving.patch:_MAX_INT32"],
+    "spooled_in_memory": ["operations.saving.spool:_SMALL"],
+    "largest_piece": ["operations.sources.executors:_LARGEST"],
+    "smallest_piece": ["operations.sources.executors:_SMALLEST"],
+    "tensor_cost": ["operations.sources.executors:_TENSOR_COST"],
+    "assembled_kept": ["stores.assembled:_KEPT"],
+    "drained_for": ["stores.connections:_DRAINING"],
+    "edit_pause": ["stores.edit_journal:_PAUSE"],
+    "retry_pause": ["stores.foreign_errors:PAUSE", "stores.retries:_BACKOFF"],
+    "hub_json": ["stores.hub_api:MAX_JSON"],
+    "map_file": ["stores.local:LocalStore.map"],
+    "read_into": ["stores.local:LocalStore.read_into"],
+    "interrupt_grace": ["stores.thread_group:_GRACE"],
+    "verified_fewest": ["stores.verified:_FEWEST"],
+    "verified_kept": ["stores.verified:_KEPT"],
+    "compare_digests": ["stores.verified:compare_digests"],
+}
+
 
 def __getattr__(name):
     """Import a name of the list anew each time, so that a patched attribute never outlives its test."""
@@ -389,6 +454,18 @@ def __getattr__(name):
 def path(name):
     """The dotted path of a name: ``safeload.formats.zip``."""
     return f"safeload.{NAMES[name].replace(':', '.')}"
+
+
+def tune(monkeypatch, **values):
+    """Change seams until the end of a test: ``inside.tune(monkeypatch, retry_pause=0.001)``."""
+    for seam, value in values.items():
+        for place in SEAMS[seam]:
+            module, _, attributes = place.partition(":")
+            *owners, attribute = attributes.split(".")
+            owner = importlib.import_module(f"safeload.{module}")
+            for name in owners:
+                owner = getattr(owner, name)
+            monkeypatch.setattr(owner, attribute, value)
 
 
 def preload(*names):

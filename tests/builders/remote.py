@@ -29,7 +29,7 @@ class ServedStore(RemoteStore):
 
 
 class Served:
-    """Files by URL, as `safeload.stores.files.Files` has them.
+    """Files by URL, as `Files` has them.
 
     Args:
         content: bytes by URL.

@@ -131,7 +131,7 @@ def fault_of(reader, *arguments):
 @pytest.mark.parametrize("action", [KILL, KILL_AFTER] if THOROUGH else [KILL], ids=NAMES.get)
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(case, action, monkeypatch):
     path, change, restore, versions = case
-    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
+    inside.tune(monkeypatch, edit_pause=0)
     seen, broken = [], 0
     for nth in itertools.count(1):
         assert nth < MOST_CALLS
@@ -163,7 +163,7 @@ def edit_folder(folder):
 
 
 def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch):
-    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
+    inside.tune(monkeypatch, edit_pause=0)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
     seen = []
     for nth in itertools.count(1):
@@ -204,7 +204,7 @@ def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, acti
 
 @pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
 def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp_path, action, monkeypatch):
-    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
+    inside.tune(monkeypatch, edit_pause=0)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
 
     def restore():

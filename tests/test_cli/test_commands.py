@@ -11,6 +11,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import main
 from builders.models import small, write_folder
 from builders.paths import DATA
@@ -584,12 +585,11 @@ def test_a_closed_pipe(command, folder):
 
 
 def test_control_c(folder, capsys, monkeypatch):
-    from builders.inside import validation
 
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(validation, "validate_path", interrupted)
+    inside.tune(monkeypatch, validate_path=interrupted)
     assert run(capsys, "check", "good.safetensors") == (130, "", "")
 
 

@@ -134,8 +134,7 @@ def test_an_empty_file_is_replaced(folder, write):
 @pytest.mark.parametrize("path", ["m", "missing/new", "new/", ""])
 def test_a_path_that_cannot_be_written_is_told_first(folder, write, path, monkeypatch):
     # In the module that imports the other first: it must not be imported while the other has None.
-    monkeypatch.setattr(inside.report_module, "validate_path", None)
-    monkeypatch.setattr(inside.validation, "validate_path", None)
+    inside.tune(monkeypatch, validate_path=None)
     status, out, err = write("m", path, "--overwrite")
     assert (status, out) == (1, "")
     assert err.startswith("safeload: ")

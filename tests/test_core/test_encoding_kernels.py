@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.engine_models import DTYPES, matrix
 from builders.inside import PRESET_NAMES, PRESETS, Encoding, dtypes, encoding, in_memory, native, packing
 from builders.random import rng
@@ -12,7 +13,7 @@ TIERS = [tier for tier in range(1, native.lib.SL_TIER_COUNT) if native.lib.sl_ti
 
 
 def encode(name, dtype, weights, tier, monkeypatch):
-    monkeypatch.setattr(encoding, "TIER", tier)
+    inside.tune(monkeypatch, tier=tier)
     row = dtypes.BY_NAME[dtype]
     flat = weights.reshape(-1)
     values = in_memory(flat)

@@ -5,6 +5,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import Job, Update, Updates, available_tiers, dtypes, jobs, lib, panels_of, tier_name
 from builders.random import rng
 
@@ -38,7 +39,7 @@ def defined(values, updates):
 
 
 def merged(tier, values, updates, to, monkeypatch, threads=1, out=None):
-    monkeypatch.setattr(jobs, "TIER", tier)
+    inside.tune(monkeypatch, tier=tier)
     out = np.full(values.shape, 7, to) if out is None else out
     source, target = dtypes.row_of(values.dtype), dtypes.row_of(np.dtype(to))
     merge = Updates(values.shape[1], [Update(left, panels_of(right), scaling) for left, right, scaling in updates])

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import Channels, Job, available_tiers, dtypes, ffi, jobs, lib, tier_name
 from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Masked, i2_s, nvfp4
 
@@ -109,7 +110,7 @@ CASES = {
 @pytest.fixture
 def on(monkeypatch):
     """Chooses the tier of the jobs that follow."""
-    return lambda tier: monkeypatch.setattr(jobs, "TIER", tier)
+    return lambda tier: inside.tune(monkeypatch, tier=tier)
 
 
 def handle_of(file):

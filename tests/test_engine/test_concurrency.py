@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import torch_build
-from builders.inside import jobs
+from builders import inside, torch_build
 from builders.random import rng
 from builders.thorough import THOROUGH
 
@@ -138,7 +137,7 @@ def test_closing_while_others_read_gives_the_whole_or_says_that_it_is_closed(pat
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_a_load_reads_its_own_file_although_it_is_closed_and_another_one_opened_meanwhile(tmp_path, monkeypatch, dtype):
     """The system gives the number of a closed descriptor to the next file."""
-    monkeypatch.setattr(jobs, "SLICE_MS", 1)
+    inside.tune(monkeypatch, job_slice_ms=1)
     for value in (1, 2):
         save_file({"x": np.full(20_000_000, value, np.float16)}, tmp_path / str(value), durable=False)
     checkpoint, opened = safeload.open(tmp_path / "1"), []

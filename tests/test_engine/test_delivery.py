@@ -5,7 +5,8 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import batch, jobs
+from builders import inside
+from builders.inside import jobs
 from builders.random import rng
 
 import safeload
@@ -70,8 +71,7 @@ def test_small_tensors_of_any_dtype_at_any_offset(tmp_path, backend, dtype, odd)
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_pools_of_bounded_size(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(batch, "POOL_SIZE", 300)
-    monkeypatch.setattr(batch, "POOLED_BELOW", 100)
+    inside.tune(monkeypatch, pool_size=300, pooled_below=100)
     tensors = mixed(300) | {"large": rng.standard_normal((30, 30)).astype(np.float16)} | {"last": np.ones(2, np.int8)}
     raw_file(tmp_path / "x", tensors)
     assert_same(load_file(tmp_path / "x", backend="pread", dtype=dtype), tensors, dtype)
@@ -95,7 +95,7 @@ def count_runs(monkeypatch):
         ran.append(list(batch.jobs))
         return real(batch, **keywords)
 
-    monkeypatch.setattr(jobs.Batch, "run", counting)
+    inside.tune(monkeypatch, run_batch=counting)
     return ran
 
 

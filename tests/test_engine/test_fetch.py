@@ -7,7 +7,8 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import SCHEMES, address_of, dtypes, fetch, jobs, restore, thread_group
+from builders import inside
+from builders.inside import SCHEMES, address_of, dtypes, fetch, jobs, restore
 from builders.remote import Served
 
 import safeload.numpy
@@ -144,8 +145,7 @@ def test_scales_and_codes_of_a_folder_come_in_few_requests(tmp_path):
 
 
 def test_staging_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(fetch, "WINDOW", 1 << 20)
-    monkeypatch.setattr(fetch, "_STAGED", 3 << 20)
+    inside.tune(monkeypatch, fetch_window=1 << 20, fetch_staged=3 << 20)
     most = 0
     take = fetch.Fetch._take
 
@@ -164,7 +164,7 @@ def test_staging_memory_is_bounded(monkeypatch):
 
 
 def test_many_requests_are_in_flight_and_no_thread_is_left(monkeypatch):
-    monkeypatch.setattr(fetch, "RANGE", 1 << 20)
+    inside.tune(monkeypatch, fetch_range=1 << 20)
     store, opened = served({f"w{k}": np.full(1 << 17, k, np.int64) for k in range(40)}, latency=0.05)
     before = threading.active_count()
     opened.load()
@@ -234,7 +234,7 @@ def test_a_stream_gives_all_before_a_tensor_that_cannot_be_read():
 
 def test_nothing_is_written_after_an_error(monkeypatch):
     """Threads that still read leave the caller's memory alone."""
-    monkeypatch.setattr(fetch, "RANGE", 1 << 20)
+    inside.tune(monkeypatch, fetch_range=1 << 20)
     store, opened = served({f"w{k}": np.full(1 << 18, k, np.int64) for k in range(8)})
     hold = threading.Event()
     last = opened.tensors["w7"].offset
@@ -281,8 +281,7 @@ def test_nothing_is_converted_after_ctrl_c(monkeypatch):
     opened = safeload.open(store.at(URL))
     core = SlowCore(jobs.lib)
     monkeypatch.setattr(jobs, "lib", core)
-    monkeypatch.setattr(jobs, "SLICE_MS", 1)
-    monkeypatch.setattr(thread_group, "_GRACE", 0.0)
+    inside.tune(monkeypatch, job_slice_ms=1, interrupt_grace=0.0)
     out = {"model.w.weight": np.zeros(shape, np.float32)}
 
     def stop(done, total):
@@ -397,7 +396,7 @@ def test_progress_counts_all_bytes():
 
 
 def test_what_progress_raises_ends_the_load(monkeypatch):
-    monkeypatch.setattr(fetch, "RANGE", 1 << 20)
+    inside.tune(monkeypatch, fetch_range=1 << 20)
     store, opened = served({f"w{k}": np.full(1 << 18, k, np.int64) for k in range(20)}, latency=0.1)
 
     def stop(done, total):
@@ -421,7 +420,7 @@ def test_quantizing_names_the_element_of_the_whole_tensor():
     [(scheme, rounding) for scheme, row in SCHEMES.items() for rounding in (None, *row.roundings)],
 )
 def test_quantizing_gives_the_bytes_of_local_values(scheme, rounding, monkeypatch):
-    monkeypatch.setattr(fetch, "RANGE", 1 << 20)
+    inside.tune(monkeypatch, fetch_range=1 << 20)
     values = np.random.default_rng(1).standard_normal((40, 12 << 10), np.float32)  # more than one request
     store, opened = served({"w": values})
     found = safeload.load_quantized(opened, scheme, rounding=rounding)["w"]

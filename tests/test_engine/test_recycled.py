@@ -10,6 +10,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import Recycler, buffer_pool
 
 from safeload.errors import UnsupportedError
@@ -48,7 +49,7 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch):
     counted = Memory(buffer_pool.short)
-    monkeypatch.setattr(buffer_pool, "short", counted)
+    inside.tune(monkeypatch, short_of_memory=counted)
     yield counted
     gc.collect()
     assert counted.sizes == {}

@@ -214,7 +214,7 @@ def count_reads(monkeypatch):
         reads.extend((job.offset, job.size) for job in batch.jobs)
         return real(batch, **keywords)
 
-    monkeypatch.setattr(jobs.Batch, "run", counting)
+    inside.tune(monkeypatch, run_batch=counting)
     return reads
 
 

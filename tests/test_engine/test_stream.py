@@ -426,7 +426,7 @@ def held(monkeypatch):
             assert sizes.pop(address) == size
             real.sl_memory_free(address, size)
 
-    monkeypatch.setattr(buffer_pool, "short", Memory)
+    inside.tune(monkeypatch, short_of_memory=Memory)
     return sizes
 
 

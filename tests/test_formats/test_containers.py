@@ -11,9 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from builders import torch_build
+from builders import inside, torch_build
 from builders.inside import FORMATS_BY_NAME as BY_NAME
-from builders.inside import tar_format
 from builders.paths import ROOT
 from builders.random import rng
 from builders.remote import Served
@@ -369,7 +368,7 @@ def test_a_global_header_may_comment_but_not_set_sizes(tmp_path):
 
 
 def test_too_many_members_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tar_format, "MAX_MEMBERS", 3)
+    inside.tune(monkeypatch, tar_members=3)
     path = tar_of(tmp_path / "m.tar", {f"{k}.txt": b"" for k in range(4)})
     with pytest.raises(LimitError, match=r"more than 3 members"):
         safeload.open(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import hdf5, open_without_table
 from builders.inside import keras_attributes as attributes
 from builders.inside import keras_chunks as chunk_module
@@ -538,7 +539,7 @@ def test_limits_are_kept(name, most, tmp_path, monkeypatch):
 
 def test_chunks_have_a_limit(tmp_path, monkeypatch):
     path = write(tmp_path / "m.h5", lambda file: file.create_dataset("c", data=np.zeros((8, 8)), chunks=(4, 4)))
-    monkeypatch.setattr(chunk_module, "MAX_CHUNK", 100)
+    inside.tune(monkeypatch, keras_chunk=100)
     with pytest.raises(LimitError, match=r"its chunks have 128 bytes"):
         safeload.open(path)
 

@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from builders.inside import moon_format
+from builders import inside
 from builders.random import rng
 
 import safeload
@@ -196,9 +196,9 @@ def test_many_tiny_tensors_take_little_memory(path):
 
 def test_the_number_of_tensors_is_limited(path, monkeypatch):
     path.write_bytes(HEAD + b"".join(entry(b"%06x" % k, ()) for k in range(11)))
-    monkeypatch.setattr(moon_format, "MAX_TENSORS", 11)
+    inside.tune(monkeypatch, moon_tensors=11)
     assert len(safeload.open(path)) == 11
-    monkeypatch.setattr(moon_format, "MAX_TENSORS", 10)
+    inside.tune(monkeypatch, moon_tensors=10)
     with pytest.raises(safeload.LimitError, match="more than 10 tensors"):
         safeload.open(path)
 

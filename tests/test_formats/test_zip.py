@@ -5,6 +5,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import Archive, open_without_table, zips
 from builders.thorough import part_of
 from builders.torch_build import Storage, tensor, zip_entries, zip_file
@@ -125,7 +126,7 @@ def test_what_is_unusual_is_left_to_zipfile(tmp_path):
 def test_local_headers_in_many_blocks(block, tmp_path, monkeypatch):
     """Each is found in some block, or alone."""
     content = archive({f"{k:03}" * (k % 7 + 1): bytes(k) for k in range(40)})
-    monkeypatch.setattr(zips, "_BLOCK", block)
+    inside.tune(monkeypatch, zip_block=block)
     columns, single = both(opened(tmp_path / "a.zip", content), monkeypatch)
     assert columns == single
     assert all(type(begin) is int for begin in columns[1])

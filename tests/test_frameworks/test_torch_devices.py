@@ -37,8 +37,7 @@ ACCELERATORS = [
 
 @pytest.fixture
 def small_ring(monkeypatch):
-    monkeypatch.setattr(staging, "BUFFER", 16384)
-    monkeypatch.setattr(staging, "SMALLEST_BUFFER", 4096)
+    inside.tune(monkeypatch, staging_buffer=16384, smallest_staging_buffer=4096)
 
 
 def entries(checkpoint, dtype=None, names=None):
@@ -219,7 +218,7 @@ def test_small_neighbours_are_copied_to_the_device_together(tmp_path, small_ring
     module, copied = Module(), []
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(torch_devices, "_SMALL", 4096)
+    inside.tune(monkeypatch, small_on_device=4096)
     together = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, parts: copied.append(len(to)) or together(to, parts))
     loaded = load(path, dtype, torch_devices.Streamed(CPU))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.torch_tensors import bits, every_dtype
 
 torch = pytest.importorskip("torch")
@@ -343,7 +344,7 @@ def test_on_meta_nothing_is_read(device, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_another_device_gets_every_tensor_as_it_is_stored(dtype, tmp_path, monkeypatch):
     """No device but the CPU may be there: what would be moved to one says so."""
-    from builders.inside import torch_arrays, torch_devices, torch_handles
+    from builders.inside import torch_arrays, torch_devices
 
     plain = {code: tensor for code, tensor in TENSORS.items() if dtype is None or code not in ("F8_E8M0", "F4")}
     ours.save_file({**plain, **SHAPES}, tmp_path / "x")
@@ -364,7 +365,7 @@ def test_another_device_gets_every_tensor_as_it_is_stored(dtype, tmp_path, monke
     some = ours.load_file(tmp_path / "x", "cuda", dtype=dtype, names=["one", "BF16"])
     assert list(some) == ["one", "BF16"]
     assert moved == [elsewhere] * 3
-    monkeypatch.setattr(torch_handles, "_STAGED_FROM", 40)  # some of them
+    inside.tune(monkeypatch, staged_from=40)  # some of them
     with ours.safe_open(tmp_path / "x", "pt", "cuda") as file:
         same(file.get_tensors(dtype=dtype), want)
         if dtype is None:

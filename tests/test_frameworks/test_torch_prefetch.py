@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import staging
 from builders.threads import threads
 
@@ -27,8 +28,7 @@ def device(monkeypatch):
     late = Late(0.0005)
     monkeypatch.setattr(torch_arrays, "device_of", torch_arrays.parsed_device)
     monkeypatch.setattr(torch_devices, "Streamed", lambda device: late)
-    monkeypatch.setattr(staging, "BUFFER", 16384)
-    monkeypatch.setattr(staging, "SMALLEST_BUFFER", 4096)
+    inside.tune(monkeypatch, staging_buffer=16384, smallest_staging_buffer=4096)
     return late
 
 

@@ -1,6 +1,7 @@
 """safe_open(framework="pt"): what it gives is what safetensors gives, by upstream's rules for each backend."""
 
 import pytest
+from builders import inside
 from builders.torch_tensors import bits, every_dtype
 
 torch = pytest.importorskip("torch")
@@ -139,10 +140,8 @@ def test_many_slices_of_one_tensor_need_few_mappings(path):
 
 
 def test_where_the_system_refuses_a_mapping_everything_is_read(path, monkeypatch):
-    from builders.inside import delivery, torch_handles
 
-    monkeypatch.setattr(torch_handles, "mapping_of", lambda store: None)
-    monkeypatch.setattr(delivery, "mapping_of", lambda store: None)
+    inside.tune(monkeypatch, mapping_of=lambda store: None)
     with safeload.safe_open(path, "pt") as file:
         for name, tensor in TENSORS.items():
             assert bits(file.get_tensor(name)) == bits(tensor)

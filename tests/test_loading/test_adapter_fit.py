@@ -129,7 +129,7 @@ def change_of(rows, columns, count, seed, rank=2):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("tile", [1 << 22, 14])
 def test_experts_in_tiles(turned, tile, tmp_path, monkeypatch):
-    monkeypatch.setattr(inside.merge, "_TILE", tile)
+    inside.tune(monkeypatch, merge_tile=tile)
     shapes = {"m.experts.up": (3, 7, 14) if turned else (3, 14, 7), "m.experts.down": (3, 7, 7)}
     base = model_of(tmp_path / "base", shapes)
     adapter = experts_of(tmp_path / "lora", [(7, 7), (14, 7)])

@@ -168,8 +168,7 @@ def test_quantized_checkpoints_are_verified(tmp_path):
 
 @pytest.mark.parametrize("kept", [0, 1 << 30])
 def test_memory_that_was_dropped_is_read_and_hashed_again(model, listed, kept, monkeypatch):
-    monkeypatch.setattr(verified, "_KEPT", kept)
-    monkeypatch.setattr(verified, "_FEWEST", 1)
+    inside.tune(monkeypatch, verified_kept=kept, verified_fewest=1)
     with safeload.open(model, verify=listed) as checkpoint:
         for _ in range(2):
             assert same(dict(checkpoint.stream(ahead=1)))
@@ -184,9 +183,12 @@ def test_memory_that_was_dropped_is_read_and_hashed_again(model, listed, kept, m
 def test_files_that_are_used_in_turn_are_not_hashed_each_time(model, listed, monkeypatch):
     count = []
     compare = verified.compare_digests
-    monkeypatch.setattr(verified, "compare_digests", lambda *a, **k: (count.append(1), compare(*a, **k))[1])
-    monkeypatch.setattr(verified, "_KEPT", 64)
-    monkeypatch.setattr(verified, "_FEWEST", 1)
+    inside.tune(
+        monkeypatch,
+        compare_digests=lambda *a, **k: (count.append(1), compare(*a, **k))[1],
+        verified_kept=64,
+        verified_fewest=1,
+    )
     with safeload.open(model, verify=listed) as checkpoint:
         for at in range(100):
             for name in WEIGHTS:
@@ -235,7 +237,7 @@ def test_one_read_serves_views_and_copies(tmp_path, monkeypatch):
     path.write_bytes(len(text).to_bytes(8, "little") + text + np.arange(4000, dtype="<f4").tobytes() + b"\1" + bytes(8))
     count = []
     compare = verified.compare_digests
-    monkeypatch.setattr(verified, "compare_digests", lambda *a, **k: (count.append(1), compare(*a, **k))[1])
+    inside.tune(monkeypatch, compare_digests=lambda *a, **k: (count.append(1), compare(*a, **k))[1])
     arrays = safeload.load(path, verify=manifest(path, tmp_path / "list.json"))
     assert arrays["a"][3999] == 3999
     assert arrays["c"].tolist() == [0, 0]

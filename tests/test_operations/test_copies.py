@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import pytest
-from builders.inside import Location, spans
+from builders import inside
+from builders.inside import Location
 from builders.inside import conversion as operation
-from builders.inside import safetensors_file as safetensors
 from builders.mixed_tensors import many, tensor
 from builders.remote import Served
 from builders.rooms import without_room
@@ -111,10 +111,10 @@ def test_names_in_their_given_order(both, model):
 
 
 def test_tensors_in_any_order_and_across_buffers(both, tmp_path, monkeypatch):
-    monkeypatch.setattr(spans, "IN_TURN", 1000)
+    inside.tune(monkeypatch, copied_in_turn=1000)
     tensors = {f"{k * 37 % 101}": tensor(("float32", "float16", "int64")[k % 3], (k * 97 % 900,)) for k in range(101)}
     tensors["large"] = tensor("float32", (300_001,))  # several buffers of 64 KiB each
-    monkeypatch.setattr(spans, "buffer_size", lambda total: 64 << 10)
+    inside.tune(monkeypatch, copy_buffer_size=lambda total: 64 << 10)
     source = unordered(tmp_path / "source.safetensors", tensors)
     for options in ({}, {"dtype": "float16"}, {"dtype": "float64"}):
         one, other = both(source, **options)
@@ -124,8 +124,7 @@ def test_tensors_in_any_order_and_across_buffers(both, tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
 def test_blocks_are_dequantized(both, tmp_path, monkeypatch, suffix):
     """And those that stay as they are. Blocks have 32 or 256 elements; a large tensor takes several buffers."""
-    monkeypatch.setattr(spans, "IN_TURN", 1000)
-    monkeypatch.setattr(spans, "buffer_size", lambda total: 64 << 10)
+    inside.tune(monkeypatch, copied_in_turn=1000, copy_buffer_size=lambda total: 64 << 10)
     tensors = {f"{k}.{scheme}": tensor("float32", (k, 3, 512)) for k in range(4) for scheme in SCHEMES}
     tensors |= {"large.q4_k": tensor("float32", (300, 256)), "large.q8_0": tensor("float16", (3, 32_000))}
     tensors |= {"bias": tensor("float32", (5,)), "ids": tensor("int64", (3,))}
@@ -197,7 +196,7 @@ def test_progress_ends_with_all_bytes(model, tmp_path):
 
 
 def test_no_thread_is_left(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(spans, "IN_TURN", 0)
+    inside.tune(monkeypatch, copied_in_turn=0)
     before = threading.active_count()
 
     def stop(done, total):
@@ -219,9 +218,9 @@ def test_small_arrays_are_written_together(tmp_path, monkeypatch):
     tensors["big-endian"] = np.arange(5, dtype=">f4")
     tensors["large"] = np.arange(100_000, dtype=np.float32)
     for together in (1, 300, 1 << 20):
-        monkeypatch.setattr(safetensors, "_TOGETHER", together)
+        inside.tune(monkeypatch, copied_together=together)
         save_file(tensors, tmp_path / f"{together}.safetensors")
-    monkeypatch.setattr(safetensors, "_SMALL", -1)
+    inside.tune(monkeypatch, copied_small=-1)
     save_file(tensors, tmp_path / "each.safetensors")
     assert safeload.numpy.save(tensors) == (tmp_path / "each.safetensors").read_bytes()
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1

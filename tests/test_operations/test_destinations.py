@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.executors import echoed, processes, settled
 from builders.thorough import part_of
 
 pytest.importorskip("fsspec")
 
-from builders.inside import foreign_errors, main, retries
+from builders.inside import main
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -46,8 +47,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(foreign_errors, "PAUSE", 0.001)
-    monkeypatch.setattr(retries, "_BACKOFF", 0.001)
+    inside.tune(monkeypatch, retry_pause=0.001)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import Location, diff_blocks
 from builders.remote import Served
 from builders.thorough import THOROUGH
@@ -94,8 +95,7 @@ def files(tmp_path):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_random_tables(tmp_path, monkeypatch, size, threads, seed):
     """In files, in memory, and one of each; in small and in large blocks."""
-    monkeypatch.setattr(diff_blocks, "BYTES", size)
-    monkeypatch.setattr(diff_blocks, "NUMBERS", size)
+    inside.tune(monkeypatch, diff_block_bytes=size, diff_block_numbers=size)
     a, b = models(seed)
     save_file(a, tmp_path / "a")
     save_file(dict(reversed(b.items())), tmp_path / "b")
@@ -140,7 +140,7 @@ def test_each_byte_counts(tmp_path):
 
 
 def test_the_bytes_of_a_large_tensor_are_compared_up_to_the_first_difference(tmp_path, monkeypatch):
-    monkeypatch.setattr(diff_blocks, "BYTES", 4096)
+    inside.tune(monkeypatch, diff_block_bytes=4096)
     x = np.arange(1 << 17, dtype=np.float32)
     save_file({"x": x, "y": x}, tmp_path / "a")
     save_file({"x": x + 1, "y": x}, tmp_path / "b")

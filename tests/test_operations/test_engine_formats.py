@@ -119,7 +119,7 @@ def test_an_interrupted_conversion_continues(llama, tmp_path, monkeypatch):
 
 def test_scales_are_computed_again_if_they_take_much_memory(llama, tmp_path, monkeypatch):
     safeload.convert(llama, tmp_path / "kept", quantize="mlx4")
-    monkeypatch.setattr(inside.making, "_KEPT_BYTES", 0)
+    inside.tune(monkeypatch, kept_output=0)
     safeload.convert(llama, tmp_path / "again", quantize="mlx4")
     assert described(tmp_path / "again/model.safetensors") == described(tmp_path / "kept/model.safetensors")
 
@@ -133,7 +133,7 @@ def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path
         weights["x.weight"] = matrix(384, 256, 5)
     save_file(weights, tmp_path / "x.safetensors")
     whole = safeload.load_quantized(weights, name)
-    monkeypatch.setattr(inside.quantized_weights, "_LOCAL", 2000)
+    inside.tune(monkeypatch, local_weights=2000)
     for threads in (1, 3):
         assert safeload.load_quantized(weights, name, threads=threads) == whole
         assert safeload.load_quantized(tmp_path / "x.safetensors", name, threads=threads) == whole
@@ -141,7 +141,7 @@ def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("name", ["w8a8", "fp8_block", "nvfp4a16", "mlx3", "bnb_fp4"])
 def test_strips_from_a_network_do_not_change_the_result(name, monkeypatch, llama, tmp_path):
-    monkeypatch.setattr(inside.quantized_weights, "_REMOTE", 20000)
+    inside.tune(monkeypatch, remote_weights=20000)
     there = Served.folder(llama)
     safeload.convert(there.at("mem://model/model.safetensors"), tmp_path / "out", quantize=name, only="*_proj.weight")
     safeload.convert(llama / "model.safetensors", tmp_path / "expected", quantize=name, only="*_proj.weight")

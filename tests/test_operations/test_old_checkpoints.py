@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.conversions import at_once, on_an_executor, planned, resumed
 from builders.inside import AtomicFile
 
@@ -165,7 +166,7 @@ def test_a_stop_before_the_index_brings_it_back(model, new, way, last, error, mo
             raise error("stop")
         commit(file)
 
-    monkeypatch.setattr(AtomicFile, "_commit", stop)
+    inside.tune(monkeypatch, commit_file=stop)
     with pytest.raises(error):
         way(new.parent, model, max_shard_size=SIZE, overwrite=True)
     assert (model / SINGLE).read_bytes() == before
@@ -193,7 +194,7 @@ def test_a_kill_leaves_no_mixture(model, new, way, last, monkeypatch):
     child = os.fork()
     if child == 0:
         try:
-            monkeypatch.setattr(AtomicFile, "_commit", stop)
+            inside.tune(monkeypatch, commit_file=stop)
             way(new.parent, model, max_shard_size=SIZE, overwrite=True)
         finally:
             os._exit(1)

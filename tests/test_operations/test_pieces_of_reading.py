@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.executors import Backwards, Lazy, Plain, echoed, processes
-from builders.inside import LocalStore, executors, manifest, piece_files
+from builders.inside import LocalStore, manifest, piece_files
 from builders.models import small, write_folder
 from builders.quantized import FIXTURES
 from builders.torch_build import Ref, Storage, ordered, tensor, zip_file
@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So many pieces as large checkpoints have."""
-    monkeypatch.setattr(executors, "_SMALLEST", 4000)
-    monkeypatch.setattr(executors, "_TENSOR_COST", 0)
+    inside.tune(monkeypatch, smallest_piece=4000, tensor_cost=0)
 
 
 def odd(seed=0):
@@ -220,7 +219,7 @@ def test_every_format_without_a_mapping(source, monkeypatch):
     expected = everything(source)
     mapped = []
     original = LocalStore.map
-    monkeypatch.setattr(LocalStore, "map", lambda store: mapped.append(store.path) or original(store))
+    inside.tune(monkeypatch, map_file=lambda store: mapped.append(store.path) or original(store))
     executor = Plain()
     assert everything(source, executor) == expected
     assert mapped == []

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.clusters import RESUME, record_of, run_pieces
 from builders.inside import Digest
 from builders.quantized import FIXTURES
@@ -355,7 +356,6 @@ def test_a_file_in_use_by_a_process_that_does_the_same_piece(model, tmp_path, mo
 
 
 def test_a_piece_never_maps_a_file(copied, tmp_path, monkeypatch):
-    from builders.inside import local
 
     def refuse(*_):
         raise AssertionError("a piece maps a file")
@@ -365,7 +365,7 @@ def test_a_piece_never_maps_a_file(copied, tmp_path, monkeypatch):
             place = tmp_path / f"{Path(src).name}{len(options)}{options.get('dtype')}"
             plan = safeload.plan_convert(src, place, max_shard_size=LIMIT, **options)
             with monkeypatch.context() as patched:
-                patched.setattr(local.LocalStore, "map", refuse)
+                inside.tune(patched, map_file=refuse)
                 results = [safeload.run_piece(piece) for piece in plan.pieces]
             safeload.finalize(plan, results)
 

@@ -21,8 +21,9 @@ import zlib
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import format_contents as contents
-from builders.inside import main, trace, tracing
+from builders.inside import main, trace
 from builders.paths import ROOT
 
 import safeload
@@ -411,20 +412,20 @@ def test_a_million_opcodes_take_seconds_and_little_memory(tmp_path):
 
 
 def test_opcodes_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "MAX_TRACED", 1000)
+    inside.tune(monkeypatch, scan_traced=1000)
     report = scanned(tmp_path, "x.pkl", b"\x80\x04" + b"N0" * 1000 + EVIL[2:])
     assert report.verdict == "unknown"
     assert "more than 1,000 opcodes" in report.unreadable[0][1]
 
 
 def test_texts_in_the_memo_are_bounded(monkeypatch):
-    monkeypatch.setattr(tracing, "MAX_TEXTS", 100)
+    inside.tune(monkeypatch, scan_texts=100)
     content = b"\x80\x04" + b"".join(b"K\x01r" + struct.pack("<I", 7 * k) for k in range(200)) + b"."
     assert "more than 100 values" in trace(contents.MemoryContent(content), 0).fault
 
 
 def test_many_beginnings_take_bounded_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "MAX_OPCODES", 100_000)
+    inside.tune(monkeypatch, scan_opcodes=100_000)
     begun = time.perf_counter()
     for content in (
         b"x\x80\x02\xff" * 100_000,
@@ -442,14 +443,14 @@ def test_many_beginnings_take_bounded_time(tmp_path, monkeypatch):
     "wrap", [gzip.compress, bz2.compress, lzma.compress, lambda p: zipped({"a": p}, zipfile.ZIP_DEFLATED)]
 )
 def test_bombs_are_unpacked_up_to_a_limit(wrap, tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "MAX_UNPACKED", 1 << 20)
+    inside.tune(monkeypatch, scan_unpacked=1 << 20)
     report = scanned(tmp_path, "x.gz", wrap(EVIL + bytes(20 << 20)))
     assert report.verdict == "dangerous"  # it comes first
     assert any("more than 1,048,576 bytes" in reason for _, reason in report.unreadable)
 
 
 def test_all_unpacked_contents_together_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "MAX_TOTAL", 3 << 20)
+    inside.tune(monkeypatch, scan_total=3 << 20)
     report = scanned(tmp_path, "x.zip", zipped({f"{k}": bytes(1 << 20) for k in range(9)}, zipfile.ZIP_DEFLATED))
     assert report.verdict == "unknown"
 
@@ -463,7 +464,7 @@ def test_nesting_is_bounded(tmp_path):
 
 
 def test_members_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "MAX_MEMBERS", 10)
+    inside.tune(monkeypatch, scan_members=10)
     report = scanned(tmp_path, "x.zip", zipped({f"{k}": b"x" for k in range(50)}))
     assert report.verdict == "unknown"
     assert "more than 10 members" in report.unreadable[-1][1]
@@ -496,11 +497,10 @@ def test_hidden_headers_take_bounded_time(tmp_path, monkeypatch):
     report = scanned(tmp_path, "x.zip", local_headers(20_000, zipfile.ZIP_DEFLATED))
     assert time.process_time() - began < 5
     assert len(report.unreadable) > 20_000
-    monkeypatch.setattr(contents, "MAX_MEMBERS", 10)
+    inside.tune(monkeypatch, scan_members=10)
     report = scanned(tmp_path, "x.zip", local_headers(1000, zipfile.ZIP_DEFLATED))
     assert len(report.unreadable) < 20
-    monkeypatch.setattr(contents, "MAX_SEARCHED", 1 << 20)
-    monkeypatch.setattr(contents, "MAX_MEMBERS", 10_000)
+    inside.tune(monkeypatch, scan_searched=1 << 20, scan_members=10_000)
     report = scanned(tmp_path, "x.zip", local_headers(1000, zipfile.ZIP_STORED))
     assert len(report.unreadable) < 5
     assert any("not searched for pickles" in reason for _, reason in report.unreadable)
@@ -513,7 +513,7 @@ def test_zeros_after_a_tar_archive_are_skipped_and_bounded(tmp_path, monkeypatch
     path = tmp_path / "sparse.tar"
     path.write_bytes(tarred({"a.pkl": FINE}))
     os.truncate(path, 1 << 40)
-    monkeypatch.setattr(contents, "MAX_SEARCHED", 8 << 20)
+    inside.tune(monkeypatch, scan_searched=8 << 20)
     report = safeload.scan(path)
     assert report.verdict == "unknown"
     assert "searched for members up to byte" in report.unreadable[0][1]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.calls import count_calls
 from builders.inside import making as make
 from builders.random import rng
@@ -37,7 +38,7 @@ def test_files_and_errors_are_those_of_tensor_by_tensor(tmp_path, monkeypatch, s
     save_file(tensors, tmp_path / "x.safetensors")
     outcomes = []
     for small in (make._SMALL, -1):
-        monkeypatch.setattr(make, "_SMALL", small)
+        inside.tune(monkeypatch, small_tensor=small)
         if small < 0:
             monkeypatch.setattr(make, "copies_as_decided", lambda *_: None)
         out = tmp_path / f"out.{suffix}"
@@ -52,7 +53,7 @@ def test_a_group_takes_fewer_steps(tmp_path, monkeypatch, scheme, suffix):
     save_file({f"x{k}.weight": np.ones((4, 32), np.float32) for k in range(600)}, path)
     steps = []
     for small in (make._SMALL, -1):
-        monkeypatch.setattr(make, "_SMALL", small)
+        inside.tune(monkeypatch, small_tensor=small)
         safeload.convert(path, out, quantize=scheme, overwrite=True)
         steps.append(count_calls(lambda: safeload.convert(path, out, quantize=scheme, overwrite=True)))
     assert steps[0] < 0.75 * steps[1]

@@ -7,6 +7,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.executors import Plain
 from builders.inside import DTYPES_BY_NAME as BY_NAME
 from builders.inside import STATS_RECORD as _RECORD
@@ -336,15 +337,15 @@ def odd(name, length):
 def test_tiers_give_scalars_bits(name, histogram, tier, monkeypatch):
     for length in (*range(0, 131, 13), 4097, 300_007):
         for x in (normal(name, length), odd(name, length)):
-            monkeypatch.setattr(jobs, "TIER", SCALAR)
+            inside.tune(monkeypatch, tier=SCALAR)
             wanted = stats(x, histogram=histogram)
-            monkeypatch.setattr(jobs, "TIER", tier)
+            inside.tune(monkeypatch, tier=tier)
             same(stats(x, histogram=histogram), wanted)
 
 
 def record(monkeypatch, tier, name, address, length):
     """The record of one segment of bytes anywhere in memory, as bytes."""
-    monkeypatch.setattr(jobs, "TIER", tier)
+    inside.tune(monkeypatch, tier=tier)
     row = BY_NAME[name]
     out = np.full(1, 0x5A, np.uint8).repeat(_RECORD.itemsize)
     job = Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
@@ -373,9 +374,9 @@ def test_any_alignment_between_guard_pages(name, tier, monkeypatch):
 def test_random_bits(name, tier, monkeypatch):
     x = F32_RANDOM.view(dtype_of(name)) if name != "float32" else np.concatenate([F32_SPECIALS, F32_RANDOM])
     for part in (x[:4096], x[:5000], x):
-        monkeypatch.setattr(jobs, "TIER", SCALAR)
+        inside.tune(monkeypatch, tier=SCALAR)
         wanted = stats(part, histogram=True)
-        monkeypatch.setattr(jobs, "TIER", tier)
+        inside.tune(monkeypatch, tier=tier)
         same(stats(part, histogram=True), wanted)
         with np.errstate(invalid="ignore"):  # signalling NaN, where ml_dtypes widens first
             assert wanted.first_nan == first(np.isnan(part))

@@ -7,6 +7,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.inside import code_ranges
 
 import safeload
@@ -163,7 +164,7 @@ def test_a_flat_tensor_is_divided(tmp_path, monkeypatch):
     """One row of blocks: in ranges of columns, whose scales are all that is in memory."""
     tensors, want = four_bits((3126, 96), 64, 16)
     folder = write(tmp_path, tensors)
-    monkeypatch.setattr(code_ranges, "_GRID_BYTES", 4096)
+    inside.tune(monkeypatch, grid_bytes=4096)
     with safeload.open(folder) as opened:
         packed = opened.weight_files[0].table.packed(0).packing
         ranges = list(code_ranges.ranges_of(packed))

@@ -7,8 +7,8 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import inside
 from builders.executors import Plain
-from builders.inside import code_ranges
 from builders.packed_codes import AWQ_ORDER, COLUMNS, pack, stream, words
 from builders.quantized import FIXTURES
 
@@ -306,7 +306,7 @@ def test_gptq_without_a_configuration_stays_stored(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranges_of_columns_from_files_and_memory(name, dtype, monkeypatch):
     fixture = FIXTURES[name]
-    monkeypatch.setattr(code_ranges, "_GRID_BYTES", 1)
+    inside.tune(monkeypatch, grid_bytes=1)
     target = np.dtype(getattr(ml_dtypes, dtype, dtype))
     for key, array in safeload.load(fixture.path, dtype=dtype, backend="pread").items():
         np.testing.assert_array_equal(array, fixture.expected()[key].astype(target))

@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import code_ranges, masked
+from builders import inside
 from builders.random import rng
 from builders.remote import Served
 
@@ -102,7 +102,7 @@ def test_values_without_a_config_or_with_a_weight_of_the_same_name(tmp_path):
 
 @pytest.mark.parametrize("step", [8, 64, 1 << 16])
 def test_rows_longer_than_a_step_are_found_and_checked(step, tmp_path, monkeypatch):
-    monkeypatch.setattr(masked, "_STEP", step)
+    inside.tune(monkeypatch, mask_step=step)
     values = dense((5, 203))
     stored = parts_of(values, "a")
     assert_same(safeload.load(write(tmp_path, stored), dtype="bfloat16")["a.weight"], values)
@@ -115,7 +115,7 @@ def test_rows_longer_than_a_step_are_found_and_checked(step, tmp_path, monkeypat
 
 @pytest.mark.parametrize("grid_bytes", [1, 100, 1 << 20])
 def test_ranges_of_rows_are_those_of_the_whole(grid_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(code_ranges, "_GRID_BYTES", grid_bytes)
+    inside.tune(monkeypatch, grid_bytes=grid_bytes)
     values = dense((40, 77))
     values[7:9] = 0
     with safeload.open(write(tmp_path, parts_of(values, "a"))) as opened:

@@ -11,7 +11,7 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import code_ranges
+from builders import inside
 from builders.quantized import FIXTURES, FOLDER, IN_GGUF, each_kind, each_kind_with
 
 import safeload
@@ -47,7 +47,7 @@ def test_the_weights_are_those_that_the_libraries_reader_finds(name):
 
 @each_kind_with("grid_bytes", {str(count): count for count in (1, 100, 700)})
 def test_tensors_of_large_grids_are_restored_in_ranges_of_rows(fixture, grid_bytes, monkeypatch):
-    monkeypatch.setattr(code_ranges, "_GRID_BYTES", grid_bytes)
+    inside.tune(monkeypatch, grid_bytes=grid_bytes)
     assert_same(safeload.load(fixture.folder, dtype="float32"), fixture.expected())
 
 

@@ -294,7 +294,7 @@ def interrupt(path, content=b"\xff" * 30):
 
 
 def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
-    monkeypatch.setattr(inside.edit_journal, "_PAUSE", 0)
+    inside.tune(monkeypatch, edit_pause=0)
     data = interrupt(path)
     for reader in (safeload.open, safeload.load, safeload.numpy.load_file, safeload.edit):
         with pytest.raises(safeload.FormatError, match=f"safeload edit --recover {path}"):

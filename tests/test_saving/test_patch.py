@@ -290,7 +290,7 @@ def test_files_with_quantized_tensors_are_exact(tmp_path):
 
 
 def test_indices_of_large_tensors_have_64_bits(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(inside.patch, "_MAX_INT32", 100)
+    inside.tune(monkeypatch, patch_int32=100)
     safeload.make_patch(pair[0], pair[1], tmp_path / "p.safetensors")
     assert safeload.load(tmp_path / "p.safetensors")["w.indices"].dtype == np.int64
     safeload.apply_patch(pair[0], tmp_path / "p.safetensors", tmp_path / "out.safetensors")

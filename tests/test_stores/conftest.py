@@ -9,7 +9,7 @@ from builders import inside
 @pytest.fixture
 def quick_web(monkeypatch):
     """No proxy of the environment, and tries that follow each other at once: waits are tested by their own test."""
-    monkeypatch.setattr(inside.retries, "_BACKOFF", 0.01)
+    inside.tune(monkeypatch, retry_pause=0.01)
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

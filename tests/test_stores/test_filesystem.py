@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from builders import inside
 from builders.http_server import Server
 from builders.terminal import press_ctrl_c
 
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(foreign_errors, "PAUSE", 0.001)
+    inside.tune(monkeypatch, retry_pause=0.001)
 
 
 @pytest.fixture

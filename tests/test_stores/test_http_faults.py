@@ -282,7 +282,7 @@ def test_a_wait_of_any_length_is_refused():
 
 
 def test_a_refusal_is_named_before_the_end_of_its_body(monkeypatch):
-    monkeypatch.setattr(inside.http_connections, "_DRAINING", 0.05)
+    inside.tune(monkeypatch, drained_for=0.05)
     for fault in (server.status(404), server.redirect("/b")):
         begun = time.monotonic()
         with serve(fault, server.stall()) as there, pytest.raises((FileNotFoundError, RemoteError)):
@@ -302,7 +302,7 @@ def test_a_server_that_asks_to_wait_is_waited_for(fault):
 
 def test_waits_grow_and_are_left_to_chance(monkeypatch):
     asked = []
-    monkeypatch.setattr(retries, "_BACKOFF", 0.5)
+    inside.tune(monkeypatch, retry_pause=0.5)
     monkeypatch.setattr(retries.random, "uniform", lambda least, most: asked.append((least, most)) or 0.0)
     with serve(server.status(500)) as there, pytest.raises(RemoteError):
         Web({"retries": 6}).open(there.url("/a"))

@@ -43,8 +43,7 @@ SOON = 15
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no cache"))
-    monkeypatch.setattr(foreign_errors, "PAUSE", 0.001)
-    monkeypatch.setattr(retries, "_BACKOFF", 0.001)
+    inside.tune(monkeypatch, retry_pause=0.001)
     for name in ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
 

@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("huggingface_hub")
 pytest.importorskip("urllib3")
 
-from builders import http_faults
+from builders import http_faults, inside
 from builders.http_server import CERTIFICATE, Server
 from builders.hub import Hub
-from builders.inside import RemoteFiles, hub_api, retries
+from builders.inside import RemoteFiles, retries
 
 from safeload import UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
@@ -110,7 +110,7 @@ def commit_of(server):
 
 @pytest.mark.parametrize("length", ["stated", "missing"])
 def test_an_answer_of_any_size_takes_little_memory(length, server, monkeypatch):
-    monkeypatch.setattr(hub_api, "MAX_JSON", 1000)
+    inside.tune(monkeypatch, hub_json=1000)
     server.faults = [body(b" " * 3_000_000, path=API)]
     if length == "missing":
         server.faults += [http_faults.header("Content-Length", None, path=API), http_faults.short(3_000_000, path=API)]

@@ -16,6 +16,7 @@ s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("urllib3")
 moto_server = pytest.importorskip("moto.server")
 
+from builders import inside  # noqa: E402
 from builders.inside import (  # noqa: E402
     FsspecHandle,
     FsspecStore,
@@ -23,7 +24,6 @@ from builders.inside import (  # noqa: E402
     RemoteFiles,
     Signer,
     Span,
-    foreign_errors,
     retries,
     thread_group,
 )
@@ -60,8 +60,7 @@ def options(endpoint):
 
 @pytest.fixture
 def fs(options, monkeypatch):
-    monkeypatch.setattr(foreign_errors, "PAUSE", 0.001)
-    monkeypatch.setattr(retries, "_BACKOFF", 0.001)
+    inside.tune(monkeypatch, retry_pause=0.001)
     fs = s3fs.S3FileSystem(**options)
     if not fs.exists(BUCKET):
         fs.mkdir(BUCKET)

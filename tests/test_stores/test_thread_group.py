@@ -9,7 +9,7 @@ import time
 
 import pytest
 from builders import inside
-from builders.inside import Prefetch, Stop, Stopped, Task, each, in_order, stop, thread_group
+from builders.inside import Prefetch, Stop, Stopped, Task, each, in_order, stop
 from builders.inside import run_tasks as run
 from builders.threads import threads
 
@@ -117,7 +117,7 @@ def test_tasks_go_on_where_a_thread_cannot_be_started(monkeypatch):
 
 
 def test_a_task_that_cannot_be_ended_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(thread_group, "_GRACE", 0.1)
+    inside.tune(monkeypatch, interrupt_grace=0.1)
     gate = threading.Event()
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError):

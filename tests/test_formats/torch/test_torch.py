@@ -673,23 +673,21 @@ def test_deep_nesting_is_a_limit(tmp_path):
 
 
 def test_long_names_are_a_limit(tmp_path, monkeypatch):
-    from builders.inside import flattening
 
-    monkeypatch.setattr(flattening, "MAX_NAME_TEXT", 1000)
+    inside.tune(monkeypatch, torch_name_text=1000)
     opened(tmp_path, {"x" * 400: {"y" * 500: one()}})
     with pytest.raises(LimitError, match="more than 1,000 characters in the names"):
         opened(tmp_path, {"x" * 400: {"y" * 500: one(), "z": one(1)}})
 
 
 def test_a_pickle_too_large_to_be_one_is_a_limit(tmp_path, monkeypatch):
-    from builders.inside import torch_legacy, unpickler
 
     value = {"w": one(), "text": "x" * 5000}
     path = tmp_path / "large.pt"
-    monkeypatch.setattr(torch_legacy, "_WINDOW", 16)  # and so many windows are read
+    inside.tune(monkeypatch, legacy_window=16)  # and so many windows are read
     path.write_bytes(legacy_file(value))
     assert safeload.load(path)["w"].tolist() == [0, 0]
-    monkeypatch.setattr(unpickler, "MAX_PICKLE", 1000)
+    inside.tune(monkeypatch, pickle_size=1000)
     for content in (legacy_file(value), zip_file(value)):
         path.write_bytes(content)
         with pytest.raises(LimitError, match=r"has more than 1000 bytes"):

@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+from builders import inside
 from builders.inside import Fault, Foreign, Global, Inert, pickle_machine, unpickler
 from builders.thorough import examples
 from hypothesis import given, settings
@@ -325,7 +326,7 @@ def test_shared_lists_are_not_unfolded():
 
 
 def test_opcodes_are_counted(monkeypatch):
-    monkeypatch.setattr(unpickler, "MAX_OPCODES", 1000)
+    inside.tune(monkeypatch, pickle_opcodes=1000)
     load(b"N0" * 499 + b"N.")
     with pytest.raises(LimitError, match="more than 1000 opcodes"):
         load(b"N0" * 500 + b"N.")
@@ -429,7 +430,7 @@ def test_a_tensor_that_breaks_off_anywhere(cut):
 
 
 def test_opcodes_of_the_loop_are_counted(monkeypatch):
-    monkeypatch.setattr(unpickler, "MAX_OPCODES", 1000)
+    inside.tune(monkeypatch, pickle_opcodes=1000)
     load(b"(" + b"K\x01" * 997 + b"t.")
     for more in (b"t.", b""):  # also where the bytes end with the last one
         with pytest.raises(LimitError, match="more than 1000 opcodes"):
