@@ -503,3 +503,10 @@ def test_every_name_of_the_inside_is_used():
         for match in re.finditer(r"\binside\.tune\((.*?)\)\n", text, re.S):
             used.update(re.findall(r"(\w+)=", match[1]))
     assert [name for name in (*inside.NAMES, *inside.SEAMS) if name not in used] == []
+
+
+def test_few_files_are_about_machinery_that_goes():
+    """A new test of the inside belongs to none of them: state what users see."""
+    pattern = re.compile(r"\bmark\." + r"inner\b")
+    marked = [name for name, text in texts_of_tests().items() if pattern.search(text)]
+    assert len(marked) <= INNER_FILES, marked

@@ -15,6 +15,8 @@ from builders.inside import Recycler, buffer_pool
 
 from safeload.errors import UnsupportedError
 
+pytestmark = pytest.mark.inner
+
 MIB = 1 << 20
 U8 = np.dtype(np.uint8)
 

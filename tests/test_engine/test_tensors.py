@@ -7,6 +7,8 @@ from builders.inside import Tensors
 import safeload
 from safeload.numpy import save_file
 
+pytestmark = pytest.mark.inner
+
 SHAPES = [(), (0,), (3,), (2, 3), (1, 0, 2), (2, 2, 2)]
 DTYPES = [np.float32, np.int8, np.float16, np.uint64]
 

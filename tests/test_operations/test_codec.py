@@ -9,7 +9,7 @@ from builders.inside import decode, encode
 
 from safeload import FormatError
 
-pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+pytestmark = [pytest.mark.inner, pytest.mark.any_python, pytest.mark.no_core]
 
 
 class Row(NamedTuple):

@@ -17,7 +17,7 @@ import safeload
 from safeload.errors import FormatError, SafeloadError, UnsupportedError
 from safeload.numpy import load_file, save_file
 
-pytestmark = pytest.mark.any_python
+pytestmark = [pytest.mark.inner, pytest.mark.any_python]
 
 SCHEMES = ("q4_0", "q8_0", "q4_k", "q6_k", "iq4_nl", "mxfp4", "tq1_0")
 

@@ -16,7 +16,7 @@ from safeload import TensorDiff, diff
 from safeload.errors import FormatError
 from safeload.numpy import save_file
 
-pytestmark = pytest.mark.any_python
+pytestmark = [pytest.mark.inner, pytest.mark.any_python]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int8", "uint16", "bool", "complex64")
 SHAPES = [(), (0, 3), (1,), (7,), (2, 3), (3, 1, 5), (64, 64), (100, 300)]

@@ -19,7 +19,7 @@ from builders.random import rng
 import safeload
 from safeload.numpy import save_file
 
-pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
+pytestmark = [pytest.mark.inner, pytest.mark.any_python, pytest.mark.no_core]
 
 
 @pytest.fixture

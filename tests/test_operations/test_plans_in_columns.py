@@ -21,7 +21,7 @@ from builders.random import rng
 import safeload
 from safeload.numpy import save_file
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.inner, pytest.mark.no_core]
 
 INDEX = "model.safetensors.index.json"
 

@@ -1,8 +1,11 @@
 """Shards hold as many tensors as fit, in order."""
 
+import pytest
 from builders.inside import shard_bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.inner
 
 
 def one_by_one(sizes, limit):

@@ -10,7 +10,7 @@ from builders.random import rng
 import safeload
 from safeload.numpy import save_file
 
-pytestmark = pytest.mark.no_core
+pytestmark = [pytest.mark.inner, pytest.mark.no_core]
 
 SHAPES = [(32, 64), (3, 5), (2, 8, 32), (1, 32), (0, 64), (300, 96), (64,)]
 

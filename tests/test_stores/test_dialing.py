@@ -14,6 +14,7 @@ from safeload.numpy import save
 
 pytest.importorskip("urllib3")
 pytestmark = [
+    pytest.mark.inner,
     pytest.mark.usefixtures("quick_web"),
     pytest.mark.skipif(os.name != "posix" or sys.platform == "darwin", reason="the system may have a proxy"),
 ]

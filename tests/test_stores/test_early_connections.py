@@ -21,6 +21,7 @@ pytest.importorskip("urllib3")
 connections = inside.http_connections
 
 pytestmark = [
+    pytest.mark.inner,
     pytest.mark.usefixtures("quick_web"),
     # Python leaves a TLS socket that is reset before its handshake to be closed with its last reference.
     pytest.mark.filterwarnings(r"ignore:Exception ignored in. <ssl\.SSLSocket:pytest.PytestUnraisableExceptionWarning"),

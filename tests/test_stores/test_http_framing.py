@@ -16,7 +16,7 @@ pytest.importorskip("urllib3")
 framing = inside.http_framing
 Web = inside.Web
 
-pytestmark = pytest.mark.usefixtures("quick_web")
+pytestmark = [pytest.mark.inner, pytest.mark.usefixtures("quick_web")]
 
 CONTENT = os.urandom(1 << 20)
 CHUNKED = "Transfer-Encoding: chunked"

@@ -15,6 +15,8 @@ from builders import inside
 from builders.inside import Prefetch, Task
 from builders.threads import threads
 
+pytestmark = pytest.mark.inner
+
 
 def tasks(*sizes, done=None):
     """Tasks of these sizes that give their numbers, and note them in ``done``."""

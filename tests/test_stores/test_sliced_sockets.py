@@ -18,6 +18,8 @@ from builders.threads import threads
 pytest.importorskip("urllib3")
 from builders.inside import SlicedSocket, SlicedTlsSocket, http_connections
 
+pytestmark = pytest.mark.inner
+
 # Seconds: a moment on a machine of any speed, far below the timeouts of the sockets.
 SOON = 15
 

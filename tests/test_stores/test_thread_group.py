@@ -13,6 +13,8 @@ from builders.inside import Prefetch, Stop, Stopped, Task, each, in_order, stop
 from builders.inside import run_tasks as run
 from builders.threads import threads
 
+pytestmark = pytest.mark.inner
+
 # Seconds: what is ended takes a few milliseconds, what is not 30 s, on machines of any speed.
 SLEEP, SOON = 30, 15
 
