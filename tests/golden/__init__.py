@@ -1,0 +1,1 @@
+"""The golden run: what safeload reads, writes, reports and says of fixed inputs, against a record. See README.md."""
