@@ -31,6 +31,8 @@ WHOLE = 16 << 20
 # States the commit of a branch or tag, also in a redirect.
 _COMMIT = "X-Repo-Commit"
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
+# A signature or a redirect may have expired: each store has another status for that. 407 is the proxy's.
+_REFUSED = frozenset(range(400, 500)) - {407}
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 # Bytes between two spans are received and discarded in pieces of this size.
@@ -94,33 +96,23 @@ class _Route(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """The headers to distinguish contents by."""
+    """The marks that tell contents apart. Any difference is a change: a mark that is gone, new, or of another kind."""
 
-    etag: str | None = None
-    modified: str | None = None
+    etag: str | None
+    modified: str | None  # None beside a strong ETag, which decides alone
 
     @classmethod
     def of(cls, exchange: Exchange) -> _Version:
-        return cls(exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified"))
+        etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified") or None
+        return cls(etag, modified if etag is None or _is_weak(etag) else None)
 
-    def matches(self, exchange: Exchange, known: bool) -> bool:
-        """Return whether a response is of this version.
+    @property
+    def mark(self) -> str | None:
+        return " ".join(filter(None, self)) or None
 
-        Args:
-            known: whether the URL has served this version before, so that the request could ask for it.
-        """
-        other = _Version.of(exchange)
-        same_time = other.modified is None or self.modified is None or other.modified == self.modified
-        if exchange.status == 412:
-            return False
-        if exchange.status != 206:
-            return True  # an error for other reasons
-        if self.etag is not None and other.etag is not None:
-            strong = not other.etag.startswith("W/")
-            return other.etag.removeprefix("W/") == self.etag.removeprefix("W/") and (strong or same_time)
-        if self.etag is not None and not known:
-            return False  # the response does not state its version
-        return same_time
+
+def _is_weak(etag: str) -> bool:
+    return etag[:2].upper() == "W/"
 
 
 class _Transfer:
@@ -261,7 +253,7 @@ class HttpStore(RemoteStore):
         self._resolve = resolve
         self._client = client
         self._renewing = ProcessLock()
-        self._version = _Version()
+        self._version: _Version | None = None  # until the file is open
         client.connections.join(self)
         try:
             self._target = resolve()
@@ -297,7 +289,7 @@ class HttpStore(RemoteStore):
 
     def _persist(self, transfer: _Transfer, use: _Use[_Result]) -> _Result:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
-        tries, renewed = Tries(self._retries, transfer.at), False
+        tries, renewed = Tries(self._retries, transfer.at), False  # a URL is resolved again once
         while True:
             route = self._route
             result = self._request(route, transfer, use)
@@ -306,8 +298,9 @@ class HttpStore(RemoteStore):
             if isinstance(result.error, RemoteError):
                 result.error.begin, result.error.end = transfer.at, transfer.end
             debug("%s: bytes [%d, %d): %s", self.path, transfer.at, transfer.end, result.error.args[0])
-            if result.refused and not renewed and self._renew(route):
+            if result.refused is not None and not renewed and self._renew(route, result.refused):
                 renewed = True
+                current().sleep(result.wait)
             else:
                 try:
                     tries.failed(result, transfer.at)
@@ -324,7 +317,10 @@ class HttpStore(RemoteStore):
                 self.commits.add(commit)
 
         def take(exchange: Exchange, url: WebUrl) -> _Result | Failure:
-            return refusal(exchange, self.path, self._client.credentials) or use(exchange, url)
+            result = refusal(exchange, self.path, self._client.credentials) or use(exchange, url)
+            if isinstance(result, Failure) and exchange.status in _REFUSED:
+                return result._replace(refused=url)
+            return result
 
         def headers(url: WebUrl) -> dict[str, str]:
             return self._headers(route, url, transfer)
@@ -336,21 +332,28 @@ class HttpStore(RemoteStore):
         headers = self._target.headers_at(url)
         headers["Range"] = f"bytes={transfer.at}-{transfer.end - 1}"
         # Other servers along the redirects may have another ETag for the same file.
-        etag = self._version.etag
-        if route.proven and url == route.url and etag is not None and not etag.startswith("W/"):
+        etag = None if self._version is None else self._version.etag
+        if route.proven and url == route.url and etag is not None and not _is_weak(etag):
             headers["If-Match"] = etag
         return headers
 
-    def _renew(self, seen: _Route) -> bool:
-        """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
+    def _renew(self, seen: _Route, refused: WebUrl) -> bool:
+        """Resolve the URL again, in a single thread, and return whether there is another URL to try.
+
+        Args:
+            refused: the URL that was refused.
+        """
         lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
             current().check()
         try:
             if self._route is not seen:  # another thread was faster
                 return True
+            moved = refused != self._target.url
+            if self._version is None and not moved:  # it has just been resolved
+                return False
             target = self._resolve()
-            if target == self._target and not seen.redirected:
+            if target == self._target and not moved:
                 return False
             self._target, self._route = target, _Route(target.url)
             return True
@@ -368,7 +371,7 @@ class HttpStore(RemoteStore):
             return content
         self.size, window = content
         self._version = _Version.of(exchange)
-        self.version = (self.size, self._version.etag or self._version.modified)
+        self.version = (self.size, self._version.mark)
         self._route = _Route(url, url != self._target.url, True)
         self.keep(0, window)
         return None
@@ -383,7 +386,8 @@ class HttpStore(RemoteStore):
         total = _total(exchange)
         if total is not None:
             compare((total,), self.version[:1], self.path)
-        if not self._version.matches(exchange, known):
+        other_version = exchange.status == 206 and _Version.of(exchange) != self._version
+        if exchange.status == 412 or other_version or len(self.commits) > 1:
             compare((self.size, ""), (self.size, "another"), self.path)
         failure = _misplaced(exchange, transfer.at, transfer.end, self.path)
         if failure is not None:
@@ -410,7 +414,7 @@ def refusal(exchange: Exchange, path: str, credentials: str) -> Failure | None:
         return Failure(missing_file(path, f"No such file: {path} (the server returned {status})"))
     if status in (401, 403):
         text = f"the server refuses access ({status}): {credentials}"
-        return Failure(RemotePermissionError(text, path), refused=True)
+        return Failure(RemotePermissionError(text, path))
     if status == 407:
         return Failure(RemotePermissionError("the proxy requires a user and a password", path))
     return of_status(status, requested_wait(status, exchange.headers), path)

@@ -385,6 +385,7 @@ def _of_commit(store: HttpStore, commit: str) -> HttpStore:
     if stated:
         store.close()
         raise RemoteError(f"the Hub returned the file of commit {show(stated.pop())}, expected {commit}", store.path)
+    store.commits.add(commit)  # a later answer that states another commit is refused
     store.version = (store.size, commit)
     return store
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import urllib3
 
+from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError
 from .http_framing import BadResponse
 from .stop import current
@@ -44,7 +45,7 @@ class Failure(NamedTuple):
     error: Exception  # to raise if there is no retry; never chained, because the text of a cause may hold a secret
     transient: bool = False  # whether to retry
     wait: float = 0.0  # seconds requested by the server
-    refused: bool = False  # whether access was refused: a new URL for the same file may be accepted
+    refused: WebUrl | None = None  # the URL whose status says so: another URL for the same file may be accepted
 
 
 class Tries:
