@@ -16,6 +16,7 @@ from . import url as urls
 from .foreign_errors import checked
 from .local import LocalStore, open_local, replace
 from .options import secrets_of, secrets_of_urls
+from .remote import checked_name
 from .store import WINDOW, ByteStore
 from .thread_group import each
 
@@ -112,10 +113,15 @@ class Filesystem:
     def listing(self, url: str) -> list[tuple[str, bool]]:
         handle, path = self._handles.find(url)
         handle.fs.invalidate_cache(path)
-        details = handle.ask(urls.shown(url), "ls", path, detail=True)
-        folder = path.rstrip("/")
-        entries = {(entry["name"].rstrip("/"), entry["type"] == "directory") for entry in details}
-        return sorted((name.rpartition("/")[2], is_folder) for name, is_folder in entries if name != folder)
+        shown = urls.shown(url)
+        details = handle.ask(shown, "ls", path, detail=True)
+        entries = set()
+        for entry in details:
+            fields = entry if isinstance(entry, Mapping) else {"name": entry}
+            name = checked_name(fields.get("name"), shown)
+            if fields["name"].rstrip("/") != path.rstrip("/"):
+                entries.add((name, fields.get("type") == "directory"))
+        return sorted(entries)
 
     def upload(self, source: str, url: str) -> None:
         """Upload a file.

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
+from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.cached import CachingFileSystem
 
 from ..base import log
 from ..base.forking import ProcessLock
+from ..base.text import show
 from ..errors import FormatError, RemoteError, UnsupportedError
 from .foreign_errors import changed, checked, retried
-from .remote import RemoteStore, fill
-from .stop import current
+from .remote import RemoteStore, checked_size, digest_of, fill, marks_of, strong_etag
+from .stop import current, left_behind
 from .store import WINDOW, Span
 
 if TYPE_CHECKING:
@@ -27,12 +30,6 @@ if TYPE_CHECKING:
 
 # Seconds between signal checks while a call runs in fsspec's thread: Windows cannot interrupt a wait.
 _TICK = 0.2
-# Keys of `info` to distinguish contents by, most precise first.
-_VERSIONS = (
-    "generation", "ETag", "etag", "e_tag", "VersionId", "version_id", "md5Hash", "content_md5", "md5", "xet_hash",
-    "blob_id", "sha", "CRC", "checksum", "chksum", "mtime", "LastModified", "last_modified", "modified", "updated",
-    "timeModified", "created",
-)  # fmt: skip
 
 
 class FsspecHandle:
@@ -49,6 +46,8 @@ class FsspecHandle:
         self._fs = _usable(fs)
         self._process = os.getpid()
         self.secrets = secrets
+        self._passing: frozenset[str] | None = None  # fields of `info` that differ from call to call
+        self._has_ukey = True  # until it fails
         # A block cache shares its list of blocks between the files of all threads.
         self.turns = ProcessLock() if isinstance(fs, CachingFileSystem) else None
 
@@ -65,7 +64,7 @@ class FsspecHandle:
 
     def _call(self, fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
         if not isinstance(fs, AsyncFileSystem) or getattr(fs, "fs", None) is not None:  # a wrapper decides by itself
-            return getattr(fs, name)(*arguments, **named)
+            return left_behind(lambda: getattr(fs, name)(*arguments, **named))
         future = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{name}")(*arguments, **named), fs.loop)
         try:
             with current().aborting(future.cancel):
@@ -87,15 +86,65 @@ class FsspecHandle:
         """
 
         def read() -> Any:
-            fs = self.fs
-            while isinstance(fs, CachingFileSystem):
-                fs = fs.fs
+            fs = self._innermost()
             fs.invalidate_cache(path)
             method = getattr(fs, "_info", None) or fs.info
             refresh = {"refresh": True} if "refresh" in inspect.signature(method).parameters else {}
             return self._call(fs, "info", path, **refresh)
 
-        return dict(checked(read, url, self.secrets))
+        info = checked(read, url, self.secrets)
+        if not isinstance(info, Mapping):
+            raise FormatError(f"the store reports {show(info)} instead of the properties of a file", url)
+        return dict(info)
+
+    def _innermost(self) -> Any:
+        """Return the filesystem behind all caches."""
+        fs = self.fs
+        while isinstance(fs, CachingFileSystem):
+            fs = fs.fs
+        return fs
+
+    def version(self, url: str, path: str) -> tuple[int, str | None]:
+        """Return the size of a file, and a strong ETag or the digest of everything else that the store reports.
+
+        Raises:
+            FormatError: this is a folder, or the size is absurd.
+        """
+        info = self.info(url, path)
+        if info.get("type") == "directory":
+            raise FormatError("this is a folder, not a file", url)
+        size, tag = checked_size(info.get("size"), url), strong_etag(info)
+        if tag is not None:
+            return size, tag
+        marks = self._marks(info, url, path)
+        if self._passing is None:
+            # A field that differs in three calls is no mark; one that differs once belongs to a file that has changed.
+            again = self._marks(self.info(url, path), url, path)
+            passing = _differences(marks, again)
+            if passing:
+                marks = self._marks(self.info(url, path), url, path)
+                passing &= _differences(marks, again)
+            self._passing = frozenset(passing)
+        return size, digest_of({name: mark for name, mark in marks.items() if name not in self._passing})
+
+    def _marks(self, info: dict[str, Any], url: str, path: str) -> dict[str, str]:
+        """Return the marks of a file, with the filesystem's own `ukey` if it has one."""
+        fs, marks = self._innermost(), marks_of(info)
+        own = getattr(type(fs), "ukey", None) not in (None, AbstractFileSystem.ukey)
+        if (
+            own and self._has_ukey and getattr(fs, "fs", None) is None
+        ):  # a wrapper repeats that of the filesystem beneath
+            try:
+                marks["ukey"] = str(checked(lambda: left_behind(lambda: fs.ukey(path)), url, self.secrets))
+            except Exception:
+                if self._passing is not None:
+                    raise
+                self._has_ukey = False
+        return marks
+
+
+def _differences(marks: Mapping[str, str], others: Mapping[str, str]) -> set[str]:
+    return {name for name in {*marks, *others} if marks.get(name) != others.get(name)}
 
 
 def _usable(fs: Any) -> Any:
@@ -114,12 +163,6 @@ def _renewed(fs: Any) -> Any:
     return fs
 
 
-def version_of(info: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the version of a file: its size, and the first of the keys above."""
-    mark = next((info[key] for key in _VERSIONS if info.get(key) not in (None, "")), None)
-    return info["size"], None if mark is None else str(mark)
-
-
 class FsspecStore(RemoteStore):
     """A file of an fsspec filesystem, read by ranges into separate buffers, because not every read can be aborted.
 
@@ -133,13 +176,8 @@ class FsspecStore(RemoteStore):
         self.path = url
         self._handle = handle
         self._place = place
-        info = handle.info(url, place)
-        if info.get("type") == "directory":
-            raise FormatError("this is a folder, not a file", url)
-        if not isinstance(info.get("size"), int):
-            raise UnsupportedError(f"{url}: the store does not report the file size, so ranges are unavailable")
-        self.size = info["size"]
-        self.version = version_of(info)
+        self.version = handle.version(url, place)
+        self.size: int = self.version[0]
         log.debug("%s: opened by %s", url, type(handle.fs).__name__)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
@@ -148,11 +186,12 @@ class FsspecStore(RemoteStore):
 
     def _range(self, begin: int, end: int) -> bytes:
         turns = self._handle.turns
-        if turns is None:
-            content = self._handle.call("cat_file", self._place, start=begin, end=end)
-        else:
-            with turns.own:
-                content = self._handle.call("cat_file", self._place, start=begin, end=end)
+
+        def read() -> Any:
+            with nullcontext() if turns is None else turns.own:
+                return self._handle.call("cat_file", self._place, start=begin, end=end)
+
+        content = read() if turns is None else left_behind(read)
         if len(content) == end - begin:
             return bytes(content)
         if len(content) > end - begin:
@@ -161,7 +200,7 @@ class FsspecStore(RemoteStore):
         raise RemoteError(f"expected {end - begin:,} bytes, got {len(content):,}", self.path, begin, end)
 
     def confirm(self) -> None:
-        version = version_of(self._handle.info(self.path, self._place))
+        version = self._handle.version(self.path, self._place)
         if version != self.version:
             raise changed(self.path, self.size, version[0])
 

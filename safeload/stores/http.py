@@ -16,7 +16,7 @@ from . import url as urls
 from .connections import Exchange
 from .http_client import Client, RequestTarget, redirected, target_of
 from .local import compare
-from .remote import RemoteStore
+from .remote import RemoteStore, is_weak
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status, requested_wait
 from .stop import current
 from .store import WINDOW, Span
@@ -104,15 +104,11 @@ class _Version(NamedTuple):
     @classmethod
     def of(cls, exchange: Exchange) -> _Version:
         etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified") or None
-        return cls(etag, modified if etag is None or _is_weak(etag) else None)
+        return cls(etag, modified if etag is None or is_weak(etag) else None)
 
     @property
     def mark(self) -> str | None:
         return " ".join(filter(None, self)) or None
-
-
-def _is_weak(etag: str) -> bool:
-    return etag[:2].upper() == "W/"
 
 
 class _Transfer:
@@ -333,7 +329,7 @@ class HttpStore(RemoteStore):
         headers["Range"] = f"bytes={transfer.at}-{transfer.end - 1}"
         # Other servers along the redirects may have another ETag for the same file.
         etag = None if self._version is None else self._version.etag
-        if route.proven and url == route.url and etag is not None and not _is_weak(etag):
+        if route.proven and url == route.url and etag is not None and not is_weak(etag):
             headers["If-Match"] = etag
         return headers
 

@@ -58,7 +58,7 @@ class Hub:
     def __init__(self, options: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
         self._client = Client(rest, "hf", other_options=_OPTIONS)
-        self.connections = self._client.connections
+        self.connections, self.timeout = self._client.connections, self._client.timeout
         self._secrets = secrets_of(options)
         self._api = HubApi(options, self._client, self._secrets)
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}

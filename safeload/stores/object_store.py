@@ -16,8 +16,19 @@ from .files import Location
 from .filesystem import Filesystem, is_escaped
 from .foreign_errors import changed, cleaned, is_transient, retried, translated
 from .options import secrets_of
-from .remote import ForeignStore, RemoteStore, fill
+from .remote import (
+    ForeignStore,
+    RemoteStore,
+    checked_name,
+    checked_size,
+    digest_of,
+    fill,
+    is_weak,
+    marks_of,
+    strong_etag,
+)
 from .remote_files import RemoteFiles
+from .stop import left_behind
 from .store import WINDOW, ByteStore, Span
 from .thread_group import each
 
@@ -147,10 +158,10 @@ class Obstore:
         return bool(entries["objects"] or entries["common_prefixes"]) or not self._place(url)
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        entries, folder = self._list(url), self._place(url)
+        entries, folder, shown = self._list(url), self._place(url), urls.shown(url)
         paths = [(entry["path"], False) for entry in entries["objects"]]
         paths += [(prefix, True) for prefix in entries["common_prefixes"]]
-        return sorted((path.rstrip("/").rpartition("/")[2], is_folder) for path, is_folder in paths if path != folder)
+        return sorted((checked_name(path, shown), is_folder) for path, is_folder in paths if path != folder)
 
     def _list(self, url: str) -> Mapping[str, Any]:
         place = self._place(url)
@@ -189,15 +200,15 @@ class ObstoreFile(RemoteStore):
         self.path = url
         self._store, self._place, self._secrets, self._process = store, place, secrets, os.getpid()
         meta = checked_call(lambda: store.head(place), url, secrets)
-        self.size = meta["size"]
+        self.version = _version(meta, url)
+        self.size: int = self.version[0]
         self._etag = meta.get("e_tag")
-        self.version = _version(meta)
         log.debug("%s: opened by %s", url, type(store).__name__)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         begin, end = spans[0].offset, spans[-1].end
         content = retried(
-            lambda: self._range(begin, end),
+            lambda: left_behind(lambda: self._range(begin, end)),
             self.path,
             self._secrets,
             begin,
@@ -210,20 +221,20 @@ class ObstoreFile(RemoteStore):
     def _range(self, begin: int, end: int) -> memoryview:
         check_process(self._process, self.path)
         options: dict[str, Any] = {"range": (begin, end)}
-        if self._etag is not None and not self._etag.startswith("W/"):
+        if self._etag is not None and not is_weak(self._etag):
             options["if_match"] = self._etag
         response = self._store.get(self._place, options=options)
-        if _version(response.meta) != self.version:
-            raise changed(self.path, self.size, response.meta["size"])
+        version = _version(response.meta, self.path)
+        if version != self.version:
+            raise changed(self.path, self.size, version[0])
         content = memoryview(response.bytes())
         if len(content) != end - begin:
             raise RemoteError(f"expected {end - begin:,} bytes, got {len(content):,}", self.path, begin, end)
         return content
 
 
-def _version(meta: Mapping[str, Any]) -> tuple[Any, ...]:
-    mark = meta.get("version") or meta.get("e_tag") or meta.get("last_modified")
-    return meta["size"], None if mark is None else str(mark)
+def _version(meta: Mapping[str, Any], url: str) -> tuple[Any, ...]:
+    return checked_size(meta.get("size"), url), strong_etag(meta) or digest_of(marks_of(meta))
 
 
 def check_process(process: int, url: str) -> None:
@@ -240,9 +251,9 @@ def check_process(process: int, url: str) -> None:
 
 
 def checked_call(function: Any, url: str, secrets: list[str]) -> Any:
-    """Call a function of obstore, translating its errors."""
+    """Call a function of obstore, which Ctrl-C would not interrupt, translating its errors."""
     try:
-        return function()
+        return left_behind(function)
     except Exception as error:
         translation = _translated(error, url, secrets)
     try:

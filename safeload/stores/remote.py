@@ -2,20 +2,99 @@
 
 from __future__ import annotations
 
+import json
+import operator
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, NoReturn
 
 from ..base.forking import ProcessLock
+from ..base.messages import error_about
+from ..base.text import show
 from ..errors import FormatError
-from .stop import current
+from .stop import current, left_behind
 from .store import WINDOW, ByteStore, Memory, Span
 from .thread_group import each
 
 # Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
 # _TOGETHER bytes.
 _GAP, _TOGETHER = 64 << 10, 8 << 20
+# Fields that stores report of a file, but that do not describe its content: its name and place, access, permissions.
+_NO_MARKS = re.compile(
+    r"(name|path|size|type|mode|uid|gid|islink|n_?link)\Z|.*(url|link|expir|viewed|access)|(st_)?a_?time", re.IGNORECASE
+)
+# Beside a time of modification, these are the times of the last access (SFTP, SMB) and change of permissions (local).
+_TIMES_BESIDE_MTIME = frozenset(("time", "created"))
+
+
+def checked_size(value: object, path: str) -> int:
+    """Return the size of a file as a store reports it.
+
+    Args:
+        path: the URL in messages.
+
+    Raises:
+        FormatError: it is not the size of a file.
+    """
+    try:
+        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = -1
+    if 0 <= size < 1 << 63:
+        return size
+    raise error_about(FormatError, f"the store reports a size of {show(value)}, expected 0 to 2**63 - 1", path=path)
+
+
+def checked_name(value: object, path: str) -> str:
+    """Return the last part of a path that a store lists.
+
+    Args:
+        path: the URL of the folder in messages.
+
+    Raises:
+        FormatError: it is no text, or no file can have it.
+    """
+    if isinstance(value, str) and "\0" not in value and not re.search("[\ud800-\udfff]", value):
+        return value.rstrip("/").rpartition("/")[2]
+    raise error_about(FormatError, f"the store lists a name that is no text: {show(value)}", path=path)
+
+
+def is_weak(etag: str) -> bool:
+    """Return whether files with this ETag may differ in bytes."""
+    return etag[:2].upper() == "W/"
+
+
+def strong_etag(fields: Mapping[str, Any]) -> str | None:
+    """Return the strong ETag among the fields that a store reports of a file; it decides alone."""
+    tags = (value for name, value in fields.items() if isinstance(name, str) and name.lower() in ("etag", "e_tag"))
+    return next((tag for tag in tags if isinstance(tag, str) and tag and not is_weak(tag)), None)
+
+
+def marks_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return all fields that may tell contents apart, as text."""
+    marks = {}
+    for name, value in fields.items():
+        passing = _NO_MARKS.match(str(name)) or (name in _TIMES_BESIDE_MTIME and fields.get("mtime") is not None)
+        if not passing and value not in (None, ""):
+            try:
+                marks[str(name)] = json.dumps(value, sort_keys=True, default=_plain)
+            except (TypeError, ValueError, RecursionError):  # no plain value
+                continue
+    return marks
+
+
+def _plain(value: object) -> str:
+    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
+        raise TypeError  # its text is its address in memory
+    return str(value)
+
+
+def digest_of(marks: Mapping[str, str]) -> str | None:
+    """Return a short text that differs if a mark differs, is gone, or is new; None without marks."""
+    return sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest() if marks else None
 
 
 class RemoteStore(ABC):
@@ -190,7 +269,7 @@ class ForeignStore(RemoteStore):
     def __init__(self, store: ByteStore, path: str) -> None:
         super().__init__()
         self.path = path
-        self.size = store.size
+        self.size = checked_size(store.size, path)
         self._store = store
         self.version = self._version()
 
@@ -199,7 +278,14 @@ class ForeignStore(RemoteStore):
         return (self._store.size, *version) if isinstance(version, tuple) else (self._store.size, version)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
-        read_spans(self._store, spans)
+        begin, end = spans[0].offset, spans[-1].end
+
+        def content() -> bytearray:
+            memory = bytearray(end - begin)
+            self._store.read_into(begin, memory)
+            return memory
+
+        fill(spans, begin, left_behind(content))
 
     def confirm(self) -> None:
         if self._version() != self.version:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+# Seconds after which a wait looks again: on Windows, Ctrl-C does not end a wait for another thread.
+_TICK = 0.1
+# Seconds that a function gets to clean up after its call has ended.
+_GRACE = 0.3
 
 
 class Stopped(BaseException):
@@ -108,3 +118,52 @@ def belonging(stop: Stop) -> Iterator[None]:
         yield
     finally:
         _of_thread.stop = before
+
+
+def left_behind(function: Callable[[], _Result], seconds: float = math.inf) -> _Result:
+    """Call a function that cannot be aborted in a thread of its own, which is left behind if this call ends first.
+
+    Raises:
+        TimeoutError: ``seconds`` have passed.
+        Exception: the function's own error.
+    """
+    outcomes: SimpleQueue[tuple[list[_Result], BaseException | None] | None] = SimpleQueue()
+    inner = Stop()  # of the function's own waits and abortable reads
+
+    def work() -> None:
+        try:
+            with belonging(inner):
+                outcomes.put(([function()], None))
+        except BaseException as error:
+            outcomes.put(([], error))
+
+    def abort() -> None:
+        outcomes.put(None)
+        inner.stop()
+
+    thread = threading.Thread(target=work, name="safeload", daemon=True)
+    until = time.monotonic() + seconds
+    outcome = None
+    try:
+        with current().aborting(abort):
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no more threads
+                return function()
+            while outcome is None:
+                with suppress(Empty):
+                    outcome = outcomes.get(timeout=max(0.0, min(_TICK, until - time.monotonic())))
+                current().check()
+                if outcome is None and time.monotonic() >= until:
+                    raise TimeoutError
+        results, error = outcome
+        if error is None:
+            return results.pop()
+        raise error
+    except BaseException:
+        if outcome is None:
+            inner.stop()
+            thread.join(_GRACE)
+        raise
+    finally:
+        outcome = error = None  # which refer to this frame

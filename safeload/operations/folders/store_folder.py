@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from ...base import log
 from ...base.text import plural, size
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
-from ...errors import FormatError, RemoteError, UnsupportedError
+from ...errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...stores import url as urls
 from ...stores.files import Location
 from ...stores.json_file import MAX_JSON
+from ...stores.stop import left_behind
 from ...stores.store import read_at
 from . import journal
 from .folder import Folder
@@ -30,13 +31,15 @@ from .journal import RECORD
 from .replacement import Replacement
 
 if TYPE_CHECKING:
-    from ...stores.remote_files import RemoteFiles
+    from ...stores.remote_files import Backend, RemoteFiles
 
 # Shards of conversions, and their records; their names include digits of the plan's id if the usual names were taken.
 _SHARD = re.compile(
     rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}(?:-of-[0-9]{{5,}})?\.safetensors(?:{re.escape(RECORD)})?", re.ASCII
 )
 _STEM, _DIGITS = "model-", 8
+# A write may take this many times the seconds that a read may wait for a byte, and a second for each so many bytes.
+_TIMEOUTS, _TIMEOUT, _SLOWEST = 10, 30.0, 128 << 10
 _NUMBERED = "model-00001-of-00001.safetensors"
 
 
@@ -91,16 +94,34 @@ class StoreFolder(Folder):
             path = os.path.join(folder, name)
             yield path
             log.debug("%s: uploading %d bytes", self.shown(name), os.path.getsize(path))
-            self._files.backend(self.location.path).upload(path, (self.location / name).path)
+            backend, url = self._files.backend(self.location.path), (self.location / name).path
+            _bounded(backend, lambda: backend.upload(path, url), os.path.getsize(path), self.shown(name))
 
     def remove(self, names: Iterable[str]) -> None:
         paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
         if paths:
-            self._files.backend(self.location.path).remove(paths)
+            backend = self._files.backend(self.location.path)
+            _bounded(backend, lambda: backend.remove(paths), 0, self.location.shown)
 
     def identity(self, name: str) -> list[Any] | None:
         with closing(self._files.open((self.location / name).path)) as store:
             return list(store.version[:2])
+
+
+def _bounded(backend: Backend, change: Callable[[], object], nbytes: int, shown: str) -> None:
+    """Change files of a store within a time limit: libraries may wait for a silent server without one.
+
+    Raises:
+        RemoteTimeoutError: the limit has passed.
+    """
+    seconds = _TIMEOUTS * getattr(backend, "timeout", _TIMEOUT) + nbytes / _SLOWEST
+    try:
+        left_behind(change, seconds)
+    except RemoteError:
+        raise
+    except TimeoutError:
+        text = f"the store has not completed a write of {nbytes:,} bytes within {seconds:,.0f} s, but may still do so"
+        raise RemoteTimeoutError(text, shown) from None
 
 
 class StoreReplacement(Replacement):
