@@ -223,8 +223,10 @@ def _manifest(
     if isinstance(options.path, str) and not is_url(options.path):
         from ..engine.run.threads import thread_count
         from ..formats.verifying import digests_of
+        from ..operations.trust.verify import files_of
 
-        current["files"] = digests_of(options.path, thread_count(1 << 40, options.threads))
+        threads = thread_count(1 << 40, options.threads)
+        current["files"] = digests_of(options.path, threads, files_of(options.path), options.write_manifest)
     output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,6 @@ from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
-from ..packed.quantization import BESIDE
 from ..stores.digests import (
     GIT_PATHS,
     MANIFEST_KEY,
@@ -162,7 +161,7 @@ def _listed(document: _Document, path: str, files: Files) -> ListedFiles:
     if listed is None:
         text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
         raise error_about(VerificationError, f"{text}, or compare tensors with safeload check --manifest", path=source)
-    return ListedFiles(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed)
+    return ListedFiles(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
 
 
 def _signed(document: _Document, signature: Signature, path: str, files: Files) -> ListedFiles:
@@ -288,29 +287,48 @@ def _whole_listing(folder: str, files: Files) -> list[tuple[str, bool]]:
     return sorted((name, os.path.isdir(os.path.join(folder, name))) for name in os.listdir(folder))
 
 
-def digests_of(path: str, threads: int) -> dict[str, dict[str, Any]]:
+def digests_of(
+    path: str, threads: int, read: Collection[str] = (), document: str | None = None
+) -> dict[str, dict[str, Any]]:
     """Return size and SHA-256 of the files of a local model by name, for a manifest.
 
     Args:
-        path: a folder, for all of its files; or a file, for this file and the configurations beside it.
+        path: a folder, for all of its files but those of Git; or a file.
+        read: further paths that count: those that opening the path reads, and those beside a file.
+        document: the manifest, which is left out.
 
     Raises:
         OSError: a file cannot be read.
     """
     if os.path.isdir(path):
-        places = [(name, place) for name, place in walk(path, LOCAL) if not is_apart(name, place)]
+        places = [
+            (name, place)
+            for name, place in walk(path, LOCAL)
+            if place in read or not (name.partition("/")[0] in GIT_PATHS or is_same(place, document))
+        ]
     else:
-        folder, base = os.path.split(path)
-        names = [base, *(name for name in BESIDE if os.path.isfile(os.path.join(folder, name)))]
-        places = [(name, os.path.join(folder, name)) for name in dict.fromkeys(names)]
+        folder = os.path.dirname(path)
+        places = [(name_below(folder, place, LOCAL), place) for place in {path, *read} if not is_same(place, document)]
     entries = each(lambda item: _entry(item[1]), places, max(1, threads))
     return {name: entry for (name, _), entry in sorted(zip(places, entries, strict=True))}
 
 
-def is_apart(name: str, path: str) -> bool:
-    """Return whether a file does not belong to a model: a signature, a manifest, or a file of Git."""
-    first = name.partition("/")[0]
-    return name == SIGNATURE_NAME or first in GIT_PATHS or (name.endswith(".json") and starts_as_manifest(path))
+def is_same(path: str, document: str | None) -> bool:
+    """Return whether a local file is a manifest or signature, which may not exist."""
+    return (
+        document is not None and os.path.exists(document) and os.path.exists(path) and os.path.samefile(path, document)
+    )
+
+
+def name_below(folder: str, path: str, files: Files) -> str:
+    """Return the name of a path relative to a folder; the path itself if it leads elsewhere."""
+    parent, name = files.split(path)
+    while parent != folder:
+        above, part = files.split(parent)
+        if above == parent:
+            return files.shown(path)
+        parent, name = above, f"{part}/{name}"
+    return name
 
 
 def _entry(path: str) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from typing import Any, NoReturn
 
 from ..base.forking import ProcessLock
@@ -75,6 +73,8 @@ def strong_etag(fields: Mapping[str, Any]) -> str | None:
 
 def marks_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return all fields that may tell contents apart, as text."""
+    import json  # only here: most programs read local files
+
     marks = {}
     for name, value in fields.items():
         passing = _NO_MARKS.match(str(name)) or (name in _TIMES_BESIDE_MTIME and fields.get("mtime") is not None)
@@ -94,6 +94,9 @@ def _plain(value: object) -> str:
 
 def digest_of(marks: Mapping[str, str]) -> str | None:
     """Return a short text that differs if a mark differs, is gone, or is new; None without marks."""
+    import json
+    from hashlib import sha256
+
     return sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest() if marks else None
 
 

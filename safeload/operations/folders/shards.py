@@ -48,6 +48,11 @@ _COPY_BUFFER = 4 << 20
 Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
 
 
+def is_extra(name: str) -> bool:
+    """Return whether a file beside weights is copied by a conversion, for other libraries."""
+    return any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
+
+
 def config_with(
     config: Mapping[str, Any] | None,
     target: dtypes.Dtype | None,
@@ -92,9 +97,7 @@ def extras_of(folder: Location) -> dict[str, Location]:
     names = [
         name
         for name, is_folder in listed
-        if not is_folder
-        and any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
-        and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
+        if not is_folder and is_extra(name) and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
     ]
     locations = {name: folder / name for name in names}
     if folder.files.remote:

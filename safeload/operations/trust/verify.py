@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, Literal, NamedTuple
 
 from ...base.layout import table, terminal_columns
@@ -15,16 +15,22 @@ from ...engine.codes.pieces import Meter
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads, thread_count
 from ...errors import SafeloadError, VerificationError, cut_traceback, one_line
-from ...formats.verifying import Verify, expected_of, is_apart, walk
+from ...formats.registry import BY_NAME
+from ...formats.verifying import Verify, expected_of, is_same, name_below, walk
+from ...packed.quantization import BESIDE, find_quantization
 from ...stores import ollama
-from ...stores.digests import CachedFiles, Expected, ListedFiles
-from ...stores.files import LOCAL, Files
+from ...stores.digests import GIT_PATHS, CachedFiles, Expected, ListedFiles
+from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, places_of
+from ...stores.store import WINDOW, ByteStore
 from ...stores.thread_group import each
 from ...stores.verified import verify_content
+from ..folders.shards import is_extra
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
+# Settings beside weights, besides those that a conversion copies.
+_SETTINGS = (*BESIDE, "adapter_config.json")
 # Rows of a table on a terminal.
 _ROWS = 100
 _HEAD = ("file", "status", "size", "why")
@@ -149,13 +155,13 @@ def verify(
 ) -> VerifyReport:
     """Compare the files of a model with a manifest, a model signature or the digests of a cache.
 
-    Every file of a folder must be listed, and every listed file must exist. The manifest or signature itself, and the
-    paths that a signature ignores, are left out. Symbolic links count as their target files. A file can change after
-    this call: to load exactly the verified bytes, pass ``verify=`` to `load`.
+    Every file of a folder must be listed, and every listed file must exist. The manifest or signature itself, files of
+    Git, and the paths that a signature ignores are left out, and nothing else. Symbolic links count as their target
+    files. A file can change after this call: to load exactly the verified bytes, pass ``verify=`` to `load`.
 
     Args:
-        path: a folder, a file, a URL or an ``ollama://`` name. For a file or an ``index.json``, only that file is
-            compared.
+        path: a folder, a file, a URL or an ``ollama://`` name. For a file or an ``index.json``, all files are compared
+            that opening it reads, such as shards and configurations, and the listed settings beside it.
         against: the path of a manifest written by ``safeload check --write-manifest``, or a `Signature`. None uses the
             manifest next to the files, or the digests of the Hub's cache or of ollama.
         storage_options: options of the filesystem behind a URL, see `open`.
@@ -199,17 +205,26 @@ def verify(
 
 
 def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, str]]:
-    """Yield the name and path of each file to compare: those of a folder and those that are listed."""
+    """Yield the name and path of each file to compare: those of a folder, or those that opening a file reads."""
+    read = files_read(path, files)
     if not files.is_folder(path):
+        folder = files.split(path)[0]
         yield files.split(path)[1], path
+        others = {files.absolute(place): place for place in (*read, *_beside(path, expected, files))}
+        others.pop(files.absolute(path), None)
+        for place in others.values():
+            if expected.covers(place, files) or _exists(place, files):
+                yield name_below(folder, place, files), place
         return
+    absolute = set(map(files.absolute, read))
     names: set[str] = set()
     below = ""
     if isinstance(expected, ListedFiles):
         below = expected.name_of(files.join(path, "x"), files) or ""
         below = below[: -len("x")]
     for name, place in walk(path, files):
-        if isinstance(expected, ListedFiles) and _left_out(below + name, place, expected, files):
+        is_read = files.absolute(place) in absolute
+        if isinstance(expected, ListedFiles) and _left_out(below + name, place, expected, files, is_read):
             continue
         names.add(below + name)
         yield name, place
@@ -219,21 +234,92 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
                 yield name[len(below) :], _joined(path, name[len(below) :], files)
 
 
-def _left_out(name: str, path: str, expected: ListedFiles, files: Files) -> bool:
-    """Return whether a file does not belong to the model: ignored, the signature itself, or a manifest by safeload."""
+def files_of(path: str) -> set[str]:
+    """Return the files that opening a local path reads, and the settings beside a file, for a manifest."""
+    read = set(files_read(path, LOCAL))
+    if not os.path.isdir(path):
+        folder = os.path.dirname(path)
+        read.update(os.path.join(folder, name) for name in os.listdir(folder or ".") if _is_setting(name))
+    return {place for place in read if os.path.isfile(place)}
+
+
+class _Noted:
+    """Files that note what is opened."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.paths: list[str] = []
+        self.check_missing = self.paths.append
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
+        self.paths.append(path)
+        return self._files.open(path, window)
+
+
+def files_read(path: str, files: Files) -> list[str]:
+    """Return the paths that opening a path tries to read; those up to the fault if it cannot be opened."""
+    from ...loading.entry import open as open_checkpoint  # only here: most files are compared without it
+
+    noted: Any = _Noted(files)
+    try:
+        with open_checkpoint(Location(noted, path), unknown_globals="inert") as checkpoint:
+            row = BY_NAME.get(checkpoint.format)
+            if row is not None and row.parts is not None and not files.is_folder(path):
+                return [place for _, place in walk(files.split(path)[0], files)]
+            find_quantization(checkpoint.weight_files, path)
+    except (SafeloadError, OSError, ImportError):
+        pass
+    return list(noted.paths)
+
+
+def _beside(path: str, expected: Expected, files: Files) -> Iterator[str]:
+    """Yield the settings beside a file: those that are listed, and all of an index, because a conversion reads them."""
+    if not isinstance(expected, ListedFiles):
+        return
+    folder, base = files.split(path)
+    names = {name.rpartition("/")[2] for name in expected.files}
+    with suppress(OSError, SafeloadError):  # https has no folders
+        names.update(name for name, is_folder in files.listing(folder) if not is_folder)
+    for name in sorted(names):
+        place = files.join(folder, name)
+        if _is_setting(name) and (".index." in base or expected.covers(place, files)):
+            yield place
+
+
+def _is_setting(name: str) -> bool:
+    return name in _SETTINGS or is_extra(name)
+
+
+def _exists(place: str, files: Files) -> bool:
+    try:
+        files.open(place).close()
+    except FileNotFoundError:
+        return False
+    except (OSError, SafeloadError):
+        pass
+    return True
+
+
+def _left_out(name: str, path: str, expected: ListedFiles, files: Files, is_read: bool) -> bool:
+    """Return whether a file does not belong to the model: ignored by the signature, or the document itself.
+
+    Args:
+        is_read: whether opening the folder reads the file.
+    """
     if name in expected.files:
         return False
+    if is_read:
+        return name.partition("/")[0] not in GIT_PATHS and expected.leaves_out(name)
     if expected.leaves_out(name) or files.shown(path) == expected.source:
         return True
-    if files.remote:
+    if files.remote or not os.path.exists(path):  # a link that leads nowhere
         return False
-    if not os.path.exists(path):  # a link that leads nowhere
-        return False
-    if os.path.exists(expected.source) and os.path.samefile(path, expected.source):
+    if is_same(path, expected.source):
         return True
-    if expected.skips_empty and os.path.getsize(path) == 0:
-        return True
-    return is_apart(name, path)
+    return expected.skips_empty and os.path.getsize(path) == 0
 
 
 def _joined(folder: str, name: str, files: Files) -> str:
