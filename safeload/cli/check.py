@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,6 @@ _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/
   safeload check model.safetensors --config config.json --schema llama
   safeload check suspicious.pth --unknown-globals inert --range -10 10
-  safeload check Llama-3.2-1B/ --policy gate.toml
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
   safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors
 
@@ -86,11 +84,6 @@ def register(parser: Any) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="treat warnings as errors, except value.constant and value.zero"
     )
-    parser.add_argument(
-        "--policy",
-        metavar="FILE",
-        help="require what a TOML or JSON file says: a signature, no pickles, a license, ...",
-    )
     manifest = parser.add_mutually_exclusive_group()
     manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
     manifest.add_argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file")
@@ -112,13 +105,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the findings about ``options.path`` and return the exit status."""
     from ..operations.validate.findings import HARMLESS_WARNINGS
 
-    output, policy = _output(options), _policy(options)
+    output = _output(options)
     repeated = options.manifest is not None or output is not None
     reading = read_again(options.path) if repeated else nullcontext(source(options.path))
     with cluster(options.dask) as executor, reading as options.path:
         report = _report(options, executor, output)
-    if policy is not None:
-        policy(report)
     if options.json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
@@ -136,17 +127,6 @@ def run(options: argparse.Namespace) -> int:
             print(paint(f"checked: {printable(report.checked)}, {report.seconds:.1f} s", "dim"))
     refused = options.strict and any(finding.code not in HARMLESS_WARNINGS for finding in report.warnings)
     return 0 if report.ok and not refused else 1
-
-
-def _policy(options: argparse.Namespace) -> Callable[[CheckReport], object] | None:
-    """Return the function that checks the rules of --policy, or None."""
-    if options.policy is None:
-        return None
-    refuse(options.path, "--policy checks files")
-    from ..operations.trust.policy import check_policy, read_policy
-
-    policy, complete = read_policy(options.policy), not (options.structure or options.only or options.drop)
-    return lambda report: check_policy(options.path, policy, report, opening(options), complete=complete)
 
 
 def _output(options: argparse.Namespace) -> Output | None:

@@ -1,1 +1,1 @@
-"""What files can be trusted with: pickles judged, files verified and signed, policies checked."""
+"""What files can be trusted with: pickles judged, files verified and signed."""
