@@ -1,11 +1,12 @@
-"""Find the pickles in a file, wherever they are: in archives, in compressed files, after other pickles, at an offset.
+"""Find the code in a file: pickles in archives, in compressed files, after other pickles, at an offset, and configs.
 
-1. The first bytes of a content tell what it is; names only decide whether a broken pickle is reported.
-2. Zip archives are read by their directory and, beyond it, by the local headers between its entries, as lenient readers
-   do. Flags that hide entries from other readers are ignored.
+1. A content is read as everything that it can be: always as pickles from byte 0, and as each kind that it begins or
+   ends as. Names only decide whether a broken pickle is reported.
+2. Zip archives are read by every directory at their end and, beyond these, by the local headers between their entries,
+   as lenient readers do. Flags that hide entries from other readers are ignored.
 3. Compressed contents are unpacked in memory, up to `MAX_UNPACKED` bytes for each and `MAX_TOTAL` for a file. Stored
-   entries are read in place.
-4. Content that cannot be entered is reported, never skipped.
+   entries are read in place. A range of bytes is entered and searched once.
+4. Content that cannot be entered, or that readers understand differently, is reported, never skipped.
 
 This module is for judging files, not for loading them: it is lenient where readers of weights are strict.
 """
@@ -13,17 +14,23 @@ This module is for judging files, not for loading them: it is lenient where read
 from __future__ import annotations
 
 import bz2
+import json
 import lzma
+import math
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from itertools import islice
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 from ..base.text import plural, show
+from ..errors import SafeloadError
+from .keras.code import MAX_CONFIG, configs
+from .npy import HEADER_ERRORS, find_header, parse_header
+from .tar import records
 from .torch.globals import ALLOWED
-from .unpickle.trace import MAX_TRACED, Readable, Traced, trace
+from .unpickle.trace import EXTENSION, MAX_TRACED, Readable, Traced, trace
 from .unpickle.verdicts import DANGEROUS, judge
 
 # Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
@@ -34,8 +41,8 @@ MAX_MEMBERS = 200_000
 # Opcodes of all pickles of a file, and bytes of an unrecognised content that are searched for pickles.
 MAX_OPCODES = 20_000_000
 MAX_SEARCHED = 1 << 30
-# Opcodes that each attempt counts as.
-_ATTEMPT = 50
+# Opcodes that each attempt counts as, and opcodes per byte of a file and of what it unpacks to.
+_ATTEMPT, _PER_BYTE = 50, 64
 
 _HEAD = 512
 # Bytes to read at once. Compressed contents begin with a small read, because a malformed one ends there.
@@ -46,23 +53,38 @@ _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _TEXT_GLOBAL = re.compile(
     rb"[ci](?:__builtin__|builtins|os|posix|nt|subprocess|sys|runpy|importlib|socket|shutil)\n\w+\n"
 )
-# A name that can be imported, or stands for a hidden one.
-_IMPORTABLE = re.compile(r"(?:[\w.-]|<\w+>|<not text>){3,300}|extension code -?[0-9]+ of copyreg")
-_LAMBDA = re.compile(rb'"class_name"\s*:\s*"Lambda"')
+# A name whose module can be imported, or that hides one.
+_IMPORTABLE = re.compile(r"[\w.-]+\.[^\W\d]|<(?:computed|not text)>\.|[\w.-]+\.<|" + EXTENSION)
 _TENSORFLOW = re.compile(rb"\x12(?:\x08ReadFile|\x09WriteFile|\x06PyFunc|\x0fEagerPyFunc)")
 
 # The bytes of tensors in torch checkpoints and packages.
-_STORAGE = re.compile(r"(?:\A|/)(?:data/[0-9]+|\.data/[0-9]+\.storage)\Z")
+_STORAGE = re.compile(r"((?:.*/)?)(?:data/[0-9]+|\.data/[0-9]+\.storage)")
+_PICKLED = re.compile(r"((?:.*/)?)(?:data\.pkl|\.data/version)")
+# Kinds of a range beside the compression methods of zip: any content, and an archive that is found by its end.
+_ANY, _BY_END = -1, -2
+# Memory of an lzma stream, and numbers of compression methods of zip.
+_MAX_DICTIONARY, _METHODS = 1 << 28, 100
 
 # Formats that hold no pickles: they are not searched.
-_WITHOUT = (b"GGUF", b"\x89HDF\r\n\x1a\n", b"NOOM")
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_WITHOUT = (b"GGUF", _HDF5, b"NOOM")
+# Largest header of safetensors that is parsed to recognise the format.
+_MAX_HEADER = 8 << 20
+# Files that can hold the config of a Keras model.
+_CONFIG_NAME = re.compile(r"\.(?:pb|keras|json|h5|hdf5)\Z", re.IGNORECASE)
 # Archives that safeload does not enter.
 _CLOSED = (
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (b"Rar!\x1a\x07", "a RAR archive"),
     (b"\x28\xb5\x2f\xfd", "zstd-compressed"),
     (b"\x04\x22\x4d\x18", "lz4-compressed"),
+    (b"\x02\x21\x4c\x18", "lz4-compressed"),
+    *((bytes((0x50 + number, 0x2A, 0x4D, 0x18)), "compressed in frames") for number in range(16)),
+    (b"\x1f\x9d", "compressed by compress"),
+    (b"LZIP", "lzip-compressed"),
+    (b"\x89LZO\0\r\n", "lzop-compressed"),
     (b"ZF0x", "a file of joblib before 0.10"),
+    (b"ZF", "a file of joblib before 0.10"),
 )
 
 
@@ -82,20 +104,51 @@ class MemoryContent:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.size = len(data)
+        self.root = object()  # stands for the bytes, which can then be freed
 
     def read_at(self, offset: int, size: int) -> bytes:
         return self._data[offset : offset + size]
 
 
 class ContentRange:
-    """A range of a content."""
+    """A range of a content.
+
+    Attributes:
+        root: stands for the file or the unpacked bytes in which the range is.
+        begin: its first byte there.
+    """
 
     def __init__(self, content: Readable, begin: int, size: int) -> None:
-        self._content, self._begin = content, max(0, begin)
-        self.size = max(0, min(size, content.size - self._begin))
+        self._content, self._at = content, max(0, begin)
+        self.size = max(0, min(size, content.size - self._at))
+        self.root: object = getattr(content, "root", content)
+        self.begin: int = self._at + getattr(content, "begin", 0)
 
     def read_at(self, offset: int, size: int) -> bytes:
-        return self._content.read_at(self._begin + offset, max(0, min(size, self.size - offset)))
+        return self._content.read_at(self._at + offset, max(0, min(size, self.size - offset)))
+
+
+class _Ranges:
+    """Ranges of bytes that were searched."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Add a range and return the parts of it that are new."""
+        low, high = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        known = list(zip(self._begins[low:high], self._ends[low:high], strict=True))
+        new, at = [], begin
+        for first, last in known:
+            if at < first:
+                new.append((at, first))
+            at = max(at, last)
+        if at < end:
+            new.append((at, end))
+        self._begins[low:high] = [min(begin, known[0][0]) if known else begin]
+        self._ends[low:high] = [max(end, at)]
+        return new
 
 
 class PickleFinder:
@@ -107,13 +160,15 @@ class PickleFinder:
     """
 
     def __init__(self, content: Readable, name: str) -> None:
-        self._content = content
+        self._content = ContentRange(content, 0, content.size)
         self._name = name
         self._unpacked = 0
         self._members = 0
-        self._opcodes = MAX_OPCODES
+        self._opcodes = 0
         self._searched = 0
         self._unsearched = 0  # contents that came after `MAX_SEARCHED` bytes
+        self._entered: dict[tuple[object, int, int], int] = {}  # largest size by root, first byte and kind
+        self._ranges: dict[tuple[object, str], _Ranges] = {}  # by root, and what was searched for
 
     def find(self) -> Iterator[PickleSite]:
         """Iterate over the pickles of the file.
@@ -127,103 +182,142 @@ class PickleFinder:
         if self._unsearched:
             text = f"not searched for pickles: {plural(self._unsearched, 'member')} after these {MAX_SEARCHED:,} bytes"
             yield PickleSite("", 0, None, fault=text)
-        if self._opcodes <= 0:
-            yield PickleSite(
-                "", 0, None, fault=f"its pickles have more than {MAX_OPCODES:,} opcodes; the rest was not followed"
-            )
+        if self._left() <= 0:
+            text = f"its pickles have more than {self._most():,} opcodes; the rest was not followed"
+            yield PickleSite("", 0, None, fault=text)
+
+    def _most(self) -> int:
+        return min(MAX_OPCODES, _PER_BYTE * (self._content.size + self._unpacked) + 4096)
+
+    def _left(self) -> int:
+        return self._most() - self._opcodes
+
+    def _is_new(self, content: ContentRange, kind: int) -> bool:
+        """Return whether a range was not entered as this kind, or only a part of it from its beginning or end."""
+        key = (content.root, content.begin + (content.size if kind == _BY_END else 0), kind)
+        if self._entered.get(key, -1) >= content.size:
+            return False
+        self._entered[key] = content.size
+        return True
+
+    def _not_searched(self, content: ContentRange, begin: int, what: str) -> list[tuple[int, int]]:
+        """Return the ranges after an offset that were not searched; from now on they count as searched."""
+        ranges = self._ranges.setdefault((content.root, what), _Ranges())
+        new = ranges.add(content.begin + begin, content.begin + content.size) if begin < content.size else []
+        return [(first - content.begin, last - content.begin) for first, last in new]
 
     # ---- kinds ----
 
-    def _enter(self, content: Readable, place: str, name: str, level: int) -> Iterator[PickleSite]:
-        head = content.read_at(0, _HEAD)
+    def _enter(self, content: ContentRange, place: str, name: str, level: int) -> Iterator[PickleSite]:
+        if not self._is_new(content, _ANY):
+            return
         self._members += 1
         if level > MAX_NESTED:
             yield PickleSite(place, 0, None, fault=f"archives are nested more than {MAX_NESTED} levels deep")
             return
         if self._members > MAX_MEMBERS:
             return
+        head = content.read_at(0, _HEAD)
         closed = next((kind for magic, kind in _CLOSED if head.startswith(magic)), None)
         unpack = _unpacker(head)
+        is_zip, is_tar = head[:4] in (b"PK\x03\x04", b"PK\x05\x06"), head[257:262] == b"ustar" or _is_tar(head)
+        is_npy = _is_npy(content)
+        plain = not (
+            closed or is_zip or is_tar or is_npy or head.startswith(_WITHOUT) or _is_safetensors(content, head)
+        )
+        if unpack is not None:
+            sure = unpack[1] and plain
+            yield from self._compressed(content, place, name, level, unpack[0], sure=sure)
+            plain = plain and not sure
+        end = yield from self._pickles(content, place, name, level, plain=plain)
         if closed is not None:
             yield PickleSite(place, 0, None, fault=f"this is {closed}: unpack it and scan the content")
-        elif head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-            yield from self._zip(content, place, level)
-        elif head[257:262] == b"ustar" or (name.lower().endswith((".tar", ".nemo")) and _is_tar(head)):
+        if is_tar:
             yield from self._tar(content, place, level)
-        elif head[:6] == b"\x93NUMPY":
-            yield from self._npy(content, place, head)
-        elif unpack is not None:
-            yield from self._compressed(content, place, name, level, unpack)
-        elif not head.startswith(_WITHOUT) and not _is_safetensors(head):
-            yield from self._loose(content, place, name, level)
-        elif head.startswith(b"\x89HDF"):
-            yield from self._text(content, place, _LAMBDA, "a Keras Lambda layer, which holds code")
-        if (
-            head[:4] != b"PK\x03\x04"
-            and head[257:262] != b"ustar"
-            and any(entries for _, entries in islice(_archives(content), 1))
-        ):  # a file that is two at once
-            yield from self._zip(content, place, level)
-
-    def _loose(self, content: Readable, place: str, name: str, level: int) -> Iterator[PickleSite]:
-        """Follow the pickles at the beginning of a content, then search the rest."""
-        at, expected = 0, _PICKLE_NAME.search(name) is not None
-        while at < content.size:
-            traced = self._trace(content, at)
-            binary = _is_binary(content.read_at(at, 2))
-            if traced.fault and not (_credible(traced) and (binary or expected or _attacks(traced))):
-                if at == 0 and (binary or (expected and not _is_array_file(name))):
-                    yield PickleSite(place, at, traced, fault=traced.fault)
-                break
-            if traced.names or binary or at > 0 or traced.end == content.size:
-                yield PickleSite(place, at, traced, fault=traced.fault)
-                yield from self._inside(content, place, traced, level)
-            at = max(traced.end, at + 1)
-            if traced.fault:
-                break
-        yield from self._search(content, place, at, level)
+        if is_npy:
+            yield from self._npy(content, place, level)
+        if plain or (end and not is_zip):
+            yield from self._search(content, place, end, level)
+        is_new_end = self._is_new(content, _BY_END)
+        listed = _listed(content) if is_new_end else []
+        if is_zip or listed:
+            yield from self._zip(content, place, level, listed)
+        if head.startswith(b"PK\x03\x04") and is_new_end and not listed:
+            yield PickleSite(place, 0, None, fault="the zip archive has no directory: it is cut or damaged")
+        if head.startswith(_HDF5) or _CONFIG_NAME.search(name) or _is_json(head):
+            yield from self._configs(content, place, head)
         if name.endswith((".pb", ".keras", ".json")):
-            yield from self._text(content, place, _LAMBDA, "a Keras Lambda layer, which holds code")
             yield from self._text(content, place, _TENSORFLOW, "a TensorFlow operation that reaches files or Python")
 
-    def _inside(self, content: Readable, place: str, traced: Traced, level: int) -> Iterator[PickleSite]:
+    def _pickles(
+        self, content: ContentRange, place: str, name: str, level: int, at: int = 0, *, plain: bool
+    ) -> Generator[PickleSite, None, int]:
+        """Follow the pickles at an offset, one after another, and return the end of the last whole one.
+
+        Args:
+            plain: the content is of no other kind, so that its name tells whether a broken pickle is reported.
+        """
+        begin, expected = at, plain and _PICKLE_NAME.search(name) is not None
+        while at < content.size:
+            traced = self._trace(content, at, strict=True)
+            head = content.read_at(at, _HEAD)
+            binary = plain and _is_binary(head)
+            if traced.fault and (binary or expected):
+                traced = self._trace(content, at)
+            certain = at == 0 and (binary or (expected and not _is_array_file(name)))
+            if traced.fault and not certain and not traced.limited:
+                names = _importable(traced, called=not (binary or expected) and _is_text(head))
+                if not names or (not plain and all(name in ALLOWED for name in names)):
+                    break
+                traced = traced._replace(names=names)
+            if traced.fault or traced.names or binary or at > begin or traced.end == content.size:
+                yield PickleSite(place, at, traced, fault=traced.fault if certain or traced.limited else "")
+                yield from self._inside(content, place, traced, level)
+            if traced.fault:
+                break
+            at = traced.end
+        return at
+
+    def _inside(self, content: ContentRange, place: str, traced: Traced, level: int) -> Iterator[PickleSite]:
         """Enter the torch files that a pickle holds as bytes."""
         for offset, size in traced.inner:
             yield from self._enter(ContentRange(content, offset, size), f"{place}@{offset}", ".pt", level + 1)
 
-    def _trace(self, content: Readable, at: int) -> Traced:
-        traced = trace(content, at, max(1, min(MAX_TRACED, self._opcodes)))
-        self._opcodes -= traced.opcodes + _ATTEMPT
+    def _trace(self, content: Readable, at: int, *, strict: bool = False) -> Traced:
+        traced = trace(content, at, max(1, min(MAX_TRACED, self._left())), strict=strict)
+        self._opcodes += traced.opcodes + _ATTEMPT
         return traced
 
-    def _search(self, content: Readable, place: str, begin: int, level: int) -> Iterator[PickleSite]:
+    def _search(self, content: ContentRange, place: str, begin: int, level: int) -> Iterator[PickleSite]:
         """Search bytes for pickles that begin somewhere."""
-        if begin < content.size and self._searched > MAX_SEARCHED:
-            self._unsearched += 1
-            return
-        at, overlap = begin, 64
         beyond = begin  # no pickle before this offset is followed again
-        while at < content.size:
-            data = content.read_at(at, _CHUNK + overlap)
-            self._searched += len(data)
+        for at, end in self._not_searched(content, begin, "pickles"):
             if self._searched > MAX_SEARCHED:
-                break
-            for pattern in (_PROTOCOL, _TEXT_GLOBAL):
-                for match in pattern.finditer(data):
-                    start = at + match.start()
-                    if start < beyond or match.start() >= _CHUNK or self._opcodes <= 0:
-                        continue
-                    traced = self._trace(content, start)
-                    if traced.names and not traced.fault and _credible(traced):
-                        beyond = traced.end
-                        yield PickleSite(place, start, traced)
-                        yield from self._inside(content, place, traced, level)
-            if self._opcodes <= 0:
-                break
-            at += _CHUNK
-        if at < content.size:
-            text = f"it was searched for pickles up to byte {at:,}; the rest was not looked at"
-            yield PickleSite(place, at, None, fault=text)
+                self._unsearched += 1
+                return
+            while at < end:
+                size = min(_CHUNK, end - at)
+                data = content.read_at(at, size + 64)
+                self._searched += len(data)
+                if self._searched > MAX_SEARCHED:
+                    break
+                for text, pattern in enumerate((_PROTOCOL, _TEXT_GLOBAL)):
+                    for match in pattern.finditer(data):
+                        start = at + match.start()
+                        if start < beyond or match.start() >= size or self._left() <= 0:
+                            continue
+                        traced = self._trace(content, start, strict=not text)
+                        if traced.limited or (_attacks(traced) if text and traced.fault else _importable(traced)):
+                            beyond = max(traced.end, start + 1)
+                            yield PickleSite(place, start, traced, fault=traced.fault if traced.limited else "")
+                            yield from self._inside(content, place, traced, level)
+                if self._left() <= 0:
+                    break
+                at += size
+            if at < end:
+                rest = f"it was searched for pickles up to byte {at:,}; the rest was not looked at"
+                yield PickleSite(place, at, None, fault=rest)
+                return
 
     def _text(self, content: Readable, place: str, pattern: re.Pattern[bytes], code: str) -> Iterator[PickleSite]:
         """Report text that stands for code."""
@@ -235,105 +329,147 @@ class PickleFinder:
                 return
             at += _CHUNK
 
+    def _configs(self, content: Readable, place: str, head: bytes) -> Iterator[PickleSite]:
+        """Judge the configs of Keras models, which are JSON: a file, or text within other bytes."""
+        if b"\0" in head[:64] and _is_json(head) and content.size <= MAX_CONFIG:
+            data = content.read_at(0, content.size)
+            try:  # as `json.loads` reads bytes
+                content = MemoryContent(data.decode(json.detect_encoding(data)).encode())
+            except UnicodeError:
+                return
+        try:
+            for config in configs(content):
+                yield from (PickleSite(place, config.at, None, code=code) for code in dict.fromkeys(config.code))
+                if config.names:
+                    names = dict.fromkeys(config.names, config.at)
+                    traced = Traced(names, frozenset(names), [], content.size, "", 0, limited=False)
+                    yield PickleSite(place, config.at, traced, code="a Keras config")
+        except ValueError as error:
+            yield PickleSite(place, error.args[0], None, fault="a Keras config that cannot be parsed")
+
     # ---- containers ----
 
-    def _npy(self, content: Readable, place: str, head: bytes) -> Iterator[PickleSite]:
-        """Follow the pickle of an array of objects."""
-        start = 10 if head[6:7] == b"\x01" else 12
-        size = int.from_bytes(head[8:start], "little")
-        header = content.read_at(start, min(size, _CHUNK))
-        if b"O" not in header and content.read_at(start + size, 1) != b"\x80":
-            return
-        traced = self._trace(content, start + size)
-        if b"O" in header or traced.names:
-            yield PickleSite(place, start + size, traced, fault=traced.fault)
+    def _npy(self, content: ContentRange, place: str, level: int) -> Iterator[PickleSite]:
+        """Follow the pickles of arrays of objects in npy files, one after another."""
+        at = 0
+        while content.read_at(at, 6) == b"\x93NUMPY":
+            head = content.read_at(at, 12)
+            begin = at + (10 if head[6:7] == b"\x01" else 12)
+            begin += int.from_bytes(head[8 : begin - at], "little")
+            try:
+                text, _ = find_header(content, at, content.size - at)
+                dtype, _, shape = parse_header(re.sub(rb"(?<=[0-9])L(?=[,)])", b" ", text))  # integers of Python 2
+                size = dtype.itemsize * math.prod(shape)
+                if size < 0:
+                    raise ValueError
+            except (*HEADER_ERRORS, Warning):
+                dtype = None
+                yield PickleSite(place, at, None, fault="the header of its array cannot be read")
+            objects = dtype is None or dtype.hasobject
+            traced = self._trace(content, begin, strict=not objects)
+            if objects or _importable(traced):
+                yield PickleSite(place, begin, traced, fault=traced.fault if dtype is not None else "")
+                yield from self._inside(content, place, traced, level)
+            if objects and traced.fault:
+                return
+            at = traced.end if objects else begin + size
+        if at < content.size:
+            at = yield from self._pickles(content, place, "", level, at, plain=True)
+            yield from self._search(content, place, at, level)
 
     def _compressed(
-        self, content: Readable, place: str, name: str, level: int, unpack: Callable[[], Any]
+        self, content: ContentRange, place: str, name: str, level: int, make: Callable[[], Any], *, sure: bool
     ) -> Iterator[PickleSite]:
-        data, fault = self._unpack(content, unpack())
-        if data or not fault:
-            inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE)
-            yield from self._enter(MemoryContent(data), place, inner, level + 1)
-        if fault:
+        """Enter the content of a compressed file, or of one that may be compressed."""
+        data, fault, _ = self._unpack(content, make)
+        if data or (sure and not fault):
+            inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE) if sure else ""
+            yield from self._enter(_whole(data), place, inner, level + 1)
+        if fault and sure:
             yield PickleSite(place, 0, None, fault=fault)
 
-    def _unpack(self, content: Readable, machine: Any) -> tuple[bytes, str]:
-        """Return the unpacked bytes as far as the limits and the data allow, and the fault, if any."""
+    def _unpack(self, content: Readable, make: Callable[[], Any], *, members: bool = True) -> tuple[bytes, str, int]:
+        """Return the unpacked bytes as far as the limits and the data allow, the fault, if any, and the bytes used.
+
+        Args:
+            members: other members may follow the first.
+        """
         room = min(MAX_UNPACKED, MAX_TOTAL - self._unpacked)
         if room <= 0:
-            return b"", f"the file unpacks to more than {MAX_TOTAL:,} bytes"
+            return b"", f"the file unpacks to more than {MAX_TOTAL:,} bytes", 0
         chunks: list[bytes] = []
+        machine, chunk, data, fault = make(), b"", b"", ""
         at = count = 0
         step = _FIRST
-        fault = ""
         try:
-            while at < content.size and not machine.eof:
-                data = content.read_at(at, step)
-                at, step = at + len(data), min(4 * step, _CHUNK)
-                while True:
-                    chunk = machine.decompress(data, _CHUNK)
-                    count += len(chunk)
-                    chunks.append(chunk)
-                    if count > room:
-                        fault = f"it unpacks to more than {room:,} bytes"
+            while count <= room and (members or not machine.eof):
+                if not data and (machine.eof or (len(chunk) < _CHUNK and getattr(machine, "needs_input", True))):
+                    data = content.read_at(at, step)
+                    at, step = at + len(data), min(4 * step, _CHUNK)
+                    if not data:
+                        fault = "" if machine.eof else "it cannot be unpacked: it is cut off"
                         break
-                    data = getattr(machine, "unconsumed_tail", b"")
-                    if not data and (machine.eof or len(chunk) < _CHUNK or getattr(machine, "needs_input", True)):
-                        break
-                if fault or (not data and at >= content.size):
-                    break
-        except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as error:
+                if machine.eof:
+                    data = data.lstrip(b"\0")
+                    if not data:
+                        continue
+                    machine = make()
+                chunk = machine.decompress(data, _CHUNK)
+                chunks.append(chunk)
+                count += len(chunk)
+                data = machine.unused_data if machine.eof else getattr(machine, "unconsumed_tail", b"")
+            if count > room:
+                fault = f"it unpacks to more than {room:,} bytes"
+        except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, MemoryError) as error:
             fault = f"it cannot be unpacked: {show(str(error))[1:-1]}"
         self._unpacked += count
-        return b"".join(chunks)[:room], fault
+        return b"".join(chunks)[:room], fault, at - len(data)
 
-    def _zip(self, content: Readable, place: str, level: int) -> Iterator[PickleSite]:
-        """Enter the entries of a zip archive and of archives right before it: those of the directories, and others."""
-        archives = list(_archives(content))
+    def _zip(self, content: ContentRange, place: str, level: int, listed: list[ArchiveMember]) -> Iterator[PickleSite]:
+        """Enter the entries of zip archives: those of the directories, and others."""
+        folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
         at = 0
-        for end, entries in reversed(archives):
-            storages = any(entry.name.endswith(("data.pkl", ".data/version")) for entry in entries.values())
-            for begin in sorted(entries):
-                yield from self._between(content, place, level, at, begin)
-                entry, data, size = _local(content, entries[begin])
-                at = max(at, data + size)
-                if storages and _STORAGE.search(entry.name) and entry.method == 0:
-                    continue  # the bytes of a tensor
-                yield from self._entry(ContentRange(content, data, size), place, level, entry)
-            yield from self._between(content, place, level, at, end)
-            at = max(at, end)
-        if not archives:
-            yield from self._between(content, place, level, 0, content.size)
-            yield PickleSite(place, 0, None, fault="the zip archive has no directory: it is cut or damaged")
+        for entry in sorted(listed, key=lambda entry: entry.at):
+            yield from self._between(content, place, level, at, entry.at)
+            begin, readings = _local(content, entry)
+            storage = _STORAGE.fullmatch(entry.name)
+            used = []
+            for reading in readings:
+                packed = ContentRange(content, begin, reading.packed)
+                used.append(packed.size)
+                if storage is None or storage[1] not in folders or reading.method or _is_npy(packed):
+                    used[-1] = yield from self._entry(packed, place, level, reading)
+            at = max(at, begin + min(used))
+        yield from self._between(content, place, level, at, content.size)
 
-    def _between(self, content: Readable, place: str, level: int, begin: int, end: int) -> Iterator[PickleSite]:
+    def _between(self, content: ContentRange, place: str, level: int, begin: int, end: int) -> Iterator[PickleSite]:
         """Enter local headers that no directory lists, and search what else is there."""
         if end - begin < 30:
             return
         gap = ContentRange(content, begin, end - begin)
-        at = 0
-        while at < gap.size and self._searched <= MAX_SEARCHED:
-            data = gap.read_at(at, _CHUNK + 4)
-            self._searched += len(data)
-            for match in re.finditer(rb"PK\x03\x04", data):
-                if self._members > MAX_MEMBERS:
-                    return
-                start = begin + at + match.start()
-                hidden = ArchiveMember(start, "", 0, 0, 0)
-                entry, first, size = _local(content, hidden)
-                if entry.method in (0, 8) and first < end:
-                    size = size or end - first
-                    yield from self._entry(ContentRange(content, first, size), place, level, entry)
-            at += _CHUNK
+        for at, last in self._not_searched(gap, 0, "headers"):
+            while at < last and self._searched <= MAX_SEARCHED:
+                data = gap.read_at(at, min(_CHUNK, last - at) + 3)
+                self._searched += len(data)
+                for match in re.finditer(rb"PK\x03\x04", data):
+                    if self._members > MAX_MEMBERS:
+                        return
+                    start = begin + at + match.start()
+                    first, [entry] = _local(content, ArchiveMember(start, "", 0, 0, 0), listed=False)
+                    if entry.method < _METHODS and first < end:
+                        packed = ContentRange(content, first, entry.packed or end - first)
+                        yield from self._entry(packed, place, level, entry)
+                at += _CHUNK
         yield from self._search(gap, place, 0, level)
 
-    def _entry(self, packed: Readable, place: str, level: int, entry: ArchiveMember) -> Iterator[PickleSite]:
-        """Enter an entry of a zip archive."""
+    def _entry(
+        self, packed: ContentRange, place: str, level: int, entry: ArchiveMember
+    ) -> Generator[PickleSite, None, int]:
+        """Enter an entry of a zip archive and return the bytes that it takes."""
         inner = f"{place}/{entry.name}" if place else entry.name
         self._members += 1
-        if self._members > MAX_MEMBERS or packed.size == 0 or entry.name.endswith("/"):
-            return
+        if self._members > MAX_MEMBERS or packed.size == 0 or not self._is_new(packed, entry.method):
+            return packed.size
         machine = _ENTRY_UNPACKERS.get(entry.method)
         if entry.flags & 1:
             yield from self._encrypted(packed, inner, level, entry)
@@ -342,25 +478,27 @@ class PickleFinder:
         elif machine is None:
             yield PickleSite(inner, 0, None, fault=f"its compression method {entry.method} is not supported")
         else:
-            unpacked, fault = self._unpack(packed, machine())
+            unpacked, fault, used = self._unpack(packed, machine, members=False)
             if unpacked:
-                yield from self._enter(MemoryContent(unpacked), inner, entry.name, level + 1)
+                yield from self._enter(_whole(unpacked), inner, entry.name, level + 1)
             if fault:
                 yield PickleSite(inner, 0, None, fault=fault)
+            return used
+        return packed.size
 
-    def _encrypted(self, packed: Readable, place: str, level: int, entry: ArchiveMember) -> Iterator[PickleSite]:
+    def _encrypted(self, packed: ContentRange, place: str, level: int, entry: ArchiveMember) -> Iterator[PickleSite]:
         """Enter an entry that is marked as encrypted: some readers ignore the mark, so attacks set it."""
         content = packed
         if entry.method != 0:
             machine = _ENTRY_UNPACKERS.get(entry.method)
-            content = MemoryContent(b"" if machine is None else self._unpack(packed, machine())[0])
+            content = _whole(b"" if machine is None else self._unpack(packed, machine, members=False)[0])
         entered = self._enter(content, place, entry.name, level + 1)
         inside = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
         yield from inside
         if not inside:
             yield PickleSite(place, 0, None, fault="it is encrypted")
 
-    def _tar(self, content: Readable, place: str, level: int) -> Iterator[PickleSite]:
+    def _tar(self, content: ContentRange, place: str, level: int) -> Iterator[PickleSite]:
         at, pax = 0, 0
         while at + 512 <= content.size:
             header = content.read_at(at, 512)
@@ -374,27 +512,54 @@ class PickleFinder:
                 zeros = len(data) - len(data.lstrip(b"\0"))
                 at += max(512, zeros - zeros % 512)
                 continue
-            size = _tar_number(header[124:136])
-            kind = header[156:157]
-            if size is None:
+            size, kind = _tar_number(header[124:136]), header[156:157]
+            if size is None or not _is_tar(header):
                 yield PickleSite(place, at, None, fault="the tar archive has a malformed header")
                 return
             name = header[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
-            if kind in b"xg":
-                pax = _pax_size(content.read_at(at + 512, min(size, _CHUNK)))
+            inner = f"{place}/{name}" if place else name
+            fault = "readers disagree about its size" if kind in b"123456" and (pax or size) else ""
+            if kind in b"xXg":
+                pax, fault = _pax_size(content.read_at(at + 512, min(size, _CHUNK)), kind)
+                fault = fault or ("its description is too long" if size > _CHUNK else "")
             elif kind not in b"LK":
                 size, pax = pax or size, 0
-                if kind in b"0\x007S" and size:
-                    inner = f"{place}/{name}" if place else name
-                    yield from self._enter(ContentRange(content, at + 512, size), inner, name, level + 1)
+                yield from self._enter(ContentRange(content, at + 512, size), inner, name, level + 1)
+                fault = fault or ("it is a sparse file" if kind == b"S" else "")
+            if fault:
+                yield PickleSite(inner, 0, None, fault=f"this tar member cannot be judged: {fault}")
             at += 512 + -(-size // 512) * 512
 
 
 # ---- recognising ----
 
 
-def _is_safetensors(head: bytes) -> bool:
-    return len(head) > 8 and int.from_bytes(head[:8], "little") <= 100_000_000 and head[8:9] == b"{"
+def _whole(data: bytes) -> ContentRange:
+    return ContentRange(MemoryContent(data), 0, len(data))
+
+
+def _is_safetensors(content: Readable, head: bytes) -> bool:
+    size = int.from_bytes(head[:8], "little")
+    if not 2 <= size <= min(_MAX_HEADER, content.size - 8) or head[8:9] != b"{":
+        return False
+    try:
+        return isinstance(json.loads(content.read_at(8, size)), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_npy(content: Readable) -> bool:
+    return content.read_at(0, 6) == b"\x93NUMPY"
+
+
+def _is_json(head: bytes) -> bool:
+    """Return whether a content begins as JSON does, in any encoding."""
+    return head[:64].lstrip(b"\0\xff\xfe\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether bytes are plain text."""
+    return all(byte >= 32 or byte in b"\t\r\n" for byte in head)
 
 
 def _is_binary(head: bytes) -> bool:
@@ -407,9 +572,18 @@ def _is_array_file(name: str) -> bool:
     return name.endswith((".bin", ".dat", ".data", ".model", ".p"))
 
 
-def _credible(traced: Traced) -> bool:
-    """Return whether bytes are a pickle, not chance: it ends, or every name can be imported."""
-    return (bool(traced.names) or not traced.fault) and all(map(_IMPORTABLE.fullmatch, traced.names))
+def _importable(traced: Traced, *, called: bool = False) -> dict[str, int]:
+    """Return the names of a pickle that readers can import, and if it ends in a fault, that count before it.
+
+    Args:
+        called: of a pickle with a fault, only those that it calls: chance bytes name modules, but call nothing.
+    """
+    names = {name: at for name, at in traced.names.items() if _IMPORTABLE.match(name)}
+    if not traced.fault:
+        return names
+    return {
+        name: at for name, at in names.items() if name in traced.called or not (called or name.startswith(EXTENSION))
+    }
 
 
 def _attacks(traced: Traced) -> bool:
@@ -417,15 +591,18 @@ def _attacks(traced: Traced) -> bool:
     return any(judge(name, ALLOWED, called=True).verdict == DANGEROUS for name in traced.called & traced.names.keys())
 
 
-def _unpacker(head: bytes) -> Callable[[], Any] | None:
+def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:
+    """Return what unpacks a content that begins like this, and whether it must be compressed; None if it cannot be."""
     if head[:2] == b"\x1f\x8b":
-        return lambda: zlib.decompressobj(31)
-    if len(head) > 1 and head[0] == 0x78 and int.from_bytes(head[:2], "big") % 31 == 0:
-        return zlib.decompressobj
+        return lambda: zlib.decompressobj(31), True
     if head[:3] == b"BZh":
-        return bz2.BZ2Decompressor
-    if head[:6] == b"\xfd7zXZ\0" or head[:3] == b"\x5d\0\0":
-        return lzma.LZMADecompressor
+        return bz2.BZ2Decompressor, True
+    if head[:6] == b"\xfd7zXZ\0":
+        return lambda: lzma.LZMADecompressor(memlimit=_MAX_DICTIONARY), True
+    if len(head) > 1 and head[0] & 15 == 8 and head[0] < 0x80 and int.from_bytes(head[:2], "big") % 31 == 0:
+        return zlib.decompressobj, head[0] == 0x78
+    if len(head) > 13 and head[0] < 225 and head[13] == 0 and (head[5:13] == b"\xff" * 8 or head[10:13] == bytes(3)):
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=_MAX_DICTIONARY), head[0] == 0x5D
     return None
 
 
@@ -447,62 +624,68 @@ class ArchiveMember(NamedTuple):
     packed: int  # bytes
 
 
-def _archives(content: Readable) -> Iterator[tuple[int, dict[int, ArchiveMember]]]:
-    """Yield the archives in a content, the last one first: the offset of the end record, and the entries by offset.
+def _listed(content: Readable) -> list[ArchiveMember]:
+    """Return the entries that the directories of the archives in a content list.
 
     Checkpoints of torch.distributed have an archive for each chunk, one right after another.
     """
-    end, members = content.size, 0
-    while (record := _end_of_zip(ContentRange(content, 0, end))) is not None and members < MAX_MEMBERS:
-        entries = {entry.at: entry for entry in _directory(ContentRange(content, 0, end), record)}
-        yield record, entries
-        members += len(entries) + 1
-        end = min((begin for begin in entries if begin >= 0), default=record)
-        if end >= record:
-            return
+    end = content.size
+    entries: list[ArchiveMember] = []
+    listed: set[tuple[int, int]] = set()
+    while len(listed) <= MAX_MEMBERS and (records := _ends_of_zip(content, end)):
+        before = len(entries)
+        for record in records:
+            entries += _directory(content, record, listed)
+        begin = max(last - size - offset for last, size, offset in _directories(content, records[-1]))
+        end = min([entry.at for entry in entries[before:] if entry.at >= max(0, begin)], default=records[-1])
+        if end >= records[0]:
+            break
+    return entries
 
 
-def _end_of_zip(content: Readable) -> int | None:
-    """Return the offset of the last end record."""
-    last = content.size - 22
-    if last >= 0 and (record := content.read_at(last, 22)).startswith(b"PK\x05\x06") and record.endswith(b"\0\0"):
-        return last
-    start = max(0, content.size - 22 - 0xFFFF)
-    at = content.read_at(start, content.size - start).rfind(b"PK\x05\x06")
-    return None if at < 0 else start + at
+def _ends_of_zip(content: Readable, end: int) -> list[int]:
+    """Return the offsets of the end records of which one can be the last before an offset, in descending order."""
+    start = max(0, end - 22 - 0xFFFF)
+    tail = content.read_at(start, end - start)
+    return [start + match.start() for match in re.finditer(rb"PK\x05\x06", tail)][::-1]
 
 
-def _directory(content: Readable, end: int) -> Iterator[ArchiveMember]:
-    """Iterate over the entries of the directory before an end record, as far as it can be read."""
-    record = content.read_at(end, 22)
-    if len(record) < 22:
-        return
-    size, offset = struct.unpack_from("<II", record, 12)
-    first = end - size
-    locator = content.read_at(max(0, end - 20), 20) if end >= 20 else b""
-    if locator[:4] == b"PK\x06\x07":
-        # The locator counts from the beginning of its archive, which other bytes can precede.
-        for at64 in (end - 20 - 56, struct.unpack_from("<Q", locator, 8)[0]):
-            record64 = content.read_at(min(at64, content.size), 56) if at64 >= 0 else b""
-            if record64[:4] == b"PK\x06\x06" and len(record64) == 56:
-                size, offset = struct.unpack_from("<QQ", record64, 40)
-                first = at64 - size
-                break
-    shift = first - offset if content.read_at(max(0, first), 4) == b"PK\x01\x02" and first >= 0 else 0
-    at = first if shift else offset
-    for _ in range(MAX_MEMBERS):
-        head = content.read_at(min(at, content.size), 46)
-        if len(head) < 46 or head[:4] != b"PK\x01\x02":
-            return
-        flags, method = struct.unpack_from("<HH", head, 8)
-        packed, full = struct.unpack_from("<II", head, 20)
-        name_size, extra_size, comment_size = struct.unpack_from("<HHH", head, 28)
-        local = struct.unpack_from("<I", head, 42)[0]
-        rest = content.read_at(at + 46, name_size + extra_size)
-        name = rest[:name_size].decode("utf-8", "backslashreplace")
-        packed, local = _zip64(rest[name_size:], full, packed, local)
-        yield ArchiveMember(local + shift, name, method, flags, packed)
-        at += 46 + name_size + extra_size + comment_size
+def _directories(content: Readable, end: int) -> list[tuple[int, int, int]]:
+    """Return end, size and offset of the directories to which an end record can lead readers."""
+    size, offset = struct.unpack_from("<II", content.read_at(end, 22).ljust(22, b"\xff"), 12)
+    locator = content.read_at(end - 20, 20) if end >= 20 else b""
+    if locator[:4] != b"PK\x06\x07":
+        return [(end, size, offset)]
+    directories = [(offset + size, size, offset)]
+    # The locator counts from the beginning of its archive, which other bytes can precede.
+    for at in (end - 20 - 56, struct.unpack_from("<Q", locator, 8)[0]):
+        record = content.read_at(min(at, content.size), 56) if at >= 0 else b""
+        if record[:4] == b"PK\x06\x06" and len(record) == 56:
+            directories.append((at, *struct.unpack_from("<QQ", record, 40)))
+    return directories
+
+
+def _directory(content: Readable, end: int, listed: set[tuple[int, int]]) -> Iterator[ArchiveMember]:
+    """Iterate over the entries of the directories of an end record, as far as they can be read.
+
+    Args:
+        listed: offsets of entries and what must be added to theirs; each is read once.
+    """
+    for last, size, offset in _directories(content, end):
+        for at, shift in ((last - size, last - size - offset), (offset, 0)):
+            while at >= 0 and (at, shift) not in listed and len(listed) <= MAX_MEMBERS:
+                listed.add((at, shift))
+                head = content.read_at(min(at, content.size), 46)
+                if len(head) < 46 or head[:4] != b"PK\x01\x02":
+                    break
+                flags, method = struct.unpack_from("<HH", head, 8)
+                packed, full = struct.unpack_from("<II", head, 20)
+                name_size, extra_size, comment_size = struct.unpack_from("<HHH", head, 28)
+                rest = content.read_at(at + 46, name_size + extra_size)
+                name = rest[:name_size].decode("utf-8", "backslashreplace")
+                packed, local = _zip64(rest[name_size:], full, packed, struct.unpack_from("<I", head, 42)[0])
+                yield ArchiveMember(local + shift, name, method, flags, packed)
+                at += 46 + name_size + extra_size + comment_size
 
 
 def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:
@@ -524,27 +707,38 @@ def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:
     return packed, local
 
 
-def _local(content: Readable, entry: ArchiveMember) -> tuple[ArchiveMember, int, int]:
-    """Return an entry as its local header has it where the directory says nothing, its first byte and its size."""
+def _local(content: Readable, entry: ArchiveMember, *, listed: bool = True) -> tuple[int, list[ArchiveMember]]:
+    """Return the first byte of an entry, and what the directory and, if it differs, the local header say of it."""
     head = content.read_at(entry.at, 30) if 0 <= entry.at < content.size else b""
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        return entry, entry.at + 30, entry.packed
+        return entry.at + 30, [entry]
     flags, method = struct.unpack_from("<HH", head, 6)
-    packed = struct.unpack_from("<I", head, 18)[0]
+    packed, full = struct.unpack_from("<II", head, 18)
     name_size, extra_size = struct.unpack_from("<HH", head, 26)
-    name = entry.name or content.read_at(entry.at + 30, name_size).decode("utf-8", "backslashreplace")
+    rest = content.read_at(entry.at + 30, name_size + extra_size)
+    packed, _ = _zip64(rest[name_size:], full, packed, 0)
     begin = entry.at + 30 + name_size + extra_size
-    if not entry.name:
-        size = packed if packed != 0xFFFFFFFF else 0
-        return ArchiveMember(entry.at, name, method, flags, size), begin, size
-    return entry, begin, min(entry.packed, max(0, content.size - begin))
+    name = rest[:name_size].decode("utf-8", "backslashreplace")
+    local = ArchiveMember(entry.at, name, method, flags, packed if packed != 0xFFFFFFFF else 0)
+    if not listed:
+        return begin, [local]
+    entry = entry._replace(flags=entry.flags | (flags & 1))
+    if local.packed == 0:  # the size follows the data, or is only in the directory
+        local = local._replace(packed=entry.packed)
+    same = (local.method, local.packed) == (entry.method, entry.packed)
+    return begin, [entry] if same else [entry, local._replace(name=entry.name)]
 
 
 # ---- tar ----
 
 
-def _is_tar(head: bytes) -> bool:
-    return len(head) == 512 and _tar_number(head[124:136]) is not None and _tar_number(head[148:156]) is not None
+def _is_tar(header: bytes) -> bool:
+    """Return whether 512 bytes have the checksum of a tar header."""
+    checksum = _tar_number(header[148:156])
+    if len(header) < 512 or not checksum:
+        return False
+    summed = header[:148] + b" " * 8 + header[156:]
+    return checksum in (sum(summed), sum(summed) - 256 * sum(byte > 127 for byte in summed))
 
 
 def _tar_number(field: bytes) -> int | None:
@@ -556,6 +750,13 @@ def _tar_number(field: bytes) -> int | None:
     return int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else None
 
 
-def _pax_size(records: bytes) -> int:
-    match = re.search(rb"\d+ size=(\d{1,18})\n", records)
-    return int(match[1]) if match else 0
+def _pax_size(description: bytes, kind: bytes) -> tuple[int, str]:
+    """Return the size of the next member in a description, 0 for none, and why the description is not understood."""
+    try:
+        fields = records(description, "", 0)
+    except SafeloadError as error:
+        return 0, str(error)
+    size = fields.get(b"size", b"0")
+    if kind == b"g" and b"size" in fields:
+        return 0, "it sets the size of all members"
+    return (int(size), "") if re.fullmatch(rb"[0-9]{1,18}", size) else (0, "its size is not a number")

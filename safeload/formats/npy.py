@@ -35,6 +35,7 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from .metadata import without_metadata
 from .registry import Candidate, Content, OpenRequest
+from .unpickle.trace import Readable
 
 SUFFIX = ".npy"
 
@@ -47,7 +48,7 @@ _HEADER_SIZE = 10_240
 _WINDOW = 256
 
 # Errors of Python's and numpy's parsers for invalid headers.
-_HEADER_ERRORS = (ValueError, TypeError, SyntaxError, LookupError, RecursionError, MemoryError, OverflowError)
+HEADER_ERRORS = (ValueError, TypeError, SyntaxError, LookupError, RecursionError, MemoryError, OverflowError)
 
 # A dtype without fields, as numpy writes it: byte order, kind, size in bytes.
 _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.ASCII)
@@ -95,9 +96,9 @@ def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
     """
     subject, holder, begin, size = source
     try:
-        raw, header_size = _find_header(file, begin, size)
-        dtype, fortran, shape = _parse_header(raw)
-    except _HEADER_ERRORS as error:
+        raw, header_size = find_header(file, begin, size)
+        dtype, fortran, shape = parse_header(raw)
+    except HEADER_ERRORS as error:
         message = f"{subject}: its npy header cannot be read: {show(str(error))}"
         raise FormatError(message, file.path, begin) from None
     if dtype.hasobject:
@@ -125,7 +126,7 @@ def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
     return Listing(name, row, tuple(shape), data, end, strides, big_endian=big_endian)
 
 
-def _find_header(file: WeightFile, begin: int, size: int) -> tuple[bytes, int]:
+def find_header(file: Readable, begin: int, size: int) -> tuple[bytes, int]:
     """Return the header, starting at its magic number, and its size."""
     head = file.read_at(begin, min(size, _WINDOW))
     if head[:6] != b"\x93NUMPY" or len(head) < 12:
@@ -147,7 +148,7 @@ def _start(head: bytes) -> int:
 
 # Cached because archives hold many arrays of few shapes.
 @lru_cache(maxsize=256)
-def _parse_header(head: bytes) -> _Header:
+def parse_header(head: bytes) -> _Header:
     """Parse a header. Headers of Python 2, which numpy repairs with a warning, are refused."""
     fields = ast.literal_eval(head[_start(head) :].decode("latin1" if head[6] < 3 else "utf-8"))
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:

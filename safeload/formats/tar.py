@@ -146,9 +146,9 @@ def _headers(file: WeightFile) -> Iterator[_MemberHeader]:
         if kind in (b"x", b"g", b"L", b"K"):
             content = _extended(file, at, size)
             if kind == b"x":
-                pax = _records(content, file.path, at)
+                pax = records(content, file.path, at)
             elif kind == b"g":
-                _check_global(_records(content, file.path, at), file.path, at)
+                _check_global(records(content, file.path, at), file.path, at)
             elif kind == b"L":
                 long_name = content.partition(b"\0")[0]
         else:
@@ -209,14 +209,14 @@ def _extended(file: WeightFile, at: int, size: int) -> bytes:
     return content
 
 
-def _records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
+def records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
     """Parse the records of a pax header.
 
     Raises:
         FormatError: a record is malformed.
         UnsupportedError: a record makes the member sparse, or changes the encoding of names.
     """
-    records: dict[bytes, bytes] = {}
+    parsed: dict[bytes, bytes] = {}
     begin = 0
     while begin < len(content):
         match = _RECORD.match(content, begin)
@@ -228,9 +228,9 @@ def _records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
             raise error_about(UnsupportedError, f"a tar member is a sparse file ({show(key)})", path=path)
         if key == _CHARSET and value != b"ISO-IR 10646 2000 UTF-8":
             raise error_about(UnsupportedError, f"names in the tar archive are encoded as {show(value)}", path=path)
-        records[key] = value
+        parsed[key] = value
         begin = end
-    return records
+    return parsed
 
 
 def _check_global(records: Mapping[bytes, bytes], path: str, at: int) -> None:

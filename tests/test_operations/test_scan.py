@@ -500,10 +500,11 @@ def test_hidden_headers_take_bounded_time(tmp_path, monkeypatch):
     inside.tune(monkeypatch, scan_members=10)
     report = scanned(tmp_path, "x.zip", local_headers(1000, zipfile.ZIP_DEFLATED))
     assert len(report.unreadable) < 20
-    inside.tune(monkeypatch, scan_searched=1 << 20, scan_members=10_000)
-    report = scanned(tmp_path, "x.zip", local_headers(1000, zipfile.ZIP_STORED))
+    inside.tune(monkeypatch, scan_members=10_000)
+    began = time.process_time()
+    report = scanned(tmp_path, "x.zip", local_headers(1000, zipfile.ZIP_STORED))  # each lies in all before it
+    assert time.process_time() - began < 2
     assert len(report.unreadable) < 5
-    assert any("not searched for pickles" in reason for _, reason in report.unreadable)
 
 
 def test_zeros_after_a_tar_archive_are_skipped_and_bounded(tmp_path, monkeypatch):

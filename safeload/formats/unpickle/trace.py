@@ -36,6 +36,7 @@ _FIRST, _WINDOW = 512, 1 << 16
 _CHARGED = 64
 
 _WRAPPER = "joblib.numpy_pickle.NumpyArrayWrapper"
+_NAME, _DIGITS = re.compile(rb"[\w.\x80-\xff]*"), re.compile(rb"[\s0-9_+-]*")
 _DTYPE = re.compile(r"[<>|=]?([?a-zA-Z])([0-9]{0,6})", re.ASCII)
 # Elements of dtypes without a size in their name.
 _SIZES = {"?": 1, "b": 1, "B": 1}
@@ -59,6 +60,7 @@ class Traced(NamedTuple):
     end: int  # offset after its STOP, or of the fault
     fault: str  # why it could not be followed to its STOP; empty if it could
     opcodes: int
+    limited: bool  # the fault is a limit of this module, not of the pickle
 
 
 class _Unknown:
@@ -98,7 +100,12 @@ class TraceFault(Exception):  # noqa: N818 - ends a run; callers never see it
     """The pickle cannot be followed further."""
 
 
-_UNKNOWN = _Unknown()
+class TraceLimit(TraceFault):
+    """The pickle may be sound, but is too large to follow, or unclear."""
+
+
+_UNKNOWN, _LONG_TEXT = _Unknown(), _Unknown()
+EXTENSION = "extension code"
 COMPUTED = "<computed>"
 # The function that pickles methods and nested classes: harmless in itself, but it reaches anything.
 GETATTR = frozenset(("builtins.getattr", "__builtin__.getattr"))
@@ -130,8 +137,9 @@ NOT_TEXT = "<not text>"
 class _Tracer:
     """The state of one run."""
 
-    def __init__(self, content: Readable, begin: int) -> None:
+    def __init__(self, content: Readable, begin: int, *, strict: bool) -> None:
         self.content = content
+        self.strict = strict
         self.at = begin
         self.start = begin  # of the current opcode
         self.stack: list[Any] = []
@@ -176,7 +184,7 @@ class _Tracer:
             at += len(data)
             if not data or at - begin > _LONGEST_LINE:
                 self.charged += (at - begin) // _CHARGED
-                raise TraceFault("a line without an end")
+                raise (TraceLimit if data else TraceFault)("a line without an end")
         self.at = at + end + 1
         size = at + end - begin
         self.charged += size // _CHARGED
@@ -184,10 +192,21 @@ class _Tracer:
 
     # ---- values ----
 
+    def missing(self, what: str) -> Any:
+        """Return a value in place of a missing one, which ends the run of every reader."""
+        if self.strict:
+            raise TraceFault(what)
+        return _UNKNOWN
+
+    def top(self) -> Any:
+        return self.stack[-1] if self.stack else self.missing("the stack is empty")
+
     def pop(self) -> Any:
-        return self.stack.pop() if self.stack else _UNKNOWN
+        return self.stack.pop() if self.stack else self.missing("the stack is empty")
 
     def pop_mark(self) -> list[Any]:
+        if not self.marks:
+            self.missing("no mark")
         items, self.stack = self.stack, self.marks.pop() if self.marks else []
         return self.passed(items)
 
@@ -239,10 +258,10 @@ class _Tracer:
             self.named(_Computed("", None), name if type(name) is str else _Computed("", None))
 
     def put(self, number: int) -> None:
-        value = self.stack[-1] if self.stack else _UNKNOWN
+        value = self.top()
         self.count += number not in self.memo
         if len(self.memo) >= MAX_TEXTS and number not in self.memo and value is not _UNKNOWN:
-            raise TraceFault(f"more than {MAX_TEXTS:,} values in its memo")
+            raise TraceLimit(f"more than {MAX_TEXTS:,} values in its memo")
         if value is _UNKNOWN and len(self.memo) >= MAX_TEXTS:
             self.memo.pop(number, None)
         else:
@@ -330,7 +349,7 @@ def _sized(code: bytes, width: int, *, text: bool, integer: bool = False) -> Non
         else:
             begin = t.at
             t.skip(size)
-            t.stack.append(_UNKNOWN if text or integer else _Span(begin, size))
+            t.stack.append(_LONG_TEXT if text else _UNKNOWN if integer else _Span(begin, size))
 
     _op(code)(push)
 
@@ -359,7 +378,7 @@ def _float(t: _Tracer) -> None:
 @_op(b"S")
 def _string(t: _Tracer) -> None:
     line = (t.line() or b"").strip()
-    value: Any = _UNKNOWN
+    value: Any = _LONG_TEXT
     if 2 <= len(line) <= _LONGEST and line[:1] == line[-1:] and line[:1] in (b"'", b'"'):
         try:
             value = codecs.escape_decode(line[1:-1])[0].decode("utf-8", "backslashreplace")
@@ -372,7 +391,7 @@ def _string(t: _Tracer) -> None:
 def _unicode(t: _Tracer) -> None:
     line = t.line()
     if line is None or len(line) > _LONGEST:
-        t.stack.append(_UNKNOWN)
+        t.stack.append(_LONG_TEXT)
         return
     try:
         t.stack.append(line.decode("raw-unicode-escape"))
@@ -388,30 +407,38 @@ def _global(t: _Tracer) -> None:
 
 @_op(b"i")
 def _inst(t: _Tracer) -> None:
-    module, name = _lines(t)
-    args = t.pop_mark()
-    t.named(module, name)
-    t.call(t.pop(), tuple(args))
+    t.named(*_lines(t))
+    function = t.pop()  # named first: readers differ in what they do before they miss a mark
+    t.call(function, tuple(t.pop_mark()))
 
 
 def _lines(t: _Tracer) -> tuple[str, str]:
     """Return module and name; an end of line may be missing only where the bytes end."""
-    module, name = t.line(), t.line()
-    if module is None or name is None:
-        raise TraceFault("a global with a name of more than 10,000 bytes")
-    return module.decode("utf-8", "backslashreplace"), name.decode("utf-8", "backslashreplace")
+    parts = []
+    for _ in range(2):
+        begin, line = t.at, t.line()
+        if line is None:
+            line = t.content.read_at(begin, _LONGEST)
+            if _NAME.fullmatch(line):
+                raise TraceLimit("a global with a name of more than 10,000 bytes")
+        parts.append(line.decode("utf-8", "backslashreplace"))
+    return parts[0], parts[1]
 
 
 @_op(b"\x93")
 def _stack_global(t: _Tracer) -> None:
-    name = t.pop()
-    t.named(t.pop(), name)
+    name, module = t.pop(), t.pop()
+    if not all(type(part) in (str, _Computed) or part is _LONG_TEXT for part in (name, module)):
+        t.missing("a name that is no text")
+    t.named(module, name)
 
 
 def _extension(code: bytes, width: int) -> None:
     def push(t: _Tracer) -> None:
         number = int.from_bytes(t.take(width), "little", signed=width == 4)
-        full = f"extension code {number} of copyreg"
+        if number <= 0:
+            t.missing("an extension code below 1")
+        full = f"{EXTENSION} {number} of copyreg"
         t.names.setdefault(full, t.start)
         t.stack.append(_Named(full))
 
@@ -443,7 +470,7 @@ def _pop_mark(t: _Tracer) -> None:
 
 @_op(b"2")
 def _dup(t: _Tracer) -> None:
-    t.stack.append(t.stack[-1] if t.stack else _UNKNOWN)
+    t.stack.append(t.top())
 
 
 def _tuple(items: list[Any]) -> Any:
@@ -469,7 +496,7 @@ def _empty_dict(t: _Tracer) -> None:
 
 
 def _set_items(t: _Tracer, pairs: list[Any]) -> None:
-    into = t.stack[-1] if t.stack else None
+    into = t.top()
     if type(into) is dict and len(into) + len(pairs) // 2 <= _ITEMS:
         into.update((key, value) for key, value in zip(pairs[::2], pairs[1::2], strict=False) if type(key) is str)
 
@@ -495,11 +522,13 @@ def _dict(t: _Tracer) -> None:
 @_op(b"a")
 def _append(t: _Tracer) -> None:
     t.passed([t.pop()])
+    t.top()
 
 
 @_op(b"e\x90")
 def _appends(t: _Tracer) -> None:
     t.pop_mark()
+    t.top()
 
 
 @_op(b"l\x91")
@@ -530,7 +559,9 @@ def _obj(t: _Tracer) -> None:
 @_op(b"b")
 def _build(t: _Tracer) -> None:
     state = t.pop()
-    into = t.stack[-1] if t.stack else None
+    into = t.top()
+    if type(into) is _Named:  # no writer sets the attributes of a class or function
+        t.names.setdefault(f"{COMPUTED}.{into.name}", t.start)
     if isinstance(into, _Computed) and _wraps(into) and type(state) is dict:
         _skip_array(t, state)
 
@@ -563,7 +594,8 @@ def _long_binget(t: _Tracer) -> None:
 
 
 def _recall(t: _Tracer, number: int) -> None:
-    t.stack.append(t.memo.get(number, _UNKNOWN))
+    known = number in t.memo or len(t.memo) >= MAX_TEXTS
+    t.stack.append(t.memo.get(number, _UNKNOWN) if known else t.missing(f"no memo entry {number}"))
 
 
 @_op(b"p")
@@ -587,10 +619,15 @@ def _memoize(t: _Tracer) -> None:
 
 
 def _index(t: _Tracer) -> int:
-    line = t.line()
-    if line is None or not re.fullmatch(rb"[0-9]{1,18}", line.strip()):
-        raise TraceFault("a memo index that is not a number")
-    return int(line)
+    begin, line = t.at, t.line()
+    if line is None:
+        line = t.content.read_at(begin, _LONGEST)
+        if _DIGITS.fullmatch(line):
+            raise TraceLimit("a memo index of more than 10,000 digits")
+    try:
+        return int(line.partition(b"\0")[0])  # C reads "+1", " 1_0" and what precedes a NUL
+    except ValueError:
+        raise TraceFault("a memo index that is not a number") from None
 
 
 # ---- joblib ----
@@ -612,7 +649,7 @@ def _skip_array(t: _Tracer, state: dict[str, Any]) -> None:
         t.nested = True
         return
     if size is None or type(shape) is not tuple or not all(type(dim) is int and 0 <= dim < 1 << 48 for dim in shape):
-        raise TraceFault("an array of joblib whose size is not plain")
+        raise TraceLimit("an array of joblib whose size is not plain")
     if type(state.get("numpy_array_alignment_bytes")) is int:
         t.skip(t.take(1)[0])
     t.skip(size * math.prod(shape))
@@ -636,28 +673,30 @@ def _itemsize(dtype: Any) -> int | None:
 # ---- a run ----
 
 
-def trace(content: Readable, begin: int, most: int = MAX_TRACED) -> Traced:
+def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool = False) -> Traced:
     """Follow the opcodes of a pickle to its STOP or to a fault.
 
     Args:
         begin: offset of the pickle.
         most: maximum number of opcodes.
+        strict: end where a value, a mark or a memo entry is missing, as every reader does.
 
     Raises:
         OSError: the content cannot be read.
     """
-    tracer = _Tracer(content, begin)
+    tracer = _Tracer(content, begin, strict=strict)
     outer: list[_Tracer] = []
     opcodes = 0
-    fault = ""
+    fault, limited = "", False
     try:
         while True:
             opcodes += 1
             if opcodes + tracer.charged > most:
-                raise TraceFault(f"more than {most:,} opcodes")
+                raise TraceLimit(f"more than {most:,} opcodes")
             tracer.start = tracer.at
             code = tracer.take(1)[0]
             if code == 0x2E:  # STOP
+                tracer.top()
                 if not outer:
                     break
                 end, charged = tracer.at, tracer.charged
@@ -672,14 +711,14 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED) -> Traced:
             if tracer.nested:
                 tracer.nested = False
                 if len(outer) >= _ITEMS:
-                    raise TraceFault("arrays of joblib nested too deep")
-                inner = _Tracer(content, tracer.at)
+                    raise TraceLimit("arrays of joblib nested too deep")
+                inner = _Tracer(content, tracer.at, strict=strict)
                 inner.charged = tracer.charged
                 inner.names, inner.called, inner.inner = tracer.names, tracer.called, tracer.inner
                 outer.append(tracer)
                 tracer = inner
     except TraceFault as problem:
-        fault = str(problem)
+        fault, limited = str(problem), isinstance(problem, TraceLimit)
     return Traced(
         tracer.names,
         frozenset(tracer.called),
@@ -687,4 +726,5 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED) -> Traced:
         tracer.start if fault else tracer.at,
         fault,
         opcodes + tracer.charged,
+        limited,
     )

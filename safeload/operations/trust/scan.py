@@ -240,7 +240,7 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
         count = 0
         for site in PickleFinder(_content(file), files.split(path)[1]).find():
             findings = _judged(site, shown)
-            report.pickles += site.traced is not None and (bool(findings) or not site.fault)
+            report.pickles += site.traced is not None and not site.code and (bool(findings) or not site.fault)
             if count + len(findings) > MAX_FINDINGS:
                 text = f"it names more than {MAX_FINDINGS:,} globals; the rest is not listed"
                 report.unreadable.append((shown, text))
