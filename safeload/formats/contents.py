@@ -42,7 +42,7 @@ MAX_MEMBERS = 200_000
 MAX_OPCODES = 20_000_000
 MAX_SEARCHED = 1 << 30
 # Opcodes that each attempt counts as, and opcodes per byte of a file and of what it unpacks to.
-_ATTEMPT, _PER_BYTE = 50, 64
+_ATTEMPT, _PER_BYTE = 50, 16
 
 _HEAD = 512
 # Bytes to read at once. Compressed contents begin with a small read, because a malformed one ends there.
@@ -86,6 +86,8 @@ _CLOSED = (
     (b"ZF0x", "a file of joblib before 0.10"),
     (b"ZF", "a file of joblib before 0.10"),
 )
+# Beginnings of what follows pickles and is no tensor, which begins as its number of elements.
+_ENTERED = (b"PK\x03\x04", b"\x93NUMPY", *(magic for magic, _ in _CLOSED if len(magic) >= 4))
 
 
 class PickleSite(NamedTuple):
@@ -237,14 +239,15 @@ class PickleFinder:
         if is_npy:
             yield from self._npy(content, place, level)
         if plain or (end and not is_zip):
-            yield from self._search(content, place, end, level)
+            yield from self._rest(content, place, end, level)
         is_new_end = self._is_new(content, _BY_END)
         listed = _listed(content) if is_new_end else []
         if is_zip or listed:
             yield from self._zip(content, place, level, listed)
         if head.startswith(b"PK\x03\x04") and is_new_end and not listed:
             yield PickleSite(place, 0, None, fault="the zip archive has no directory: it is cut or damaged")
-        if head.startswith(_HDF5) or _CONFIG_NAME.search(name) or _is_json(head):
+        is_keras_zip = is_zip and name.endswith(".keras")
+        if head.startswith(_HDF5) or _is_json(head) or (_CONFIG_NAME.search(name) and not is_keras_zip):
             yield from self._configs(content, place, head)
         if name.endswith((".pb", ".keras", ".json")):
             yield from self._text(content, place, _TENSORFLOW, "a TensorFlow operation that reaches files or Python")
@@ -263,7 +266,8 @@ class PickleFinder:
             head = content.read_at(at, _HEAD)
             binary = plain and _is_binary(head)
             if traced.fault and (binary or expected):
-                traced = self._trace(content, at)
+                lenient = self._trace(content, at)
+                traced = lenient if lenient.fault or lenient.names else traced
             certain = at == 0 and (binary or (expected and not _is_array_file(name)))
             if traced.fault and not certain and not traced.limited:
                 names = _importable(traced, called=not (binary or expected) and _is_text(head))
@@ -277,6 +281,19 @@ class PickleFinder:
                 break
             at = traced.end
         return at
+
+    def _rest(self, content: ContentRange, place: str, at: int, level: int) -> Iterator[PickleSite]:
+        """Enter what follows pickles and arrays if it is of another kind, and search it."""
+        rest = ContentRange(content, at, content.size - at)
+        head = rest.read_at(0, _HEAD) if at else b""
+        unpack = _unpacker(head)
+        if unpack is not None:
+            yield from self._compressed(
+                rest, place, "", level, unpack[0], sure=unpack[1] and head[0] not in b"\x78\x5d"
+            )
+        if head.startswith(_ENTERED) or _is_tar(head):
+            yield from self._enter(rest, f"{place}@{at}", "", level + 1)
+        yield from self._search(content, place, at, level)
 
     def _inside(self, content: ContentRange, place: str, traced: Traced, level: int) -> Iterator[PickleSite]:
         """Enter the torch files that a pickle holds as bytes."""
@@ -375,7 +392,7 @@ class PickleFinder:
             at = traced.end if objects else begin + size
         if at < content.size:
             at = yield from self._pickles(content, place, "", level, at, plain=True)
-            yield from self._search(content, place, at, level)
+            yield from self._rest(content, place, at, level)
 
     def _compressed(
         self, content: ContentRange, place: str, name: str, level: int, make: Callable[[], Any], *, sure: bool
