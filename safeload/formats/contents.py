@@ -31,7 +31,7 @@ from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import records
 from .torch.globals import ALLOWED
 from .unpickle.trace import EXTENSION, MAX_TRACED, Readable, Traced, trace
-from .unpickle.verdicts import DANGEROUS, judge
+from .unpickle.verdicts import DANGEROUS, HARMLESS, judge
 
 # Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
 MAX_UNPACKED = 256 << 20
@@ -69,7 +69,7 @@ _MAX_DICTIONARY, _METHODS = 1 << 28, 100
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _WITHOUT = (b"GGUF", _HDF5, b"NOOM")
 # Largest header of safetensors that is parsed to recognise the format.
-_MAX_HEADER = 8 << 20
+_MAX_HEADER = 16 << 20
 # Files that can hold the config of a Keras model.
 _CONFIG_NAME = re.compile(r"\.(?:pb|keras|json|h5|hdf5)\Z", re.IGNORECASE)
 # Archives that safeload does not enter.
@@ -170,6 +170,7 @@ class PickleFinder:
         self._searched = 0
         self._unsearched = 0  # contents that came after `MAX_SEARCHED` bytes
         self._entered: dict[tuple[object, int, int], int] = {}  # largest size by root, first byte and kind
+        self._calls: set[tuple[str, bool]] = set()  # names in pickles, and whether they were called
         self._ranges: dict[tuple[object, str], _Ranges] = {}  # by root, and what was searched for
 
     def find(self) -> Iterator[PickleSite]:
@@ -231,6 +232,10 @@ class PickleFinder:
             sure = unpack[1] and plain
             yield from self._compressed(content, place, name, level, unpack[0], sure=sure)
             plain = plain and not sure
+        is_new_end = self._is_new(content, _BY_END)
+        listed = _listed(content) if is_new_end else []
+        if is_zip:
+            yield from self._zip(content, place, level, listed)
         end = yield from self._pickles(content, place, name, level, plain=plain)
         if closed is not None:
             yield PickleSite(place, 0, None, fault=f"this is {closed}: unpack it and scan the content")
@@ -240,9 +245,7 @@ class PickleFinder:
             yield from self._npy(content, place, level)
         if plain or (end and not is_zip):
             yield from self._rest(content, place, end, level)
-        is_new_end = self._is_new(content, _BY_END)
-        listed = _listed(content) if is_new_end else []
-        if is_zip or listed:
+        if listed and not is_zip:
             yield from self._zip(content, place, level, listed)
         if head.startswith(b"PK\x03\x04") and is_new_end and not listed:
             yield PickleSite(place, 0, None, fault="the zip archive has no directory: it is cut or damaged")
@@ -270,11 +273,14 @@ class PickleFinder:
                 traced = lenient if lenient.fault or lenient.names else traced
             certain = at == 0 and (binary or (expected and not _is_array_file(name)))
             if traced.fault and not certain and not traced.limited:
-                names = _importable(traced, called=not (binary or expected) and _is_text(head))
-                if not names or (not plain and all(name in ALLOWED for name in names)):
+                traced = traced._replace(names=_importable(traced, called=not (binary or expected) and _is_text(head)))
+                if not traced.names or (not plain and _is_harmless(traced)):
                     break
-                traced = traced._replace(names=names)
-            if traced.fault or traced.names or binary or at > begin or traced.end == content.size:
+            calls = {(name, name in traced.called) for name in traced.names}
+            # A zip archive can be a pickle by chance.
+            repeated = bool(calls) and calls <= self._calls and not plain and not traced.limited
+            self._calls |= calls
+            if not repeated and (traced.fault or calls or binary or at > begin or traced.end == content.size):
                 yield PickleSite(place, at, traced, fault=traced.fault if certain or traced.limited else "")
                 yield from self._inside(content, place, traced, level)
             if traced.fault:
@@ -601,6 +607,10 @@ def _importable(traced: Traced, *, called: bool = False) -> dict[str, int]:
     return {
         name: at for name, at in names.items() if name in traced.called or not (called or name.startswith(EXTENSION))
     }
+
+
+def _is_harmless(traced: Traced) -> bool:
+    return all(judge(name, ALLOWED, called=name in traced.called).verdict == HARMLESS for name in traced.names)
 
 
 def _attacks(traced: Traced) -> bool:
