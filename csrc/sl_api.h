@@ -30,8 +30,8 @@ typedef struct sl_error {
 
 /* ---- dtypes: one table for all formats (kernels/dtype.c) ---- */
 
-/* Indices into the table, in the order of safetensors' Dtype enum, which determines the order of tensors in a written
- * file: https://github.com/safetensors/safetensors/blob/main/safetensors/src/tensor.rs */
+/* Indices into the table. The dtypes of safetensors come first, in the order of its Dtype enum, which determines the
+ * order of tensors in a written file: https://github.com/safetensors/safetensors/blob/main/safetensors/src/tensor.rs */
 #define SL_BOOL 0
 #define SL_F4 1
 #define SL_F6_E2M3 2
@@ -54,7 +54,9 @@ typedef struct sl_error {
 #define SL_F64 19
 #define SL_I64 20
 #define SL_U64 21
-#define SL_DTYPE_COUNT 22 /* number of element types; their numbers have no gaps */
+#define SL_SAFETENSORS_COUNT 22 /* number of dtypes that safetensors has */
+#define SL_C128 22
+#define SL_DTYPE_COUNT 23 /* number of element types; their numbers have no gaps */
 
 /* GGUF's block types: SL_GGML plus the number in enum ggml_type, with gaps. A row is a sequence of blocks, and the
  * elements of a block share scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
@@ -114,7 +116,7 @@ typedef struct sl_dtype_info {
     int32_t bits;     /* per element; 0 for block types */
     int32_t block;    /* smallest number of elements that fills whole bytes */
     int32_t block_bytes;
-    int32_t swap;     /* bytes to reverse in a byte swap: 4 for C64, which is two f32; 1 if there is nothing to swap */
+    int32_t swap;     /* bytes to reverse in a byte swap: 4 for C64, which is two f32, 8 for C128; 1 if nothing is */
     int32_t ggml;     /* number in enum ggml_type, or -1 */
     int32_t scale_at; /* offset of the f16 scales in a block */
     int32_t scale_count; /* number of f16 scales; 0 if scales have another type or are scattered (IQ1_M) */
@@ -423,7 +425,7 @@ typedef struct sl_gguf_entry {
  * blocks), or an unknown type (dtype SL_UNKNOWN; the bytes end where the next tensor begins). */
 typedef struct sl_gguf_listed {
     uint64_t name_begin, name_end; /* bytes of the file, UTF-8 */
-    uint64_t dims[4];              /* logical shape, outermost first */
+    uint64_t dims_begin;           /* of the logical shape in the file: u64, innermost first */
     int32_t rank;
     int32_t dtype;
     uint32_t type; /* number in enum ggml_type */

@@ -5,7 +5,7 @@
  *        - an integer, a float, or a bool (one byte, 0 or 1),
  *        - a string: u64 size, then this number of bytes of UTF-8,
  *        - an array: u32 type of its elements, u64 count, the elements one after another.
- *   3. The tensors' descriptions. Each: its name (a string), u32 number of dims (at most 4), u64 dims, innermost first,
+ *   3. The tensors' descriptions. Each: its name (a string), u32 number of dims, u64 dims, innermost first,
  *      u32 ggml type, u64 offset of its bytes in the data, a multiple of the alignment.
  *   4. Padding to a multiple of the alignment: the u32 value of "general.alignment", a power of two, or 32.
  *   5. The data: row-major, little-endian, each row whole blocks of its type. There may be padding between tensors.
@@ -13,7 +13,8 @@
  * Arrays are scanned, which checks every count and length in them, but not unpacked. String values need not be UTF-8,
  * because vocabularies hold arbitrary bytes. Keys and names must be UTF-8.
  *
- * Refused although other readers accept it: a duplicate key, and a bool of 2.
+ * Refused although other readers accept it: a duplicate key, and a bool of 2. Tensors may have more than the 4 dims of
+ * ggml: gguf-py writes and reads the 5-D convolutions of video models.
  *
  * Type 36, which ggml has removed, is I2_S in files of https://github.com/microsoft/BitNet, recognized by
  * "general.file_type": codes of 2 bits, followed by 32 bytes that begin with the f32 scale of the whole tensor. We
@@ -34,9 +35,6 @@
 #define NEWEST_VERSION 3
 #define DEFAULT_ALIGNMENT 32
 #define ALIGNMENT_KEY "general.alignment"
-
-/* GGML_MAX_DIMS. */
-#define MAX_DIMS 4
 
 #define FILE_TYPE_KEY "general.file_type"
 #define FILE_TYPE_I2_S 40
@@ -319,13 +317,13 @@ static int32_t read_dtype(parser *self, int32_t *dtype, uint32_t *type) {
 }
 
 /* Reads the shape in numpy's order, outermost first. */
-static int32_t read_shape(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank) {
+static int32_t read_shape(parser *self, uint64_t dims[SL_MAX_RANK], uint32_t *rank) {
     uint64_t position = self->in.at;
     int32_t status = need(self, 4, "the number of dims");
     if (status != SL_OK) return status;
     *rank = sl_reader_u32(&self->in);
-    if (*rank > MAX_DIMS)
-        return refuse(self, SL_E_FORMAT, position, "%u dims, but GGUF has at most %d", *rank, MAX_DIMS);
+    if (*rank > SL_MAX_RANK)
+        return refuse(self, SL_E_FORMAT, position, "%u dims, but arrays have at most %d", *rank, SL_MAX_RANK);
     status = need(self, 8 * (uint64_t)*rank, "the shape");
     for (uint32_t k = *rank; k > 0 && status == SL_OK; k--) dims[k - 1] = sl_reader_u64(&self->in);
     return status;
@@ -345,17 +343,16 @@ static int32_t keep_listed(parser *self, const sl_gguf_listed *one) {
 
 /* Keeps the shape of a tensor and replaces it by the shape of its bytes, whose number is still open for unknown types.
  */
-static int32_t read_listed(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank, int32_t dtype, uint32_t type) {
-    sl_gguf_listed one = {self->subject.begin, self->subject.end, {0}, (int32_t)*rank, dtype, type};
+static int32_t read_listed(parser *self, uint64_t dims[SL_MAX_RANK], uint32_t *rank, int32_t dtype, uint32_t type) {
+    uint64_t dims_begin = self->in.at - 4 - 8 * (uint64_t)*rank; /* the type follows */
+    sl_gguf_listed one = {self->subject.begin, self->subject.end, dims_begin, (int32_t)*rank, dtype, type};
     uint64_t count = 1, row = *rank > 0 ? dims[*rank - 1] : 1;
     if (dtype != SL_UNKNOWN && row % I2_S_BLOCK != 0)
         return refuse(self, SL_E_FORMAT, self->in.at, "rows of %llu elements are not whole blocks of %d (I2_S)",
                       (unsigned long long)row, I2_S_BLOCK);
-    for (uint32_t k = 0; k < *rank; k++) {
-        one.dims[k] = dims[k];
+    for (uint32_t k = 0; k < *rank; k++)
         if (!sl_mul_u64(count, dims[k], &count))
             return refuse(self, SL_E_FORMAT, self->in.at, "the number of elements does not fit in 64 bits");
-    }
     dims[0] = dtype == SL_UNKNOWN ? 0 : count / 4 + I2_S_TAIL;
     *rank = 1;
     return keep_listed(self, &one);
@@ -396,7 +393,7 @@ static int32_t settle_listed(parser *self) {
 
 static int32_t read_tensor(parser *self) {
     int32_t dtype = -1, status = read_name(self, "the name");
-    uint64_t dims[MAX_DIMS], size = 0, end;
+    uint64_t dims[SL_MAX_RANK], size = 0, end;
     uint32_t rank = 0, type = 0;
     if (status == SL_OK) status = read_shape(self, dims, &rank);
     if (status == SL_OK) status = read_dtype(self, &dtype, &type);

@@ -60,7 +60,7 @@ static int32_t read_dtype(sl_json *json, const sl_json_text *name, fields *entry
     if (entry->dtype >= 0) return SL_OK;
     char quoted_name[SL_QUOTE_SIZE], quoted_code[SL_QUOTE_SIZE], codes[256];
     size_t used = 0;
-    for (int32_t i = 0; i < SL_DTYPE_COUNT; i++)
+    for (int32_t i = 0; i < SL_SAFETENSORS_COUNT; i++)
         used += (size_t)snprintf(codes + used, sizeof codes - used, "%s%s", i > 0 ? " " : "", sl_dtype_get(i)->code);
     return sl_fail(json->error, SL_E_FORMAT, code.position, "tensor %s: unknown dtype %s, expected one of %s",
                    sl_quote(quoted_name, name->data, name->size), sl_quote(quoted_code, code.data, code.size), codes);

@@ -30,6 +30,7 @@ static const sl_dtype_info TABLE[SL_DTYPE_LIMIT] = {
     [SL_F64] = ELEMENT("F64", "float64", FLOAT, 64, 8, 28),
     [SL_I64] = ELEMENT("I64", "int64", INT, 64, 8, 27),
     [SL_U64] = ELEMENT("U64", "uint64", INT, 64, 8, -1),
+    [SL_C128] = ELEMENT("C128", "complex128", COMPLEX, 128, 8, -1),
     [SL_Q4_0_ABSMAX] = {"Q4_0", "q4_0", SL_KIND_BLOCKS, 0, 32, 18, 1, -1, 0, 1}, /* stored as SL_Q4_0 */
     [SL_F32_ODD] = ELEMENT("F32", "float32", FLOAT, 32, 4, -1),                  /* stored as SL_F32 */
     [SL_UNKNOWN] = {"UNKNOWN", "unknown", SL_KIND_BLOCKS, 0, 1, 1, 1, -1, 0, 0},
@@ -80,7 +81,7 @@ static bool is_code(int32_t dtype, const char *code, size_t size) {
 
 int32_t sl_dtype_find(const char *code, size_t size, int32_t guess) {
     if (is_code(guess, code, size)) return guess;
-    for (int32_t i = 0; i < SL_DTYPE_COUNT; i++)
+    for (int32_t i = 0; i < SL_SAFETENSORS_COUNT; i++)
         if (is_code(i, code, size)) return i;
     return -1;
 }

@@ -25,7 +25,7 @@ class Dtype(NamedTuple):
     bits: int  # size of an element, 0 for block types; elements below 8 bits share bytes, the first in the low bits
     block: int  # smallest number of elements in whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most dtypes
     block_bytes: int  # size of a block
-    swap: int  # bytes of the numbers in a byte swap: 4 for "C64", which is two numbers; 1 if there is nothing to swap
+    swap: int  # bytes of the numbers in a byte swap: half of a complex number; 1 if there is nothing to swap
     ggml: int  # number in enum ggml_type, or -1
     scale_at: int  # byte of a block at which its float16 scales begin
     scale_count: int  # float16 scales per block; 0 if the scales have another type or are scattered (IQ1_M)
@@ -71,8 +71,9 @@ def _row(number: int) -> Dtype | None:
     return Dtype(number, code, name, *(getattr(info, field) for field in Dtype._fields[3:]))
 
 
-# Element types, indexed by number: the dtypes of safetensors.
+# Element types, indexed by number: the dtypes of safetensors, then C128.
 TABLE = tuple(row for row in map(_row, range(lib.SL_DTYPE_COUNT)) if row is not None)
+SAFETENSORS = TABLE[: lib.SL_SAFETENSORS_COUNT]
 BY_CODE = {row.code: row for row in TABLE}
 BY_NAME = {row.name: row for row in TABLE}
 # GGUF's block types, by lower-case name.
@@ -203,7 +204,7 @@ def of_array(array: Any, name: str) -> Dtype:
         SafeloadError: safetensors does not have the array's dtype.
     """
     row = row_of(array.dtype)
-    if row is None or row.packed:
+    if row is None or row.packed or row not in SAFETENSORS:
         raise not_stored(shown(array.dtype), name)
     return row
 
@@ -222,8 +223,9 @@ def shown(dtype: np.dtype[Any]) -> str:
 
 def not_stored(dtype: str, name: str) -> SafeloadError:
     """Return the error for a tensor if safetensors does not have its dtype."""
-    supported = ", ".join(row.name for row in TABLE if not row.packed)
-    text = f": dtype {show(dtype)} cannot be saved; supported dtypes are {supported}"
+    supported = ", ".join(row.name for row in SAFETENSORS if not row.packed)
+    hint = "; NumPy files hold complex128" if dtype == "complex128" else ""
+    text = f": dtype {show(dtype)} cannot be saved; supported dtypes are {supported}{hint}"
     return error_about(SafeloadError, text, tensor=name)
 
 

@@ -9,8 +9,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from . import dtypes
+from .native import lib
 from .packing import Packed
-from .table import Columns, Entry, Scale, Table
+from .table import Columns, Entry, Scale, Table, Unknown
 
 
 class Listing(NamedTuple):
@@ -25,6 +26,22 @@ class Listing(NamedTuple):
     scale: Scale | None = None  # of quantized int8
     packed: Packed | None = None  # codes and scales of a packed tensor; row, begin and end describe its codes
     big_endian: bool = False
+    unknown: Unknown | None = None  # the entry cannot be read; row and shape describe its bytes
+
+
+def unreadable(
+    name: str,
+    label: str,
+    shape: tuple[int, ...],
+    reason: str,
+    *,
+    begin: int = 0,
+    end: int = 0,
+    is_tensor: bool = True,
+) -> Listing:
+    """List an entry that cannot be read; see `Unknown`."""
+    row, unknown = dtypes.BY_NUMBER[lib.SL_UNKNOWN], Unknown(label, shape, reason, is_tensor)
+    return Listing(name, row, (end - begin,), begin, end, unknown=unknown)
 
 
 class ListedTable(Table):
@@ -54,7 +71,8 @@ class ListedTable(Table):
         self._scales: dict[int, Scale] = {}
         self._packed: dict[int, Packed] = {}
         swapped: set[int] = set()
-        for index, (name, row, shape, begin, end, strides, scale, packed, big) in enumerate(tensors):
+        unknowns: dict[str, Unknown] = {}
+        for index, (name, row, shape, begin, end, strides, scale, packed, big, unknown) in enumerate(tensors):
             self._names.append(name)
             self._rows.append(row)
             self._shapes.append(shape)
@@ -68,6 +86,9 @@ class ListedTable(Table):
                 self._packed[index] = packed
             if big:
                 swapped.add(index)
+            if unknown is not None:
+                unknowns[name] = unknown
+        self.unknown = unknowns
         self.count = len(self._names)
         self._big_endian: Collection[int] = range(self.count) if big_endian else swapped
         self.quantized = bool(self._scales or self._packed) or any(row.blocked for row in self._rows)

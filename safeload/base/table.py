@@ -100,15 +100,12 @@ Entry: TypeAlias = tuple[int, tuple[int, ...], int, int]
 
 
 class Unknown(NamedTuple):
-    """A tensor of a ggml type unknown to this version; the table lists its bytes up to the next tensor."""
+    """An entry that is listed, but whose values cannot be read; the table lists its bytes, if they have a place."""
 
-    type: str  # the number, and the name if ggml has removed the type
+    label: str  # the dtype in listings, such as "ggml type 99"
     shape: tuple[int, ...]  # logical
-
-    @property
-    def label(self) -> str:
-        """The type in listings."""
-        return f"ggml type {self.type}"
+    reason: str  # follows the label in messages
+    is_tensor: bool = True  # False for texts and objects, which `convert` leaves out
 
 
 class Table:
@@ -121,7 +118,7 @@ class Table:
         quantized: whether any tensor can be blocked, packed, or int8 with a scale.
         named_globals: globals named by a pickle in the file, and whether each is on the allowlist.
         ternary: shapes of I2_S tensors, which are listed as bytes.
-        unknown: tensors of unknown types, which are also listed as bytes.
+        unknown: entries that cannot be read, which are also listed as bytes.
         plain: whether the bytes of every tensor are its array, with no exception above: no tensor is empty, unaligned,
             or of another byte order than this machine's, and no elements share bytes.
     """
@@ -389,21 +386,17 @@ class Table:
         return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
 
     def refuse_unknown(self, indices: Iterable[int], path: str) -> None:
-        """Refuse to read tensors of unknown types.
+        """Refuse to read entries that cannot be read.
 
         Raises:
-            UnsupportedError: the message names the tensor and its type.
+            UnsupportedError: the message names the entry, its type and the reason.
         """
         for index in indices if self.unknown else ():
             name = self.names[index]
             if name in self.unknown:
-                raise error_about(
-                    UnsupportedError,
-                    f": {self.unknown[name].label} is unknown to this version, so its values cannot be read; select "
-                    "the other tensors by names, only= or drop=",
-                    path=path,
-                    tensor=name,
-                )
+                label, _, reason, _ = self.unknown[name]
+                text = f": {label} {reason}; select the other tensors by names, only= or drop="
+                raise error_about(UnsupportedError, text, path=path, tensor=name)
 
     def may_be_packed(self) -> bool:
         """Return whether any tensor can hold codes, judging by the dtypes alone."""

@@ -35,7 +35,7 @@ _CODE = (
     (r"safeload\.load of the whole checkpoint .* with stored=True", "--stored shows the codes as stored"),
     (r"safeload\.convert can merge", "`safeload convert` can merge"),
     (r"safeload\.convert\(\.\.\., URL\) writes", "`safeload convert SOURCE URL` writes"),
-    (r"Convert the tensor with safeload\.astype, or leave it out", "Leave it out with --drop"),
+    (r"Convert the tensor with safeload\.astype, or leave it out(?: with drop=)?", "Leave it out with --drop"),
     (r"\bscheme=\{('[^']*)': None\}", r"--quantize \1=none'"),
     (r"no pattern of scheme= matches", "no pattern of --quantize matches"),
     (r"\bscheme=", "--quantize "),

@@ -20,7 +20,7 @@ from .serialize import TensorSpec
 # NumPy types by safetensors code. Programs add and replace entries, which `retyped` and `view2np` honor.
 TYPES: dict[str, Any] = {
     row.code: bool if row.code == "BOOL" else dtypes.array_dtype(row.number).type
-    for row in dtypes.TABLE
+    for row in dtypes.SAFETENSORS
     if not row.packed
 }
 _STANDARD = dict(TYPES)

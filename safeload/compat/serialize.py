@@ -65,8 +65,8 @@ class TensorSpec:
             raise TypeError(f"dtype must be str, got {type(dtype).__name__}")
         pairs = dtype == "float4_e2m1fn_x2"
         row = dtypes.BY_CODE["F4"] if pairs else dtypes.BY_NAME.get(dtype)
-        if row is None or (row.code == "F4" and not pairs):
-            names = [r.name if r.code != "F4" else "float4_e2m1fn_x2" for r in dtypes.TABLE]
+        if row not in dtypes.SAFETENSORS or (row.code == "F4" and not pairs):
+            names = [r.name if r.code != "F4" else "float4_e2m1fn_x2" for r in dtypes.SAFETENSORS]
             raise SafetensorError(f"Unknown dtype {show(dtype)}. Supported dtypes: {', '.join(names)}")
         dims = [_index(dim, "shape") for dim in shape]
         if pairs and dims:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes
-from ..base.listed_table import ListedTable, Listing
+from ..base.listed_table import ListedTable, Listing, unreadable
+from ..base.table import Unknown
 from ..engine.run.weight_file import WeightFile
 from ..stores.assembled import AssembledStore, Box, checked
 from ..stores.store import ByteStore
@@ -19,6 +20,7 @@ class BoxedListing(NamedTuple):
     shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
     boxes: Sequence[Box]
     flat: bool = False  # boxes divide the elements as a vector, not the axes
+    unknown: Unknown | None = None  # the tensor cannot be read, and has no boxes
 
 
 def itemsize_of(row: dtypes.Dtype) -> int:
@@ -66,16 +68,23 @@ def boxed_file(
         FormatError, LimitError: see `assemble`.
     """
     boxed = []
-    for name, (row, shape, boxes, flat) in tensors.items():
+    for name, (row, shape, boxes, flat, _) in tensors.items():
         count = 1
         for length in shape if flat else ():
             count *= length
         boxed.append(checked(name, (count,) if flat else shape, itemsize_of(row), boxes, path))
     store = AssembledStore(path, boxed, stores, file.identity)
     listings = (
-        Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), whole.begin, whole.begin + whole.nbytes)
+        _listing(name, tensor, whole.begin, whole.begin + whole.nbytes)
         for (name, tensor), whole in zip(tensors.items(), boxed, strict=True)
     )
     opened = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
     opened.stand_for(file, unpacked=False)
     return opened
+
+
+def _listing(name: str, tensor: BoxedListing, begin: int, end: int) -> Listing:
+    if tensor.unknown is None:
+        return Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
+    label, shape, reason, is_tensor = tensor.unknown
+    return unreadable(name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)

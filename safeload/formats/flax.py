@@ -23,6 +23,8 @@ from ..base import dtypes
 from ..base.arrays import array_fits
 from ..base.listed_table import ListedTable, Listing
 from ..base.messages import error_about
+from ..base.native import lib
+from ..base.table import Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
@@ -69,6 +71,7 @@ class StoredArray(NamedTuple):
     shape: tuple[int, ...]
     begin: int  # first byte of the elements
     end: int
+    unknown: Unknown | None = None  # it cannot be read; row and shape describe its bytes
 
 
 class ChunkedArray(NamedTuple):
@@ -84,7 +87,6 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
     Raises:
         FormatError: the file breaks the format; has the byte position.
-        UnsupportedError: an array has a dtype that weights do not have.
         LimitError: the file exceeds a limit.
         TensorNotFoundError: ``request.root`` does not exist.
     """
@@ -94,7 +96,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     whole, chunked = [], {}
     for name, array in tensors.items():
         if isinstance(array, StoredArray):
-            whole.append(Listing(name, *array))
+            whole.append(Listing(name, *array[:4], unknown=array.unknown))
         else:
             chunked[name] = BoxedListing(array.row, array.shape, _boxes(array, file), flat=True)
     file.table = ListedTable(whole, metadata)
@@ -102,6 +104,10 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         return Content(file)
     beside = boxed_file(file, file.path, chunked, [file.store])
     return Content(file, (beside,), list(tensors))
+
+
+def _unreadable(unknown: Unknown, begin: int, nbytes: int) -> StoredArray:
+    return StoredArray(dtypes.BY_NUMBER[lib.SL_UNKNOWN], (nbytes,), begin, begin + nbytes, unknown)
 
 
 def _boxes(array: ChunkedArray, file: WeightFile) -> list[Box]:
@@ -271,9 +277,14 @@ class MessagePackReader:
             raise self._reader.fault("the elements of an array must be bytes", at_elements)
         row = dtypes.BY_NAME.get(name)
         if row is None or row.packed:
-            hint = ": ml_dtypes stores its elements in a byte each" if row is not None else ""
-            text = f"byte {at}: an array is {show(name)}, not a dtype of weights{hint}"
-            raise error_about(UnsupportedError, text, path=self._file.path, offset=at)
+            hint = " (ml_dtypes stores its elements in a byte each)" if row is not None else ""
+            shown = tuple(dim.value for dim in dims if type(dim.value) is int)
+            unknown = Unknown(show(name)[1:-1], shown, f"is not a dtype of weights{hint}")
+            data = self._reader.position
+            if data + elements.size > end:
+                raise self._reader.fault(f"an array of {elements.size} bytes reaches beyond the end", at_elements)
+            self._reader.position = data + elements.size
+            return _unreadable(unknown, data, elements.size)
         lengths = self._shape([dim.value if dim.kind is _VALUE else None for dim in dims], row, begin)
         data = self._reader.position
         expected = prod(lengths) * row.nbytes(1)
@@ -290,7 +301,7 @@ class MessagePackReader:
             raise self._reader.fault(f"no array can have the shape {show(dims)}", begin)
         return tuple(dims)
 
-    def _chunked(self, entries: Mapping[str, Any], begin: int) -> ChunkedArray:
+    def _chunked(self, entries: Mapping[str, Any], begin: int) -> ChunkedArray | StoredArray:
         """Return the array of a map with the key `CHUNKED`."""
         parts = [entries.get(key) for key in ("shape", "chunks")]
         shape, chunks = (_in_order(part) for part in parts)
@@ -299,6 +310,8 @@ class MessagePackReader:
         if not chunks or not all(isinstance(chunk, StoredArray) and len(chunk.shape) == 1 for chunk in chunks):
             raise self._reader.fault("the chunks of an array must be arrays of one axis", begin)
         row = chunks[0].row
+        if chunks[0].unknown is not None:
+            return _unreadable(chunks[0].unknown._replace(shape=tuple(shape)), begin, 0)
         if any(chunk.row is not row for chunk in chunks):
             raise self._reader.fault("the chunks of an array have several dtypes", begin)
         lengths = self._shape(shape, row, begin)

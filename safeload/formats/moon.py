@@ -153,8 +153,8 @@ def _entry(name: Any, value: Any) -> bytes:
         raise error_about(UnsupportedError, text, tensor=name)
     refuse_masked(value, tensor_named(name))
     if value.dtype.newbyteorder("=") != np.float16:
-        floating = dtypes.of_array(value, name).floating
-        advice = 'pass dtype="float16"' if floating else "leave it out"
+        row = dtypes.row_of(value.dtype)
+        advice = 'pass dtype="float16"' if row is not None and row.floating else "leave it out"
         text = f"is {value.dtype.name}; MOON holds only float16: {advice}"
         raise error_about(UnsupportedError, text, tensor=name)
     raw = encode(name, "tensor name", tensor=name)

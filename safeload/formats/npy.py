@@ -24,7 +24,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
-from ..base.listed_table import ListedTable, Listing
+from ..base.listed_table import ListedTable, Listing, unreadable
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import check_name, show, tensor_named
@@ -83,7 +83,6 @@ def read_table(file: WeightFile) -> ListedTable:
 
     Raises:
         FormatError: the file breaks the format; has the byte position.
-        UnsupportedError: the array holds Python objects, or has a dtype that weights do not have.
     """
     return ListedTable([read_array(file, NAME, ArraySource("the array", "the file", 0, file.size))])
 
@@ -92,7 +91,7 @@ def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
     """Parse the header of an array and check it against the bytes that follow.
 
     Raises:
-        FormatError, UnsupportedError: see `read_table`.
+        FormatError: see `read_table`.
     """
     subject, holder, begin, size = source
     try:
@@ -101,18 +100,20 @@ def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
     except HEADER_ERRORS as error:
         message = f"{subject}: its npy header cannot be read: {show(str(error))}"
         raise FormatError(message, file.path, begin) from None
-    if dtype.hasobject:
-        text = f"{subject} holds pickled Python objects, which safeload refuses to load"
-        raise error_about(UnsupportedError, text, path=file.path)
-    row = dtypes.row_of(dtype)
-    if row is None or row.packed:
-        hint = ": NumPy files lose bfloat16 and float8" if dtype.kind == "V" and dtype.names is None else ""
-        raise error_about(UnsupportedError, f"{subject} is {dtype}, not a dtype of weights{hint}", path=file.path)
     possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
     if possible and 0 in shape:
         possible = array_fits(shape, dtype.itemsize)
     if not possible:
         raise FormatError(f"{subject}: no array can have the shape {show(str(shape))}", file.path, begin)
+    row = dtypes.row_of(dtype)
+    if dtype.hasobject or row is None or row.packed:
+        label, reason = dtypes.shown(dtype), "is not a dtype of weights"
+        if dtype.hasobject:
+            label, reason = "Python objects", "are pickled, which safeload refuses to load"
+        elif dtype.kind == "V" and dtype.names is None:
+            reason += " (NumPy files lose bfloat16 and float8)"
+        is_tensor = dtype.kind not in "OSU"
+        return unreadable(name, label, shape, reason, begin=begin, end=begin + size, is_tensor=is_tensor)
     data = begin + header_size
     end, left = data + math.prod(shape) * dtype.itemsize, begin + size - data
     if end != begin + size:

@@ -62,7 +62,6 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
 
     Raises:
         FormatError: an entry breaks the format.
-        UnsupportedError: an array holds Python objects, or has a dtype that weights do not have.
     """
     names = [name for name in archive.entries if name.endswith(SUFFIX)]
     archive.prefetch(names)

@@ -65,7 +65,8 @@ def adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, w
     beside = boxed_file(file, file.path, listings, [source.store for source in sources])
     named = tables.table.named_globals
     metadata = {key: value for key, value in (tables.table.metadata() or {}).items() if key != PARTS}
-    return PickleTables(ListedTable([], metadata, named_globals=named), beside, list(listings))
+    table = ListedTable([], metadata, named_globals=named)
+    return PickleTables(table, beside, list(listings), tables.notes)
 
 
 def _joined(

@@ -36,7 +36,7 @@ _NAMES = {"float4_e2m1fn": "float4_e2m1fn_x2"}
 # Torch's dtypes by safetensors code; older versions of torch lack some.
 TYPES: dict[str, Any] = {
     row.code: dtype
-    for row in dtypes.TABLE
+    for row in dtypes.SAFETENSORS
     if isinstance(dtype := getattr(torch, _NAMES.get(row.name, row.name), None), torch.dtype)
 }
 # Bytes per element; per pair for the packed dtype.
@@ -49,7 +49,7 @@ _LITTLE = sys.byteorder == "little"
 
 # `torch.from_numpy` refuses ml_dtypes: such arrays are viewed as integers of equal size first.
 _INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
-_OF_NUMPY = frozenset("?bBhHiIlLqQefdF")
+_OF_NUMPY = frozenset("?bBhHiIlLqQefdFD")
 
 # How arrays of a dtype become tensors: the integer dtype to view them as (or None), and the torch dtype.
 _Views = tuple["np.dtype[Any] | None", Any]
@@ -124,7 +124,7 @@ def torch_dtype(row: dtypes.Dtype, name: str) -> Any:
     Raises:
         UnsupportedError: torch lacks the dtype.
     """
-    dtype = TYPES.get(row.code)
+    dtype = torch.complex128 if row.code == "C128" else TYPES.get(row.code)
     if dtype is None:
         text = f'is {row.code}, which torch {torch.__version__} does not support: pass dtype="float32" to decode it'
         raise error_about(UnsupportedError, text, tensor=name)

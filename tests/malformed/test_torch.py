@@ -114,17 +114,17 @@ bent(
     storage=Storage("0", np.zeros(26, np.uint8), type=UNTYPED),
 )
 bent(
-    "complex128",
-    "tensor 'bad' is torch.ComplexDoubleStorage",
-    0,
-    (1,),
-    (1,),
-    storage=Storage("0", np.zeros(1, np.complex128)),
+    "complex32",
+    "tensor 'bad': complex32 cannot be represented by an array",
+    *(0, (1,), (1,), False, None),
+    rebuild=Ref("torch._utils", "_rebuild_tensor_v3"),
+    more=(Ref("torch", "complex32"),),
+    storage=Storage("0", np.zeros(4, np.uint8), type=UNTYPED),
     error=UnsupportedError,
 )
 bent(
     "quantized",
-    "tensor 'bad' is torch.QInt8Storage",
+    "tensor 'bad': QInt8Storage cannot be represented by an array",
     0,
     (1,),
     (1,),
@@ -132,11 +132,17 @@ bent(
     error=UnsupportedError,
 )
 bent(
-    "conjugate", "saved with its conjugation", 0, (6,), (1,), more=(False, None, {"conj": True}), error=UnsupportedError
+    "conjugate",
+    "must be saved after resolve_conj()",
+    0,
+    (6,),
+    (1,),
+    more=(False, None, {"conj": True}),
+    error=UnsupportedError,
 )
 bent(
     "negative bit",
-    "saved with its conjugation",
+    "must be saved after resolve_conj()",
     0,
     (6,),
     (1,),

@@ -373,7 +373,7 @@ FAULTS = {
     "negative shape": (with_about("float32", (-6, 4)), FormatError, "the size must be integers|must be from 0"),
     "shape of another type": (with_about("float32", ("6", 4)), FormatError, "the size must be integers"),
     "40 axes": (with_about("float32", (1,) * 40, [((0,) * 40, (1,) * 40)]), LimitError, "40 axes, more than 31"),
-    "complex128": (with_about("complex128", (6, 4)), UnsupportedError, "no array can represent"),
+    "complex32": (with_about("complex32", (6, 4)), UnsupportedError, "complex32 cannot be represented by an array"),
     "no dtype": (with_about("Tensor", (6, 4)), FormatError, r"no dtype of torch, got 'torch\.Tensor'"),
     "another dtype": (with_about("int32", (6, 4)), FormatError, "says its chunk is I32 .*, but it is F32"),
     "a hole": (with_boxes(((0, 0), (3, 4))), FormatError, "12 of 24 elements are in none of its 1 chunks"),

@@ -222,11 +222,11 @@ FAULTS = {
     "another dtype": ({"a": Raw(array(A, dtype="float64"))}, FormatError, r"F64 .2, 3. needs 48 bytes"),
     "a dtype of a number": ({"a": Raw(array(A, dtype=4))}, FormatError, "the dtype of an array must be a name"),
     "a long dtype": ({"a": Raw(array(A, dtype="f" * 101))}, FormatError, "the dtype of an array must be a name"),
-    "text": ({"a": Raw(array(A, dtype="str32"))}, UnsupportedError, "an array is 'str32', not a dtype of weights"),
-    "complex128": ({"a": Raw(array(A, dtype="complex128"))}, UnsupportedError, "an array is 'complex128', not a dtype"),
-    "int4": ({"a": Raw(array(A, dtype="int4"))}, UnsupportedError, "an array is 'int4', not a dtype of weights"),
+    "text": ({"a": Raw(array(A, dtype="str32"))}, UnsupportedError, "tensor 'a': str32 is not a dtype of weights"),
+    "complex128": ({"a": Raw(array(A, dtype="complex128"))}, FormatError, r"C128 .2, 3. needs 96 bytes"),
+    "int4": ({"a": Raw(array(A, dtype="int4"))}, UnsupportedError, "tensor 'a': int4 is not a dtype of weights"),
     "float4": ({"a": Raw(array(A, dtype="float4_e2m1fn"))}, UnsupportedError, "stores its elements in a byte each"),
-    "a dtype of bytes": ({"a": Raw(array(A, dtype="\udcff\udcfe"))}, UnsupportedError, r"an array is '\\\\xff"),
+    "a dtype of bytes": ({"a": Raw(array(A, dtype="\udcff\udcfe"))}, UnsupportedError, r"tensor 'a': \\\\xff"),
     "elements of a number": ({"a": Raw(array(A, elements=4))}, FormatError, "the elements of an array must be bytes"),
     "no elements": ({"a": Raw(array(A, elements=b""))}, FormatError, "needs 24 bytes, but its elements have 0"),
     "elements beyond": ({"a": Raw(array(A)[:-4])}, FormatError, "an extension of 38 bytes, but the file ends after 34"),
@@ -266,7 +266,7 @@ def test_a_fault_is_refused_by_name(case, tmp_path):
     path = tmp_path / "m.msgpack"
     path.write_bytes(content if isinstance(content, bytes) else pack({"first": A, **content}))
     with pytest.raises(kind, match=text) as caught:
-        safeload.open(path, format="flax")
+        safeload.load(path, format="flax")
     assert str(path) in str(caught.value)
     assert caught.value.offset is None or caught.value.offset <= path.stat().st_size
 

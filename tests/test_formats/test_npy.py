@@ -136,17 +136,18 @@ def test_faults(path, content, fragment, offset):
 @pytest.mark.parametrize(
     ("value", "fragment"),
     [
-        (np.array([1, "a", None], object), "the array holds pickled Python objects"),
-        (np.array(["a", "b"]), "the array is <U1, not a dtype of weights"),
+        (np.array([1, "a", None], object), "Python objects are pickled, which safeload refuses to load"),
+        (np.array(["a", "b"]), "<U1 is not a dtype of weights"),
         (np.ones(3, ml_dtypes.bfloat16), "NumPy files lose bfloat16 and float8"),
-        (np.zeros(3, [("a", "f4")]), r"not a dtype of weights$"),
-        (np.ones(3, np.complex128), "complex128"),
+        (np.zeros(3, [("a", "f4")]), r"not a dtype of weights"),
+        (np.ones(3, np.longdouble), "is not a dtype of weights"),
     ],
 )
 def test_arrays_that_are_refused(path, value, fragment):
     np.save(path, value)
+    assert safeload.open(path).tensors["tensor"].shape == value.shape
     with pytest.raises(safeload.UnsupportedError, match=fragment):
-        safeload.open(path)
+        safeload.load(path)
 
 
 # ---- write ----
@@ -169,7 +170,7 @@ def test_convert(path, tmp_path):
     safeload.numpy.save_file({"a": np.ones((2, 3), ml_dtypes.bfloat16), "b": np.zeros(2, np.float32)}, source)
     for names, fragment in (
         (None, "2 tensors"),
-        ([], "0 tensors"),
+        ([], "no tensor to convert"),
         (["a"], "bfloat16, which npy does not support: pass"),
     ):
         with pytest.raises(safeload.SafeloadError, match=fragment):

@@ -130,17 +130,20 @@ def test_a_real_file(shared):
 @pytest.mark.parametrize(
     ("value", "fragment"),
     [
-        (np.array([1, "a", None], object), "array 'bad' holds pickled Python objects"),
-        (np.array(["a", "b"]), "array 'bad' is <U1, not a dtype of weights"),
+        (np.array([1, "a", None], object), "tensor 'bad': Python objects are pickled"),
+        (np.array(["a", "b"]), "tensor 'bad': <U1 is not a dtype of weights"),
         (np.ones(3, ml_dtypes.bfloat16), "NumPy files lose bfloat16"),
-        (np.ones(3, np.complex128), "complex128"),
+        (np.ones(3, np.longdouble), "is not a dtype of weights"),
         (np.zeros(3, [("a", "f4")]), "not a dtype of weights"),
     ],
 )
 def test_arrays_that_are_refused(path, value, fragment):
     np.savez(path, fine=np.ones(3), bad=value)
-    with pytest.raises(safeload.UnsupportedError, match=fragment):
-        safeload.open(path)
+    with safeload.open(path) as opened:
+        assert opened.tensors["bad"].shape == value.shape
+        np.testing.assert_array_equal(opened["fine"], np.ones(3))
+        with pytest.raises(safeload.UnsupportedError, match=fragment):
+            opened.load()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ def good(shape="(2,)", descr="'<f4'", data=bytes(8)):
 def test_members_that_are_no_arrays(path, member, fragment, method):
     path.write_bytes(archive({"ok.npy": good(), "bad.npy": member}, method))
     with pytest.raises(safeload.SafeloadError, match=fragment) as caught:
-        safeload.open(path)
+        safeload.load(path)
     assert str(path) in str(caught.value)
 
 
@@ -358,8 +361,8 @@ def test_no_arrays(path):
     assert path.read_bytes()[:4] == b"PK\5\6"
     with safeload.open(path) as opened:
         assert (opened.format, len(opened), opened.load()) == ("npz", 0, {})
-    safeload.convert(path, path.with_suffix(".safetensors"))
-    assert safeload.load(path.with_suffix(".safetensors")) == {}
+    with pytest.raises(safeload.SafeloadError, match="no tensor to convert"):
+        safeload.convert(path, path.with_suffix(".safetensors"))
     path.write_bytes(path.read_bytes() + bytes(30))
     with pytest.raises(safeload.FormatError, match="continues after"):
         safeload.open(path)

@@ -134,7 +134,7 @@ FAULTS = {
         lambda: {"w": ARRAY.ravel(), PARTS: {1: {"slices": ["w"], "OriginShape": (42,)}}}, FormatError, "must have"),
     "a tensor whole and in parts": (
         lambda: {**parts_of(ARRAY, (40, 2)), "w": ARRAY}, FormatError, "is stored whole and in parts"),
-    "objects": (with_part(np.array([{}, {}])), UnsupportedError, "object"),
+    "objects": (with_part(np.array([{}, {}])), FormatError, "a part is UNKNOWN"),
 }  # fmt: skip
 
 

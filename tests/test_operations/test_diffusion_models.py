@@ -222,9 +222,24 @@ def test_the_layout_of_diffusers_is_refused(diffusers):
     assert safeload.convert(tensors, "raw.gguf", raw=True).tensors == 2
 
 
-def test_tensors_of_five_axes_are_refused():
-    tensors = model("wan") | {"patch_embedding.weight": np.ones((2, 3, 1, 2, 2), np.float16)}
-    refused(UnsupportedError, "has 5 axes, but GGUF allows 4: only ComfyUI-GGUF's own tools", tensors)
+@pytest.mark.parametrize("axes", [5, 6])
+def test_tensors_of_more_axes_than_ggml_has_are_written_for_comfyui(axes, tmp_path):
+    patch = np.arange(24, dtype=np.float16).reshape((2, 3, *(1,) * (axes - 4), 2, 2))
+    path = tmp_path / "wan.gguf"
+    safeload.convert(model("wan") | {"patch_embedding.weight": patch}, path)
+    stored = safeload.load(path)["patch_embedding.weight"]
+    assert stored.shape == patch.shape
+    np.testing.assert_array_equal(stored, patch)
+    copy = safeload.convert(path, tmp_path / "copy.gguf")
+    assert copy.tensors == len(safeload.open(path))
+    np.testing.assert_array_equal(safeload.load(tmp_path / "copy.gguf")["patch_embedding.weight"], patch)
+
+
+def test_five_axes_of_a_language_model_are_refused(tmp_path):
+    for metadata in ({}, {"general.architecture": "llama"}):
+        with pytest.raises(safeload.SafeloadError, match="has 5 dims, but ggml reads at most 4") as caught:
+            safeload.gguf.save_file({"a": np.ones((1,) * 5, np.float32)}, tmp_path / "x.gguf", metadata)
+        assert caught.value.tensor == "a"
 
 
 def test_shapes_beyond_int32_are_refused():

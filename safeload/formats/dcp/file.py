@@ -17,9 +17,10 @@ from contextlib import closing
 from typing import Any
 
 from ...base.messages import error_about
+from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile, open_without_table
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError
 from ...stores.assembled import Box
 from .. import foreign
 from ..boxed import BoxedListing, assemble
@@ -88,10 +89,7 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
     places = [place for tensor in tensors.values() for *_, place in tensor.chunks]
     data.open_all(sorted({place.file for place in places}))
     originals = {known: full for full, known in names.items()}
-    listings = {
-        known: BoxedListing(tensor.row, tensor.shape, _boxes(originals[known], tensor, data, file.path))
-        for known, tensor in tensors.items()
-    }
+    listings = {known: _boxed(originals[known], tensor, data) for known, tensor in tensors.items()}
     _check_sizes(listings, data)
     values = {full: description.values[full] for full in names if full in description.values}
     whole = assemble(
@@ -105,12 +103,18 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
     return Content(whole, notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
 
 
-def _boxes(name: str, tensor: TensorRecord, data: DataFiles, path: str) -> list[Box]:
+def _boxed(name: str, tensor: TensorRecord, data: DataFiles) -> BoxedListing:
+    row, unknown = tensor.row, tensor.unknown
+    if row.packed and not tensor.shape:
+        unknown = Unknown(row.code, (), "without an axis cannot be read")
+    if unknown is not None:
+        return BoxedListing(row, (0,), [], unknown=unknown)
+    return BoxedListing(row, tensor.shape, _boxes(name, tensor, data))
+
+
+def _boxes(name: str, tensor: TensorRecord, data: DataFiles) -> list[Box]:
     """Return the boxes of a tensor."""
     row = tensor.row
-    if row.packed and not tensor.shape:
-        text = f"is {row.code} without an axis, which no array can represent"
-        raise error_about(UnsupportedError, text, path=path, tensor=name)
     boxes = []
     for offsets, sizes, place in tensor.chunks:
         chunk = StoredChunk(data, name, row, sizes, place)

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 from ...base import dtypes
 from ...base.messages import error_about
 from ...base.paths import is_bare
+from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, LimitError, UnsupportedError
+from ...errors import FormatError, LimitError
 from ...stores.assembled import MAX_RANK
 from ..torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from ..torch.legacy_file import pickle_at
+from ..torch.tensors import STAND_INS
 from ..unpickle.machine import Built, Fault, Global, describe
 from ..unpickle.run import Unpickled
 
@@ -117,6 +119,7 @@ class TensorRecord(NamedTuple):
     row: dtypes.Dtype
     shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
     chunks: list[tuple[tuple[int, ...], tuple[int, ...], ChunkPlace]]  # offsets, sizes and place
+    unknown: Unknown | None = None  # its dtype, if arrays lack it
 
 
 class Description(NamedTuple):
@@ -147,7 +150,6 @@ def describe_all(files: Iterable[WeightFile], inert: bool) -> Description:
 
     Raises:
         FormatError: a record is malformed, or two files disagree about a tensor.
-        UnsupportedError: no array can represent a tensor.
     """
     whole = Description({}, {}, {}, [], {})
     for file in files:
@@ -222,8 +224,12 @@ class _RecordReader:
     def _add_tensor(
         self, name: str, fields: dict[Any, Any], places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace]
     ) -> None:
-        row = self._row(fields.get("properties"), name)
+        dtype = self._dtype(fields.get("properties"), name)
+        row = dtypes.BY_CODE[dtype.code or STAND_INS[dtype.itemsize].code]  # type: ignore[index]
         shape = self._integers(fields.get("size"), "the size", name)
+        unknown = None
+        if dtype.code is None:
+            unknown = Unknown(dtype.name.removeprefix("torch."), shape, "cannot be represented by an array")
         chunks = fields.get("chunks")
         if not isinstance(chunks, (list, tuple)):
             raise self._fault(name, f"chunks must be a list, got {describe(chunks)}")
@@ -232,7 +238,7 @@ class _RecordReader:
             raise error_about(
                 LimitError, f"with {show(name)} its tensors have more than {self._size:,} chunks", path=self._path
             )
-        record = self._into.tensors.setdefault(name, TensorRecord(row, shape, []))
+        record = self._into.tensors.setdefault(name, TensorRecord(row, shape, [], unknown))
         if (record.row, record.shape) != (row, shape):
             text = f"is {row.code} {list(shape)} here, but {record.row.code} {list(record.shape)} in another file"
             raise error_about(FormatError, text, path=self._path, tensor=name)
@@ -247,17 +253,14 @@ class _RecordReader:
                 raise self._fault(name, f"the chunk at {list(offsets)} has no place in storage_data")
             record.chunks.append((offsets, sizes, place))
 
-    def _row(self, properties: Any, name: str) -> dtypes.Dtype:
+    def _dtype(self, properties: Any, name: str) -> Global:
         state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
         dtype = state[0] if type(state) is tuple and state else None
         if type(state) is dict:
             dtype = state.get("dtype")
         if type(dtype) is not Global or dtype.kind != DTYPE:
             raise self._fault(name, f"its properties have no dtype of torch, got {describe(dtype)}")
-        if dtype.code is None:
-            text = f"is {dtype.name}, which no array can represent"
-            raise error_about(UnsupportedError, text, path=self._path, tensor=name)
-        return dtypes.BY_CODE[dtype.code]
+        return dtype
 
     def _fields(self, record: Any, kind: str, subject: str) -> dict[Any, Any]:
         if type(record) is not Record or record.kind != kind or type(record.state) is not dict:

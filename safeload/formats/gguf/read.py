@@ -27,6 +27,10 @@ _REMOVED = {
 }  # fmt: skip
 
 
+# Why tensors of other types are refused.
+_UNKNOWN = "is unknown to this version, so its values cannot be read"
+
+
 class Metadata(Mapping[str, Any]):
     """The metadata of a GGUF file, in file order. A value is unpacked on first access and then cached.
 
@@ -56,11 +60,11 @@ class Metadata(Mapping[str, Any]):
         for k in range(gguf.listed_count):
             tensor = gguf.listed[k]
             name = str(self._bytes[tensor.name_begin : tensor.name_end], "utf-8")
-            shape = tuple(tensor.dims[0 : tensor.rank])
+            shape = struct.unpack_from(f"<{tensor.rank}Q", self._bytes, tensor.dims_begin)[::-1]
             if tensor.dtype == lib.SL_UNKNOWN:
                 removed = _REMOVED.get(tensor.type)
                 label = f"{tensor.type} ({removed}, removed)" if removed else str(tensor.type)
-                self.unknown[name] = Unknown(label, shape)
+                self.unknown[name] = Unknown(f"ggml type {label}", shape, _UNKNOWN)
             else:
                 self.ternary[name] = shape
 

@@ -22,6 +22,7 @@ from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError
+from ...models.diffusion import ARCHITECTURE
 from .file_type import KEY as FILE_TYPE
 from .read import Metadata
 from .values import DTYPES, NUMBERS
@@ -34,7 +35,7 @@ DEFAULT_ALIGNMENT = 32
 # The reader's limit: no processor has a larger page.
 MAX_ALIGNMENT = 1 << 30
 
-# ggml's limit (GGML_MAX_DIMS).
+# ggml's limit (GGML_MAX_DIMS). ComfyUI reads image and video models with gguf-py, which has none.
 MAX_DIMS = 4
 # llama.cpp accepts names of fewer than 64 bytes (GGML_MAX_NAME), stable-diffusion.cpp builds ggml with 128. No build of
 # ggml reads longer names.
@@ -74,7 +75,7 @@ def save(
     alignment = _alignment(metadata)
     entries = [_key(key) + _stored(metadata, key, alignment) for key in metadata]
     parts = {name: part for item in tensors.items() for name, part in _parts(*item, tensors, metadata)}
-    plans = [_plan(name, value) for name, value in parts.items()]
+    plans = [_plan(name, value, metadata) for name, value in parts.items()]
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(plans), len(entries)))
     head += b"".join(entries)
     offset = 0
@@ -117,7 +118,7 @@ class _Plan(NamedTuple):
         return self.data.nbytes
 
 
-def _plan(name: Any, value: Any) -> _Plan:
+def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> _Plan:
     """Return the header entry and the data of a tensor.
 
     Raises:
@@ -151,11 +152,19 @@ def _plan(name: Any, value: Any) -> _Plan:
     if len(raw) > MAX_NAME:
         text = f"has a name of {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
         raise error_about(SafeloadError, text, tensor=name)
-    if len(shape) > MAX_DIMS:
-        text = f"has {len(shape)} dims, but GGUF allows at most {MAX_DIMS}"
+    if len(shape) > MAX_DIMS and not _is_image_model(metadata):
+        text = f"has {len(shape)} dims, but ggml reads at most {MAX_DIMS}, except in image and video models for ComfyUI"
         raise error_about(SafeloadError, text, tensor=name)
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return _Plan(_U64.pack(len(raw)) + raw + dims + _U32.pack(number), data)
+
+
+def _is_image_model(metadata: Mapping[str, Any]) -> bool:
+    """Return True if the file names an architecture other than those of llama.cpp's models."""
+    from ...models.gguf_architectures import ARCHITECTURES  # only tensors of 5 axes need the table
+
+    architecture = metadata.get(ARCHITECTURE)
+    return isinstance(architecture, str) and architecture not in ARCHITECTURES
 
 
 def _element_type(name: str, dtype: np.dtype[Any]) -> int:

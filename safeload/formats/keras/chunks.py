@@ -146,5 +146,4 @@ def check_filters(dataset: Dataset, path: str, name: str) -> None:
             text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {stored:,}"
             raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
         if cut and chunk.filters == (SHUFFLE,):
-            text = "is shuffled but not compressed, and its last chunks may be unfiltered"
-            raise error_about(UnsupportedError, text, path=path, tensor=name)
+            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")

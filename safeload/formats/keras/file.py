@@ -8,7 +8,7 @@
    root has the attributes ``keras_version``, ``backend``, ``model_config`` and ``training_config`` (JSON).
 3. A tensor's name is its path, joined with dots. Listed weights must exist, and come first, in the order of the list.
 4. bfloat16 is an opaque type of 2 bytes with the attribute ``dtype`` = "bfloat16". Other opaque types, such as 8-bit
-   floats, have no mark: they are refused, as are text, references and compounds.
+   floats, have no mark: they are unreadable, as are text, references and compounds.
 5. Booleans are an enumeration of FALSE = 0 and TRUE = 1; complex numbers a compound of ``r`` and ``i``.
 6. Contiguous datasets lie at a place in the file. Chunks are boxes, unpacked one at a time.
 
@@ -21,10 +21,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...base.listed_table import ListedTable, Listing
+from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError
+from ...errors import FormatError, UnsupportedError
 from ...stores.assembled import Box, InFile
 from ..boxed import BoxedListing, boxed_file
 from ..containers import names_below
@@ -43,7 +43,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     Raises:
         ImportError: h5py is not installed.
         FormatError: the structure is malformed, or a listed weight does not exist.
-        UnsupportedError: a link leads out of the file, or a dataset has a type or storage that is not read.
+        UnsupportedError: a group is linked twice.
         LimitError, TensorNotFoundError, OSError: see the functions used.
     """
     file = candidate.file
@@ -52,11 +52,17 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     direct: list[Listing] = []
     boxed: dict[str, BoxedListing] = {}
     for name, dataset in datasets.items():
-        if dataset.begin is not None:
+        if dataset.unknown is not None:
+            label, shape, reason, is_tensor = dataset.unknown
+            direct.append(unreadable(name, label, shape, reason, is_tensor=is_tensor))
+        elif dataset.begin is not None:
             end = dataset.begin + dataset.nbytes
             direct.append(Listing(name, dataset.row, dataset.shape, dataset.begin, end, big_endian=dataset.swap > 1))
         else:
-            boxed[name] = BoxedListing(dataset.row, dataset.shape, list(_boxes(name, dataset, file)))
+            try:
+                boxed[name] = BoxedListing(dataset.row, dataset.shape, list(_boxes(name, dataset, file)))
+            except UnsupportedError as error:
+                direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
     file.table = ListedTable(direct, _metadata(structure))
     if not boxed:
         return Content(file, notes=structure.notes)

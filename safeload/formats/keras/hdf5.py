@@ -2,9 +2,10 @@
 
 1. h5py (libhdf5) parses the file through a stream of ours, so it opens no other file. It is closed before a tensor is
    read: values are read by ranges and unpacked in chunks.py. Attributes are read in attributes.py.
-2. Only hard links are followed. Soft links, external links and links of other kinds are refused, as are datasets with
-   external or virtual storage, filters other than deflate, shuffle and fletcher32, and groups that are linked twice.
-3. Storage must exist: parts that were never written, whose values would be a fill value, are refused.
+2. Only hard links are followed. Soft links, external links and links of other kinds are listed as unreadable, as are
+   datasets with external or virtual storage or filters other than deflate, shuffle and fletcher32. Groups that are
+   linked twice are refused.
+3. Storage must exist: datasets with parts that were never written, whose values would be a fill value, are unreadable.
 4. Bounds: `MAX_OBJECTS`, `MAX_DEPTH`, `MAX_PATH`, `MAX_CHUNKS`. All datasets together have at most the
    bytes of the file.
 """
@@ -21,6 +22,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, array_fits
 from ...base.messages import error_about
+from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, SafeloadError, UnsupportedError
@@ -69,6 +71,7 @@ class Dataset:
     chunk_shape: tuple[int, ...] = ()
     chunks: list[FileChunk] = field(default_factory=list)
     shuffled: int = 1  # bytes of an element, as the shuffle filter counts
+    unknown: Unknown | None = None  # the dataset cannot be read
 
     @property
     def itemsize(self) -> int:
@@ -135,6 +138,7 @@ class _Walk:
         self._structure = Structure({}, {}, [])
         self._groups: set[int] = set()  # addresses
         self._known: dict[int, Dataset] = {}  # by address
+        self._links: dict[tuple[str, ...], str] = {}  # kinds of links that are not followed
         self._objects = self._chunks = self._stored = 0
 
     def read(self, root: Any) -> Structure:
@@ -154,7 +158,7 @@ class _Walk:
                 if len(path) > MAX_DEPTH:
                     raise error_about(LimitError, f"groups are nested more than {MAX_DEPTH} deep", path=self._path)
                 levels.append(iter(self._children(path, item)))
-            elif isinstance(item, self._h5py.h5d.DatasetID):
+            elif item is None or isinstance(item, self._h5py.h5d.DatasetID):
                 self._structure.datasets[path] = self._dataset(path, item)
             elif not isinstance(item, self._h5py.h5t.TypeID):  # named types hold no values
                 raise self._unsupported(path, "is neither a group nor a dataset")
@@ -194,7 +198,9 @@ class _Walk:
                     self._h5py.h5l.TYPE_SOFT: "a soft link",
                     self._h5py.h5l.TYPE_EXTERNAL: "a link to another file",
                 }
-                raise self._unsupported(inner, f"is {kinds.get(kind, 'a link of an unknown kind')}")
+                self._links[inner] = kinds.get(kind, "a link of an unknown kind")
+                yield inner, None
+                continue
             yield inner, self._h5py.h5o.open(group, name)
 
     def _in_order(self, path: tuple[str, ...], group: Any, names: list[bytes]) -> list[bytes]:
@@ -235,36 +241,42 @@ class _Walk:
     # ---- datasets ----
 
     def _dataset(self, path: tuple[str, ...], item: Any) -> Dataset:
+        if item is None:
+            return _unreadable(self._links[path], (), "is not followed")
         address = self._h5py.h5o.get_info(item).addr
         dataset = self._known.get(address)
         if dataset is not None:
             return dataset
-        shape = item.shape
-        if shape is None:
-            raise self._unsupported(path, "has no shape (a null dataspace)")
-        row, swap = self._row(path, item)
-        if not array_fits(shape, row.bits // 8):
-            text = f"{show('/'.join(path))}: shape {list(shape)} needs more bytes than any memory has"
-            raise error_about(LimitError, text, path=self._path)
-        dataset = self._known[address] = Dataset(row, tuple(shape), swap)
-        self._locate(path, item, dataset)
+        shape, kind = item.shape or (), item.get_type()
+        label, before = _described(self._h5py, kind), (self._stored, self._chunks)
+        try:
+            if item.shape is None:
+                raise UnsupportedError("has no shape (a null dataspace)")
+            row, swap = self._row(item, kind)
+            label = row.name
+            if not array_fits(shape, row.bits // 8):
+                raise UnsupportedError(f"of shape {list(shape)} needs more bytes than any memory has")
+            dataset = Dataset(row, tuple(shape), swap)
+            self._locate(path, item, dataset)
+        except UnsupportedError as error:
+            self._stored, self._chunks = before
+            dataset = _unreadable(label, tuple(shape), str(error), is_tensor=kind.get_class() != self._h5py.h5t.STRING)
+        self._known[address] = dataset
         return dataset
 
-    def _row(self, path: tuple[str, ...], item: Any) -> tuple[dtypes.Dtype, int]:
+    def _row(self, item: Any, kind: Any) -> tuple[dtypes.Dtype, int]:
         """Return the dtype of a dataset, and the bytes of its numbers if they must be reversed."""
         h5t = self._h5py.h5t
-        kind = item.get_type()
         mark = texts_of(self._file, self._h5py.h5o.get_info(item).addr, _MARK).get("dtype")
         if isinstance(kind, h5t.TypeOpaqueID):
             if mark == b"bfloat16" and kind.get_size() == 2:
                 return dtypes.BY_CODE["BF16"], 1
-            text = f"is opaque ({kind.get_size()} bytes, dtype {show(mark)}), so its values are unknown"
-            raise self._unsupported(path, text)
+            raise UnsupportedError(f"of {kind.get_size()} bytes, dtype {show(mark)}, has unknown values")
         code = self._code(kind)
         if code is None:
-            raise self._unsupported(path, f"is {_described(self._h5py, kind)}, which no array of weights can represent")
+            raise UnsupportedError("cannot be represented by an array of weights")
         if mark == b"bfloat16" and code != "BF16":
-            raise self._unsupported(path, f"is {code}, but its attribute says bfloat16")
+            raise UnsupportedError(f"is {code}, but its attribute says bfloat16")
         number = kind
         if isinstance(kind, h5t.TypeCompoundID):
             number = kind.get_member_type(0)
@@ -284,13 +296,13 @@ class _Walk:
             whole = kind.get_precision() == 8 * size and kind.get_offset() == 0
             letter = "I" if kind.get_sign() == h5t.SGN_2 else "U"
             return f"{letter}{8 * size}" if whole and size in (1, 2, 4, 8) and _usual(h5t, kind) else None
-        if isinstance(kind, h5t.TypeCompoundID) and size == 8 and kind.get_nmembers() == 2:
+        if isinstance(kind, h5t.TypeCompoundID) and size in (8, 16) and kind.get_nmembers() == 2:
             names = [kind.get_member_name(k) for k in range(2)]
             places = [kind.get_member_offset(k) for k in range(2)]
             parts = [kind.get_member_type(k) for k in range(2)]
-            usual = all(isinstance(part, h5t.TypeFloatID) and self._code(part) == "F32" for part in parts)
+            usual = all(isinstance(part, h5t.TypeFloatID) and self._code(part) == f"F{size * 4}" for part in parts)
             alike = usual and parts[0].get_order() == parts[1].get_order()
-            return "C64" if names == [b"r", b"i"] and places == [0, 4] and alike else None
+            return f"C{size * 8}" if names == [b"r", b"i"] and places == [0, size // 2] and alike else None
         return None
 
     def _locate(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
@@ -298,14 +310,14 @@ class _Walk:
         plist, h5d = item.get_create_plist(), self._h5py.h5d
         layout = plist.get_layout()
         if plist.get_external_count():
-            raise self._unsupported(path, "is stored in another file")
+            raise UnsupportedError("is stored in another file")
         filters = [plist.get_filter(k) for k in range(plist.get_nfilters())]
         for number, _, _, label in filters:
             if number not in (DEFLATE, SHUFFLE, FLETCHER32):
                 name = _FILTERS.get(number) or label.decode("utf-8", "replace") or str(number)
-                raise self._unsupported(path, f"is packed by the filter {show(name)} ({number})")
+                raise UnsupportedError(f"is packed by the filter {show(name)} ({number})")
         if layout not in (h5d.COMPACT, h5d.CONTIGUOUS, h5d.CHUNKED):
-            raise self._unsupported(path, "is virtual: its values are in other datasets")
+            raise UnsupportedError("is virtual: its values are in other datasets")
         if dataset.nbytes == 0:
             dataset.begin = 0
         elif layout == h5d.CONTIGUOUS:
@@ -322,7 +334,7 @@ class _Walk:
     def _contiguous(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
         begin = item.get_offset()
         if begin is None:
-            raise self._unsupported(path, "was never written, so it has no values of its own")
+            raise UnsupportedError("was never written, so it has no values of its own")
         self._take(path, begin, dataset.nbytes)
         dataset.begin = begin
 
@@ -352,7 +364,7 @@ class _Walk:
         inside = [chunk for chunk in chunks if all(o < n for o, n in zip(chunk.offsets, dataset.shape, strict=True))]
         if len(inside) != expected or len(chunks) > expected:
             text = f"has {len(inside):,} of {expected:,} chunks: the others were never written"
-            raise self._unsupported(path, text)
+            raise UnsupportedError(text)
         for chunk in inside:
             if any(o % count for o, count in zip(chunk.offsets, dataset.chunk_shape, strict=True)):
                 text = f"{show('/'.join(path))} has a chunk at {list(chunk.offsets)}, not at a multiple of its shape"
@@ -366,6 +378,10 @@ class _Walk:
             text = f"{show('/'.join(path))} reaches to byte {begin + size:,}, but the file has {self._file.size:,}"
             raise FormatError(text, self._path, min(begin, self._file.size))
         self._stored += size
+
+
+def _unreadable(label: str, shape: tuple[int, ...], reason: str, *, is_tensor: bool = True) -> Dataset:
+    return Dataset(dtypes.BY_CODE["U8"], (0,), 1, begin=0, unknown=Unknown(label, shape, reason, is_tensor))
 
 
 def _listed(attributes: Mapping[str, bytes | list[bytes]], key: str) -> Iterator[bytes]:
@@ -386,6 +402,11 @@ def _described(h5py: Any, kind: Any) -> str:
     """Describe a type for a message."""
     h5t = h5py.h5t
     titles = {h5t.STRING: "text", h5t.COMPOUND: "a compound", h5t.REFERENCE: "a reference", h5t.ENUM: "an enumeration"}
-    titles |= {h5t.VLEN: "of variable length", h5t.ARRAY: "an array type", h5t.INTEGER: "an unusual integer"}
-    titles |= {h5t.FLOAT: "an unusual float", h5t.TIME: "a time", h5t.BITFIELD: "a bit field"}
-    return titles.get(kind.get_class(), "of an unknown type")
+    titles |= {h5t.VLEN: "a sequence of variable length", h5t.ARRAY: "an array type", h5t.INTEGER: "an unusual integer"}
+    titles |= {
+        h5t.FLOAT: "an unusual float",
+        h5t.TIME: "a time",
+        h5t.BITFIELD: "a bit field",
+        h5t.OPAQUE: "opaque data",
+    }
+    return titles.get(kind.get_class(), "an unknown type")

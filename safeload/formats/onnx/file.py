@@ -2,7 +2,7 @@
 
 1. ``raw_data`` holds the elements as bytes: little-endian, in C order. Elements of 4 and 2 bits fill each byte from the
    low bits on; those of 6 bits are 4 in 3 bytes.
-2. Without it, ``float_data`` and ``double_data`` hold float32, complex64 and float64 as they are. ``int32_data`` holds
+2. Without it, ``float_data`` and ``double_data`` hold floats and complex numbers as they are. ``int32_data`` holds
    varints: smaller integers, bools, the bit patterns of float16, bfloat16, float8 and float6, and the bytes of elements
    of 4 and 2 bits. ``int64_data`` and ``uint64_data`` hold int64, and uint32 and uint64, as varints.
 3. With ``data_location`` 1 the elements are in another file: ``external_data`` has its ``location`` relative to the
@@ -22,7 +22,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, array_fits
-from ...base.listed_table import ListedTable, Listing
+from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.messages import error_about
 from ...base.text import plural, show
 from ...engine.run.weight_file import WeightFile, open_without_table
@@ -67,7 +67,7 @@ TYPES = {
     12: ElementType("U32", "UINT32", 32, "uint64_data"),
     13: ElementType("U64", "UINT64", 64, "uint64_data"),
     14: ElementType("C64", "COMPLEX64", 64, "float_data"),
-    15: ElementType("", "COMPLEX128", 128, "double_data"),
+    15: ElementType("C128", "COMPLEX128", 128, "double_data"),
     16: ElementType("BF16", "BFLOAT16", 16, "int32_data"),
     17: ElementType("F8_E4M3", "FLOAT8E4M3FN", 8, "int32_data"),
     18: ElementType("F8_E4M3FNUZ", "FLOAT8E4M3FNUZ", 8, "int32_data"),
@@ -89,7 +89,6 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
     Raises:
         FormatError: the file breaks the format, or a tensor does not fit its elements.
-        UnsupportedError: no array can represent a tensor.
         LimitError: the file exceeds a limit.
         TensorNotFoundError: ``request.root`` is not `CONSTANTS`.
         FileNotFoundError: a file of external data is missing.
@@ -150,19 +149,27 @@ class TensorPlacer:
     def add(self, name: str, tensor: TensorProto) -> None:
         """Check a tensor against its elements and list it."""
         type_ = TYPES.get(tensor.data_type)
-        if type_ is None or not type_.code or tensor.strings:
-            kind = f"data type {tensor.data_type}" if type_ is None else type_.name
-            raise self._unsupported(f"has {kind}, which is not a dtype of weights", name, tensor)
+        label = f"data type {tensor.data_type}" if type_ is None else type_.name
+        try:
+            if type_ is None or not type_.code or tensor.strings:
+                raise UnsupportedError("is not a dtype of weights")
+            self._add(name, tensor, type_)
+        except UnsupportedError as error:
+            is_tensor = type_ is None or bool(type_.code)
+            listing = unreadable(name, label, tuple(tensor.dims), str(error), is_tensor=is_tensor)
+            self._listings[self._file].append(listing)
+
+    def _add(self, name: str, tensor: TensorProto, type_: ElementType) -> None:
         row = dtypes.BY_CODE[type_.code]
         shape = tuple(tensor.dims)
         if not array_fits(shape, max(1, type_.bits // 8)):
             raise self._fault(f": no array can have the shape {show(list(shape))}", name, tensor)
         count = prod(shape)
         if row.packed and count % row.block:
-            raise self._unsupported(f"has {count} elements of {row.bits} bits, which end inside a byte", name, tensor)
+            raise UnsupportedError(f"has {count} elements of {row.bits} bits, which end inside a byte")
         nbytes = -(-count * type_.bits // 8)
         if tensor.segment:
-            raise self._unsupported("is a segment of a tensor", name, tensor)
+            raise UnsupportedError("is a segment of a tensor")
         if tensor.location not in (0, 1):
             raise self._fault(f": data_location is {tensor.location}, expected 0 or 1", name, tensor)
         file, place = self._file, tensor.raw
@@ -214,8 +221,7 @@ class TensorPlacer:
     def _box(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], stored: BoxSource) -> None:
         if row.packed:
             if not shape or shape[-1] % row.block:
-                text = f"is {row.code} {list(shape)} as numbers, whose rows end inside a byte"
-                raise error_about(UnsupportedError, text, path=self._file.path, tensor=name)
+                raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
             shape = (*shape[:-1], row.nbytes(shape[-1]))
         self._boxed[name] = BoxedListing(row, shape, [Box((0,) * len(shape), shape, stored)])
 
@@ -224,8 +230,7 @@ class TensorPlacer:
         boxes, at, itemsize = [], 0, row.nbytes(1)
         for begin, end in pieces:
             if (end - begin) % itemsize:
-                text = f"is {row.code} in pieces that end inside an element"
-                raise error_about(UnsupportedError, text, path=self._file.path, tensor=name)
+                raise UnsupportedError("is stored in pieces that end inside an element")
             count = (end - begin) // itemsize
             boxes.append(Box((at,), (count,), InFile(self._file.store, begin)))
             at += count
@@ -276,9 +281,6 @@ class TensorPlacer:
 
     def _fault(self, text: str, name: str, tensor: TensorProto) -> FormatError:
         return error_about(FormatError, text, path=self._file.path, offset=tensor.at, tensor=name)
-
-    def _unsupported(self, text: str, name: str, tensor: TensorProto) -> UnsupportedError:
-        return error_about(UnsupportedError, text, path=self._file.path, offset=tensor.at, tensor=name)
 
 
 # ---- elements that are decoded when they are read ----

@@ -235,7 +235,7 @@ _DTYPES = (
     ("uint8", "U8", 1, "ByteStorage"),
     ("bool", "BOOL", 1, "BoolStorage"),
     ("complex64", "C64", 8, "ComplexFloatStorage"),
-    ("complex128", None, 16, "ComplexDoubleStorage"),
+    ("complex128", "C128", 16, "ComplexDoubleStorage"),
     ("quint8", None, 1, "QUInt8Storage"),
     ("qint8", None, 1, "QInt8Storage"),
     ("qint32", None, 4, "QInt32Storage"),

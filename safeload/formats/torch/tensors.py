@@ -6,14 +6,14 @@ A tensor of shape n and strides s, in elements, uses the elements of its storage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
 from ...base.gc_pause import paused
-from ...base.listed_table import ListedTable, Listing
+from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
@@ -23,13 +23,16 @@ from ..unpickle.machine import Global, describe
 from ..unpickle.numpy_arrays import ArrayPlaces, NumpyArray
 from ..unpickle.run import ADVICE, Unpickled
 from .flatten import Tree
-from .globals import PickledTensor, Storage
+from .globals import ALLOWED, PickledTensor, Storage
 
 # numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
 MAX_RANK = 64
 # Maximum size in bytes of a tensor that exceeds its storage by repeating elements (stride 0). Real examples are masks
 # and positions of a few MiB. A converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
+
+# Dtypes of the size of those that arrays lack.
+STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8", "torch.uint32"))}
 
 
 class PickleTables(NamedTuple):
@@ -38,6 +41,7 @@ class PickleTables(NamedTuple):
     table: ListedTable  # of the file
     beside: WeightFile | None  # a temporary file for arrays, if the file cannot provide them directly
     names: list[str]  # tensors of both, in the order of the pickle
+    notes: Sequence[str] = ()
 
 
 def content_of(file: WeightFile, request: OpenRequest, read: Callable[[OpenRequest], PickleTables]) -> Content:
@@ -51,9 +55,9 @@ def content_of(file: WeightFile, request: OpenRequest, read: Callable[[OpenReque
         raise type(error)(str(error).replace(ADVICE, ""), path=error.path) from None
     file.table = tables.table
     if tables.beside is None:
-        return Content(file)
+        return Content(file, notes=tables.notes)
     tables.beside.stand_for(file)
-    return Content(file, (tables.beside,), tables.names)
+    return Content(file, (tables.beside,), tables.names, tables.notes)
 
 
 def _helps(read: Callable[[OpenRequest], PickleTables], request: OpenRequest) -> bool:
@@ -80,7 +84,6 @@ def make_tables(
 
     Raises:
         FormatError: a tensor does not fit its storage, or two tensors have the same name.
-        UnsupportedError: no array can represent a tensor.
         LimitError: the pickle exceeds a limit.
         TensorNotFoundError: ``request.root`` does not exist.
     """
@@ -88,17 +91,17 @@ def make_tables(
     root = None if request.root is None else tree.select(request.root)
     by_id: dict[int, Listing] = {}
     listings: dict[str, Listing | None] = {}
+    notes: list[str] = []
     tensors, arrays = TensorPlaces(path, locate), ArrayPlaces(pickled, path, big_endian=big_endian)
     for name, tensor in tree.tensors(root):
         if name in listings:
             raise FormatError(f"two tensors are named {show(name)}", path)
         if isinstance(tensor, NumpyArray):
-            try:
-                listings[name] = arrays.place(name, tensor)
-            except UnsupportedError as error:
-                if not request.inert:
-                    text = f'{error}; unknown_globals="inert" leaves it out'
-                    raise UnsupportedError(text, path=path, tensor=name) from None
+            listing = arrays.place(name, tensor)
+            if request.inert and listing is not None and listing.unknown is not None and not listing.unknown.is_tensor:
+                notes.append(f"{show(name)} is left out: {listing.unknown.label} are no tensor")
+            else:
+                listings[name] = listing
             continue
         listing = by_id.get(id(tensor))
         if listing is None:
@@ -108,7 +111,7 @@ def make_tables(
     named_globals = dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
     in_file = [listing for listing in listings.values() if listing is not None]
     table = ListedTable(in_file, tree.metadata(root), big_endian=big_endian, named_globals=named_globals)
-    return PickleTables(table, arrays.beside(), list(listings))
+    return PickleTables(table, arrays.beside(), list(listings), notes)
 
 
 class TensorPlaces:
@@ -122,7 +125,9 @@ class TensorPlaces:
         """Check a tensor against its storage and describe it."""
         storage, offset = tensor.storage, tensor.offset
         type_ = tensor.dtype or storage.type
-        row = self._row(name, tensor, type_)
+        if type_.code is None or tensor.pending is not None:
+            return self._special(name, tensor, type_)
+        row = dtypes.BY_CODE[type_.code]
         itemsize = type_.itemsize
         count = _plain_count(tensor)
         if count and storage.part is None and (offset + count) * itemsize <= storage.nbytes:
@@ -177,20 +182,25 @@ class TensorPlaces:
         if not row.packed:
             return listing
         if not shape or listing.strides is not None:
-            text = f"is {row.code} with strides or without an axis, which no array can represent"
-            raise error_about(UnsupportedError, text, path=self._path, tensor=listing.name)
+            text = "with strides or without an axis cannot be represented by an array"
+            return unreadable(listing.name, row.code, shape, text, begin=listing.begin, end=listing.end)
         return listing._replace(shape=(*shape[:-1], shape[-1] * 8 // row.bits))
 
-    def _row(self, name: str, tensor: PickledTensor, type_: Global) -> dtypes.Dtype:
-        """Return the row of a tensor's dtype."""
-        if type_.code is None:
-            text = f"is {type_.name}, which no array can represent"
-            raise error_about(UnsupportedError, text, path=self._path, tensor=name)
-        pending = tensor.pending
-        if pending is not None and isinstance(pending, Mapping) and any(pending.get(bit) for bit in ("conj", "neg")):
-            text = "was saved with its conjugation or negation pending; save it after resolve_conj() and resolve_neg()"
-            raise error_about(UnsupportedError, text, path=self._path, tensor=name)
-        return dtypes.BY_CODE[type_.code]
+    def _special(self, name: str, tensor: PickledTensor, type_: Global) -> Listing:
+        """Describe a tensor of a dtype that arrays lack, or with pending operations."""
+        pending, label = tensor.pending, type_.name.removeprefix("torch.")
+        reason = "cannot be represented by an array"
+        if type_.code is not None:
+            reason = "with a pending conjugation or negation must be saved after resolve_conj() and resolve_neg()"
+            if not isinstance(pending, Mapping) or not any(pending.get(bit) for bit in ("conj", "neg")):
+                reason = ""
+            label = dtypes.BY_CODE[type_.code].name
+        stand_in = type_ if type_.code is not None else STAND_INS[type_.itemsize]
+        args = tensor.storage, tensor.offset, tensor.shape, tensor.strides
+        listing = self.place(name, PickledTensor(*args, dtype=stand_in, pending=None))
+        if not reason:
+            return listing
+        return unreadable(name, label, listing.shape, reason, begin=listing.begin, end=listing.end)
 
     def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
         if type(values) not in (tuple, list):

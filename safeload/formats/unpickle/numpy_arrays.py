@@ -17,11 +17,8 @@ from typing import Any, BinaryIO
 
 from ...base import dtypes
 from ...base.arrays import array_fits, c_strides
-from ...base.listed_table import ListedTable, Listing
-from ...base.messages import error_about
-from ...base.text import show
+from ...base.listed_table import ListedTable, Listing, unreadable
 from ...engine.run.weight_file import WeightFile, open_temporary
-from ...errors import UnsupportedError
 from .machine import Built, Fault, Global, Inert, LargeBytes, describe
 from .run import Unpickled
 
@@ -29,6 +26,8 @@ ARRAY, TYPE, BYTES = "array", "type", "bytes"
 
 # Names of the numpy kinds in the table of dtypes, with a place for their bits.
 _NAMES = {"f": "float{}", "i": "int{}", "u": "uint{}", "c": "complex{}"}
+# Dtypes of arrays that are no tensors.
+_TEXTS = re.compile(r"Python objects|(object|str|bytes)|[<>|=]?[SUO][0-9]*", re.ASCII)
 _SPEC = re.compile(r"([<>|=]?)([a-zA-Z?])([0-9]{0,4})", re.ASCII)
 _ML_DTYPES = (
     *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -275,19 +274,15 @@ class ArrayPlaces:
         self._listings: list[Listing] = []
 
     def place(self, name: str, array: NumpyArray) -> Listing | None:
-        """Describe an array in the file; None if it goes into the temporary file.
-
-        Raises:
-            UnsupportedError: its dtype is not a dtype of weights.
-        """
+        """Describe an array in the file; None if it goes into the temporary file."""
         dtype = array.dtype
         if dtype is None or dtype.row is None:
-            elements = "no dtype" if dtype is None else dtype.name
-            text = f"array {show(name)} holds {elements}, which is not a dtype of weights"
-            raise error_about(UnsupportedError, text, path=self._path)
+            label = "no dtype" if dtype is None else dtype.name
+            is_tensor = _TEXTS.fullmatch(label) is None
+            return unreadable(name, label, array.shape, "is not a dtype of weights", is_tensor=is_tensor)
         if not array_fits(array.shape, dtype.itemsize):
-            text = f"array {show(name)} of shape {list(array.shape)} needs more bytes than any memory has"
-            raise error_about(UnsupportedError, text, path=self._path)
+            text = "elements need more bytes than any memory has"
+            return unreadable(name, dtype.name, array.shape, text)
         strides = None
         if array.order is not None:
             strides = _strides(array, dtype.itemsize)

@@ -30,8 +30,6 @@ from ..sources.restructured import RestructuredCatalog
 _SMALL = 1024
 # Tensors with at least this many elements get rows of `_ROW`.
 _DIVIDED, _ROW = 512, 256
-# ggml's limit.
-_MOST_AXES = 4
 # The shapes that metadata holds are int32.
 _LONGEST_AXIS = (1 << 31) - 1
 # Dtypes whose vectors and small tensors become float32; in other checkpoints they become float16 as all tensors.
@@ -60,7 +58,7 @@ def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
     """Return the tensors and the metadata of a diffusion model as ComfyUI needs them.
 
     Raises:
-        UnsupportedError: a tensor has more than four axes, or does not hold floating-point numbers.
+        UnsupportedError: a tensor does not hold floating-point numbers.
     """
     model = DIFFUSION_MODELS[diffusion.architecture]
     names = {name: name.removeprefix(diffusion.prefix) for name in catalog if name.startswith(diffusion.prefix)}
@@ -100,15 +98,9 @@ def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...
     """Return the shape in the file.
 
     Raises:
-        UnsupportedError: the tensor has more axes than ggml allows, or an axis is longer than int32 allows.
+        UnsupportedError: an axis is longer than int32 allows.
     """
     shape, count = tuple(about.shape), math.prod(about.shape)
-    if len(shape) > _MOST_AXES:
-        text = (
-            f"has {len(shape)} axes, but GGUF allows {_MOST_AXES}: only ComfyUI-GGUF's own tools (convert.py, then "
-            "fix_5d_tensors.py) convert this model"
-        )
-        raise error_about(UnsupportedError, text, tensor=about.name)
     divides = model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW
     if divides and max(shape) > _LONGEST_AXIS:
         text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"

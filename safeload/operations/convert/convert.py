@@ -13,7 +13,7 @@ from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import SafeloadError, cut_traceback
+from ...errors import SafeloadError, UnsupportedError, cut_traceback
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters
 from ...models.layout import Layout
@@ -224,8 +224,17 @@ def convert(
             report = run_plan.run_all(plan, folder, own, executor=executor, threads=threads, progress=progress)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
+        _advise(error)
         cut_traceback(error)
         raise
+
+
+def _advise(error: SafeloadError) -> None:
+    """Add ``drop=`` to the error about a tensor that cannot be written."""
+    text = str(error)
+    if error.tensor is not None and type(error) in (SafeloadError, UnsupportedError) and "drop=" not in text:
+        advised = text.replace("leave it out", "leave it out with drop=")
+        error.args = (advised if advised != text else f"{text}; drop= leaves it out",)
 
 
 def _check_verifiable(executor: Executor | None, resume: bool, adapters: Adapters) -> None:

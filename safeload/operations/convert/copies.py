@@ -251,6 +251,8 @@ def _spans(tensors: Tensors, targets: Array) -> Spans | None:
         if row != to and not (converts and row.converts_to(to)):
             return None
     for to in map(dtypes.of_number, set(targets.tolist())):
+        if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
+            return None  # the writer refuses it by name
         shapes = (tensors.shapes[k] for k in np.flatnonzero(targets == to.number).tolist()) if to.blocked else ()
         if any(not shape or shape[-1] % to.block for shape in shapes):
             return None

@@ -87,9 +87,15 @@ class Decider:
         ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
         tied = model.tied_heads() if rules is not None and names is None and ties else {}
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
+        #: Entries that are no tensors, with their types. Selecting one by its exact name is an error.
+        self.left_out = {}
+        if names is None:
+            unknown = catalog.unknown().items()
+            self.left_out = {name: one.label for name, one in unknown if name in chosen and not one.is_tensor}
+        chosen = {name: None for name in chosen if name not in self.left_out}
         self.descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
         self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
-        self._ignored = [name for name in catalog.ignored if name in chosen]
+        self.ignored = [name for name in catalog.ignored if name in chosen]
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
@@ -160,7 +166,7 @@ class Decider:
         if self._engine is not None:
             return self._with_partners(decisions, self._engine)
         if self._rules is None and self._target is None and self._format in (SAFETENSORS, "gguf"):
-            decisions.update((name, Decision((name,))) for name in self._ignored)
+            decisions.update((name, Decision((name,))) for name in self.ignored)
         for head, embedding in self._heads.items():
             tensor = self._catalog.about(embedding)
             if tensor.quantized or not tensor.floating:
@@ -234,6 +240,8 @@ class Decider:
         if self._format == "gguf" and row.floating and row.block_bytes > 1 and self._is_kept_f32(name, tensor):
             row = _F32  # the writer still refuses unsupported dtypes
         unchanged = row is tensor.row and tensor.scheme is None
+        if unchanged and self._format == SAFETENSORS and row not in dtypes.SAFETENSORS:
+            raise dtypes.not_stored(row.name, name)
         return Decision((name,), None if unchanged else row.code, kept=kept)
 
     def _is_kept_f32(self, name: str, tensor: TensorDescription) -> bool:
@@ -432,6 +440,7 @@ class ConversionPlan:
     extras: dict[str, str | PlannedPath]
     quantized: PlannedSummary | None = None
     schemes: tuple[str, ...] = ()  # safeload's schemes of quantized tensors in the result
+    left_out: tuple[str, ...] = ()  # see `ConvertReport`
     parameters: int | None = None  # for the index of an engine that wants their number
     storage_options: dict[str, Any] | None = None
 

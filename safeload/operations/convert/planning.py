@@ -33,7 +33,7 @@ from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSumma
 from .make import prepare
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
 from .run_plan import ONCE, versions_of
-from .write import PlannedConversion, config_without_codes
+from .write import PlannedConversion, config_without_codes, warn_of_left_out
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -219,6 +219,7 @@ def _plan(
         extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
         quantized=prepared.planned_summary,
         schemes=prepared.schemes,
+        left_out=warn_of_left_out(prepared),
         parameters=prepared.parameters,
     )
 

@@ -341,7 +341,8 @@ def complete(
     warn_of_schemes(folder.location.shown, plan.schemes)
     nbytes, seconds = (sum(shard.size for shard in shards.values()), sum(shard.seconds for shard in shards.values()))
     files = [folder.shown(file) for file in shards]
-    return ConvertReport(folder.location.shown, SAFETENSORS, files, plan.tensors, nbytes, seconds, summary)
+    shown, count = folder.location.shown, plan.tensors
+    return ConvertReport(shown, SAFETENSORS, files, count, nbytes, seconds, summary, plan.left_out)
 
 
 def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.UnfinishedNote:

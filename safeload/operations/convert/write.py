@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from ...base.gc_pause import paused
 from ...base.results import Row, as_html
 from ...base.text import plural, printable, show, size
 from ...engine.run.progress import Progress, reporter
-from ...errors import FormatError
+from ...errors import FormatError, SafeloadError
 from ...formats.folder import CONFIG, SINGLE
 from ...formats.registry import SAFETENSORS
 from ...packed.quantization import is_own, without_quantization
@@ -26,7 +26,7 @@ from ..quantize.engine_rules import EngineRules
 from ..sources.catalog import Catalog
 from ..sources.piece_files import PieceSource, Sources
 from ..sources.recipes import TensorRecipe
-from .decide import PlannedSummary, TensorRun
+from .decide import Decider, PlannedSummary, TensorRun
 from .request import ConvertRequest
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class ConvertReport(NamedTuple):
         nbytes: bytes of the files.
         seconds: duration of the conversion.
         summary: the quantized tensors, and why each other tensor was kept; None without ``quantize``.
+        left_out: what the sources hold besides the tensors in ``files``, such as texts of an npz archive: a sentence
+            each.
 
     Example:
         >>> import numpy as np, safeload
@@ -60,11 +62,13 @@ class ConvertReport(NamedTuple):
     nbytes: int
     seconds: float
     summary: Summary | None
+    left_out: Sequence[str] = ()
 
     def __str__(self) -> str:
         lines = [
             f"{self.destination}: {self._totals()}",
             *([] if self.summary is None else str(self.summary).splitlines()),
+            *self.left_out,
         ]
         return "\n".join(map(printable, lines))
 
@@ -78,7 +82,8 @@ class ConvertReport(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values for ``json.dump``."""
-        return {**self._asdict(), "summary": None if self.summary is None else self.summary.to_dict()}
+        summary = None if self.summary is None else self.summary.to_dict()
+        return {**self._asdict(), "summary": summary, "left_out": list(self.left_out)}
 
     def _repr_html_(self) -> str:
         _, *summary = str(self).splitlines()
@@ -91,6 +96,14 @@ class ConvertReport(NamedTuple):
 
 class Conversion(Protocol):
     """Tensors to write: decided, and made or copied when the writer reaches them."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tensors to convert."""
+
+    @property
+    def decider(self) -> Decider | None:
+        """What has decided; None if every tensor is copied or cast."""
 
     @property
     def tensor_count(self) -> int:
@@ -145,10 +158,6 @@ class PlannedConversion(Conversion, Protocol):
     """A conversion that can be divided into pieces. The last properties are of a shard."""
 
     @property
-    def catalog(self) -> Catalog:
-        """The tensors to convert."""
-
-    @property
     def engine_rules(self) -> EngineRules | None:
         """The rules of an engine's format."""
 
@@ -187,6 +196,7 @@ def write(
     Args:
         in_place: True if the folder is also a source.
     """
+    left_out = warn_of_left_out(conversion)
     path, folder, done = request.path, request.folder, 0
     with reporter(progress, conversion.nbytes) as report:
 
@@ -209,7 +219,27 @@ def write(
                 replacing = partial(unfinished.note, folder, unfinished.UnfinishedNote())
             files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
             warn_of_schemes(path, conversion.schemes)
-    return ConvertReport(path, request.format, files, conversion.tensor_count, nbytes, 0.0, conversion.summary)
+    count, summary = conversion.tensor_count, conversion.summary
+    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, left_out)
+
+
+def warn_of_left_out(conversion: Conversion) -> tuple[str, ...]:
+    """Warn of what the sources hold besides the converted tensors, and return a sentence each.
+
+    Raises:
+        SafeloadError: there is no tensor to convert; the message repeats the notes of the sources.
+    """
+    catalog, decider = conversion.catalog, conversion.decider
+    objects = {} if decider is None else decider.left_out
+    lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
+    notes = [note for checkpoint in catalog.checkpoints for note in checkpoint.notes]
+    if conversion.tensor_count == 0 and (decider is None or not decider.ignored):
+        about = "".join(f"; {line}" for line in (*lines, *notes))
+        raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
+    lines += [note for note in notes if "left out" in note or "not opened" in note]
+    for line in lines:
+        log.warning("%s: %s", catalog.title, line)
+    return tuple(lines)
 
 
 def _write_folder(

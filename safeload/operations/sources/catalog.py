@@ -24,7 +24,7 @@ from ...base.messages import error_about
 from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, choose, select
-from ...base.table import missing
+from ...base.table import Unknown, missing
 from ...base.text import check_name
 from ...checkpoint import Checkpoint, check_names, codes_of, folder_of, index_of, tensors_of, with_aliases
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -322,25 +322,27 @@ class Catalog:
         return dict(zip(tensors.names, tensors.ranges.sizes.tolist(), strict=True))
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
-        """Refuse to read tensors of unknown ggml types.
+        """Refuse to read entries that cannot be read.
 
         Raises:
-            UnsupportedError: a type is unknown; the message names the tensor.
+            UnsupportedError: the message names the entry and the reason.
         """
         for name in names:
             _, file, index = self._places[name]
             if file is not None and file.table.unknown:
                 file.table.refuse_unknown([index], file.path)
 
-    def unknown(self) -> dict[str, str]:
-        """Return the unknown ggml types, by tensor name."""
-        types = {}
+    def unknown(self) -> dict[str, Unknown]:
+        """Return the entries that cannot be read, by name."""
+        unknowns: dict[str, Unknown] = {}
+        if not any(file.table.unknown for file in self.weight_files):
+            return unknowns
         for name, (_, file, index) in self._places.items():
             if file is not None and file.table.unknown:
                 unknown = file.table.unknown.get(file.table.names[index])
                 if unknown is not None:
-                    types[name] = unknown.label
-        return types
+                    unknowns[name] = unknown
+        return unknowns
 
     def check_kept(self, name: str) -> None:
         """Refuse a tensor if it cannot stay as it is stored; here every tensor can."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
+from ...base.table import Unknown
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
 from ...engine.read.plan import Entry
@@ -136,7 +137,7 @@ class RestructuredCatalog(Catalog):
         names = [name for name in self if any(fnmatchcase(source, pattern) for source in self.sources_of(name))]
         return names or [pattern]
 
-    def unknown(self) -> dict[str, str]:
+    def unknown(self) -> dict[str, Unknown]:
         return {}
 
     def check_kept(self, name: str) -> None:

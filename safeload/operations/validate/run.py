@@ -17,6 +17,7 @@ from ...base import log
 from ...base.arrays import Array, refuse_masked
 from ...base.paths import PathLike, os_error
 from ...base.selecting import Patterns
+from ...base.table import Unknown
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.progress import Progress
@@ -303,7 +304,7 @@ class _Validation:
             report.add([error("model.parameters", None, message)])
         report.add(structure.check_dtypes(tensors, config, quantized))
         unknown = catalog.unknown()
-        report.add(_check_unknown(catalog.about(name)) for name in unknown)
+        report.add(_check_unknown(catalog.about(name), one) for name, one in unknown.items())
         self._selected -= unknown.keys()
         pairs = {} if schema is None or not report.values else _tied_pairs(schema, own_config, tensors)
         self._read(Model(tensors, frozenset(codes), quantized, schema), pairs)
@@ -377,10 +378,12 @@ def _tied_pairs(
     return {w.name: w.tied for w in expected if w.tied is not None and w.name in tensors and w.tied in tensors}
 
 
-def _check_unknown(about: TensorDescription) -> Finding:
-    """Return the finding about a tensor of an unknown ggml type; its bytes end at the next tensor or at the end."""
-    if about.nbytes == 0 and 0 not in about.shape:
+def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
+    """Return the finding about an entry that cannot be read."""
+    in_gguf = about.dtype.startswith("ggml type")  # its bytes end at the next tensor, or at the end
+    if in_gguf and about.nbytes == 0 and 0 not in about.shape:
         message = f"{about.dtype} tensor {list(about.shape)} has no bytes: the file is truncated, or an offset is wrong"
         return error("file.unknown_type", about.name, message)
-    message = f"{about.dtype} is unknown to this version: its values are not checked"
+    what = "is unknown to this version" if in_gguf else unknown.reason
+    message = f"{about.dtype} {what}: its values are not checked"
     return warning("file.unknown_type", about.name, message)

@@ -1,0 +1,363 @@
+"""An entry that cannot be read is listed and refused by name; it never closes the file, whatever the format."""
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload import UnsupportedError
+from safeload.cli import main
+
+W = np.arange(6, dtype=np.float32)
+
+
+def message(number, payload):
+    payload = payload if isinstance(payload, bytes) else payload.encode()
+    return bytes([number << 3 | 2, len(payload)]) + payload
+
+
+def number(field, value):
+    return bytes([field << 3, value])
+
+
+def onnx_of(kind, count, *fields):
+    odd = number(1, count) + number(2, kind) + message(8, "odd") + b"".join(fields)
+    whole = number(1, 6) + number(2, 1) + message(8, "w") + message(9, W.tobytes())
+    graph = message(5, whole) + message(5, odd) + message(2, "g")
+    return number(1, 8) + message(7, graph) + message(8, message(1, "") + number(2, 17))
+
+
+def npz(odd, save=np.savez):
+    def write(path):
+        save(path, w=W, odd=odd)
+        return path
+
+    return write
+
+
+def pickled(odd, protocol=4):
+    def write(path):
+        path.write_bytes(pickle.dumps({"w": W, "odd": odd}, protocol))
+        return path
+
+    return write
+
+
+def onnx(*arguments):
+    def write(path):
+        path.write_bytes(onnx_of(*arguments))
+        return path
+
+    return write
+
+
+def hdf5(make):
+    def write(path):
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(path, "w") as file:
+            file["w"] = W
+            make(h5py, file)
+        return path
+
+    return write
+
+
+def torch_file(make, **options):
+    def write(path):
+        torch = pytest.importorskip("torch")
+        torch.save({"w": torch.from_numpy(W.copy()), "odd": make(torch)}, path, **options)
+        return path
+
+    return write
+
+
+def dcp(make):
+    def write(path):
+        torch = pytest.importorskip("torch")
+        import torch.distributed.checkpoint as checkpoint
+
+        state = {"w": torch.from_numpy(W.copy()), "odd": make(torch)}
+        checkpoint.save(state, checkpoint_id=str(path), no_dist=True)
+        return path
+
+    return write
+
+
+def flax(dtype, elements):
+    def write(path):
+        msgpack = pytest.importorskip("msgpack")
+
+        def array(shape, name, raw):
+            return msgpack.ExtType(1, msgpack.packb((shape, name, raw)))
+
+        tree = {"w": array([6], "float32", W.tobytes()), "odd": array([2], dtype, elements)}
+        path.write_bytes(msgpack.packb(tree, strict_types=True))
+        return path
+
+    return write
+
+
+LONG = np.zeros(2, np.longdouble)
+TEXT, OBJECTS, DATES = np.array("x"), np.array([None, 1]), np.array(["2020-01-01"], "M8[D]")
+# file name, writer, label of the odd entry, and whether it is a tensor
+CASES = {
+    "npz text": ("m.npz", npz(TEXT), "<U1", False),
+    "npz bytes": ("m.npz", npz(np.array([b"ab"])), "|S2", False),
+    "npz objects": ("m.npz", npz(OBJECTS), "Python objects", False),
+    "npz longdouble": ("m.npz", npz(LONG), str(LONG.dtype.name), True),
+    "npz dates": ("m.npz", npz(DATES), "datetime64[D]", True),
+    "npz structured": ("m.npz", npz(np.zeros(2, [("a", "f4")])), None, True),
+    "npz void": ("m.npz", npz(np.zeros(2, "V2")), "void16", True),
+    "npz compressed text": ("m.npz", npz(TEXT, np.savez_compressed), "<U1", False),
+    "npz compressed longdouble": ("m.npz", npz(LONG, np.savez_compressed), str(LONG.dtype.name), True),
+    "pickle text": ("m.pkl", pickled(np.array(["x"])), None, False),
+    "pickle objects": ("m.pkl", pickled(OBJECTS), "Python objects", False),
+    "pickle dates": ("m.pkl", pickled(DATES, 2), None, True),
+    "pickle longdouble": ("m.pkl", pickled(LONG, 5), None, True),
+    "onnx text": ("m.onnx", onnx(8, 1, message(6, "text")), "STRING", False),
+    "onnx unknown type": ("m.onnx", onnx(99, 1, message(9, "abcd")), "data type 99", True),
+    "onnx segment": ("m.onnx", onnx(1, 1, message(3, b""), message(9, "abcd")), "FLOAT", True),
+    "onnx half a byte": ("m.onnx", onnx(23, 3, message(9, "ab")), "FLOAT4E2M1", True),
+    "hdf5 text": ("m.h5", hdf5(lambda h, f: f.create_dataset("odd", data="text")), "text", False),
+    "hdf5 lzf": (
+        "m.h5",
+        hdf5(lambda h, f: f.create_dataset("odd", data=np.ones(64), chunks=(32,), compression="lzf")),
+        "float64",
+        True,
+    ),
+    "hdf5 holes": (
+        "m.h5",
+        hdf5(lambda h, f: f.create_dataset("odd", (100,), "f4", chunks=(10,)).__setitem__(slice(0, 10), 1)),
+        "float32",
+        True,
+    ),
+    "hdf5 fill value": ("m.h5", hdf5(lambda h, f: f.create_dataset("odd", (10**9,), "f4", fillvalue=3)), None, True),
+    "hdf5 longdouble": ("m.h5", hdf5(lambda h, f: f.create_dataset("odd", data=LONG)), "an unusual float", True),
+    "hdf5 null": ("m.h5", hdf5(lambda h, f: f.__setitem__("odd", h.Empty("f4"))), None, True),
+    "hdf5 soft link": ("m.h5", hdf5(lambda h, f: f.__setitem__("odd", h.SoftLink("/w"))), "a soft link", True),
+    "flax text": ("m.msgpack", flax("str32", bytes(2)), "str32", True),
+    "flax int4": ("m.msgpack", flax("int4", bytes(2)), "int4", True),
+    "torch complex32": ("m.pt", torch_file(lambda t: t.zeros(2, dtype=t.complex32)), "complex32", True),
+    "torch conjugate": ("m.pt", torch_file(lambda t: t.tensor([1j]).conj()), "complex64", True),
+    "torch negative": ("m.pt", torch_file(lambda t: t.tensor([1j]).conj().imag), "float32", True),
+    "torch legacy complex32": (
+        "m.pt",
+        torch_file(lambda t: t.tensor([1j]).conj(), _use_new_zipfile_serialization=False),
+        "complex64",
+        True,
+    ),
+    "dcp complex32": ("dcp", dcp(lambda t: t.zeros(2, dtype=t.complex32)), "complex32", True),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request, tmp_path):
+    name, write, label, is_tensor = CASES[request.param]
+    return write(tmp_path / name), label, is_tensor, tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_rest_of_the_file_loads(case, capsys):
+    path, label, *_ = case
+    options = {"format": "flax"} if path.suffix == ".msgpack" else {}
+    np.testing.assert_array_equal(safeload.load(path, only="w", **options)["w"], W)
+    np.testing.assert_array_equal(safeload.load(path, drop="odd", **options)["w"], W)
+    with safeload.open(path, **options) as opened:
+        assert set(opened) == {"w", "odd"}
+        info = opened.tensors["odd"]
+        assert label is None or info.dtype == label
+        assert info.np_dtype is None
+        np.testing.assert_array_equal(opened["w"], W)
+        for read in (
+            opened.load,
+            lambda: opened["odd"],
+            lambda: opened.get_slice("odd"),
+            lambda: list(opened.stream()),
+        ):
+            with pytest.raises(UnsupportedError, match="select the other tensors by names, only= or drop=") as caught:
+                read()
+            assert caught.value.tensor == "odd"
+            assert info.dtype in str(caught.value)
+    assert main(["info", str(path)]) == 0
+    assert info.dtype in capsys.readouterr().out
+    if not options:
+        report = safeload.check(path)
+        assert report.ok
+        assert ("file.unknown_type", "odd") in [(one.code, one.tensor) for one in report.warnings]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_convert_names_what_it_leaves_out(case, capsys):
+    path, _, is_tensor, folder = case
+    if path.suffix == ".msgpack":
+        path = path.rename(path.with_name("flax_model.msgpack"))
+    for target in ("o.safetensors", "o.npz", "folder/"):
+        target = str(folder / target)
+        status = main(["convert", str(path), target])
+        out, err = capsys.readouterr()
+        if is_tensor:
+            assert status == 1
+            assert "'odd'" in err
+            assert "--drop" in err
+            assert main(["convert", str(path), target, "--drop", "odd"]) == 0
+        else:
+            assert status == 0
+            assert "'odd' is left out" in err
+            assert "'odd' is left out" in out
+        np.testing.assert_array_equal(safeload.load(target)["w"], W)
+        assert list(safeload.open(target)) == ["w"]
+
+
+def test_a_text_is_refused_if_it_is_asked_for(tmp_path):
+    np.savez(tmp_path / "m.npz", w=W, odd=TEXT)
+    target = tmp_path / "o.safetensors"
+    with pytest.raises(UnsupportedError, match="tensor 'odd': <U1 is not a dtype of weights"):
+        safeload.convert(tmp_path / "m.npz", target, names=["w", "odd"])
+    report = safeload.convert(tmp_path / "m.npz", target)
+    assert report.left_out == ("'odd' is left out: <U1 is not a tensor",)
+    assert json.dumps(report.to_dict())
+    report = safeload.convert(tmp_path / "m.npz", target, drop="odd", overwrite=True)
+    assert not report.left_out
+    report = safeload.convert(tmp_path / "m.npz", tmp_path / "f", max_shard_size="1KB", resume=True)
+    assert report.left_out == ("'odd' is left out: <U1 is not a tensor",)
+    for only in ("odd", ["odd", "nothing*"]):
+        with pytest.raises(safeload.SafeloadError, match=r"no tensor to convert|nothing"):
+            safeload.convert(tmp_path / "m.npz", target, only=only, overwrite=True)
+    np.testing.assert_array_equal(safeload.load(target)["w"], W)
+
+
+def test_no_tensor_repeats_the_notes(tmp_path, capsys):
+    tensor = number(1, 6) + number(2, 1) + message(8, "w") + message(9, W.tobytes())
+    attribute = message(1, "value") + message(5, tensor) + b"\xa0\x01\x04"
+    node = message(2, "w") + message(4, "Constant") + message(5, attribute)
+    for count in (1, 2):
+        graph = message(1, node) + message(2, "g") + message(5, tensor.replace(b"w", b"v")) * (count - 1)
+        path = tmp_path / f"{count}.onnx"
+        path.write_bytes(number(1, 8) + message(7, graph) + message(8, message(1, "") + number(2, 17)))
+        status = main(["convert", str(path), str(tmp_path / f"{count}.safetensors")])
+        err = capsys.readouterr().err
+        assert "Constant nodes hold 1 tensor" in err
+        assert "--root" in err
+        assert status == (1 if count == 1 else 0)
+    assert not (tmp_path / "1.safetensors").exists()
+    assert main(["convert", str(tmp_path / "1.onnx"), str(tmp_path / "c.safetensors"), "--root", "constants"]) == 0
+
+
+@pytest.mark.parametrize("target", ["x.safetensors", "x.npz", "x.gguf", "folder/"])
+def test_no_tensors_are_an_error(target, tmp_path):
+    for source in ({}, {"a": W}):
+        options = {"drop": "a"} if source else {}
+        with pytest.raises(safeload.SafeloadError, match="no tensor to convert"):
+            safeload.convert(source, tmp_path / target, **options)
+        assert not any(tmp_path.iterdir())
+
+
+def test_an_entry_in_an_archive(tmp_path):
+    import tarfile
+
+    np.savez(tmp_path / "m.npz", w=W, odd=TEXT)
+    with tarfile.open(tmp_path / "m.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+        archive.add(tmp_path / "m.npz", "m.npz")
+    np.testing.assert_array_equal(safeload.load(tmp_path / "m.tar", only="w")["w"], W)
+    with pytest.raises(UnsupportedError, match="'odd': <U1"):
+        safeload.load(tmp_path / "m.tar")
+
+
+# ---- complex numbers ----
+
+C = (np.arange(6) + 1j * np.arange(6)[::-1]).reshape(2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["<c16", ">c16", "<c8", ">c8"])
+@pytest.mark.parametrize("name", ["m.npz", "m.npy", "m.pkl", "m.h5"])
+def test_complex_numbers_are_read_and_not_cast(name, dtype, tmp_path):
+    value, path = C.astype(dtype), tmp_path / name
+    if name == "m.npz":
+        np.savez(path, tensor=value)
+    elif name == "m.npy":
+        np.save(path, value)
+    elif name == "m.pkl":
+        path.write_bytes(pickle.dumps({"tensor": value}))
+    else:
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(path, "w") as file:
+            file["tensor"] = value
+    native = value.dtype.newbyteorder("=")
+    with safeload.open(path) as opened:
+        assert opened.tensors["tensor"].dtype == f"C{8 * native.itemsize}"
+        assert opened.tensors["tensor"].np_dtype == native
+        np.testing.assert_array_equal(opened.get_slice("tensor")[1:, ::2], C[1:, ::2])
+        np.testing.assert_array_equal(opened.take("tensor", [1, 0, 1]), C[[1, 0, 1]])
+    for backend in ("mmap", "pread", "direct"):
+        for dtype in (None, "float16"):
+            got = safeload.load(path, dtype=dtype, backend=backend)["tensor"]
+            assert got.dtype == native
+            np.testing.assert_array_equal(got, C)
+    for cast in ("complex64", "complex128"):
+        with pytest.raises(UnsupportedError, match=f"cannot load as {cast}"):
+            safeload.load(path, dtype=cast)
+    for target in ("o.npz", "o.npy"):
+        safeload.convert(path, tmp_path / target)
+        stored = np.load(tmp_path / target)
+        np.testing.assert_array_equal(stored if target == "o.npy" else stored["tensor"], C)
+    assert safeload.diff(path, tmp_path / "o.npz").same
+    assert safeload.check(path).ok
+    assert not safeload.stats(path).keys() - {"tensor"}
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float16"}, {"max_shard_size": "1KB"}, {"quantize": "int8"}])
+@pytest.mark.parametrize("source", ["file", "dict"])
+def test_safetensors_has_no_complex128(source, options, tmp_path):
+    tensors, folder = {"c": C, "w": np.ones((2, 32), np.float32)}, "max_shard_size" in options
+    np.savez(tmp_path / "m.npz", **tensors)
+    given, target = (
+        tmp_path / "m.npz" if source == "file" else tensors,
+        tmp_path / ("out" if folder else "o.safetensors"),
+    )
+    with pytest.raises(
+        safeload.SafeloadError, match=r"tensor 'c': dtype 'complex128' cannot be saved.*drop="
+    ) as caught:
+        safeload.convert(given, target, **options)
+    assert caught.value.tensor == "c"
+    assert not target.exists()
+    assert safeload.convert(given, target, drop="c", **options).tensors == 1
+    for save in (safeload.numpy.save_file, safeload.save):
+        with pytest.raises(safeload.SafeloadError, match="complex128"):
+            save({"c": C}, tmp_path / "n.safetensors")
+
+
+def test_a_safetensors_file_that_says_c128_is_refused(tmp_path):
+    header = json.dumps({"c": {"dtype": "C128", "shape": [1], "data_offsets": [0, 16]}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    with pytest.raises(safeload.FormatError, match="unknown dtype 'C128', expected one of BOOL"):
+        safeload.open(path)
+
+
+def test_complex_tensors_of_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    value = torch.from_numpy(C)
+    for name, options in (("a.pt", {}), ("b.pt", {"_use_new_zipfile_serialization": False})):
+        torch.save({"c": value, "t": value.t(), "s": value.to(torch.complex64)}, tmp_path / name, **options)
+        got = safeload.load(tmp_path / name)
+        np.testing.assert_array_equal(got["c"], C)
+        np.testing.assert_array_equal(got["t"], C.T)
+        np.testing.assert_array_equal(got["s"], C.astype(np.complex64))
+        tensors = safeload.torch.load_checkpoint(tmp_path / name)
+        assert tensors["c"].dtype == torch.complex128
+        assert torch.equal(tensors["t"], value.t())
+
+
+def test_an_entry_whose_header_is_damaged_is_still_a_fault_of_the_file(tmp_path):
+    content = io.BytesIO()
+    np.save(content, np.ones(3))
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        archive.writestr("w.npy", content.getvalue())
+        archive.writestr("odd.npy", content.getvalue()[:-1])
+    with pytest.raises(safeload.FormatError, match="'odd'"):
+        safeload.open(tmp_path / "m.npz")
