@@ -88,14 +88,9 @@ def tensors_of(value, prefix=""):
     """Names and tensors of a loaded object, in the order of its pickle."""
     if isinstance(value, torch.Tensor):
         yield prefix[:-1], value
-    elif isinstance(value, torch.jit.ScriptModule):
-        for name, item in (*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)):
-            yield f"{prefix}<state>.{name}", item
-        for name, item in value.named_children():
-            yield from tensors_of(item, f"{prefix}<state>.{name}.")
     elif isinstance(value, torch.nn.Module):
-        for name, item in value.__dict__.items():
-            yield from tensors_of(item, f"{prefix}<state>.{name}.")
+        for name, item in value.state_dict().items():
+            yield f"{prefix}{name}", item
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from tensors_of(item, f"{prefix}{name}.")

@@ -6,7 +6,8 @@ Before we expand anything, we count its expanded size, with shared containers re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from ...base.messages import error_about
@@ -44,6 +45,13 @@ _SHOWN = 200
 STATE, ARGS = "<state>", "<args>"
 # Stands for a container that contains itself.
 CYCLE = "<cycle>"
+# The parts of a pickled `torch.nn.Module` whose tensors are in its `state_dict`, in this order.
+_MODULE = ("_parameters", "_buffers", "_modules")
+_TRANSIENT = "_non_persistent_buffers_set"
+# Classes of TorchScript.
+_SCRIPT = "__torch__."
+# Arguments of a call to search for a storage.
+_FIRST_ARGS = 8
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _NOTHING = object()
@@ -96,6 +104,8 @@ class Tree:
         self._texts: dict[int, str] = {}
         self._text_size = 0
         self._leaves: dict[int, Any] = {}
+        self._modules: set[int] = set()
+        self._outside: list[_Node] = []  # with tensors that belong to a module, but not to its state dict
         self._limits = (
             (MAX_NESTING, "levels of containers"),
             (MAX_VALUES, "values when shared containers are unfolded"),
@@ -110,6 +120,7 @@ class Tree:
 
     def _walk(self, root: Any) -> None:
         nodes, above = self._nodes, {id(root)}
+        self._adopt(root)
         links = _links(root)
         waiting = [(_Node(root), links, iter(links))]
         while waiting:
@@ -119,6 +130,7 @@ class Tree:
                     continue
                 if _is_container(child) and id(child) not in nodes and id(child) not in above and not _is_flat(child):
                     above.add(id(child))
+                    self._adopt(child)
                     inner = _links(child)
                     waiting.append((_Node(child), inner, iter(inner)))
                     break
@@ -127,6 +139,21 @@ class Tree:
                 above.discard(id(node.value))
                 self._finish(node, links)
                 nodes[id(node.value)] = node
+
+    def _adopt(self, value: Any) -> None:
+        if type(value) is Inert and _name_as_module(value):
+            self._modules.add(id(value))
+
+    def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
+        """Iterate over names of tensors that belong to modules, but not to their state dicts.
+
+        Args:
+            named: ids of the tensors that have names.
+            limit: tensors to look at.
+        """
+        for name, tensor in islice((pair for node in self._outside for pair in self.tensors(node.value)), limit):
+            if id(tensor) not in named:
+                yield name
 
     def _finish(self, node: _Node, links: list[Link]) -> None:
         """Complete the node of a container after the nodes of the containers below."""
@@ -144,7 +171,9 @@ class Tree:
                     node.depth = max(node.depth, 1)
                     node.values += 1 + _FLAT
                     continue
-                if below.tensors:
+                if below.tensors and step is STATE and id(node.value) in self._modules:
+                    self._outside.append(below)
+                elif below.tensors:
                     node.tensors += below.tensors
                     node.text += below.text + below.tensors * (len(self._text(step)) + 1)
                     kept.append(link)
@@ -217,7 +246,7 @@ class Tree:
     def _replace(self, item: Any) -> Any:
         if type(item) in _SCALARS:
             return item
-        if type(item) in TENSORS:
+        if type(item) in TENSORS or (type(item) is Inert and _holds_storage(item)):
             return _NOTHING
         if not _is_container(item):
             return self._leaf(item)
@@ -347,15 +376,61 @@ def _links(value: Any) -> list[Link]:
     """Return the steps from a container to its values, without scalars."""
     kind = type(value)
     if kind is dict:
-        return [(key, item) for key, item in value.items() if type(item) not in _SCALARS]
+        return [(key, _linked(item)) for key, item in value.items() if type(item) not in _SCALARS]
     if kind is Inert:
-        links = [(key, item) for key, item in value.items.items() if type(item) not in _SCALARS]
+        links = [(key, _linked(item)) for key, item in value.items.items() if type(item) not in _SCALARS]
         if value.args:
             links.insert(0, (ARGS, value.args))
         if value.state is not None:
             links.append((STATE, value.state))
         return links
-    return [(k, item) for k, item in enumerate(value) if type(item) not in _SCALARS]
+    return [(k, _linked(item)) for k, item in enumerate(value) if type(item) not in _SCALARS]
+
+
+def _linked(item: Any) -> Any:
+    """Return a value, or the tensor that it stands for: an unknown function has made it of a storage."""
+    if type(item) is not Inert or not _holds_storage(item):
+        return item
+    shape = next((arg for arg in item.args[1:_FIRST_ARGS] if type(arg) is tuple), ())
+    return PickledTensor(item, 0, shape, (), dtype=None, pending=item.name)
+
+
+def _holds_storage(value: Inert) -> bool:
+    """Return True if the arguments of a call, or the arguments within them, begin with a storage."""
+    args: list[Any] = list(value.args[:_FIRST_ARGS])
+    args += [inner for arg in args if type(arg) is tuple for inner in arg[:_FIRST_ARGS]]
+    return any(type(arg) is Storage for arg in args)
+
+
+def _name_as_module(value: Inert) -> bool:
+    """Give the tensors of a pickled `torch.nn.Module` the names of its `state_dict`; return False for other objects."""
+    state = value.state
+    if type(state) is not dict or value.items:
+        return False
+    if value.name.startswith(_SCRIPT):
+        entries = {key: item for key, item in state.items() if type(item) in TENSORS or _is_script(item)}
+        rest = {key: item for key, item in state.items() if key not in entries}
+    else:
+        parts: list[Any] = [state.get(key) for key in _MODULE]
+        if any(type(part) is not dict for part in parts):
+            return False
+        transient: Any = state.get(_TRANSIENT)
+        hidden = transient if type(transient) in (set, frozenset) else ()
+        parts[1] = {key: item for key, item in parts[1].items() if key not in hidden}
+        entries = {key: item for part in parts for key, item in part.items() if item is not None}
+        rest = {key: item for key, item in state.items() if key not in _MODULE}
+        if len(hidden):
+            rest[_MODULE[1]] = {key: item for key, item in state[_MODULE[1]].items() if key in hidden}
+        if len(entries) < sum(item is not None for part in parts for item in part.values()):
+            return False  # two members of one name
+    if any(type(key) is not str for key in entries):
+        return False
+    value.items, value.state = entries, rest
+    return True
+
+
+def _is_script(value: Any) -> bool:
+    return type(value) is Inert and value.name.startswith(_SCRIPT)
 
 
 def _describe(value: Any) -> Any:

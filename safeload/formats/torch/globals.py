@@ -62,13 +62,14 @@ class PickledTensor:
         shape: elements per axis.
         strides: elements between neighbours along each axis.
         dtype: row of its dtype; None for the dtype of the storage.
-        pending: operations to apply to the elements, such as {"conj": True}.
+        pending: operations to apply to the elements, such as {"conj": True}; the name of the global that makes an
+            unreadable tensor of them.
     """
 
     __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
 
     def __init__(
-        self, storage: Storage, offset: Any, shape: Any, strides: Any, *, dtype: Global | None, pending: Any
+        self, storage: Any, offset: Any, shape: Any, strides: Any, *, dtype: Global | None, pending: Any
     ) -> None:
         self.storage = storage
         self.offset = offset
@@ -148,7 +149,7 @@ def _device(args: tuple[Any, ...]) -> Any:
 def _tensor(args: tuple[Any, ...], dtype: Global | None, pending: Any) -> Any:
     storage, offset, shape, strides = args[:4]
     if type(storage) is Inert:
-        return Inert(storage.name, (storage,))
+        return PickledTensor(storage, 0, shape, (), dtype=None, pending=storage.name)
     if type(storage) is not Storage:
         raise Fault(f"a tensor's first argument must be a storage, got {describe(storage)}")
     return PickledTensor(storage, offset, shape, strides, dtype=dtype, pending=pending)
@@ -187,16 +188,17 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
     """Make a tensor with Python attributes, which are dropped, of (function, class, arguments, attributes)."""
     _arity(args, 4, 4, "_rebuild_from_type_v2")
     function, cls, inner, attributes = args
-    if any(type(value) in (Foreign, Inert) for value in (function, cls)):
+    if type(function) in (Foreign, Inert) or type(cls) is Inert:
         return Inert(FROM_TYPE, args)
     # Only rows of tensors: nobody would count the copies of a container. Not itself, which could nest without end.
     if type(function) is not Global or function.kind != TENSOR or function.name == FROM_TYPE or not function.build:
         raise Fault(f"_rebuild_from_type_v2 takes a function that makes a tensor, got {describe(function)}")
-    if type(cls) is not Global or cls.kind != CLASS:
+    if type(cls) is not Foreign and (type(cls) is not Global or cls.kind != CLASS):
         raise Fault(f"_rebuild_from_type_v2 takes a class of tensors, got {describe(cls)}")
     if type(inner) is not tuple:
         raise Fault(f"arguments must be a tuple, got {describe(inner)}")
-    _check_attributes(attributes)
+    if type(cls) is not Foreign or type(attributes) is dict:  # an unknown class has states of its own
+        _check_attributes(attributes)
     return function.build(inner)
 
 

@@ -15,7 +15,7 @@ from ...base.arrays import MAX_ARRAY, array_fits, c_strides
 from ...base.gc_pause import paused
 from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.messages import error_about
-from ...base.text import show
+from ...base.text import plural, show
 from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
 from ..registry import Content, OpenRequest
@@ -108,6 +108,10 @@ def make_tables(
             listings[name] = by_id[id(tensor)] = tensors.place(name, tensor)
         else:
             listings[name] = listing._replace(name=name)
+    outside = dict.fromkeys(tree.outside(by_id))
+    if outside:
+        shown = f"{plural(len(outside), 'tensor')} that the state dict of its module does not have"
+        notes.append(f"left out: {shown}, such as {show(next(iter(outside)))}")
     named_globals = dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
     in_file = [listing for listing in listings.values() if listing is not None]
     table = ListedTable(in_file, tree.metadata(root), big_endian=big_endian, named_globals=named_globals)
@@ -124,6 +128,10 @@ class TensorPlaces:
     def place(self, name: str, tensor: PickledTensor) -> Listing:
         """Check a tensor against its storage and describe it."""
         storage, offset = tensor.storage, tensor.offset
+        if type(tensor.pending) is str:  # the global that has made it
+            shape = tensor.shape if all(type(n) is int and n >= 0 for n in tensor.shape) else ()
+            reason = "makes the tensor, and is unknown to safeload; save the values as a plain tensor"
+            return unreadable(name, tensor.pending, shape, reason)
         type_ = tensor.dtype or storage.type
         if type_.code is None or tensor.pending is not None:
             return self._special(name, tensor, type_)

@@ -1,0 +1,251 @@
+"""Pickled modules and TorchScript have the names of their `state_dict`, and tensor subclasses give plain tensors."""
+
+import sys
+import types
+import warnings
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload.cli import main
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+class Block(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width))
+        self.register_parameter("absent", None)
+        self.register_buffer("mean", torch.rand(width))
+        self.register_buffer("cache", torch.rand(width), persistent=False)
+        self.register_buffer("nothing", None)
+        self.stride = torch.rand(2)  # a plain attribute, as YOLO's
+        self.anchors = [torch.rand(2), {"deep": torch.rand(1)}]
+        self.config = {"width": width, "names": ["a", "b"]}
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(x * self.scale + self.mean)
+
+
+class Empty(nn.Module):
+    pass
+
+
+def tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "body": Block(), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model["again"] = model["body"]
+    return model
+
+
+def normed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2)), nn.Linear(2, 2))
+
+
+def frozen():
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Sequential(nn.Conv2d(2, 2, 1), nn.Dropout()))
+    model.requires_grad_(False)
+    return model.half()
+
+
+def deep():
+    model = nn.Linear(2, 2)
+    for _ in range(60):
+        model = nn.Sequential(model)
+    return model
+
+
+def lists():
+    model = Empty()
+    model.layers = nn.ModuleList([Block(2), nn.Identity(), nn.LSTM(2, 2)])
+    model.values = nn.ParameterList([torch.rand(1), torch.rand(2)])
+    model.named = nn.ParameterDict({"c": torch.rand(1)})
+    return model
+
+
+MODULES = {
+    "sequential": lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
+    "single layer": lambda: nn.Linear(2, 2),
+    "own class": Block,
+    "tied": tied,
+    "weight norm": normed,
+    "half and frozen": frozen,
+    "deep": deep,
+    "lists": lists,
+    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8),
+    "data parallel": lambda: nn.DataParallel(nn.Linear(2, 2)),
+    "attention": lambda: nn.MultiheadAttention(4, 2),
+    "lazy": lambda: nn.Sequential(nn.Embedding(3, 2), nn.GroupNorm(1, 2), nn.PReLU()),
+}
+
+
+def same(found, wanted):
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        np.testing.assert_array_equal(found[name], tensor.detach().numpy())
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_names_are_those_of_state_dict(name, legacy, tmp_path):
+    model, path = MODULES[name](), tmp_path / "m.pt"
+    torch.save(model, path, _use_new_zipfile_serialization=not legacy)
+    same(safeload.load(path, unknown_globals="inert"), model.state_dict())
+
+
+def test_modules_in_a_dict_have_their_prefix(tmp_path):
+    model, ema, path = Block(), Block(), tmp_path / "m.pt"
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    torch.save(
+        {"epoch": 3, "model": model, "ema": ema, "optimizer": optimizer.state_dict(), "x": [nn.Linear(1, 1)]}, path
+    )
+    with safeload.open(path, unknown_globals="inert") as opened:
+        wanted = {f"{key}.{name}" for key, one in (("model", model), ("ema", ema)) for name in one.state_dict()}
+        assert set(opened) == wanted | {"x.0.weight", "x.0.bias"}
+        assert opened.metadata["epoch"] == 3
+        assert opened.metadata["model"]["<state>"]["config"] == {"width": 3, "names": ["a", "b"]}
+    with safeload.open(path, unknown_globals="inert", root="ema") as opened:
+        same(opened.load(), ema.state_dict())
+
+
+def test_what_state_dict_lacks_is_named(tmp_path, capsys):
+    path, target = tmp_path / "m.pt", tmp_path / "m.safetensors"
+    model = Block()
+    torch.save({"model": model}, path)
+    notes = safeload.open(path, unknown_globals="inert").notes
+    assert notes == ["left out: 4 tensors that the state dict of its module does not have, such as 'stride'"]
+    assert main(["convert", str(path), str(target), "--unknown-globals", "inert", "--root", "model"]) == 0
+    out, err = capsys.readouterr()
+    assert notes[0] in out
+    assert notes[0] in err
+    found = safeload.load(target)
+    same({name: found[name] for name in model.state_dict()}, model.state_dict())
+    restored = Block()
+    restored.load_state_dict(safeload.torch.load_file(target))
+
+
+def test_torchscript(tmp_path):
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3)])
+            self.register_buffer("mean", torch.rand(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.inner:
+                x = layer(x)
+            return x - self.mean
+
+    model = Scripted().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripts = torch.jit.script(model), torch.jit.trace(model, torch.ones(2, 3))
+    for script in scripts:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.jit.save(script, str(tmp_path / "m.pt"))
+        got = safeload.load(tmp_path / "m.pt", unknown_globals="inert")
+        assert set(got) == set(script.state_dict())
+        same(dict(sorted(got.items())), dict(sorted(script.state_dict().items())))
+
+
+def test_a_module_in_a_loop_and_one_that_is_none(tmp_path):
+    model, path = nn.Sequential(nn.Linear(2, 2)), tmp_path / "m.pt"
+    model.parent = [model]
+    model.note = "kept"
+    torch.save({"model": model}, path)
+    got = safeload.open(path, unknown_globals="inert")
+    assert list(got) == ["model.0.weight", "model.0.bias"]
+    assert got.metadata["model"]["<state>"]["note"] == "kept"
+
+
+# ---- subclasses of tensors ----
+
+
+class Image(torch.Tensor):
+    pass
+
+
+class Tagged(torch.Tensor):
+    def __new__(cls, data, tag=""):
+        made = data.as_subclass(cls)
+        made.tag = tag
+        return made
+
+
+SUBCLASSES = {
+    "plain": lambda: torch.rand(3).as_subclass(Image),
+    "with attributes": lambda: Tagged(torch.rand(2, 3), "x"),
+    "strided": lambda: torch.rand(4, 4).as_subclass(Image).t(),
+    "half": lambda: torch.rand(3).half().as_subclass(Image),
+    "parameter of it": lambda: nn.Parameter(torch.rand(3).as_subclass(Image)),
+    "empty": lambda: torch.rand(0).as_subclass(Image),
+    "scalar": lambda: torch.rand(()).as_subclass(Image),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_a_subclass_gives_its_plain_tensor(name, legacy, tmp_path, capsys):
+    value, path = SUBCLASSES[name](), tmp_path / "m.pt"
+    torch.save({"weight": value, "bias": torch.zeros(3)}, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(safeload.ForbiddenError):
+        safeload.open(path)
+    got = safeload.load(path, unknown_globals="inert")
+    assert list(got) == ["weight", "bias"]
+    np.testing.assert_array_equal(got["weight"], value.detach().as_subclass(torch.Tensor).numpy())
+    assert main(["convert", str(path), str(tmp_path / "o.npz"), "--unknown-globals", "inert"]) == 0
+    assert not capsys.readouterr().err
+    assert list(safeload.open(tmp_path / "o.npz")) == ["weight", "bias"]
+
+
+def test_parameters_and_buffers_are_plain_tensors(tmp_path):
+    value = {"parameter": nn.Parameter(torch.rand(2)), "buffer": nn.Buffer(torch.rand(2))}
+    torch.save(value, tmp_path / "m.pt")
+    same(safeload.load(tmp_path / "m.pt"), value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8),
+        lambda: torch.quantize_per_channel(torch.rand(2, 2), torch.rand(2), torch.zeros(2), 0, torch.qint8),
+    ],
+    ids=["per tensor", "per channel"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_no_array_holds_is_listed(make, tmp_path, capsys):
+    path = tmp_path / "m.pt"
+    torch.save({"odd": make(), "w": torch.ones(2)}, path)
+    with safeload.open(path, unknown_globals="inert") as opened:
+        assert "odd" in opened
+        assert opened["w"].tolist() == [1, 1]
+        with pytest.raises(safeload.UnsupportedError, match="tensor 'odd': torch"):
+            opened["odd"]
+    arguments = ["convert", str(path), str(tmp_path / "o.npz"), "--unknown-globals", "inert"]
+    assert main(arguments) == 1
+    assert "--drop" in capsys.readouterr().err
+    assert main([*arguments, "--drop", "odd*"]) == 0
+
+
+def test_classes_that_are_gone_do_not_matter(tmp_path):
+    """The class is not importable when the file is read, as with YOLO's."""
+    module = types.ModuleType("a_model_zoo")
+    exec(
+        "import torch\nclass Net(torch.nn.Sequential):\n    pass\nclass Weight(torch.Tensor):\n    pass",
+        module.__dict__,
+    )
+    sys.modules["a_model_zoo"] = module
+    try:
+        model = module.Net(nn.Linear(2, 2))
+        torch.save({"model": model, "w": torch.ones(2).as_subclass(module.Weight)}, tmp_path / "m.pt")
+    finally:
+        del sys.modules["a_model_zoo"]
+    got = safeload.load(tmp_path / "m.pt", unknown_globals="inert")
+    assert list(got) == ["model.0.weight", "model.0.bias", "w"]
