@@ -121,8 +121,14 @@ def page_of(path: PathLike | Located, opening: Mapping[str, Any], request: PageR
     if local:
         paths = report.files or [report.source]
         files = files_of(paths, digest=request.digest, threads=request.threads, bars=request.bar)
-    if report.files:
-        with loading.open(path, **opening) as opened:
+    try:
+        checkpoint = loading.open(path, **opening) if report.files else None
+    except (SafeloadError, OSError):
+        if report.ok:
+            raise
+        checkpoint = None  # the findings say why
+    if checkpoint is not None:
+        with checkpoint as opened:
             parts += sections(opened, report, request.scheme, threads=request.threads, bars=request.bar)
             if not local:  # read only once
                 files = [File(file.path, file.identity[0]) for file in opened.weight_files]

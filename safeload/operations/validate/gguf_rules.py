@@ -43,7 +43,7 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     diffusion = model_of(metadata)
     if diffusion is not None:
         return GgufModel(list(_check_diffusion(metadata, tensors, diffusion)), None, {})
-    kind = metadata.get(_TYPE)
+    kind = _text(metadata, _TYPE)
     known = isinstance(architecture, str) and architecture in rows.ARCHITECTURES
     if not known or kind in _OTHER_TYPES:
         subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
@@ -87,7 +87,7 @@ def _check_diffusion(
 def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
     """Yield missing keys and keys of a wrong type, each with its finding."""
     required = [f"{architecture}.{key}" for key in (*rows.REQUIRED, *rows.ARCHITECTURES[architecture].keys)]
-    model = metadata.get(_TOKENIZER)
+    model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
     required += [_MERGES] if model == "gpt2" else []
     for key in required:
@@ -100,9 +100,15 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
             expected = kinds.replace("/", " or ")
             message = f"key {key} is {_type_of(metadata[key])}, expected {expected}; llama.cpp refuses the file"
             yield key, error("gguf.key_type", None, message)
-    if isinstance(model, str) and model not in rows.TOKENIZERS:
+    if model is not None and model not in rows.TOKENIZERS:
         expected = ", ".join(rows.TOKENIZERS)
         yield _TOKENIZER, error("gguf.key", None, f"key {_TOKENIZER} is {show(model)}, expected one of {expected}")
+
+
+def _text(metadata: Mapping[Any, Any], key: str) -> str | None:
+    """Return a text of the metadata; None if it is missing or of another type, such as an array."""
+    value = metadata.get(key)
+    return value if isinstance(value, str) else None
 
 
 def _has_type(value: Any, kind: str) -> bool:

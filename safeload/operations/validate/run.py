@@ -50,7 +50,10 @@ from .settings import CheckSettings, Limits, settings
 from .shards import ShardCheck, refusal
 
 # Codes of findings that hold without the other shards.
-_SHARD_CODES = ("value.", "file.", "tensor.")
+_SHARD_CODES = (
+    *("value.", "file.", "tensor."),
+    *("schema.shape", "schema.unexpected", "schema.layer_extra", "schema.config"),
+)
 
 # The name of a single array in reports.
 ARRAY = "array"
@@ -199,8 +202,6 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
             raise
         shards = ShardCheck.of(place, where, opening)
         if shards is None or not shards.faults:
-            if plain and not isinstance(problem, FileNotFoundError):
-                raise
             report.add([refusal(problem)])
             return report
         report.add(shards.faults)
@@ -212,16 +213,19 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
 def _validate_rest(
     report: CheckReport, shards: ShardCheck, opening: Mapping[str, Any], options: CheckSettings
 ) -> CheckReport:
-    """Check the values in the good shards of a damaged folder, whose tensors are known without the rest."""
+    """Check the tensors in the good shards of a damaged folder, whose names and shapes are known without the rest."""
     report.add(shards.advice)
-    if not shards.good or not options.values or quantization_of(shards.config) is not None:
+    if not shards.good:
         return report
+    values = options.values and quantization_of(shards.config) is None  # codes can have their scales in other shards
+    config = shards.config if options.config is None else options.config
     try:
         with loading.open(shards.good, **opening) as opened, Catalog.of(opened) as catalog:
-            rest = _validate_tensors(CheckReport(report.source), catalog, options._replace(choose=False))
+            own = options._replace(config=config, values=values)
+            rest = _validate_tensors(CheckReport(report.source), catalog, own)
     except (SafeloadError, OSError):  # these shards need the others
         return report
-    for name in ("format", "files", "tensors", "parameters", "nbytes", "seconds", "stats"):
+    for name in ("format", "files", "schema", "tensors", "parameters", "nbytes", "compared", "seconds", "stats"):
         setattr(report, name, getattr(rest, name))
     report.add(finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES))
     return report

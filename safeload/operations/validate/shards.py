@@ -37,9 +37,7 @@ _LISTED, _NAME_LENGTH = 20, 100
 def refusal(problem: SafeloadError | OSError) -> Finding:
     """Return the finding for an error that opening raised."""
     if isinstance(problem, OSError):
-        missing = isinstance(problem, FileNotFoundError)
-        text = f"{problem.filename} is missing, but the index lists it" if missing else one_line(problem)
-        return error("index.shard" if missing else "file.read", None, text)
+        return error("file.read", None, one_line(problem))
     code = next(code for kind, code in _REFUSALS if isinstance(problem, kind))
     return error(code, None, str(problem))
 
@@ -51,6 +49,7 @@ class CheckedShard(NamedTuple):
     fault: Finding | None
     nbytes: int = 0  # bytes of its tensors
     missing: bool = False
+    opens: bool = False  # its tensors can be checked
 
 
 class ShardCheck(NamedTuple):
@@ -85,7 +84,7 @@ class ShardCheck(NamedTuple):
         request = OpenRequest(None, opening.get("root"), inert, files)
         shards = files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))
         faults += [shard.fault for shard in shards if shard.fault is not None]
-        good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.fault is None]
+        good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.opens]
         advice = list(_advice(shards, expected, broken_config, _is_unfinished(expected.folder, files)))
         return cls(faults, good, advice, config)
 
@@ -115,12 +114,12 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> C
         nbytes = sum(table.nbytes for table in tables)
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
-        return CheckedShard(name, None, nbytes)
+        return CheckedShard(name, None, nbytes, opens=True)
     listed = (
         f"{len(absent):,} of the {plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists there"
     )
     message = f"{show(name)[1:-1]} lacks {listed}, the first is {show(min(absent))}"
-    return CheckedShard(name, error("index.tensor", None, message), nbytes)
+    return CheckedShard(name, error("index.tensor", None, message), nbytes, opens=True)
 
 
 def _advice(
@@ -141,5 +140,5 @@ def _advice(
         advice = "this is an unfinished conversion: repeat it with resume=True"
     else:
         advice = f"fetch again: {listed}{more}"
-    unchecked = "names and shapes were not checked"
+    unchecked = "names and shapes of the rest were not checked"
     yield note("index.fetch", None, f"{message}; {advice}; {unchecked}")
