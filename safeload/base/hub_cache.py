@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+from ..errors import UnsupportedError
+from .messages import error_about
+from .text import clip, printable
+
 
 def folder() -> str:
     """Return the folder of the cache, which may not exist."""
@@ -23,3 +27,30 @@ def repository(kind: str, name: str) -> str:
         name: owner and name.
     """
     return os.path.join(folder(), f"{kind}s--{name.replace('/', '--')}")
+
+
+def snapshot_of(path: str) -> str | None:
+    """Return the snapshot that the folder of a repository stands for: that of main, or the only one.
+
+    Returns:
+        None for any other folder.
+
+    Raises:
+        UnsupportedError: there are several snapshots, and the cache does not say which is main's.
+    """
+    snapshots = os.path.join(path, "snapshots")
+    if not os.path.isdir(snapshots) or not os.path.isdir(os.path.join(path, "blobs")):
+        return None
+    try:
+        with open(os.path.join(path, "refs", "main"), encoding="ascii") as file:
+            main = file.read(200).strip()
+    except (OSError, ValueError):
+        main = ""
+    if main and os.path.basename(main) == main and os.path.isdir(os.path.join(snapshots, main)):
+        return os.path.join(snapshots, main)
+    revisions = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())
+    if len(revisions) > 1:
+        listed = ", ".join(clip(printable(name), 100) for name in revisions[:20])
+        text = f"{len(revisions)} snapshots: {listed}; open one of snapshots/"
+        raise error_about(UnsupportedError, text, path=path)
+    return os.path.join(snapshots, revisions[0]) if revisions else None

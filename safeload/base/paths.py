@@ -64,8 +64,11 @@ def _refuse_content(path: bytes | bytearray | memoryview) -> None:
 def os_error(number: int, path: str | None) -> OSError:
     """Return the ``OSError`` subclass for an errno; if the path does not exist, the message explains why."""
     if number in _MISSING and path is not None:
-        from .missing_path import describe  # only here: most paths exist
+        from .missing_path import dangling, describe  # only here: most paths exist
 
+        link = dangling(path)
+        if link:
+            return missing_file(path, f"No such file or directory: {path}{link}")
         known = describe(path)
         if known is not None:
             return missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")

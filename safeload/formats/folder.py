@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..base.messages import error_about
+from ..base.missing_path import dangling
 from ..base.paths import is_bare, os_error
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile, places_in
@@ -24,7 +25,7 @@ from ..errors import (
     UnsupportedError,
     missing_file,
 )
-from ..stores.files import Files
+from ..stores.files import Files, Location
 from ..stores.json_file import read_if_there, read_json
 from .dcp.names import METADATA as DCP_METADATA
 from .dcp.names import SHARD, ranks_of, shards_of
@@ -32,7 +33,17 @@ from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
 from .fsdp import rank_files
 from .gguf import split as gguf_split
-from .numbered import MOST_MISSING, PART, NumberedFiles, sets_of
+from .numbered import (
+    FILE,
+    INDEX_NAME,
+    INDEXED,
+    SET,
+    STEMS,
+    TRAINING_STATE,
+    NumberedFiles,
+    sets_of,
+    whole_checkpoints,
+)
 from .orbax import names as orbax
 from .registry import (
     DCP,
@@ -56,7 +67,6 @@ from .registry import (
 from .safetensors.header import window_for
 from .zero import names as zero
 
-INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # An adapter of mlx-lm, whose trainer leaves those of earlier steps beside it (`0000100_adapters.safetensors`).
@@ -64,8 +74,6 @@ MLX_ADAPTER = "adapters.safetensors"
 CONFIG = "config.json"
 # The subfolder of an unfinished conversion; see `operations.folders.journal`.
 RESUME = ".safeload-resume"
-TORCH_INDEX = "pytorch_model.bin.index.json"
-TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 
 PADDLE_INDEX = "model_state.pdparams.index.json"
 # The index of sharded Keras weights; its shards are beside it.
@@ -224,8 +232,7 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Shards:
             window = window_for(file_name, names[file_name])
             return open_file(files.join(folder, file_name), request._replace(window=window))
         except FileNotFoundError as error:
-            message = f"No such file or directory: {error.filename}; {base} lists it: was the download finished?"
-            raise missing_file(error.filename, message) from None
+            raise _missing_shard(error, base) from None
 
     opened: dict[str, Opened] = {}
     config: list[dict[str, Any] | None] = []
@@ -259,6 +266,13 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Shards:
     )
 
 
+def _missing_shard(error: FileNotFoundError, base: str) -> FileNotFoundError:
+    """Return the error for a missing file that an index lists."""
+    subject = f"{error.filename}{dangling(error.filename)}"
+    message = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
+    return missing_file(error.filename, message)
+
+
 def _open_keras_index(
     index: Mapping[str, Any], index_file: tuple[str, tuple[Any, ...]], path: str, request: OpenRequest
 ) -> Shards:
@@ -278,8 +292,7 @@ def _open_keras_index(
         try:
             return open_file(files.join(folder, name), request._replace(root=None))
         except FileNotFoundError as error:
-            message = f"No such file or directory: {error.filename}; {base} lists it: was the download finished?"
-            raise missing_file(error.filename, message) from None
+            raise _missing_shard(error, base) from None
 
     names = sorted(holders)
     shards = files.each(open_shard, names)
@@ -354,39 +367,6 @@ class ExpectedShards(NamedTuple):
     total_size: int | None  # bytes of all tensors, as the index states
 
 
-def expected_shards(path: str, files: Files) -> ExpectedShards | None:
-    """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file.
-
-    Raises:
-        FormatError, OSError: the index or the folder cannot be read.
-    """
-    folder, base = files.split(path)
-    numbered: NumberedFiles | None
-    if base.endswith(".json"):
-        return listed_shards(folder, base, files)
-    if files.is_folder(path):
-        names = [name for name, is_folder in files.listing(path) if not is_folder]
-        indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-        indexes = [INDEX] if INDEX in indexes else indexes
-        if not indexes and SINGLE not in names and TORCH_INDEX in names:
-            indexes = [TORCH_INDEX]
-        if indexes:
-            return listed_shards(path, indexes[0], files) if len(indexes) == 1 else None
-        sets = (
-            [] if SINGLE in names else [numbered for numbered in sets_of(names) if numbered.suffix in WEIGHT_SUFFIXES]
-        )
-        folder, numbered = path, sets[0] if len(sets) == 1 else None
-    else:
-        part = PART.fullmatch(base)
-        if part is None or part[4] != ".gguf":
-            return None
-        names = [name for name, is_folder in files.listing(folder) if not is_folder]
-        numbered = next((numbered for numbered in sets_of(names) if base in numbered.files.values()), None)
-    if numbered is None or int(numbered.total) > len(numbered.files) + MOST_MISSING:
-        return None
-    return ExpectedShards(folder, None, dict.fromkeys([*numbered.in_order, *numbered.missing()], ()), None)
-
-
 def listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
     """List the shards in the index of this name.
 
@@ -402,11 +382,9 @@ def listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
 def open_folder(path: str, request: OpenRequest) -> Shards:
     """Open the weights of a folder, in this order of preference.
 
-    ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
-    ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
-    ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; the metadata of ``*.distcp`` files; one
-    ``*.gguf`` with all of its parts; the file that the row of another format chooses. Sharded safetensors of
-    torch.distributed come before a set of other files. ``request.formats`` excludes other formats.
+    The checkpoints of transformers and diffusers, see `whole_checkpoints`; one ``consolidated.*.pth``; the metadata of
+    ``*.distcp`` files; one ``*.gguf`` with all of its parts; the file that the row of another format chooses. Sharded
+    safetensors of torch.distributed come before a set of other files. ``request.formats`` excludes other formats.
 
     Raises:
         FormatError: several indexes, an incomplete set, or two files with a tensor of the same name.
@@ -419,12 +397,15 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF, KERAS, PICKLE)
     chosen: list[str] | None = None
     plugin: str | None = None
-    if DCP in formats and shards_of(names) and not any(name == SINGLE or name.endswith(INDEX_SUFFIX) for name in names):
+    torch = TORCH_ZIP in formats or TORCH_LEGACY in formats
+    suffixes = [".safetensors"] * (SAFETENSORS in formats) + [".bin"] * torch
+    usual = (name == SINGLE or (name.endswith(".json") and INDEX_NAME.fullmatch(name)) for name in names)
+    if DCP in formats and shards_of(names) and not any(usual):
         return _open_training(shards_of(names)[0], DCP, path, visible, request)
-    if SAFETENSORS in formats:
-        chosen = _choose_safetensors(names, shown, lambda: files.is_folder(files.join(path, RESUME)))
-    if chosen is None and (TORCH_ZIP in formats or TORCH_LEGACY in formats):
-        chosen = _choose_torch(names, shown)
+    if suffixes:
+        chosen = choose_whole(names, shown, suffixes, Location(files, path))
+    if chosen is None and torch:
+        chosen = _choose_parts(names, shown)
     if chosen is None and DCP in formats:
         chosen = _choose_dcp(names)
     training = None if chosen is not None else _open_processes(path, visible, formats, request)
@@ -440,6 +421,8 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     if chosen is None:
         chosen, plugin = _choose_by_rows(names, shown, request.formats)
         request = request if plugin is None else request._replace(formats=(plugin,))
+    if chosen is None and suffixes:
+        chosen = choose_whole(names, shown, suffixes)  # an index without its shards, whose error names them
     if chosen is None:
         raise error_about(UnsupportedError, _no_weights(path, names, folders, files), path=shown)
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
@@ -451,7 +434,8 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     if shards.format == DCP:  # one file stands for all
         used.update(name for name in names if name.endswith(DCP_SUFFIX))
     parsed = config() if shards.config is None else shards.config
-    return shards._replace(config=parsed, notes=[*shards.notes, *_notes(names, folders, used, path, files)])
+    notes = _notes(names, folders, used, path, files, adapted=any(".lora_" in tensor for tensor in shards.where))
+    return shards._replace(config=parsed, notes=[*shards.notes, *notes])
 
 
 def _open_chosen(chosen: Sequence[str], path: str, request: OpenRequest) -> Shards:
@@ -506,55 +490,66 @@ def choose(names: Sequence[str], path: str) -> list[str] | None:
         FormatError, UnsupportedError: see `open_folder`.
     """
     sharded = [name for name in names if name.endswith(DCP_SUFFIX)]
-    chosen = _choose_safetensors(names, path, lambda: False) or sharded or _choose_torch(names, path)
-    return chosen or _choose_gguf(names, path)
+    chosen = choose_whole(names, path, [".safetensors"]) or sharded or choose_whole(names, path, [".bin"])
+    return chosen or _choose_parts(names, path) or _choose_gguf(names, path)
 
 
-def _choose_safetensors(names: Sequence[str], path: str, is_unfinished: Callable[[], bool]) -> list[str] | None:
-    """Choose the safetensors files of a folder: the index, the single file, the complete set or the only file.
+def choose_whole(
+    names: Sequence[str],
+    path: str,
+    suffixes: Sequence[str],
+    folder: Location | None = None,
+) -> list[str] | None:
+    """Choose the files of transformers' and diffusers' checkpoints, see `whole_checkpoints`.
 
     Args:
-        is_unfinished: returns True if a conversion to the folder was interrupted.
+        folder: where the files are; None to judge by names alone.
     """
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if INDEX in indexes:
-        return [INDEX]
-    if len(indexes) > 1:
-        raise FormatError(f"more than one index: {_listed(indexes)}; open one of them", path)
-    if indexes:
-        return indexes
-    if SINGLE in names:
-        return [SINGLE]
-    files = [name for name in names if name.endswith(".safetensors")]
-    sets = sets_of(files)
-    complete = [numbered for numbered in sets if numbered.complete]
-    if len(complete) == 1:
-        return complete[0].in_order
-    if not complete:
-        _refuse_incomplete(sets, path, is_unfinished)
-        if len(files) <= 1:
-            return files or None
-        if MLX_ADAPTER in files and _ADAPTER in names:
-            return [MLX_ADAPTER]
+    whole = whole_checkpoints(names, suffixes)
+    if folder is not None:
+        whole = [each for each in whole if each.kind != INDEXED or not _is_stale(each.files[0], names, folder)]
+    equal = [each for each in whole if each.rank == whole[0].rank]
+    numbered = sets_of([name for name in names if name.endswith(tuple(suffixes))])
+    usual = bool(equal) and not equal[0].variant
+    usual = usual and (equal[0].kind != FILE or equal[0].stem in STEMS[equal[0].suffix])
+    if not usual and not any(each.kind == SET for each in whole):
+        _refuse_incomplete(numbered, path, folder)
+    if len(equal) < 2:
+        return equal[0].files if equal else None
+    files = [name for each in equal for name in each.files]
+    if equal[0].kind == INDEXED:
+        raise FormatError(f"more than one index: {_listed(files)}; open one of them", path)
+    if equal[0].kind == FILE and MLX_ADAPTER in files and _ADAPTER in names:
+        return [MLX_ADAPTER]
+    files = [name for name in names if name.endswith(equal[0].suffix)]
     shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
     raise error_about(
         UnsupportedError,
-        f"{len(files)} .safetensors files and no index: {_listed(files)}. {advice}, or open several together with "
+        f"{len(files)} {equal[0].suffix} files and no index: {_listed(files)}. {advice}, or open several together with "
         f"safeload.open([{shown}])",
         path=path,
     )
 
 
-def _refuse_incomplete(
-    sets: Sequence[NumberedFiles], path: str, is_unfinished: Callable[[], bool] | None = None
-) -> None:
+def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
+    """Return True if none of the shards of an index is in its folder; its name usually tells without reading it."""
+    if any(numbered.stem.split(".")[0] == index.split(".")[0] for numbered in sets_of(names)):
+        return False
+    try:
+        shards = listed_shards(folder.path, index, folder.files).names
+    except (SafeloadError, OSError):  # opening it says more
+        return False
+    return bool(shards) and shards.keys().isdisjoint(names)
+
+
+def _refuse_incomplete(sets: Sequence[NumberedFiles], path: str, folder: Location | None = None) -> None:
     for numbered in sets:
         if not numbered.complete:
             total = int(numbered.total)
             present = sum(1 <= number <= total for number in numbered.files)
-            if is_unfinished is not None and is_unfinished():
+            if folder is not None and folder.files.is_folder((folder / RESUME).path):
                 message = "shards are there; repeat the conversion with resume=True to continue it"
                 raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
             raise MissingShardError(
@@ -564,17 +559,8 @@ def _refuse_incomplete(
             )
 
 
-def _choose_torch(names: Sequence[str], path: str) -> list[str] | None:
-    """Choose the torch files of a folder: the index, the single file, the shards or Meta's single file."""
-    for name in (TORCH_INDEX, *TORCH_SINGLES):
-        if name in names:
-            return [name]
-    shards = [name for name in names if name.startswith("pytorch_model-") and name.endswith(".bin")]
-    sets = sets_of(shards)
-    complete = [numbered for numbered in sets if numbered.complete]
-    if len(complete) == 1:
-        return complete[0].in_order
-    _refuse_incomplete(sets, path)
+def _choose_parts(names: Sequence[str], path: str) -> list[str] | None:
+    """Choose Meta's single file of a folder."""
     parts = [name for name in names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
         raise error_about(
@@ -677,8 +663,6 @@ _WEIGHT_FILE = re.compile(
     rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)",
     re.DOTALL,
 )
-# Prefixes of files with training state.
-_TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 # Maximum number of names in a message, and of characters in a name.
 _MAX_LISTED, _MAX_NAME = 20, 100
 
@@ -688,6 +672,11 @@ _FOREIGN = (
     (
         r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",
         "an Orbax checkpoint without _METADATA, because it is unfinished or old: orbax.checkpoint reads old ones",
+    ),
+    (
+        r"data\.pkl",
+        "an unzipped torch checkpoint: open the zip file that it was extracted from, or zip it again, for example with "
+        "zip -0 -r model.pt FOLDER",
     ),
     (r"saved_model\.pb", "a TensorFlow SavedModel: tf.saved_model.load(folder).variables gives its weights"),
     (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint: tf.train.load_checkpoint(folder) reads it"),
@@ -741,6 +730,8 @@ def _no_weights(path: str, names: Sequence[str], folders: Sequence[str], files: 
     inner = _with_weights(path, folders, files)
     if _PIPELINE in names and inner:
         return f"this is a diffusers pipeline with weights in {_listed(inner)}: open one of them"
+    if path.rstrip("/").endswith(".mlpackage"):
+        return "this is a Core ML package: coremltools.models.MLModel(folder) reads it"
     kind = next((kind for mark, kind in _FOREIGN if any(re.fullmatch(mark, name) for name in names)), None)
     if kind is not None:
         return f"this is {kind}"
@@ -779,16 +770,22 @@ def _adapter(config: str, files: Files) -> str:
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
 
 
-def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: str, files: Files) -> list[str]:
-    """Return the kind of an open folder, and its unused weight files."""
+def _notes(
+    names: Sequence[str], folders: Sequence[str], used: set[str], path: str, files: Files, *, adapted: bool = False
+) -> list[str]:
+    """Return the kind of an open folder, and its unused weight files.
+
+    Args:
+        adapted: the tensors are those of an adapter; else a complete model can lie beside the adapter's configuration.
+    """
     notes = []
-    if _ADAPTER in names:
+    if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
         kind = _adapter(files.join(path, _ADAPTER), files)
         notes.append(f"{kind}: changes to the weights of a base model, not a complete model")
     if _PIPELINE in names:
         inner = _listed(_with_weights(path, folders, files)) or "no folder"
         notes.append(f"a diffusers pipeline, with more weights in {inner}")
-    unused = (name for name in names if name not in used and not name.startswith(_TRAINING_STATE))
+    unused = (name for name in names if name not in used and not name.startswith(TRAINING_STATE))
     skipped = [name for name in unused if _WEIGHT_FILE.fullmatch(name)]
     if skipped:
         notes.append(f"skipped: {_listed(skipped)}")

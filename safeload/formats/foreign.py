@@ -58,6 +58,12 @@ _FOREIGN = (
     (0, b"BZh", Kind("bzip2-compressed", _DECOMPRESS)),
     (0, b"\xfd7zXZ\0", Kind("xz-compressed", _DECOMPRESS)),
     (0, b"\x04\x22\x4d\x18", Kind("lz4-compressed", _DECOMPRESS)),
+    (0, b"7z\xbc\xaf\x27\x1c", Kind("a 7z archive", "extract it first")),
+    (0, b"Rar!\x1a\x07", Kind("a RAR archive", "extract it first")),
+    (0, b"|TZR|\n", Kind("a file of tensorizer", "tensorizer.TensorDeserializer(path) reads it")),
+    # file_identifier of executorch/schema/program.fbs; kMagic of mxnet's NDArray list, of arrays saved with names.
+    (4, b"ET12", Kind("an ExecuTorch program", "its runtime reads it")),
+    (0, b"\x12\x01\0\0\0\0\0\0", Kind("parameters of MXNet", "mxnet.nd.load(path) reads them")),
     *((0, name, _OLD_TORCH) for name in _OLD_TORCH_NAMES),
     # Actually Portable Executables, as llamafiles are, and ELF.
     (0, b"MZqFpD", _PROGRAM),
@@ -220,6 +226,8 @@ def _by_pattern(head: bytes, path: str) -> Kind | None:
     """Describe a file of a format without a magic number."""
     import re  # only here: most files have a magic number
 
+    if path.endswith(".aria2"):
+        return Kind("a control file of aria2: the download beside it is not finished", damaged=True)
     if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
         return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
     # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef, beginning with field 1.

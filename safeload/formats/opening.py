@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from ..base import log
+from ..base import hub_cache, log
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import plural, show
@@ -129,7 +129,10 @@ def open_paths(
     with suppress(IsADirectoryError):  # errors of a folder must not have this error as their context
         opened = registry.open_file(text, recipe.options)
     if opened is None:
-        return _open_shards(text, recipe)
+        snapshot = hub_cache.snapshot_of(text)
+        if snapshot is not None:
+            recipe = recipe._replace(paths=(files.absolute(snapshot),))
+        return _open_shards(snapshot or text, recipe)
     kind, file, others, _, notes, config = opened
     if kind == registry.GGUF:
         from .gguf.split import is_part

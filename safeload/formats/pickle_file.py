@@ -17,7 +17,7 @@ from . import paddle
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import ALLOWED, Storage
-from .torch.legacy_file import pickle_at
+from .torch.legacy_file import EXTRACTED, pickle_at
 from .torch.tensors import PickleTables, content_of, make_tables
 from .unpickle import run
 from .unpickle.machine import Fault, Foreign, Inert, describe
@@ -88,7 +88,7 @@ def _mapped(file: WeightFile) -> Any:
 
 
 def _refuse_id(value: Any) -> Any:
-    raise Fault("unexpected persistent id in a pickle without storages")
+    raise Fault(EXTRACTED)
 
 
 def _unpickle(file: WeightFile, request: OpenRequest) -> Unpickled:

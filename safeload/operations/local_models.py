@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
@@ -29,7 +30,7 @@ _LEVELS, MAX_ENTRIES = 16, 1_000_000
 # Format by suffix. The content decides when a file is opened; a listing reads none.
 _FORMATS = {suffix: row.family or row.name for row in reversed(ROWS) for suffix in row.suffixes}
 _FORMATS[DCP_SUFFIX] = DCP
-_INDEX = ".index.json"
+_INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")
 # Names of files with training state, which are not models.
 _STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 _HEAD = ("model", "format", "size", "open")
@@ -191,14 +192,14 @@ def _weights(names: Sequence[str], folder: str) -> Iterator[_Weights]:
         folder: its local path.
     """
     files = [name for name in names if _format(name) is not None and not name.startswith(_STATE)]
-    indexes = [name for name in names if name.endswith(_INDEX)]
+    indexes = [name for name in names if _INDEX.search(name)]
     if not files and not indexes:
         return
     try:
         chosen = choose(names, folder)
     except SafeloadError:
         chosen = None
-    if chosen is not None and chosen[0].endswith(_INDEX):
+    if chosen is not None and chosen[0] in indexes:
         yield _indexed(chosen[0], names, folder)
     elif chosen is not None:
         sets = [numbered for numbered in sets_of(files) if chosen[0] in numbered.files.values()]

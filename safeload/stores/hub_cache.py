@@ -118,7 +118,7 @@ class CachedRepository:
         names = {name for name in self.files(commit) if "/" not in name}
         if not names.intersection(_CONFIGS) or self._has_unfinished():
             return False
-        indexes = [name for name in names if name.endswith(".index.json")]
+        indexes = [name for name in names if ".index." in name and name.endswith(".json")]
         if indexes:
             return all(self._has_shards(commit, index, names) for index in indexes)
         weights = [name for name in names if name.endswith(_WEIGHTS)]

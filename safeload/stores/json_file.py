@@ -82,6 +82,8 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
             raise FormatError(f"{what}: duplicate key {show(duplicate)}", text)
         return result
 
+    if content.startswith(b"version https://git-lfs"):
+        raise FormatError(f"{what} is a Git LFS pointer: run `git lfs pull` to get the file itself", text)
     mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
     try:
         value = json.loads(content[mark:].decode(), object_pairs_hook=unique)

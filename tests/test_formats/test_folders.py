@@ -54,6 +54,10 @@ SET = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
         (["adapter_model.safetensors"], ["adapter_model.safetensors"]),
         (["diffusion_pytorch_model.safetensors"], ["diffusion_pytorch_model.safetensors"]),
         (["model.fp16.safetensors"], ["model.fp16.safetensors"]),
+        (
+            ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"],
+            ["diffusion_pytorch_model.safetensors"],
+        ),
         (["Some model of mine.safetensors"], ["Some model of mine.safetensors"]),
         (["a-00000-of-00000.safetensors"], ["a-00000-of-00000.safetensors"]),
     ],
@@ -64,7 +68,7 @@ def test_the_weights_of_a_folder_are_chosen_in_this_order(names, wanted, tmp_pat
 
 
 def test_an_index_comes_first(tmp_path):
-    folder = put(tmp_path / "model", "model.safetensors", "consolidated.safetensors", "a.safetensors", *SET)
+    folder = put(tmp_path / "model", "consolidated.safetensors", "a.safetensors", *SET)
     put_index(folder, "x.safetensors.index.json", "a.safetensors")
     assert chosen(folder) == ["a.safetensors"]
     put_index(folder, "y.safetensors.index.json", "a.safetensors")
@@ -81,7 +85,7 @@ def test_an_index_comes_first(tmp_path):
     [
         ["a.safetensors", "b.safetensors"],
         ["model.fp16.safetensors", "model.bf16.safetensors"],
-        ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"],
+        ["diffusion_pytorch_model.bf16.safetensors", "diffusion_pytorch_model.fp16.safetensors"],
         [*SET, *(name.replace("model", "other") for name in SET)],
     ],
 )

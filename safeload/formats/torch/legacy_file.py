@@ -25,6 +25,12 @@ from ..unpickle.run import TruncatedError, Unpickled, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import PickleTables, content_of, make_tables
 
+# The fault of a pickle whose storages are elsewhere.
+EXTRACTED = (
+    "unexpected persistent id: the storages are not in this file; if the pickle was extracted from a torch checkpoint, "
+    "open the checkpoint instead, which is a zip file"
+)
+
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
@@ -43,7 +49,7 @@ def pickle_at(
 
     def persistent(value: Any) -> Any:
         if storages is None:
-            raise Fault("unexpected persistent id in a pickle without storages")
+            raise Fault(EXTRACTED)
         return read_persistent_id(value, storages)
 
     size = _WINDOW

@@ -67,10 +67,10 @@ def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
 
 def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:
     index, single = os.path.join(path, INDEX), os.path.join(path, SINGLE)
-    if os.path.isfile(index):
-        return FolderEdit(index, force=force, durable=durable)
     if os.path.isfile(single):
         return edit_file(single, force=force, durable=durable)
+    if os.path.isfile(index):
+        return FolderEdit(index, force=force, durable=durable)
     raise UnsupportedError(f"{path}: a folder needs {INDEX} or {SINGLE} to be edited; pass the path of a file")
 
 

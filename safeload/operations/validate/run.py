@@ -30,6 +30,7 @@ from ...errors import (
     cut_traceback,
     one_line,
 )
+from ...formats.numbered import other_form
 from ...formats.registry import BY_NAME, GGUF
 from ...loading import entry as loading
 from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
@@ -207,7 +208,37 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
         report.add(shards.faults)
         return _validate_rest(report, shards, opening, options)
     with opened, Catalog.of(opened) as catalog:
+        report.add(_check_other_form(catalog, options))
         return _validate_tensors(report, catalog, options)
+
+
+def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Finding]:
+    """Find a second whole checkpoint in a folder, which other libraries read, such as a file beside an index."""
+    folder = catalog.folder
+    if folder is None or folder.files.remote:
+        return
+    names = [name for name, is_folder in folder.files.listing(folder.path) if not is_folder]
+    forms = [paths[0] for paths in other_form(names)]
+    opened = {os.path.basename(path) for path in (*catalog.files, "" if catalog.index is None else catalog.index.path)}
+    others = [name for name in forms if name not in opened]
+    if len(others) != 1 or len(forms) != 2:
+        return
+    try:
+        with Catalog.of(folder / others[0]) as other:
+            a, b = (
+                {name: about[1:3] for name, about in each.descriptions([*each]).items()} for each in (catalog, other)
+            )
+            same = a == b
+            if same and options.values and not options.selection:
+                from ..measure.diff import diff  # only here: few folders hold two checkpoints
+
+                same = diff(catalog, other, threads=options.threads).same
+    except (SafeloadError, OSError):  # it is not whole
+        return
+    if not same:
+        used = next(name for name in forms if name in opened)
+        message = f"{others[0]} holds another model than {used}, which is read; some libraries read the other one"
+        yield error("folder.ambiguous", None, f"{message}: remove one of them")
 
 
 def _validate_rest(

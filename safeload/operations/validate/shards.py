@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from ...base import hub_cache
+from ...base.missing_path import dangling
 from ...base.text import clip, plural, printable, show
 from ...errors import (
     ForbiddenError,
@@ -15,8 +17,9 @@ from ...errors import (
     UnsupportedError,
     one_line,
 )
-from ...formats.folder import CONFIG, RESUME, ExpectedShards, expected_shards, read_config
-from ...formats.registry import OpenRequest, open_file
+from ...formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, listed_shards, read_config
+from ...formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
+from ...formats.registry import WEIGHT_SUFFIXES, OpenRequest, open_file
 from ...stores.files import Files, Location
 from ..folders.journal import RECORD
 from .findings import Finding, error, note
@@ -102,9 +105,10 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> C
     files = request.files
     try:
         opened = open_file(files.join(expected.folder, name), request)
-    except FileNotFoundError:
+    except FileNotFoundError as problem:
         listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
-        return CheckedShard(name, error("index.shard", None, f"{show(name)[1:-1]} is missing{listed}"), missing=True)
+        subject = f"{show(name)[1:-1]}{link}," if (link := dangling(problem.filename)) else show(name)[1:-1]
+        return CheckedShard(name, error("index.shard", None, f"{subject} is missing{listed}"), missing=True)
     except (SafeloadError, OSError) as problem:
         return CheckedShard(name, refusal(problem))
     with ExitStack() as stack:
@@ -142,3 +146,37 @@ def _advice(
         advice = f"fetch again: {listed}{more}"
     unchecked = "names and shapes of the rest were not checked"
     yield note("index.fetch", None, f"{message}; {advice}; {unchecked}")
+
+
+def expected_shards(path: str, files: Files) -> ExpectedShards | None:
+    """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file.
+
+    Raises:
+        FormatError, OSError: the index or the folder cannot be read.
+    """
+    path = path if files.remote else hub_cache.snapshot_of(path) or path
+    folder, base = files.split(path)
+    numbered: NumberedFiles | None
+    if base.endswith(".json"):
+        return listed_shards(folder, base, files)
+    if files.is_folder(path):
+        names = [name for name, is_folder in files.listing(path) if not is_folder]
+        try:
+            chosen = choose_whole(names, path, [*STEMS], Location(files, path)) or choose_whole(names, path, [*STEMS])
+            chosen = chosen or []
+        except MissingShardError:
+            chosen = []
+        if len(chosen) == 1:
+            return listed_shards(path, chosen[0], files) if chosen[0].endswith(".json") else None
+        sets = [numbered for numbered in sets_of(names) if numbered.suffix.endswith(tuple(WEIGHT_SUFFIXES))]
+        folder, numbered = path, next((each for each in sets if each.in_order == chosen), None)
+        numbered = sets[0] if numbered is None and len(sets) == 1 else numbered
+    else:
+        part = PART.fullmatch(base)
+        if part is None or part[4] != ".gguf":
+            return None
+        names = [name for name, is_folder in files.listing(folder) if not is_folder]
+        numbered = next((numbered for numbered in sets_of(names) if base in numbered.files.values()), None)
+    if numbered is None or int(numbered.total) > len(numbered.files) + MOST_MISSING:
+        return None
+    return ExpectedShards(folder, None, dict.fromkeys([*numbered.in_order, *numbered.missing()], ()), None)
