@@ -4,7 +4,8 @@
 2. The size of the header, little-endian: u16 in version 1, u32 in later versions.
 3. The header: the text of a Python dict with "descr" (the dtype), "fortran_order" and "shape", padded with spaces, in
    Latin-1; in UTF-8 in version 3.
-4. The elements in C or Fortran order, to the end of the file. Arrays of dtype object are pickled.
+4. The elements in C or Fortran order, to the end of the file. Arrays of dtype object are pickled; the arrays in such a
+   pickle are read as those of a pickle file, for ``numpy.save`` of a dict.
 
 https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
@@ -74,8 +75,24 @@ class ArraySource(NamedTuple):
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of an open file; see `read_table`."""
-    candidate.file.table = read_table(candidate.file)
-    return Content(candidate.file)
+    file = candidate.file
+    begin = _objects_at(file)
+    if begin is not None:
+        from .pickle_file import read_tables  # only here: most arrays hold numbers
+        from .torch.tensors import content_of
+
+        return content_of(file, request, lambda request: read_tables(file, request, begin))
+    file.table = read_table(file)
+    return Content(file)
+
+
+def _objects_at(file: WeightFile) -> int | None:
+    """Return the first byte of the pickle in an array of Python objects; None for other arrays."""
+    try:
+        raw, size = _find_header(file, 0, file.size)
+        return size if _parse_header(raw)[0].hasobject else None
+    except _HEADER_ERRORS:
+        return None
 
 
 def read_table(file: WeightFile) -> ListedTable:

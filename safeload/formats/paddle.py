@@ -23,6 +23,7 @@ from ..stores.assembled import Box, InFile
 from .boxed import BoxedListing, boxed_file
 from .torch.tensors import PickleTables
 from .unpickle.machine import describe
+from .unpickle.numpy_arrays import NumpyArray
 
 NAMES, PARTS = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
 _SUFFIXES = (".pdparams", ".pdopt")
@@ -38,6 +39,21 @@ class _StoredArray(NamedTuple):
 def is_paddle(value: Any, path: str) -> bool:
     """Return True if Paddle has written a pickle, judging by its keys or its suffix."""
     return type(value) is dict and (NAMES in value or PARTS in value or path.endswith(_SUFFIXES))
+
+
+def plain(value: Any) -> None:
+    """Put arrays in the place of tensors, which `paddle.save` writes as tuples of a name and an array."""
+    todo, seen = [value], set[int]()
+    while todo:
+        container = todo.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        for key, item in list(container.items() if type(container) is dict else enumerate(container)):
+            if type(item) is tuple and len(item) == 2 and type(item[0]) is str and type(item[1]) is NumpyArray:
+                container[key] = item[1]
+            elif type(item) in (dict, list):
+                todo.append(item)
 
 
 def adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, whole: bool) -> PickleTables:

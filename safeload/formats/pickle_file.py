@@ -16,12 +16,29 @@ from ..stores.local import LocalStore
 from . import paddle
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
-from .torch.globals import ALLOWED, Storage
-from .torch.legacy_file import EXTRACTED, pickle_at
+from .torch.globals import ALLOWED, TENSOR, Storage
+from .torch.legacy_file import EXTRACTED, pickle_at, storage_in
 from .torch.tensors import PickleTables, content_of, make_tables
 from .unpickle import run
-from .unpickle.machine import Fault, Foreign, Inert, describe
+from .unpickle.machine import Fault, Foreign, Global, Inert, describe
+from .unpickle.numpy_arrays import NumpyArray
 from .unpickle.run import Unpickled, check_foreign
+
+# The function that pickle calls for the storage of a tensor: its argument is a torch file of the format before 1.6.
+_LOAD = "torch.storage._load_from_bytes"
+
+
+def _load_from_bytes(args: tuple[Any, ...]) -> Any:
+    if len(args) != 1 or type(args[0]) is not bytes:
+        raise Fault(f"{_LOAD} takes bytes of at most {run.MAX_PICKLE} bytes, got {describe(args)}")
+    try:
+        return storage_in(args[0], _LOAD)
+    except SafeloadError as error:
+        raise Fault(str(error), UnsupportedError) from None
+
+
+# `scan` does not know the last row, because torch itself executes the pickle in the bytes.
+_TABLE = {**ALLOWED, _LOAD: Global(_LOAD, TENSOR, _load_from_bytes, copies=True)}
 
 # Functions that make an object of their first argument, in pickles of protocols 0 and 1.
 _RECONSTRUCTORS = ("copy_reg._reconstructor", "copyreg._reconstructor")
@@ -38,8 +55,11 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     return content_of(candidate.file, request, lambda request: read_tables(candidate.file, request))
 
 
-def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
+def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> PickleTables:
     """Return the arrays of a file.
+
+    Args:
+        begin: first byte of the pickle; if other bytes precede it, it holds an array of objects of `numpy.save`.
 
     Raises:
         UnsupportedError: the pickle holds no array or an array of an unsupported dtype, or bytes follow the pickle.
@@ -47,9 +67,15 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
         OSError: the file cannot be read.
     """
     path = file.path
-    pickled = _unpickle(file, request)
+    pickled = _unpickle(file, request, begin)
+    if type(pickled.value) is NumpyArray and pickled.value.items is not None:
+        items, shape = pickled.value.items, pickled.value.shape
+        pickled = pickled._replace(value=items[0] if shape == () and len(items) == 1 else items)
+    is_paddle = paddle.is_paddle(pickled.value, path)
+    if is_paddle:
+        paddle.plain(pickled.value)
     tables = make_tables(pickled, request, path, _locate)
-    if paddle.is_paddle(pickled.value, path):
+    if is_paddle:
         tables = paddle.adapt(pickled.value, tables, file, whole=request.root is None)
     if not tables.names:
         raise error_about(
@@ -58,22 +84,23 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
             "arrays; only tensors and arrays can be read from pickles",
             path=path,
         )
-    if pickled.end < file.size:
+    end = begin + pickled.end
+    if end < file.size:
         raise error_about(
             UnsupportedError,
-            f"{file.size - pickled.end} bytes follow the pickle, which ends at byte {pickled.end}; files of several "
+            f"{file.size - end} bytes follow the pickle, which ends at byte {end}; files of several "
             "pickles are not supported",
             path=path,
         )
     return tables
 
 
-def _run(file: WeightFile, *, inert: bool) -> Unpickled:
+def _run(file: WeightFile, begin: int, *, inert: bool) -> Unpickled:
     """Run the pickle of a file. A pickle that is too large for memory is mapped, and its arrays stay where they are."""
-    data = _mapped(file) if file.size > run.MAX_PICKLE else None
+    data = _mapped(file) if file.size > run.MAX_PICKLE and not begin else None
     if data is None:
-        return pickle_at(file, 0, None, inert=inert)
-    return run.unpickle(data, ALLOWED, _refuse_id, path=file.path, inert=inert)
+        return pickle_at(file, begin, None, inert, _TABLE)
+    return run.unpickle(data, _TABLE, _refuse_id, path=file.path, inert=inert)
 
 
 def _mapped(file: WeightFile) -> Any:
@@ -91,11 +118,11 @@ def _refuse_id(value: Any) -> Any:
     raise Fault(EXTRACTED)
 
 
-def _unpickle(file: WeightFile, request: OpenRequest) -> Unpickled:
+def _unpickle(file: WeightFile, request: OpenRequest, begin: int) -> Unpickled:
     """Run the pickle of a file, with errors that name its kind if it has unknown globals."""
     path = file.path
     try:
-        return _run(file, inert=False)
+        return _run(file, begin, inert=False)
     except ForbiddenError as error:
         if "joblib.numpy_pickle" in str(error):
             model = _ESTIMATOR.search(file.read_at(0, HEAD_SIZE))
@@ -104,7 +131,7 @@ def _unpickle(file: WeightFile, request: OpenRequest) -> Unpickled:
             advice = "load it with joblib and save the arrays with numpy.savez or as safetensors"
             raise error_about(UnsupportedError, text + advice, path=path) from None
         try:
-            pickled = _run(file, inert=True)
+            pickled = _run(file, begin, inert=True)
         except SafeloadError:
             if request.inert:
                 raise

@@ -213,12 +213,19 @@ class Container(NamedTuple):
     kind: str  # completes "this is ..."
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can be one
     module: str  # relative to this package
-    entries: tuple[str, ...] = ()  # a zip archive with any of these is one; most are torch's, which need no module
+    # A zip archive with any of these, or of these suffixes, is one; most are torch's, which need no module.
+    entries: tuple[str, ...] = ()
+    suffix: str = ""
 
     def claims(self, candidate: Candidate) -> bool:
         """Return True if a file with these first bytes is one."""
-        if self.entries:
-            return any(name in candidate.archive.entries for name in self.entries)
+        if self.entries or self.suffix:
+            names = candidate.archive.entries
+            if any(name in names for name in self.entries):
+                return True
+            first = next(iter(names), "")
+            torch = first.endswith("/data.pkl")  # with as many names as tensors
+            return bool(self.suffix) and not torch and any(name.lower().endswith(self.suffix) for name in names)
         claimed: bool = module_of(self.module).claims(candidate)
         return claimed
 
@@ -226,6 +233,7 @@ class Container(NamedTuple):
 CONTAINERS = (
     Container("a tar archive", foreign.is_tar, ".tar"),
     Container("a program with a zip archive (llamafile)", foreign.is_program, ".llamafile"),
+    Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", suffix=".gguf"),
     Container("a zip archive of Keras", foreign.is_zip, ".keras.archive", ("model.weights.h5", "model.weights.npz")),
 )
 
@@ -317,7 +325,7 @@ def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
             head = again.read_at(0, foreign.HEAD_SIZE)
             if foreign.is_safetensors(head):
                 raise
-            if not any(row.matches(head) for row in CONTAINERS if not row.entries):
+            if not any(row.matches(head) for row in CONTAINERS if not row.entries and not row.suffix):
                 if request.formats is not None:
                     raise
                 if not any(_matching(head)) and _claimed_by_plugin(Candidate(again)) is None:

@@ -37,15 +37,17 @@ class Storage:
         key: its name in the file.
         count: number of elements.
         part: (first element, number of elements) of the storage of this key; None for the whole storage.
+        raw: its bytes, if the pickle itself holds them.
     """
 
-    __slots__ = ("count", "key", "part", "type")
+    __slots__ = ("count", "key", "part", "raw", "type")
 
     def __init__(self, type: Global, key: str, count: int, part: tuple[int, int] | None = None) -> None:
         self.type = type
         self.key = key
         self.count = count
         self.part = part
+        self.raw: bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +125,14 @@ def _set(args: tuple[Any, ...]) -> Any:
     elements: set[Any] = set()
     add(elements, args[0], {})
     return elements
+
+
+def _tuple(args: tuple[Any, ...]) -> Any:
+    """Make a tuple of a list or tuple, as which Paddle writes a tensor: its name and its array."""
+    _arity(args, 1, 1, "tuple")
+    if type(args[0]) not in (list, tuple):
+        raise Fault(f"tuple takes a list, got {describe(args[0])}")
+    return tuple(args[0])
 
 
 def _complex(args: tuple[Any, ...]) -> Any:
@@ -259,6 +269,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[tuple[Any, ...]], Any]], ...] = (
     ("collections.OrderedDict", CONTAINER, _ordered_dict),
     ("collections.Counter", CONTAINER, _counter),
     *((f"{module}.set", CONTAINER, _set) for module in ("builtins", "__builtin__")),
+    *((f"{module}.tuple", CONTAINER, _tuple) for module in ("builtins", "__builtin__")),
     *((f"{module}.complex", VALUE, _complex) for module in ("builtins", "__builtin__")),
     ("torch._utils._rebuild_tensor", TENSOR, _rebuild_tensor),
     ("torch._utils._rebuild_tensor_v2", TENSOR, _rebuild_tensor_v2),

@@ -12,12 +12,13 @@ Strings can come from Python 2. Bytes after the last storage are ignored, as in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, LimitError
+from ...errors import FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, OpenRequest
 from ..unpickle import run as unpickler
 from ..unpickle.machine import Fault, Global, describe
@@ -79,7 +80,39 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
         FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
         OSError: the file cannot be read.
     """
-    magic = pickle_at(file, 0, None, request.inert)
+    pickled, begins = _parse(file, request.inert)
+
+    def locate(storage: Storage) -> int:
+        begin = begins.get(storage.key)
+        if begin is None:
+            raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
+        return begin
+
+    return make_tables(pickled, request, file.path, locate)
+
+
+def storage_in(content: bytes, path: str) -> Storage:
+    """Return the storage that is the object of a file in memory.
+
+    Args:
+        path: of the pickle that holds the file, for messages.
+
+    Raises:
+        FormatError, UnsupportedError, ForbiddenError, LimitError: see `read_tables`.
+    """
+    file: Any = SimpleNamespace(path=path, size=len(content), read_at=lambda at, size: content[at : at + size])
+    pickled, begins = _parse(file, inert=False)
+    storage = pickled.value
+    if type(storage) is not Storage or storage.part is not None or storage.key not in begins:
+        raise UnsupportedError(f"a torch file in the pickle holds {describe(storage)}, expected a storage", path=path)
+    begin = begins[storage.key]
+    storage.raw = content[begin : begin + storage.nbytes]
+    return storage
+
+
+def _parse(file: WeightFile, inert: bool) -> tuple[Unpickled, dict[str, int]]:
+    """Return the object of a file, and the first byte of each storage by key."""
+    magic = pickle_at(file, 0, None, inert)
     if magic.value != MAGIC or type(magic.value) is not int:
         raise FormatError(f"the file begins with {describe(magic.value)}, not with torch's magic number", file.path, 0)
     at = magic.end
@@ -89,20 +122,12 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
     at += protocol.end
     at += pickle_at(file, at, None, inert=False).end  # facts about the machine, unused
     storages: dict[str, Storage] = {}
-    pickled = pickle_at(file, at, storages, request.inert)
+    pickled = pickle_at(file, at, storages, inert)
     at += pickled.end
     keys = pickle_at(file, at, None, inert=False)
     if type(keys.value) is not list:
         raise FormatError(f"the storage keys must be a list, got {describe(keys.value)}", file.path, at)
-    begins = _walk(file, at + keys.end, keys.value, storages)
-
-    def locate(storage: Storage) -> int:
-        begin = begins.get(storage.key)
-        if begin is None:
-            raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
-        return begin
-
-    return make_tables(pickled, request, file.path, locate)
+    return pickled, _walk(file, at + keys.end, keys.value, storages)
 
 
 def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storage]) -> dict[str, int]:

@@ -93,6 +93,7 @@ def make_tables(
     listings: dict[str, Listing | None] = {}
     notes: list[str] = []
     tensors, arrays = TensorPlaces(path, locate), ArrayPlaces(pickled, path, big_endian=big_endian)
+    embedded = TensorPlaces(path, lambda storage: arrays.put(storage.raw or b"", 1))
     for name, tensor in tree.tensors(root):
         if name in listings:
             raise FormatError(f"two tensors are named {show(name)}", path)
@@ -102,6 +103,10 @@ def make_tables(
                 notes.append(f"{show(name)} is left out: {listing.unknown.label} are no tensor")
             else:
                 listings[name] = listing
+            continue
+        if tensor.storage.raw is not None:
+            listings[name] = None
+            arrays.add(embedded.place(name, tensor))
             continue
         listing = by_id.get(id(tensor))
         if listing is None:

@@ -6,30 +6,78 @@
 3. Local headers hold no sizes, because a data descriptor follows the data: sizes come from the central directory. The
    data begins at the local header + 30 + the length of the *local* name + the length of the *local* extra field, whose
    padding aligns the data.
-4. torch never compresses storages. A compressed storage comes from another writer and cannot be mapped.
+4. torch never compresses storages. If another program did, the archive is unpacked into a temporary file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...base.messages import error_about
 from ...base.text import show
-from ...engine.run.weight_file import WeightFile
+from ...engine.run.atomic_file import reserve
+from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from ..registry import Candidate, Content, OpenRequest
+from ..registry import Candidate, Content, OpenRequest, check_whole
 from ..unpickle import run as unpickler
 from ..unpickle.run import Unpickled, unpickle
-from ..zip import STORED, Archive
+from ..zip import DEFLATED, STORED, Archive
 from . import package as torch_package
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import PickleTables, TensorPlaces, content_of, make_tables
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an archive; see `read_tables`."""
-    return content_of(candidate.file, request, lambda request: read_tables(candidate.archive, candidate.file, request))
+    """Read the table of an archive, or unpack it into a temporary file; see `read_tables`."""
+    archive, file = candidate.archive, candidate.file
+    if not _is_compressed(archive):
+        return content_of(file, request, lambda request: read_tables(archive, file, request))
+    check_whole(file, "a compressed torch checkpoint must be unpacked as a whole")
+    unpacked = _unpacked(archive, file)
+    try:
+        copy = Archive(unpacked)
+        content = content_of(unpacked, request, lambda request: read_tables(copy, unpacked, request))
+    except BaseException:
+        unpacked.close()
+        raise
+    unpacked.stand_for(file)
+    for beside in content.others:
+        beside.stand_for(file)
+    file.close()
+    return content
+
+
+def _is_compressed(archive: Archive) -> bool:
+    """Return True if another program has compressed storages of a checkpoint."""
+    return any(
+        entry.method == DEFLATED and "/data/" in f"/{name}" and not name.endswith("/")
+        for name, entry in archive.entries.items()
+    )
+
+
+def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
+    """Copy the pickle and the storages of an archive, unpacked, into an unnamed temporary archive."""
+    import zipfile  # only here: it takes milliseconds
+
+    pickle = _find_pickle(archive, file.path)
+    prefix = pickle[: pickle.rindex("/") + 1] if "/" in pickle else ""
+    names = [name for name in archive.entries if name.startswith(prefix) and not name.endswith("/")]
+    for name in names:
+        archive.check_packed(name)
+    archive.check_overlap()
+
+    def write(out: BinaryIO, path: str) -> None:
+        reserve(out.fileno(), sum(archive.entries[name].size for name in names), path)
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as copy:
+            for name in names:
+                info = zipfile.ZipInfo("x")
+                info.filename = name  # set here: on Windows the constructor turns backslashes into slashes
+                with copy.open(info, "w", force_zip64=True) as entry:
+                    for chunk in archive.inflate(name):
+                        entry.write(chunk)
+
+    return open_temporary("safeload-torch-", write, shown=file.path)
 
 
 def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> PickleTables:

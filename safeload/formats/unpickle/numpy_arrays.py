@@ -81,15 +81,17 @@ class NumpyArray(Built):
         dtype: of its elements; None until the state is set.
         order: order of its axes in memory, outermost first; None for C order.
         raw: its bytes.
+        items: its elements, if they are Python objects.
     """
 
-    __slots__ = ("dtype", "order", "raw", "shape")
+    __slots__ = ("dtype", "items", "order", "raw", "shape")
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
         self.dtype: NumpyDtype | None = None
         self.order: tuple[int, ...] | None = None
         self.raw: bytes | bytearray | LargeBytes = b""
+        self.items: list[Any] | None = None
 
     def build(self, state: Any) -> None:
         """Set a state of (version, shape, dtype, True for Fortran order, bytes); the oldest states have no version."""
@@ -119,6 +121,7 @@ class NumpyArray(Built):
         self.dtype = dtype
         if dtype.row is None:
             self.shape = shape
+            self.items = raw if type(raw) is list else None
             return
         if type(raw) not in (bytes, bytearray, LargeBytes):
             raise Fault(f"an array's elements must be bytes, got {describe(raw)}")
@@ -290,7 +293,7 @@ class ArrayPlaces:
         begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
         if begin is not None:
             return Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides)
-        begin = self._put(array.raw, dtype.row.swap if swapped and dtype.big_endian else 1)
+        begin = self.put(array.raw, dtype.row.swap if swapped and dtype.big_endian else 1)
         self._listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
         return None
 
@@ -308,7 +311,16 @@ class ArrayPlaces:
             return None
         return base + at
 
-    def _put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
+    def add(self, listing: Listing) -> None:
+        """Add a tensor in the temporary file."""
+        self._listings.append(listing)
+
+    def put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
+        """Add bytes to the temporary file, once, and return their offset.
+
+        Args:
+            width: bytes of each number to swap.
+        """
         key = (id(raw), width)
         begin = self._begins.get(key)
         if begin is None:

@@ -164,7 +164,7 @@ def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]
 def _entries(opened: WeightFile, format: str | None) -> Iterator[FileEntry]:
     """Yield the entries of a file, if it is a zip archive."""
     # Compressed arrays were unpacked into a temporary file.
-    unpacked = format == "npz" and not _is_zip(opened)
+    unpacked = opened.unpacked and format in ("npz", "torch zip")
     file = open_without_table(opened.place, shown=opened.path, files=opened.files) if unpacked else opened
     if not _is_zip(file):
         return

@@ -888,6 +888,8 @@ def test_a_folder_is_resolved_in_order(tmp_path):
     assert first() == (["pytorch_model.bin"], 2, "torch legacy")
     put("shard.bin", 3)
     (tmp_path / "pytorch_model.bin.index.json").write_text(index(["w"], "shard.bin"))
+    assert first() == (["pytorch_model.bin"], 2, "torch legacy")  # as in transformers
+    (tmp_path / "pytorch_model.bin").unlink()
     assert first() == (["shard.bin"], 3, "torch zip")
     assert list(safeload.open(tmp_path / "pytorch_model.bin.index.json")) == ["w"]
     save_file({"w": np.full(2, 4, np.float32)}, tmp_path / "z.safetensors")

@@ -147,7 +147,7 @@ def test_arrays_in_a_folder_s_file(tmp_path):
     checkpoint = safeload.open(tmp_path)
     assert {name: array.tolist() for name, array in checkpoint.items()} == {"w": [1, 1], "a": [0, 0, 0]}
     (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
-    assert list(safeload.open(tmp_path)) == ["a"]
+    assert list(safeload.open(tmp_path / "pytorch_model.bin.index.json")) == ["a"]
 
 
 def test_bytes_that_are_in_the_file_are_not_copied(tmp_path):
