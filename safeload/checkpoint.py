@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from .base import log
 from .base.arrays import Array, TensorLike
+from .base.cached import cached_property
 from .base.gc_pause import paused
 from .base.listing import TensorInfos, as_html
 from .base.packing import CONFIG_KEY
@@ -26,6 +27,7 @@ from .formats.opening import OpenedPath, Recipe, Seen, pickled, reopen, seen_of
 from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
+from .models.module_names import adapter_kind, adapter_note
 from .packed import codes_without_scale  # here, because a child forked during a later import would hang
 from .packed.quantization import Quantization, quantization_of
 from .stores.files import Location
@@ -107,7 +109,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._index = index_file
         index = None if index_file is None else index_of(self)
         self.index = None if index is None else index.shown
-        self.notes = list(notes)
+        self._notes = notes
         self.format = kind
         self.files = list(dict.fromkeys([file.path for file in files]))
         self.metadata = metadata
@@ -165,6 +167,12 @@ class Checkpoint(Mapping[str, TensorLike]):
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """The kind of a folder or file (an adapter, a pipeline), and the weight files that were not opened."""
+        kind = None if any("adapter" in note for note in self._notes) else adapter_kind(self)
+        return [*self._notes, *([] if kind is None else [adapter_note(kind)])]
 
     @property
     def nbytes(self) -> int:

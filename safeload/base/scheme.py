@@ -5,13 +5,14 @@ csrc/kernels/dtype.c describes the block layouts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from .dtypes import BLOCK_TYPES, BY_CODE, Dtype, is_name
 from .native import lib
 from .preset import PRESET_NAMES, PRESETS
-from .text import nearest, show
+from .text import nearest_five, show
 
 
 class Scheme(NamedTuple):
@@ -86,6 +87,7 @@ SCHEMES = {
 }
 # The dtypes of all schemes' stored data, including read-only schemes.
 _ROWS = {INT8: BY_CODE["I8"], **BLOCK_TYPES}
+_LONGEST = 40  # characters of a name that can be a scheme's
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
 
@@ -124,21 +126,55 @@ def parse(scheme: object) -> str:
         )
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:
-        raise ValueError(f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}")
-    if is_name(name):
-        raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype; pass it as dtype=")
+        read_only = f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}"
+        engines = [near for near in PRESET_NAMES if name in near]
+        raise ValueError(f"{read_only}; for a whole model {' and '.join(engines)}" if engines else read_only)
     if name in PRESETS:
         raise ValueError(f"scheme {show(scheme)} is for whole models: use convert or load_quantized")
-    close = nearest(name, SCHEMES)
-    engines = ", ".join(PRESET_NAMES)
+    dtype = f"dtype={scheme!r}".replace("'", '"')
+    if is_name(name) and not _FP8.fullmatch(name):
+        raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype; pass it as {dtype}")
+    near = list(map(repr, near_schemes(name)))
+    casts = f". {dtype} casts without scales" if is_name(name) else ""
     raise ValueError(
-        f"unknown scheme {show(scheme)}"
-        + (
-            f": did you mean {close[0]!r}?"
-            if close
-            else f", expected one of {writable}; or, for a whole model, the format of an engine: {engines}"
-        )
+        f"unknown scheme {show(scheme)}: did you mean {', '.join(near[:-1])} or {near[-1]}? "
+        f"`safeload convert --help` lists all schemes{casts}"
     )
+
+
+# Common names of quantizations, and the schemes that they can mean.
+_MEANT = {
+    "int4": ("w4a16", "q4_0", "q4_k", "mlx4", "bnb_nf4"),
+    "int8": (INT8, "w8a8", "w8a16", "q8_0", "mlx8"),
+    "fp4": ("bnb_fp4", "mxfp4a16", "nvfp4a16", "mlx-mxfp4", "mlx-nvfp4"),
+    "fp8": ("fp8_dynamic", "fp8_block", "deepseek_fp8", "mlx-mxfp8", "w8a8"),
+    "gptq": ("w4a16", "w8a16", "w4a16_asym", "mlx4", "q4_k"),
+    "awq": ("w4a16_asym", "w4a16", "w8a16", "mlx4", "q4_k"),
+    "mlx": ("mlx4", "mlx8", "mlx6", "mlx5", "mlx3"),
+    "gguf": ("q4_k", "q8_0", "q6_k", "q5_k", "q4_0"),
+}
+_MEANT.update(dict.fromkeys(("4bit", "4-bit", "uint4", "i4", "w4", "q4", "load_in_4bit"), _MEANT["int4"]))
+_MEANT.update(dict.fromkeys(("8bit", "8-bit", "i8", "w8", "q8", "llm.int8", "load_in_8bit"), _MEANT["int8"]))
+_MEANT.update(dict.fromkeys(("f4", "float4", "float4_e2m1fn"), _MEANT["fp4"]))
+_LIKE_SCHEMES = re.compile(r"(?:i?q|tq|w)[0-9].*|(?:mlx|bnb|nvfp|mxfp|nf)[_-]?[0-9].*|fp4", re.ASCII)
+_FP8 = re.compile(r"(?:torch\.)?(?:float|fp|f)8.*|e4m3.*|e5m2.*", re.ASCII)
+
+
+def near_schemes(text: str) -> list[str]:
+    """Return the five names of schemes and engine formats that are nearest to a text in lower case."""
+    meant = _MEANT.get("fp8" if _FP8.fullmatch(text) else text)
+    return nearest_five(text, (*SCHEMES, *PRESET_NAMES)) if meant is None else [*meant]
+
+
+def advice_for(dtype: object) -> str | None:
+    """Return what to do about a dtype that is the name of a quantization, or None."""
+    text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
+    name = text.lower()[:_LONGEST].removeprefix("torch.")
+    if name in _ROWS or name in PRESETS or name in _MEANT or _LIKE_SCHEMES.fullmatch(name):
+        written = name in SCHEMES or name in PRESETS or name.rpartition("_")[0] in SCHEMES
+        scheme = name if written else near_schemes(name)[0]
+        return f'see safeload.load_quantized, or pass quantize="{scheme}" to safeload.convert'
+    return None
 
 
 def usual_axis(scheme: str, shape: tuple[int, ...]) -> int | None:

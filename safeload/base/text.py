@@ -70,6 +70,20 @@ def nearest(text: str, names: Iterable[str]) -> list[str]:
     return close if best >= _SIMILAR and len(close) == 1 else []
 
 
+def nearest_five(text: str, names: Iterable[str]) -> list[str]:
+    """Return the five names most like ``text``: first those that contain it, then those with its digits."""
+    import difflib
+
+    text = text[:_COMPARED]
+    matcher = difflib.SequenceMatcher(None, b=text)
+
+    def likeness(name: str) -> tuple[bool, bool, float]:
+        matcher.set_seq1(name)
+        return bool(text) and text in name, _digits(name)[:1] == _digits(text)[:1], matcher.ratio()
+
+    return sorted(names, key=likeness, reverse=True)[:5]
+
+
 def _digits(text: str) -> str:
     return "".join(filter(str.isdigit, text))
 

@@ -8,7 +8,7 @@ import re
 _ARGUMENT = r"""(?<![^ (])
     (base|dtype|drop|force|format|ignore|imatrix|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|rename
      |resume|root|stored|unknown_globals|verify)
-    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep)=)(?=') | (?<=ignore=)(?=')
+    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep|root)=)(?=') | (?<=ignore=)(?=')
        | (?<=quantize=)(?=')
        | (?=[ ,;:.)]|$) )
        | (?<=max_shard_size)(?=[ ]|$))"""
@@ -33,6 +33,7 @@ _CODE = (
     (r"; for a bucket pass safeload\.remote\.\S+ path\)", ""),
     (r"safeload\.load without dtype= returns them", "--stored shows them"),
     (r"safeload\.load of the whole checkpoint .* with stored=True", "--stored shows the codes as stored"),
+    (r'see safeload\.load_quantized, or pass quantize="(\S*)" to safeload\.convert', r"pass --quantize \1 to convert"),
     (r"safeload\.convert can merge", "`safeload convert` can merge"),
     (r"safeload\.convert\(\.\.\., URL\) writes", "`safeload convert SOURCE URL` writes"),
     (r"Convert the tensor with safeload\.astype, or leave it out(?: with drop=)?", "Leave it out with --drop"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from importlib import import_module
+from typing import NoReturn
 
 from .._version import __version__
 from ..base.layout import width
@@ -49,11 +50,20 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return "\n\n".join(part if part.startswith("examples:") else textwrap.fill(part, width()) for part in parts)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, because the usage of a command can fill a terminal."""
+
+    wrong_usage = 2  # exit status
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(self.wrong_usage, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 class Parsers:
     """The parser of the options before the command, and a parser for each command."""
 
     def __init__(self) -> None:
-        self.top = argparse.ArgumentParser(
+        self.top = _Parser(
             prog="safeload",
             usage="safeload [-h] [--version] [-v] COMMAND ...",
             description="Inspect, check, compare and convert model weight files.",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import SafeloadError
 from .common import add_json, columns, complain, expanded, painter, shown
@@ -46,12 +45,7 @@ def register(parser: Any) -> None:
     )
     add_json(parser)
 
-    def error(message: str) -> NoReturn:
-        parser.print_usage(sys.stderr)
-        print(f"{parser.prog}: error: {message}", file=sys.stderr)
-        sys.exit(_USAGE)
-
-    parser.error = error
+    parser.wrong_usage = _USAGE
     parser.set_defaults(run=run)
 
 

@@ -25,6 +25,7 @@ from ..errors import (
     UnsupportedError,
     missing_file,
 )
+from ..models.module_names import adapter_note, refuse_adapters
 from ..stores.files import Files, Location
 from ..stores.json_file import read_if_there, read_json
 from .dcp.names import METADATA as DCP_METADATA
@@ -154,6 +155,7 @@ def open_list(paths: Sequence[str], request: OpenRequest) -> Shards:
         metadata.update(shards.metadata)
         if shards.format == GGUF and len(shards.files) > 1:
             parts.update(file.place for file in shards.files)
+    refuse_adapters((shards.files[0].path, shards.where) for shards in opened)
     config = next((shards.config for shards in opened if shards.config is not None), None)
     files = [file for shards in opened for file in shards.files]
     notes = [note for shards in opened for note in shards.notes]
@@ -780,8 +782,7 @@ def _notes(
     """
     notes = []
     if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
-        kind = _adapter(files.join(path, _ADAPTER), files)
-        notes.append(f"{kind}: changes to the weights of a base model, not a complete model")
+        notes.append(adapter_note(_adapter(files.join(path, _ADAPTER), files)))
     if _PIPELINE in names:
         inner = _listed(_with_weights(path, folders, files)) or "no folder"
         notes.append(f"a diffusers pipeline, with more weights in {inner}")

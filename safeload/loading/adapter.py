@@ -16,6 +16,7 @@ from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..errors import FormatError, UnsupportedError
 from ..formats.opening import open_paths
+from ..models.module_names import foreign_kind, unwrapped
 from ..packed.patterns import compiled
 from ..stores.files import Location
 from ..stores.json_file import read_json
@@ -232,6 +233,11 @@ _PEFT = {
     ".lora_magnitude_vector": MAGNITUDE,
     ".lora_magnitude_vector.weight": MAGNITUDE,
 }
+# A role in a PEFT name, with the adapter's own name if the state dict of the model was saved ("lora_A.default.weight").
+_ROLE = re.compile(
+    r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.(?!(?:weight|bias)\Z)([^.]+))?(\.weight|\.bias)?\Z",
+    re.ASCII,
+)
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
 # Each role needs at least one of these partners.
 _PARTNERS = {
@@ -242,10 +248,9 @@ _PARTNERS = {
     BIAS: {B},
     MAGNITUDE: {B, EMBEDDING_B},
 }
-# Wrappers in PEFT's module names, and names of other methods and tools.
+# Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = (".base_layer.", _SAVED)
-_FOREIGN = ("lora_down", "lora_up", "lora.down", "lora.up", "lora_unet_", "lora_te", "_lora.", "hada_", "lokr_")
 _NOT_LORA = ("trainable_tokens", "token_adapter", "lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
 
 
@@ -274,7 +279,11 @@ class Adapter:
         file = checkpoint.weight_files[0]
         _check_names(checkpoint)
         self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
-        self.config = read_json(self.config_at.path, CONFIG, file.files)
+        try:
+            self.config = read_json(self.config_at.path, CONFIG, file.files)
+        except FileNotFoundError:
+            _check_names(checkpoint, "")
+            raise
         self.settings = _parse(self.config, self.config_at.shown)
         self.modules = _modules(checkpoint, self.settings)
 
@@ -340,21 +349,41 @@ def opened(
     return result
 
 
-def _check_names(checkpoint: Checkpoint) -> None:
-    """Refuse the names of other tools before their missing configuration becomes the error."""
-    name = next((name for name in checkpoint if any(part in name for part in _FOREIGN)), None)
-    if name is not None and not name.startswith(_PREFIX):
-        text = "is named in the style of diffusers and kohya, not of PEFT or MLX; convert the adapter to PEFT first"
-        raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
+def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
+    """Refuse the names of other tools before their missing configuration becomes the error.
+
+    Args:
+        prefix: of names that need no check.
+    """
+    for name in checkpoint:
+        bare = unwrapped(name)
+        if (not prefix or not bare.startswith(prefix)) and (kind := foreign_kind(bare)) is not None:
+            text = f"belongs to {kind}, not to a LoRA of PEFT or MLX; merge it with its own tool, or convert it to PEFT"
+            raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
+
+
+def _own_name(checkpoint: Checkpoint) -> str:
+    """Return the adapter's own name, which the names of a saved state dict contain.
+
+    Raises:
+        UnsupportedError: there are several adapters.
+    """
+    roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
+    names = list(dict.fromkeys(match[2] for match in roles))
+    if len(names) > 1:
+        text = f"several adapters in one file: {', '.join(map(show, names[:5]))}; save each one with PEFT"
+        raise error_about(UnsupportedError, text, path=checkpoint.path)
+    return names[0] if names else "default"
 
 
 def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dict[str, str]]:
     """Group tensor names by module of the base and role; a whole tensor is its own module."""
     modules: dict[str, dict[str, str]] = {}
+    own = "" if settings.mlx else f"{_SAVED}{_own_name(checkpoint)}."
     for name in checkpoint:
         if _UNUSED in name:  # the base's own value, stored beside its replacement
             continue
-        module, part = _parse_name(name, settings, checkpoint.path)
+        module, part = _parse_name(name, settings, checkpoint.path, own)
         parts = modules.setdefault(module, {})
         if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
             continue
@@ -385,22 +414,30 @@ def _check_parts(parts: Mapping[str, str], settings: AdapterSettings, path: str)
         raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
 
 
-def _parse_name(name: str, settings: AdapterSettings, path: str) -> tuple[str, str]:
-    """Return the module and the role of an adapter tensor."""
+def _parse_name(name: str, settings: AdapterSettings, path: str, own: str) -> tuple[str, str]:
+    """Return the module and the role of an adapter tensor.
+
+    Args:
+        own: the adapter's own name in that of a saved module.
+    """
+    bare = unwrapped(name)
     if settings.mlx:
-        rest, suffixes = name, _MLX
-    elif name.startswith(_PREFIX):
-        rest, suffixes = name.removeprefix(_PREFIX), _PEFT
-    else:
+        for suffix, part in _MLX.items():
+            if bare.endswith(suffix):
+                return bare.removesuffix(suffix), part
+    elif not bare.startswith(_PREFIX):
         text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
         raise error_about(UnsupportedError, text, path=path, tensor=name)
-    for suffix, part in suffixes.items():
-        if rest.endswith(suffix):
-            return rest.removesuffix(suffix), part
+    rest = bare if settings.mlx else bare.removeprefix(_PREFIX)
+    role = None if settings.mlx else _ROLE.search(rest)
+    key = "" if role is None else f".{role[1]}{role[3] or ''}"
+    if role is not None and key in _PEFT:
+        return rest[: role.start()], _PEFT[key]
     if any(part in rest for part in _NOT_LORA):
-        text = "of the adapter belongs to a method other than LoRA; merge this adapter with PEFT"
+        named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
+        text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
         raise error_about(UnsupportedError, text, path=path, tensor=name)
-    for wrapped in _WRAPPED:
+    for wrapped in (*((own,) if own else ()), *_WRAPPED):
         while wrapped in rest:  # wrappers can nest
             rest = rest.replace(wrapped, ".")
     return rest, VALUE

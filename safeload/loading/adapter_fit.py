@@ -15,8 +15,9 @@ import numpy as np
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
 from ..models.expert_forms import STACK
+from ..models.module_names import stored_names
 from ..models.tied import is_unclear, tied_heads
-from .adapter import EMBEDDING_A, VALUE, A, Adapter, B
+from .adapter import BIAS, EMBEDDING_A, VALUE, A, Adapter, B
 from .adapter_base import Base
 
 # ---- tied heads ----
@@ -188,9 +189,14 @@ class WithStacks:
         self.model_type = base.model_type
         self.apart = {}
         self.renamed = {}
+        self._wrapped: dict[str, str] | None = None  # names without wrappers -> stored name
 
     def __contains__(self, name: str) -> bool:
         return name in self._base or name in self.apart or name in self.renamed or self._find(name)
+
+    def look_up(self, name: str) -> bool:
+        """Return whether the base has a tensor, and remember the name under which it is stored."""
+        return name in self
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.apart[name].shape if name in self.apart else self._base.shape(self.renamed.get(name, name))
@@ -204,7 +210,12 @@ class WithStacks:
             if stack is not None:
                 self.apart[name] = stack
                 return True
-        return False
+        if self._wrapped is None:  # only now: few names are missing
+            self._wrapped = stored_names(self._base, self.title)
+        wrapped = next((self._wrapped[stored] for stored in _stored_names(name) if stored in self._wrapped), None)
+        if wrapped is not None:
+            self.renamed[name] = wrapped
+        return wrapped is not None
 
     def _stack(self, name: str) -> Apart | None:
         """Return the stack of this name, or None if the base lacks its experts."""
@@ -290,6 +301,8 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
             unclear[module] = _ambiguous(adapter, module, tensor_of(module, parameters), base, module in parameters)
         else:
             transposed[module] = guess
+    for module, parts in adapter.modules.items():
+        base.look_up(module if VALUE in parts else f"{module}.{'bias' if BIAS in parts else 'weight'}")
     flag = adapter.settings.transposed
     return Fit(
         parameters,

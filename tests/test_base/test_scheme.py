@@ -51,8 +51,8 @@ def test_a_scheme_takes_its_own_roundings_only(scheme, rounding):
 
 
 @pytest.mark.parametrize("scheme", ["q3_0", "int4", "", None, 4, ["q4_0"], {"q4_0"}, np.float32], ids=repr)
-def test_what_is_no_scheme_is_refused_with_a_list_of_all(scheme):
-    with pytest.raises(ValueError, match=f"expected one of {', '.join(SCHEMES)}; or, "):
+def test_what_is_no_scheme_is_refused_with_the_nearest(scheme):
+    with pytest.raises(ValueError, match=r"did you mean '\w+', '\w+', '\w+', '\w+' or '\w+'\?"):
         safeload.quantize(np.ones(32, np.float32), scheme)
 
 
@@ -61,7 +61,7 @@ def test_a_scheme_that_is_only_read_is_called_that():
         if name not in SCHEMES:
             for given in (name, row.code, f"{row.code}_M"):
                 with pytest.raises(
-                    ValueError, match=rf"{row.code} can only be read; writable schemes are {', '.join(SCHEMES)}$"
+                    ValueError, match=rf"{row.code} can only be read; writable schemes are {', '.join(SCHEMES)}(;|$)"
                 ):
                     safeload.quantize(np.ones(32, np.float32), given)
 

@@ -128,4 +128,4 @@ def test_an_unknown_shell_is_wrong_usage(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["completion", "tcsh"])
     assert caught.value.code == 2
-    assert "usage: safeload completion" in capsys.readouterr().err
+    assert "see safeload completion --help" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: safeload" in capsys.readouterr().err
+    assert "safeload" in capsys.readouterr().err
 
 
 def test_info_as_json(path, capsys):
@@ -303,34 +303,70 @@ def test_a_path_alone_means_info(path, capsys):
         assert (status, out) == (1, "")
         assert err.startswith("safeload: No such file or directory: ")
     (path.parent / "check").write_bytes(path.read_bytes())
-    assert wrong(capsys, "check")[0].startswith("usage: safeload check")  # the name of a command stays one
+    assert wrong(capsys, "check")[0].startswith("safeload check: error: ")  # the name of a command stays one
     assert run(capsys, f".{os.sep}check")[0] == 0
 
 
 def test_a_mistyped_command_is_named(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    usage = "usage: safeload [-h] [--version] [-v] COMMAND ..."
-    assert wrong(capsys, "chek", "x") == [usage, "safeload: error: unknown command 'chek', did you mean 'check'?"]
+    end = "; see safeload --help"
+    assert wrong(capsys, "chek", "x") == [f"safeload: error: unknown command 'chek', did you mean 'check'?{end}"]
     instead = "safeload: error: unknown command 'quantize', use: safeload convert SOURCE DESTINATION --quantize SCHEME"
-    assert wrong(capsys, "quantize", "x") == [usage, instead]
-    assert wrong(capsys, "x\x1b")[1].startswith(
+    assert wrong(capsys, "quantize", "x") == [instead + end]
+    assert wrong(capsys, "x\x1b")[0].startswith(
         r"safeload: error: unknown command 'x\x1b', expected one of info, get, check, "
     )
-    assert wrong(capsys)[0] == usage
+    assert wrong(capsys)[0] == "usage: safeload [-h] [--version] [-v] COMMAND ..."
     assert "commands:" in wrong(capsys)
-    assert wrong(capsys, "-v")[0] == usage
+    assert wrong(capsys, "-v") == [f"safeload: error: which command?{end}"]
 
 
-def test_a_mistyped_option_shows_the_usage_of_its_command(capsys):
-    *usage, error = wrong(capsys, "info", "x", "--tre=1", "y")
-    assert usage[0].startswith("usage: safeload info [-h]")
-    assert error.startswith("safeload info: error: ")
-    assert wrong(capsys, "stats", "x", "--sotr")[-1].endswith("unrecognized arguments: --sotr, did you mean '--sort'?")
+def test_a_mistyped_option_is_one_line(capsys):
+    (line,) = wrong(capsys, "info", "x", "--tre=1", "y")
+    assert line.startswith("safeload info: error: ")
+    assert line.endswith("; see safeload info --help")
+    end = "; see safeload stats --help"
+    (line,) = wrong(capsys, "stats", "x", "--sotr")
+    assert line.endswith(f"unrecognized arguments: --sotr, did you mean '--sort'?{end}")
     # An abbreviation could become ambiguous with the next new option.
-    assert wrong(capsys, "stats", "x", "--sor")[-1].endswith("unrecognized arguments: --sor, did you mean '--sort'?")
-    assert wrong(capsys, "--verb", "info", "x")[-1].startswith("safeload: error: ")
-    assert wrong(capsys, "stats", "x", "y\x1b")[-1] == r"safeload stats: error: unrecognized arguments: y\x1b"
-    assert wrong(capsys, "--nonsense", "info")[0].startswith("usage: safeload [-h]")
+    assert wrong(capsys, "stats", "x", "--sor")[0].endswith(f"--sor, did you mean '--sort'?{end}")
+    assert wrong(capsys, "--verb", "info", "x")[0].startswith("safeload: error: ")
+    assert wrong(capsys, "stats", "x", "y\x1b") == [rf"safeload stats: error: unrecognized arguments: y\x1b{end}"]
+    assert wrong(capsys, "--nonsense", "info")[0].startswith("safeload: error: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "a"],
+        ["convert", "a", "b", "--format", "zip"],
+        ["convert", "a", "b", "--threads", "0"],
+        ["convert", "a", "b", "--rename", "x"],
+        ["check", "a", "--threads", "many"],
+        ["info", "a", "--sort", "colour"],
+        ["info", "a", "--limit", "-1"],
+        ["diff", "a"],
+        ["get"],
+        ["edit", "--metadata", "k=v"],
+        ["patch", "a", "b"],
+        ["report"],
+        ["verify", "a", "--nonsense"],
+        ["sign"],
+        ["ls", "--json", "--what"],
+        ["bench", "--what"],
+        ["completion", "tcsh"],
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_help(arguments, capsys):
+    (line,) = wrong(capsys, *arguments)
+    assert line.endswith(f"; see safeload {arguments[0]} --help")
+
+
+def test_wrong_usage_of_scan_is_one_line_with_its_own_status(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["scan", "--nonsense"])
+    assert caught.value.code == 64
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_options_stand_anywhere(path, capsys):

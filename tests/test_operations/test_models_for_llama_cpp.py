@@ -10,6 +10,7 @@ from builders import llama_models
 
 import safeload
 from safeload import gguf
+from safeload.numpy import save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -373,3 +374,36 @@ def test_an_existing_file_is_not_replaced(folder, tmp_path):
     first = (tmp_path / "x.gguf").read_bytes()
     safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
     assert (tmp_path / "x.gguf").read_bytes() == first
+
+
+WRAPPED = {
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "DataParallel": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "compiled layers": lambda name: name.replace("self_attn.", "_orig_mod.self_attn."),
+    "activation checkpointing": lambda name: name.replace(".mlp.", "._checkpoint_wrapped_module.mlp."),
+    "FSDP": lambda name: "_fsdp_wrapped_module." + name.replace(".mlp.", "._fsdp_wrapped_module.mlp."),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_wrappers_of_modules_are_left_out(wrapper, folder, tmp_path):
+    source = folder("llama3")
+    safeload.convert(source, tmp_path / "plain.gguf")
+    (file,) = source.glob("*.safetensors")
+    save_file({WRAPPED[wrapper](name): x.copy() for name, x in safeload.load(file).items()}, file)
+    safeload.convert(source, tmp_path / "wrapped.gguf")
+    plain, wrapped = (llama_models.described(tmp_path / f"{name}.gguf") for name in ("plain", "wrapped"))
+    assert dict(wrapped["tensors"]) == dict(plain["tensors"])
+    assert wrapped["metadata"] == plain["metadata"]
+    report = safeload.check(source)
+    assert [finding.code for finding in (*report.errors, *report.warnings)] == ["schema.prefix"]
+    assert report.compared == len(safeload.open(source))
+
+
+def test_names_that_differ_in_wrappers_only_are_refused(folder):
+    name = "model.layers.0.mlp.up_proj.weight"
+    wrapped = "model.layers.0._orig_mod.mlp.up_proj.weight"
+    source = folder("llama3", tensors={wrapped: llama_models.tensors_of(MODELS["llama3"])[name]})
+    refused(source, f"'{name}' and '{wrapped}' have one name without their wrappers|'{wrapped}' and '{name}' have one")
+    assert "schema.names" in [finding.code for finding in safeload.check(source).errors]

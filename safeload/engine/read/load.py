@@ -12,6 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, array_over, check_mapping, empty_array
 from ...base.native import ffi, lib, pointer, short
+from ...base.scheme import advice_for
 from ...base.selecting import Patterns
 from ...base.table import Entry
 from ...base.text import show
@@ -92,9 +93,16 @@ def parse_target(dtype: Any) -> dtypes.Dtype | None:
     """
     if dtype is None:
         return None
-    row = dtypes.parse(dtype, _TARGETS)
+    try:
+        row = dtypes.parse(dtype, _TARGETS)
+    except TypeError:
+        if (advice := advice_for(dtype)) is None:
+            raise
+        raise TypeError(f"unknown dtype {show(dtype)}: it is a quantization scheme, {advice}") from None
     if row not in _TARGETS:
-        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(targets())}")
+        advice = advice_for(row.name)
+        quantized = "" if advice is None else f"; to quantize, {advice}"
+        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(targets())}{quantized}")
     return row
 
 

@@ -16,6 +16,7 @@ from ...models.diffusion import ARCHITECTURE
 from ...models.expert_forms import MAX_EXPERTS
 from ...models.gguf_architectures import is_kept_f32, schema_of
 from ...models.gguf_sources import BUFFERS, ENDS, HEAD, SOURCES, Experts, GgufSource
+from ...models.module_names import stored_names
 from ...stores.files import Location
 from ..sources.catalog import Catalog
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
@@ -140,6 +141,7 @@ class _Recipes:
         self._catalog = catalog
         self._config = config
         self._source = source
+        self._stored = stored_names(catalog, catalog.title)  # by name without wrappers
         self._experts: dict[str, dict[int, str]] = {}  # stacks: the tensor of each expert
         self._fused: dict[str, str] = {}  # layers with fused experts, by the source
         self._forms: set[str] = set()
@@ -149,18 +151,18 @@ class _Recipes:
         recipes: dict[str, TensorRecipe] = {}
         unknown = []
         tied = self._config.values.get("tie_word_embeddings", self._source.tied)
-        if self._source.tied and tied is not True and HEAD in self._catalog:
+        if self._source.tied and tied is not True and HEAD in self._stored:
             raise self._config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
-        for name in self._catalog:
+        for name in self._stored:
             if name.endswith(BUFFERS) or (name == HEAD and self._source.tied):
                 continue
             placed = list(self._placed(name))
             if not placed:
-                unknown.append(name)
+                unknown.append(self._stored[name])
             for target, recipe in placed:
                 if target in recipes and recipe is not None:
                     text = f"is a second {target}"
-                    raise error_about(FormatError, text, path=self._catalog.title, tensor=name)
+                    raise error_about(FormatError, text, path=self._catalog.title, tensor=self._stored[name])
                 recipes.setdefault(target, recipe or TensorRecipe((), ()))
         if unknown:
             raise UnsupportedError(
@@ -168,7 +170,7 @@ class _Recipes:
                 f"{self._source.architecture} has no such tensor; raw=True writes the tensors as they are",
                 tensor=unknown[0],
             )
-        if tied is not True and HEAD not in self._catalog and not self._source.tied:
+        if tied is not True and HEAD not in self._stored and not self._source.tied:
             text = "is missing, and tie_word_embeddings is not true"
             raise error_about(FormatError, text, path=self._catalog.title, tensor=HEAD)
         for target, sources in self._experts.items():
@@ -178,11 +180,16 @@ class _Recipes:
         return recipes, next(iter(self._forms), None)
 
     def _placed(self, name: str) -> Iterator[tuple[str, TensorRecipe | None]]:
-        """Yield the results that need a source, with their recipes; None for a stack, whose recipe comes later."""
+        """Yield the results that need a source, with their recipes; None for a stack, whose recipe comes later.
+
+        Args:
+            name: without wrappers.
+        """
+        stored = self._stored[name]
         bare = name.removeprefix(_PREFIX)
         module, _, suffix = bare.rpartition(".")
         if module in ENDS and suffix == "weight" and (module == "lm_head") == (bare == name):
-            yield f"{ENDS[module]}.weight", self._same(name, f"{ENDS[module]}.weight")
+            yield f"{ENDS[module]}.weight", self._same(stored, f"{ENDS[module]}.weight")
             return
         match = _LAYER.fullmatch(bare)
         if match is None or not name.startswith(_PREFIX):
@@ -191,12 +198,12 @@ class _Recipes:
         module, _, suffix = inner.rpartition(".")
         target = self._source.modules.get(module)
         if target is not None and suffix in ("weight", "bias"):
-            yield f"{block}{target}.{suffix}", self._same(name, f"{block}{target}.{suffix}")
+            yield f"{block}{target}.{suffix}", self._same(stored, f"{block}{target}.{suffix}")
         elif self._source.modules.get(inner) is not None:  # a parameter without suffix
             target = f"{block}{self._source.modules[inner]}.weight"
-            yield target, self._same(name, target)
+            yield target, self._same(stored, target)
         elif self._source.experts is not None:
-            yield from self._of_experts(name, block, inner, self._source.experts)
+            yield from self._of_experts(stored, block, inner, self._source.experts)
 
     def _same(self, name: str, target: str) -> TensorRecipe:
         shape, heads = tuple(self._catalog.about(name).shape), 0

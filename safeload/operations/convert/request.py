@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from ...base import dtypes
+from ...base import dtypes, log
 from ...base.arrays import check_mapping
 from ...base.paths import PathLike
-from ...base.selecting import Patterns, Renames
-from ...base.text import parse_size, show
+from ...base.selecting import Patterns, Renames, Selection
+from ...base.text import parse_size, plural, show
 from ...engine.read.load import parse_target
 from ...formats.metadata import as_texts
 from ...formats.registry import (
@@ -26,6 +28,7 @@ from ...formats.registry import (
 )
 from ...models.diffusion import ARCHITECTURE, model_of
 from ...models.layout import Layout
+from ...models.module_names import adapter_note, refuse_adapters
 from ...stores.files import Location
 from ..folders import unfinished
 from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, of, where
@@ -243,9 +246,68 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
         with catalog:
             raise
     if model is None:
+        warn_of(catalog, request)
         return catalog
     with catalog:
+        warn_of(model, request)
         return model
+
+
+_MOST_ROOTS = 3  # containers in a warning
+# Containers in which training frameworks store the state of an optimizer, after the names of outer containers.
+_OPTIMIZER = re.compile(
+    r"(?s:(.*?[./]|))(optim(?:izers?)?(?:_states?|_state_dict|_weights)?|opt_state|optimizer_\w+)[./]", re.ASCII
+)
+
+
+def warn_of(catalog: Catalog, request: ConvertRequest) -> None:
+    """Warn if few users want the result: an adapter by itself, optimizer states, or a model in fp8 without scales.
+
+    Raises:
+        UnsupportedError: a source is an adapter of another.
+    """
+    for path, kind in refuse_adapters((origin.path, origin) for origin in catalog.checkpoints):
+        if request.options.get("adapters") is None:
+            log.warning("%s: %s", path, adapter_note(kind))
+    target = request.target
+    of_model = request.folder is not None and not {"model_type", "architectures"}.isdisjoint(catalog.config or {})
+    if of_model and target is not None and target.code.startswith("F8"):
+        log.warning(
+            '%s: no library loads a model that is cast to %s without scales: use quantize="fp8_dynamic" or '
+            'quantize="fp8_block" instead of dtype=',
+            request.path,
+            target.name,
+        )
+    _warn_of_optimizer(catalog, request)
+
+
+def _warn_of_optimizer(catalog: Catalog, request: ConvertRequest) -> None:
+    options = request.options
+    if options.get("names") is not None or options.get("only") is not None or options.get("layout") is not None:
+        return
+    names = list(map(str, catalog))
+    if "opt" not in "".join(names):
+        return
+    selection = Selection(None, options.get("drop"))
+    names = [name for name in names if selection.takes(name)]
+    states = [match for name in names if (match := _OPTIMIZER.match(name)) is not None]
+    if not states or len(states) == len(names):
+        return
+    containers = list(dict.fromkeys(match[0] for match in states))
+    outer = states[0][1]
+    beside = (name.removeprefix(outer) for name in names if name.startswith(outer) and not _OPTIMIZER.match(name))
+    roots = Counter(parts[0] for parts in (re.split("[./]", name, maxsplit=1) for name in beside) if len(parts) > 1)
+    shown = [f"root={show(outer + root)}" for root, _ in roots.most_common(_MOST_ROOTS)]
+    nested = catalog.format in BY_NAME and BY_NAME[catalog.format].nested
+    advice = [*(shown if nested else ()), f"drop={show(containers[0] + '*')}"]
+    log.warning(
+        "%s: %s of %s belong to an optimizer (%s): %s leaves them out",
+        catalog.title,
+        f"{len(states):,}",
+        plural(len(names), "tensor"),
+        ", ".join(container[:-1] for container in containers[:_MOST_ROOTS]),
+        " or ".join(advice),
+    )
 
 
 def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:

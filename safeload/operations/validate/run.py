@@ -34,6 +34,7 @@ from ...formats.numbered import other_form
 from ...formats.registry import BY_NAME, GGUF
 from ...loading import entry as loading
 from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
+from ...models.module_names import WRAPPERS, stored_names, wrapped_inside
 from ...models.schema import Schema
 from ...packed.quantization import quantization_of
 from ...stores.json_file import read_if_there
@@ -302,6 +303,7 @@ class _Validation:
         self._selected = selected
         self._unreadable = False
         self._tensors = catalog.descriptions([*catalog])
+        self._named = self._tensors  # under the names of the schema
 
     def run(self) -> None:
         """Run the checks. If a file can no longer be read, add a finding and stop."""
@@ -317,6 +319,7 @@ class _Validation:
             report.add(model.findings)
             choice, inner, config = model.choice, None, model.config if model.choice else None
         else:
+            self._name()
             choice, inner = self._choose_schema(config)
         own_config = config if inner is None else inner.config  # of the part covered by the schema
         schema = None if choice is None else choice.schema
@@ -330,7 +333,8 @@ class _Validation:
             report.add(structure.check_layers(tensors, frozenset() if quantized is None else quantized.modules))
         elif tensors:
             report.schema = choice.schema.name
-            comparison = structure.check_schema(choice, own_config, tensors, quantized=quantized, inner=inner)
+            parts = quantized if quantized is None or self._named is tensors else quantized.unwrapped()
+            comparison = structure.check_schema(choice, own_config, self._named, quantized=parts, inner=inner)
             report.compared = comparison.compared
             report.add(comparison.findings)
         expected = self._options.limits.parameters
@@ -344,6 +348,20 @@ class _Validation:
         pairs = {} if schema is None or not report.values else _tied_pairs(schema, own_config, tensors)
         self._read(Model(tensors, frozenset(codes), quantized, schema), pairs)
 
+    def _name(self) -> None:
+        """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_prefix`."""
+        name = next(filter(wrapped_inside, self._tensors), None) if self._options.choose else None
+        if name is None:
+            return
+        try:
+            stored = stored_names(self._tensors, self._catalog.title)
+        except FormatError as problem:
+            self._report.add([error("schema.names", problem.tensor, str(problem.args[0]))])
+            return
+        self._named = {bare: self._tensors[name] for bare, name in stored.items()}
+        message = f"names have wrappers ({', '.join(WRAPPERS)}), which no schema has"
+        self._report.add([warning("schema.prefix", name, message)])
+
     def _config(self) -> Mapping[str, Any] | None:
         """Return the config passed to `check`, or the config of the checkpoint."""
         if self._options.config is not None:
@@ -356,7 +374,7 @@ class _Validation:
 
     def _choose_schema(self, config: Mapping[str, Any] | None) -> tuple[Choice | None, Inner | None]:
         """Return the schema, and the covered part of the model; None for the whole model."""
-        options, names = self._options, self._tensors.keys()
+        options, names = self._options, self._named.keys()
         choice = Choice(options.schema, True) if options.schema is not None else None
         inner = None
         row = BY_NAME.get(self._report.format or "")

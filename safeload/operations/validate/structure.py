@@ -12,6 +12,7 @@ from ...base.names import pattern_of
 from ...base.text import plural, show
 from ...models.choosing import Choice, Inner
 from ...models.gguf_architectures import METADATA
+from ...models.module_names import unwrapped
 from ...models.schema import NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
 from ...packed.codes_without_scale import Codes
 from ...packed.quantization import Quantization
@@ -78,6 +79,11 @@ class Quantized(NamedTuple):
     names: frozenset[str]  # codes, scales, zero points and similar tensors
     modules: frozenset[str]  # modules with quantized weights
     configured: bool  # True if the config declares them
+
+    def unwrapped(self) -> Quantized:
+        """Return the same under names without wrappers."""
+        names, modules = (frozenset(map(unwrapped, texts)) for texts in (self.names, self.modules))
+        return self._replace(names=names, modules=modules)
 
 
 def quantized_parts(

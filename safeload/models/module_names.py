@@ -1,0 +1,128 @@
+"""Names that wrappers add to modules, and names of tensors by which adapters are recognized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ..base.text import show
+from ..errors import FormatError, UnsupportedError
+
+# Modules that torch.compile, DataParallel, FSDP and activation checkpointing put around another module.
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPED = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})\.", re.ASCII)
+
+_LEADING = re.compile(rf"^(?:(?:{'|'.join(WRAPPERS)})\.)+", re.ASCII)
+
+
+def unwrapped(name: str) -> str:
+    """Return the name of a tensor or module without wrappers, at any place."""
+    return _WRAPPED.sub("", name)
+
+
+def wrapped_inside(name: str) -> bool:
+    """Return whether a wrapper stands elsewhere than at the start of a name."""
+    bare = _LEADING.sub("", name)
+    return _WRAPPED.search(bare) is not None
+
+
+def stored_names(names: Iterable[str], path: str) -> dict[str, str]:
+    """Return the stored name of each tensor, by its name without wrappers.
+
+    Raises:
+        FormatError: two names differ only in wrappers.
+    """
+    stored: dict[str, str] = {}
+    for name in names:
+        other = stored.setdefault(unwrapped(name), name)
+        if other != name:
+            text = (
+                f"tensors {show(other)} and {show(name)} have one name without their wrappers ({', '.join(WRAPPERS)})"
+            )
+            raise FormatError(text, path, tensor=name)
+    return stored
+
+
+# ---- adapters ----
+
+# The method or tool of an adapter by the names of its tensors: the first match decides.
+_KINDS = tuple(
+    (re.compile(pattern, re.ASCII), kind)
+    for pattern, kind in (
+        (r"(?:^|[._])hada_(?:w[12]|t[12])", "a LoHa adapter (LyCORIS)"),
+        (r"(?:^|[._])lokr_(?:w[12]|t2)", "a LoKr adapter (LyCORIS)"),
+        (r"(?:^|[._])ia3_l|\.on_input$", "an IA3 adapter"),
+        (r"(?:^|[._])(?:vera_lambda|vera_[AB])", "a VeRA adapter"),
+        (r"(?:^|[._])boft_[RSs]", "a BOFT adapter"),
+        (r"(?:^|[._])(?:oft_[RrQqSs]|oft_blocks|oft_diag)", "an OFT adapter"),
+        (r"\.lora_E(?:\.|$)|\.ranknum(?:\.|$)", "an AdaLoRA adapter"),
+        (r"(?:^|[._])(?:hra_u|vblora_|fourierft_|bone_|miss_|shira_|randlora_|c3a_|delora_|waveft_|ln_tuning_layers|road_)",
+         "an adapter of another method of PEFT than LoRA"),
+        (r"^(?:prompt_embeddings|prompt_encoder\.|base_model\.prompt_encoder\.)", "a trained prompt"),
+        (r"trainable_tokens_|token_adapter", "an adapter with trained token embeddings"),
+        (r"^lora_(?:unet|te[0-9]?|transformer|prior|text)_", "a LoRA adapter of kohya"),
+        (r"^diffusion_model\..*\.lora_", "a LoRA adapter of ComfyUI"),
+        (r"^(?:blk\..*|token_embd|output)\.weight\.lora_[ab]$", "a LoRA adapter of llama.cpp (GGUF)"),
+        (r"[._]lora\.(?:down|up)\.|_lora\.(?:down|up)\.|lora_linear_layer\.", "a LoRA adapter of diffusers"),
+        (r"^(?:transformer|unet|text_encoder(?:_[23])?|controlnet|prior)\..*\.lora_[AB]\.",
+         "a LoRA adapter of diffusers"),
+        (r"\.lora_(?:down|up)(?:\.|$)", "a LoRA adapter of kohya or ComfyUI"),
+        (r"^lycoris_", "a LyCORIS adapter"),
+        # The last two are merged.
+        (r"\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\.|$)", "a LoRA adapter (PEFT)"),
+        (r"\.lora_[ab]$", "a LoRA adapter (MLX)"),
+    )
+)  # fmt: skip
+_MERGED = 2
+# Tensors that accompany those of an adapter.
+_BESIDE = re.compile(
+    r"^base_model\.model\.(?!.*\.base_layer\.)|\.(?:alpha|dora_scale|diff|diff_b|m|scale|magnitude)$", re.ASCII
+)
+
+
+def foreign_kind(name: str) -> str | None:
+    """Return the method or tool of an adapter that has a tensor of this name, if safeload does not merge it."""
+    return None if (rank := _rank(name)) is None or rank >= len(_KINDS) - _MERGED else _KINDS[rank][1]
+
+
+def _rank(name: str) -> int | None:
+    return next((rank for rank, (pattern, _) in enumerate(_KINDS) if pattern.search(name)), None)
+
+
+def adapter_kind(names: Iterable[str]) -> str | None:
+    """Return what adapter tensors of these names make up, such as "a LoRA adapter of kohya"; None for no adapter.
+
+    Every tensor must belong to the adapter, so the first tensor of a model decides.
+    """
+    ranks: set[int] = set()
+    for name in map(unwrapped, names):
+        rank = _rank(name)
+        if rank is None and not _BESIDE.search(name):
+            return None
+        ranks.update(() if rank is None else (rank,))
+    return _KINDS[min(ranks)][1] if ranks else None
+
+
+def adapter_note(kind: str) -> str:
+    """Return the note about a checkpoint that is an adapter."""
+    return f"{kind}: changes to the weights of a base model, not a complete model; {_advice(kind)}"
+
+
+def _advice(kind: str) -> str:
+    mergeable = re.match(r"a LoRA adapter \((?:PEFT|MLX)", kind) is not None
+    return "pass it as adapters= with its base" if mergeable else "safeload does not merge it"
+
+
+def refuse_adapters(sources: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, str]]:
+    """Return the path and kind of each adapter among sources, pairs of a path and names.
+
+    Raises:
+        UnsupportedError: some sources are adapters and some are not: their tensors belong into those of the model.
+    """
+    kinds = [(path, adapter_kind(names)) for path, names in sources]
+    adapters = [(path, kind) for path, kind in kinds if kind is not None]
+    if 0 < len(adapters) < len(kinds):
+        path, kind = adapters[0]
+        text = f"{path} is {kind}, whose tensors change those of the model beside it: {_advice(kind)}"
+        raise UnsupportedError(text, path=path)
+    return adapters
