@@ -94,7 +94,13 @@ class Checkpoint(Mapping[str, TensorLike]):
 
             with paused(sum(file.table.count for file in files)):
                 logical = families_to_tables.make_logical(
-                    files, where, quantization_of(config), title=title, complete=complete, in_gguf=kind == GGUF
+                    files,
+                    where,
+                    quantization_of(config),
+                    title=title,
+                    complete=complete,
+                    in_gguf=kind == GGUF,
+                    config=config,
                 )
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
             self._searched = True
@@ -545,6 +551,11 @@ def with_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Checkpoi
     return view
 
 
+def settings_of(checkpoint: Checkpoint) -> Quantization | None:
+    """Return the quantization with which the tensors of a checkpoint are read."""
+    return checkpoint._quantization if checkpoint._searched else quantization_of(checkpoint.config)
+
+
 def codes_of(checkpoint: Checkpoint) -> Mapping[str, codes_without_scale.Codes]:
     """Return the tensors with quantization codes, which mean nothing without their scales."""
     if checkpoint._codes is None:
@@ -552,7 +563,7 @@ def codes_of(checkpoint: Checkpoint) -> Mapping[str, codes_without_scale.Codes]:
         checkpoint._codes = codes_without_scale.codes_of(
             checkpoint.weight_files,
             tensors_of(checkpoint),
-            checkpoint._quantization if checkpoint._searched else quantization_of(checkpoint.config),
+            settings_of(checkpoint),
             search=alone and not checkpoint._searched,
             incomplete=alone and checkpoint.index is None,
             refused=checkpoint._refused,

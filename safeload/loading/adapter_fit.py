@@ -17,6 +17,7 @@ from ..errors import FormatError, UnsupportedError
 from ..models.expert_forms import STACK
 from ..models.module_names import stored_names
 from ..models.tied import is_unclear, tied_heads
+from ..packed.conv1d import CONV1D, CONV1D_MODELS
 from .adapter import BIAS, EMBEDDING_A, VALUE, A, Adapter, B
 from .adapter_base import Base
 
@@ -245,9 +246,6 @@ def _stored_names(name: str) -> Iterator[str]:
 
 # ---- modules ----
 
-# Models of transformers with Conv1D layers, which store weights as [in, out], and the last names of these layers.
-_CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
-_CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
 # Models that store experts as [experts, in, out], which every version of PEFT knows.
 _IN_FIRST = frozenset(("gpt_oss",))
 
@@ -432,7 +430,7 @@ class _Clues:
             else:
                 self._layers.setdefault(_last(module), set()).add(turned)
         layers = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
-        self._all_conv1d = all(_last(module) in _CONV1D for module in layers)
+        self._all_conv1d = all(_last(module) in CONV1D for module in layers)
 
     def experts(self, module: str) -> bool | None:
         """Return whether experts are stored as [experts, in, out], or None if the order is ambiguous.
@@ -450,11 +448,11 @@ class _Clues:
         PEFT asks each layer, and stores the ``fan_in_fan_out`` of the last one.
         """
         last = _last(module)
-        if self._model_type in _CONV1D_MODELS:
-            return last in _CONV1D
+        if self._model_type in CONV1D_MODELS:
+            return last in CONV1D
         orders = self._layers.get(last, set())
-        if len(orders) != 1 and last in _CONV1D:
-            orders = _united({name: known for name, known in self._layers.items() if name in _CONV1D})
+        if len(orders) != 1 and last in CONV1D:
+            orders = _united({name: known for name, known in self._layers.items() if name in CONV1D})
             if not orders and not self._flag and not self._all_conv1d:
                 return None
         if len(orders) == 1:

@@ -17,7 +17,9 @@ _FUSED_BLOCK = ".mlp.experts"
 _GATE_UP, _DOWN = f"{_FUSED_BLOCK}.gate_up_proj", f"{_FUSED_BLOCK}.down_proj"
 # A part of the names of mlx-lm's stacks.
 STACK = ".switch_mlp."
-# mlx-lm's names of Mixtral's modules.
+# The block of Mixtral's experts in its files, and the experts' in transformers 5.
+_MIXTRAL_BLOCK, _NEW = ".block_sparse_moe.", ".mlp.experts."
+# The names of Mixtral's modules in mlx-lm and in transformers 5.
 _RENAMED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # mlx-lm divides the up-projection of latent attention by heads.
 _HEADS, _EMBED, _UNEMBED = ".self_attn.kv_b_proj.weight", ".self_attn.embed_q.weight", ".self_attn.unembed_out.weight"
@@ -27,6 +29,7 @@ def with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
     """Return the schema of a model with these names, or the schema itself if its experts are stored one by one."""
     if _COUNT not in schema.counts:
         return schema
+    schema = _as_linearized(schema, names)
     fused = any(name.endswith((_GATE_UP, _DOWN)) for name in names)
     stacked = not fused and any(STACK in name for name in names)
     heads = any(name.endswith(_EMBED) for name in names)
@@ -43,6 +46,24 @@ def with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
         else:
             entries.append(entry)
     return replace(schema, entries=tuple(entries))
+
+
+def _as_linearized(schema: Schema, names: Collection[str]) -> Schema:
+    """Return Mixtral's schema under the names of transformers 5, in which llm-compressor also stores experts."""
+    if not any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries) or not any(_NEW in name for name in names):
+        return schema
+    linear = any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
+    fused = any(name.endswith((_GATE_UP, _DOWN)) for name in names)
+
+    def renamed(entry: SchemaEntry) -> SchemaEntry:
+        name = entry.name.replace(_MIXTRAL_BLOCK, ".mlp.")
+        block, one, module = name.partition(_ONE)
+        inner, _, suffix = module.partition(".")
+        if one and (linear or fused):
+            name = f"{block}{one}{_RENAMED.get(inner, inner)}.{suffix}"
+        return entry._replace(name=name)
+
+    return replace(schema, entries=tuple(map(renamed, schema.entries)))
 
 
 def _fused(entry: SchemaEntry, count: str) -> Iterator[SchemaEntry]:

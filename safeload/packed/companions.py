@@ -15,6 +15,7 @@ IGNORED = frozenset(
         "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
         "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
         "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
+        "_gate_up_proj_act_quant_scale", "_down_proj_act_quant_scale",
         "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
         "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
 from ..base.preset import BITSANDBYTES, COMPRESSED, FP8, MLX, Preset
+from ..base.text import show
 from .quantization import MLX_KEY, QUANTIZATION, Quantization, quantization_of, without_quantization
 
 # Modules that choose experts. Engines compute these in full precision, although they are linear.
@@ -64,6 +65,53 @@ MLX_EXPERTS: Mapping[str, MlxExperts] = {
         uncast=".e_score_correction_bias",
     ),
 }
+
+# ``model_type`` of models whose tensors mlx-lm 0.32.2 stores as transformers does: their classes have no ``sanitize``,
+# or one that only leaves out tensors.
+_SAME_IN_MLX = frozenset(
+    (
+        *(
+            "afm7",
+            "cohere",
+            "cohere2",
+            "ernie4_5",
+            "exaone",
+            "exaone4",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm",
+            "glm4",
+        ),
+        *("gpt_bigcode", "granite", "helium", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama"),
+        *("mimo", "minicpm3", "ministral3", "mistral", "nanbeige", "nanochat", "nemotron", "nemotron-nas", "olmo"),
+        *("olmo2", "olmo3", "openelm", "phi", "phi3", "phi3small", "plamo", "qwen", "qwen2", "qwen3", "seed_oss"),
+        *("smollm3", "stablelm", "starcoder2", "telechat3", "xverse", "youtu_llm"),
+    )
+)
+# Those whose experts it stacks, and which it stores alike otherwise. The names of the stacks show it.
+_STACKED_IN_MLX = frozenset(
+    (
+        *("afmoe", "deepseek", "deepseek_v2", "dots1", "glm4_moe", "mellum", "mixtral", "olmoe", "phimoe"),
+        *("qwen2_moe", "qwen3_moe"),
+    )
+)
+
+
+def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
+    """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
+    model_type = (config or {}).get("model_type")
+    known = _SAME_IN_MLX | _STACKED_IN_MLX | ENGINES[MLX].model_types
+    return isinstance(model_type, str) and model_type not in known
+
+
+def not_as_in_mlx(model_type: object) -> str:
+    """Return why a model's tensors of MLX are not those of transformers."""
+    return (
+        f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), and "
+        "safeload does not know the differences"
+    )
+
 
 # The version of compressed-tensors whose configuration this is.
 _VERSION = "0.19.0"

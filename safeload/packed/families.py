@@ -39,6 +39,7 @@ class Family(NamedTuple):
     optional: Mapping[str, tuple[str, ...]] = {}  # suffixes of parts that can be absent
     # required ``quant_method`` of the configuration; if set, only this row and fp8 apply to its codes
     method: str | None = None
+    private: bool = False  # True if the names of parameters begin with "_" in the file: X._weight_qdata is X.weight
 
 
 # ---- suffixes ----
@@ -217,12 +218,13 @@ FAMILIES = (
     Family("quanto", "._data", "", FP8 | {"I8"}, "subclasses.quanto", _scale("._scale")),
     Family(
         "torchao",
-        "._weight_qdata",
-        ".weight",
+        "_qdata",
+        "",
         FP8 | {"I8"},
         "subclasses.torchao",
-        _scale("._weight_scale"),
-        {packing.ZERO: ("._weight_zero_point",)},
+        _scale("_scale"),
+        {packing.ZERO: ("_zero_point",), packing.FACTORS: ("_act_pre_scale",)},
+        private=True,
     ),
     Family("GGUF NVFP4", ".weight", ".weight", frozenset(("U8",)), "gguf.nvfp4", _scale(".scale"), method=GGUF),
     Family("GGUF I2_S", "", "", frozenset(("U8",)), "gguf.i2_s", _scale("_scale"), method=GGUF),

@@ -5,10 +5,11 @@ Groups are formed over all files: a scale can be in another shard than its weigh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.listed_table import ListedTable, Listing
@@ -18,6 +19,7 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
 from .companions import IGNORED, is_zero_point, unread
 from .contents import PackedContents
+from .conv1d import as_stored, conv1d_model, is_named_conv1d
 from .families import (
     FAMILIES,
     FP8,
@@ -36,7 +38,7 @@ from .gguf import ternary
 from .grid import Misfit, Refused
 from .methods import QUARK
 from .packed_group import GroupContext, PackedGroup, check
-from .quantization import Quantization, find_quantization
+from .quantization import Quantization, config_beside, config_inside, find_quantization
 from .refused import quark_specs, unread_specs
 
 # Faults listed in an error.
@@ -76,6 +78,7 @@ def make_logical(
     title: str,
     complete: bool,
     in_gguf: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Logical:
     """Give open files tables in which each packed tensor appears once.
 
@@ -85,6 +88,7 @@ def make_logical(
         title: the checkpoint, for errors.
         complete: the files are a whole checkpoint, so a missing scale is an error.
         in_gguf: the files are GGUF: dtypes identify packed tensors, and no configuration applies.
+        config: ``config.json``; None to look beside the files.
 
     Raises:
         FormatError: parts of packed tensors are missing or do not fit.
@@ -94,13 +98,20 @@ def make_logical(
     if quantization is None and not in_gguf:
         quantization = find_quantization(files, title)
     marked = not in_gguf and any(_COMFY_METADATA in (file.table.metadata() or ()) for file in files)
-    finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=marked)
+    if quantization is not None and quantization.rival is not None and not any(map(_has_words, files)):
+        quantization = quantization.rival  # the settings of MLX are stray
+    conv1d = None
+    if not in_gguf and any(map(is_named_conv1d, places)):
+        conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
+    finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=marked, model_type=conv1d)
     try:
         finder.run()
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
         ) from None
+    if conv1d is not None:
+        finder.turn([name for name, (logical, _) in finder.packed.items() if is_named_conv1d(logical)])
     if finder.faults and (complete or in_gguf):
         for file in files:
             file.close()
@@ -127,6 +138,11 @@ def make_logical(
         logical = finder.packed[name][0] if name in finder.packed else name
         result[logical] = (file, file.table.find(logical) if file in changed else index)
     return Logical(result, finder.hidden, ignored, finder.refused, quantization)
+
+
+def _has_words(file: WeightFile) -> bool:
+    """Return True if a file has tensors of the dtype of MLX's codes."""
+    return any(row.code == "U32" for row in file.table.rows)
 
 
 def _listings(file: WeightFile, finder: _Finder) -> Iterable[Listing]:
@@ -158,10 +174,17 @@ class _Finder:
     Args:
         places: all tensors by name.
         comfy: the metadata has ComfyUI's marker.
+        model_type: of a model with Conv1D layers, else None.
     """
 
     def __init__(
-        self, places: Mapping[str, Place], quantization: Quantization | None, *, in_gguf: bool, comfy: bool
+        self,
+        places: Mapping[str, Place],
+        quantization: Quantization | None,
+        *,
+        in_gguf: bool,
+        comfy: bool,
+        model_type: str | None,
     ) -> None:
         self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
         self.hidden: dict[str, str] = {}  # parts, with their packed tensor, and ignored tensors, with ""
@@ -176,7 +199,8 @@ class _Finder:
         }
         self._places, self._quantization, self._in_gguf = places, quantization, in_gguf
         self._comfy = comfy or any(name.endswith(_COMFY_SUFFIX) for name in self._tensors)
-        text = "" if quantization is None else quantization.text()
+        text = "" if model_type is None else json.dumps({"model_type": model_type})
+        text = text if quantization is None else quantization.text(model_type)
         contents = PackedContents(places, _part, _DESCRIPTIONS)
         self._context = GroupContext(self._tensors, quantization, text, contents)
 
@@ -217,6 +241,11 @@ class _Finder:
             if names is None:
                 continue
             logical = name.removesuffix(family.main) + family.logical if family.main else name
+            if family.private:
+                module, dot, parameter = logical.rpartition(".")
+                if not parameter.startswith("_"):
+                    continue
+                logical = f"{module}{dot}{parameter[1:]}"
             group = PackedGroup(name, logical, names, self._context)
             try:
                 why = None if self._in_gguf else group.unknown()
@@ -241,6 +270,20 @@ class _Finder:
             return
         if fault is not None and (self._in_gguf or (quantization is not None and quantization.is_covered(name))):
             self.faults.append(fault)
+
+    def turn(self, names: Iterable[str]) -> None:
+        """Give the weights of Conv1D layers the axes of their files, or refuse them."""
+        for name in names:
+            logical, packed = self.packed[name]
+            stored = as_stored(packed.packing)
+            if not isinstance(stored, str):
+                self.packed[name] = logical, packed._replace(packing=stored)
+                continue
+            del self.packed[name]
+            parts = [part.name for part in packed.parts.values()]
+            for part in parts:
+                self.hidden.pop(part, None)
+            self._refuse(name, stored, parts)
 
     def _families_of(self, code: str) -> Sequence[Family]:
         """Return the families that codes of a dtype can belong to; they are few, and the tensors can be many."""

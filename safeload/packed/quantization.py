@@ -86,6 +86,7 @@ class Quantization:
     key: str  # such as "quantization_config"
     method: str | None  # such as "gptq"; None if not given
     values: Mapping[str, Any]  # everything under the key
+    rival: Quantization | None = None  # that of ``quant_method``, which holds if no tensor has MLX's codes
 
     def __str__(self) -> str:
         return self.key if self.method is None else f"{self.key} {self.method[:_QUOTED]}"
@@ -100,13 +101,17 @@ class Quantization:
         method, why = self.method or self.key, self.unread_layout or self.unknown
         return method if why is None or why.startswith("quant_method") else f"{method}, {why}"
 
-    def text(self) -> str:
-        """Return the description as JSON for a file of packed tensors, without lists of other modules."""
+    def text(self, model_type: str | None = None) -> str:
+        """Return the description as JSON for a file of packed tensors, without lists of other modules.
+
+        Args:
+            model_type: to add, if the axes of weights depend on it.
+        """
         # Sort only these keys: the order of the patterns of `dynamic` matters.
         values = {key: value for key, value in sorted(self.values.items()) if key not in _OTHER_MODULES}
         import json  # as in stores/json_file
 
-        return json.dumps({self.key: values})
+        return json.dumps({self.key: values, **({} if model_type is None else {"model_type": model_type})})
 
     # ---- support ----
 
@@ -447,7 +452,9 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
         for holder in level:
             value = holder.get(MLX_KEY)
             if isinstance(value, Mapping) and _method(value) == "mlx" and value != holder.get(QUANTIZATION):
-                return Quantization(MLX_KEY, "mlx", value)
+                other = holder.get(QUANTIZATION)
+                named = isinstance(other, Mapping) and isinstance(other.get("quant_method"), str)
+                return Quantization(MLX_KEY, "mlx", value, quantization_of({QUANTIZATION: other}) if named else None)
             for key in _CONFIG_KEYS:
                 value = holder.get(key)
                 if isinstance(value, Mapping) and value and value.get("quant_method") != OWN:
@@ -538,6 +545,22 @@ def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization |
                 path=path,
             )
     return quantization
+
+
+def config_inside(file: WeightFile) -> dict[str, Any] | None:
+    """Return the description that `Quantization.text` put into the metadata of a file; None if it has none."""
+    text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
+    return parse_json(text.encode(), packing.CONFIG_KEY, file.path) if isinstance(text, str) else None
+
+
+def config_beside(file: WeightFile) -> dict[str, Any] | None:
+    """Return the ``config.json`` in the folder of a file; None if it is missing or unreadable."""
+    try:
+        return read_if_there(file.files.join(_folder_of(file), BESIDE[0]), BESIDE[0], file.files)
+    except VerificationError:  # it could change values
+        raise
+    except (SafeloadError, OSError):
+        return None
 
 
 def quantization_beside(file: WeightFile) -> Quantization | None:

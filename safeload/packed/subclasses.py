@@ -45,10 +45,10 @@ def quanto(group: PackedGroup) -> Packing:
 
 
 def torchao(group: PackedGroup) -> Packing:
-    """``X._weight_qdata`` and ``X._weight_scale``, whose axes divide the codes into equal blocks."""
+    """``X._weight_qdata`` and ``X._weight_scale``, for any parameter; scales divide the codes into equal blocks."""
     shape, scale, numbers = group.shape(), group.shape(packing.SCALE), group.dtype()
     _check_type(group)
-    if group.has_beside("._weight_act_pre_scale"):
+    if group.has(packing.FACTORS):
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
     if group.dtype(packing.SCALE) not in NUMBERS:
         raise Refused(f"its {group.dtype(packing.SCALE)} scales look like MXTensor's, which can be swizzled")

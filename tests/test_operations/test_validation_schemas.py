@@ -317,3 +317,42 @@ def test_names_of_deepseek_v3_take_seconds():
     compared = structure.check_schema(choice, config, known)
     assert (compared.findings, compared.compared) == ([], len(known))
     assert time.process_time() - started < 10
+
+
+W = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def linearized(name):
+    """The name that llm-compressor gives a tensor of Mixtral: the module's in transformers 5, an expert a module."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return ".".join(W.get(part, part) for part in name.split("."))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.language_model."])
+@pytest.mark.parametrize("renamed", [linearized, lambda name: name.replace(".block_sparse_moe.", ".mlp."), str])
+def test_mixtrals_experts_are_known_under_the_names_of_both_tools(renamed, prefix):
+    config, tensors = small("mixtral")
+    named = {prefix + renamed(name): x for name, x in tensors.items()}
+    report = validate(named, config=config, values=False)
+    assert [f.code for f in (*report.errors, *report.warnings)] == ["schema.prefix"] * bool(prefix)
+    assert report.compared == len(tensors)
+    wrong = next(name for name in named if renamed("w2") in name.split(".") or ".w2." in name)
+    named[wrong] = named[wrong][:, :-1]
+    assert "schema.shape" in [f.code for f in validate(named, config=config, values=False).errors]
+
+
+def test_mixtrals_fused_experts_are_known():
+    config, tensors = small("mixtral")
+    named = {name.replace(".block_sparse_moe.", ".mlp."): x for name, x in tensors.items() if ".experts." not in name}
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}.block_sparse_moe.experts"
+        experts = range(config["num_local_experts"])
+        one = [[tensors[f"{block}.{k}.{w}.weight"] for k in experts] for w in ("w1", "w3", "w2")]
+        gate, up, down = map(np.stack, one)
+        named[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+        named[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+    report = validate(named, config=config, values=False)
+    assert [f.code for f in (*report.errors, *report.warnings)] == []
+    assert report.compared == len(named)
+    del named["model.layers.0.mlp.experts.down_proj"]
+    assert "schema.missing" in [f.code for f in validate(named, config=config, values=False).errors]

@@ -100,3 +100,33 @@ def test_quanto_has_a_scale_for_all_or_for_each_index_of_the_first_axis(tmp_path
         tmp_path, {"w._data": CODES.reshape(16, 12).astype(np.float32).astype(F8), "w._scale": np.float32(2)}
     )
     assert whole["w"].scheme == "fp8 tensor"
+
+
+def experts(tmp_path, name, *, more=None):
+    codes, scales = CODES.reshape(2, 8, 12), np.linspace(0.5, 2, 16, dtype=np.float32).reshape(2, 8, 1)
+    tensors = {f"{name}_qdata": codes, f"{name}_scale": scales, **(more or {})}
+    return opened(tmp_path, tensors), codes.astype(np.float32) * scales
+
+
+@pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj", "weight", "w1", "x_scale", "_odd", "bias"])
+def test_torchao_names_codes_by_their_parameter(parameter, tmp_path):
+    got, want = experts(tmp_path, f"m.experts._{parameter}")
+    np.testing.assert_array_equal(got[f"m.experts.{parameter}"].dequantize(), want)
+
+
+def test_torchao_parameters_of_the_model_itself_are_named(tmp_path):
+    got, want = experts(tmp_path, "_gate_up_proj")
+    assert list(got) == ["gate_up_proj"]
+    np.testing.assert_array_equal(got["gate_up_proj"].dequantize(), want)
+
+
+def test_codes_of_a_public_name_are_not_torchaos(tmp_path):
+    got, _ = experts(tmp_path, "m.experts.gate_up_proj")
+    assert sorted(got) == ["m.experts.gate_up_proj_qdata", "m.experts.gate_up_proj_scale"]
+
+
+def test_scales_of_activations_beside_experts_change_the_values(tmp_path):
+    scaled, _ = experts(tmp_path, "e._down_proj", more={"e._down_proj_act_pre_scale": np.ones(12, np.float32)})
+    assert "e.down_proj" not in scaled
+    quantized, want = experts(tmp_path, "e._down_proj", more={"e._down_proj_act_quant_scale": np.ones(1, np.float32)})
+    np.testing.assert_array_equal(quantized["e.down_proj"].dequantize(), want)

@@ -35,7 +35,8 @@ from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
 from ...models.diffusion import model_of, with_renamed_shapes
 from ...models.layout import Layout
-from ...packed.quantization import is_kept_by
+from ...packed.engines import changed_by_mlx, not_as_in_mlx
+from ...packed.quantization import is_kept_by, quantization_of
 from ...stores.files import Location
 from ..folders.shards import Output, ShardWriter, shard_bounds, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
@@ -287,8 +288,10 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     names = {name: name for name in decisions} if rename is None else renamed(decisions, rename)
     for name, output in outputs.items() if rename is not None else ():
         _check_rename(name, names[name], output)
-    if decider.restored and not (isinstance(rules, EngineRules) and rules.stacks_experts):
-        _warn_of_stacks(catalog, names, request.path)
+    if not (isinstance(rules, EngineRules) and rules.stacks_experts):
+        _check_mlx(catalog, request, restored=decider.restored or isinstance(rules, EngineRules))
+        if decider.restored:
+            _warn_of_stacks(catalog, names, request.path)
     for (requested, scheme), count in decider.fallbacks.items():
         log.warning(
             "%s: %s got %s instead of %s, because rows are not whole blocks of %d elements",
@@ -332,6 +335,27 @@ def _check_rename(name: str, new: str, output: Output) -> None:
             f"{show(module)}: pass dtype= to dequantize it",
             tensor=name,
         )
+
+
+def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> None:
+    """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file.
+
+    Args:
+        restored: the result is dequantized, or quantized for another engine.
+    """
+    config = catalog.config
+    quantization = quantization_of(config)
+    of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
+    if not restored or not of_mlx or request.options.get("raw") or not changed_by_mlx(config):
+        return
+    why = not_as_in_mlx((config or {}).get("model_type"))
+    if request.folder is None:
+        log.warning("%s: %s: the result has MLX's names and values", request.path, why)
+        return
+    raise UnsupportedError(
+        f"{catalog.title}: {why}. Convert the original checkpoint instead; raw=True writes MLX's names and values",
+        path=catalog.title,
+    )
 
 
 def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:

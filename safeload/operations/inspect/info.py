@@ -10,7 +10,7 @@ from typing import Any
 from ...base.listing import TensorInfos
 from ...base.selecting import Patterns, select
 from ...base.text import plural, size
-from ...checkpoint import Checkpoint, codes_of, tensors_of
+from ...checkpoint import Checkpoint, codes_of, settings_of, tensors_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import SafeloadError, cut_traceback
 from ...formats.opening import Paths, UnknownGlobals
@@ -153,7 +153,7 @@ def _memory(opened: Checkpoint) -> dict[str, int]:
 
 def _quantization(opened: Checkpoint) -> Iterator[str]:
     """Yield the labels of packed tensors, and the codes that cannot be dequantized."""
-    quantization = quantization_of(opened.config)
+    quantization = None if quantization_of(opened.config) is None else settings_of(opened)
     config = "" if quantization is None else f" ({quantization} in config.json)"
     packed = [info for info in opened.tensors.values() if len(info.parts) > 1]
     if packed:

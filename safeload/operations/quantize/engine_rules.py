@@ -15,15 +15,18 @@ from ...models.config_dtype import dtype_in
 from ...models.schema import Schema
 from ...models.tied import KEY as TIE
 from ...models.tied import tied_heads
+from ...packed.conv1d import conv1d_model, is_named_conv1d
 from ...packed.engines import (
     ENGINES,
     MLX_EXPERTS,
     MlxExperts,
+    changed_by_mlx,
     config_for,
     is_expert,
     is_fused,
     is_router,
     is_stack,
+    not_as_in_mlx,
     partners_of,
     quantization_for,
 )
@@ -38,7 +41,8 @@ _F32 = dtypes.BY_CODE["F32"]
 _WEIGHT = ".weight"
 # Why a linear module stays unquantized, so that the config must name it.
 _IS_HEAD, _IS_EXPERT = "is the head", "is an expert"
-_LINEAR = (_IS_HEAD, "is a router", _IS_EXPERT, "keep=", "excluded by keep=", "has a side")
+_IS_CONV1D = "is a Conv1D, stored as [in, out]"
+_LINEAR = (_IS_HEAD, "is a router", _IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side")
 # Modules of the language model. Those of vision models have names in files that lack a prefix of the engine's.
 _MODEL = "model."
 
@@ -86,6 +90,8 @@ class EngineRules:
         supported = schema is not None and isinstance(model_type, str) and model_type in self.engine.model_types
         if not supported and not chosen:
             raise self._unsupported(model_type)
+        if self.preset.engine == MLX and changed_by_mlx(config):
+            raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
         self.schema = schema if supported else None
         self._tied = tied_heads(config, dict.fromkeys(catalog).keys())
         experts = MLX_EXPERTS.get(model_type) if self.preset.engine == MLX and isinstance(model_type, str) else None
@@ -143,6 +149,8 @@ class EngineRules:
         kept = self.kept.reason(name)
         if kept is not None:
             return kept
+        if is_named_conv1d(name) and conv1d_model(self._config) is not None:
+            return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
         role = "weight" if self.schema is None else self.schema.role(name)
         ends = {"embedding": "is an embedding", "head": _IS_HEAD}
         if role in ends and not self.engine.quantizes_ends:

@@ -221,3 +221,32 @@ def gptqmodel_bnb_int8(ckpt: Checkpoint) -> None:
         ckpt.expect(weight, int8_vectorwise_dequant(codes, scales), again)
     said = {"bits": 8, "checkpoint_format": "int8", "format": "int8"}
     ckpt.write(tensors, ckpt.config(gptqmodel_config(**said)))
+
+
+# ---- Conv1D ----
+
+
+@fixture(
+    "bnb_gpt2",
+    writer="bitsandbytes 0.50.2 `Linear4bit.state_dict`, `Linear8bitLt.state_dict` of transposed weights",
+    reader="bitsandbytes 0.50.2 `dequantize_4bit` in f32, `int8_vectorwise_dequant`, transposed back",
+    shows="codes are [out, in], the weights of GPT-2's files [in, out]; a square one",
+)
+def bnb_gpt2(ckpt: Checkpoint) -> None:
+    tensors = {"transformer.h.0.ln_1.weight": ckpt.plain("transformer.h.0.ln_1.weight", ckpt.norm(64))}
+    for module, shape in {"attn.c_proj": (64, 64), "mlp.c_fc": (64, 128)}.items():
+        state = linear(ckpt.normal(*shape, dtype=torch.bfloat16).T.contiguous(), "nf4", False, torch.uint8, 64)
+        prefix = f"transformer.h.0.{module}."
+        tensors |= {prefix + name: tensor for name, tensor in state.items()}
+        ckpt.expect(f"{prefix}weight", by_reader(state).T.contiguous(), restated(state).T)
+    layer = Linear8bitLt(64, 16, bias=False, has_fp16_weights=False, threshold=6.0)
+    layer.load_state_dict({"weight": ckpt.normal(64, 16, dtype=torch.float16).T.contiguous()})
+    state = layer.to("cpu").state_dict()
+    tensors |= {f"transformer.h.0.attn.c_attn.{name}": tensor for name, tensor in state.items()}
+    codes, scales = raw(state["weight"]).astype(np.float32), raw(state["SCB"])[:, None]
+    ckpt.expect(
+        "transformer.h.0.attn.c_attn.weight",
+        int8_vectorwise_dequant(state["weight"], state["SCB"]).T.contiguous(),
+        (codes * scales * np.float32(7.874015718698502e-3)).T,
+    )
+    ckpt.write(tensors, {**ckpt.config(config()), "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})

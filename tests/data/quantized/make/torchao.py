@@ -5,6 +5,7 @@ import torch
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import (
     Float8WeightOnlyConfig,
+    FqnToConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     MappingType,
@@ -64,4 +65,29 @@ def torchao(ckpt: Checkpoint) -> None:
             weight.scale = scale.float()
             found = weight.dequantize(torch.float32)
         ckpt.expect(f"{module}.weight", found, numbers * groups(widened(scale), columns))
+    ckpt.write(tensors, ckpt.config(), metadata=metadata)
+
+
+@fixture(
+    "torchao_experts",
+    writer="torchao 0.18.0 `FqnToConfig` of `Float8WeightOnlyConfig`, `flatten_tensor_state_dict`",
+    reader="torchao 0.18.0 `dequantize` to f32, scales cast to f32",
+    shows="stacked experts, parameters other than `weight`: `experts._gate_up_proj_qdata`",
+)
+def torchao_experts(ckpt: Checkpoint) -> None:
+    experts = torch.nn.Module()
+    for name, shape in {"gate_up_proj": (2, 16, 24), "down_proj": (2, 24, 16)}.items():
+        experts.register_parameter(name, torch.nn.Parameter(ckpt.normal(*shape, dtype=torch.bfloat16), False))
+    prefix = "model.layers.0.mlp.experts"
+    model = experts
+    for part in reversed(prefix.split(".")):
+        model = torch.nn.ModuleDict({part: model})
+    quantize_(model, FqnToConfig({r"re:.*experts\..*_proj": Float8WeightOnlyConfig()}), filter_fn=None)
+    tensors, metadata = flatten_tensor_state_dict(
+        model.state_dict() | {"model.norm.weight": ckpt.plain("model.norm.weight", ckpt.norm(40))}
+    )
+    for name, weight in experts.named_parameters():
+        codes, scale = tensors[f"{prefix}._{name}_qdata"], tensors[f"{prefix}._{name}_scale"]
+        weight.scale = scale.float()
+        ckpt.expect(f"{prefix}.{name}", weight.dequantize(torch.float32), E4M3[raw(codes)] * widened(scale))
     ckpt.write(tensors, ckpt.config(), metadata=metadata)
