@@ -71,17 +71,12 @@ def nearest(text: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_five(text: str, names: Iterable[str]) -> list[str]:
-    """Return the five names most like ``text``: first those that contain it, then those with its digits."""
+    """Return the five names most like ``text``, first those that contain it."""
     import difflib
 
-    text = text[:_COMPARED]
-    matcher = difflib.SequenceMatcher(None, b=text)
-
-    def likeness(name: str) -> tuple[bool, bool, float]:
-        matcher.set_seq1(name)
-        return bool(text) and text in name, _digits(name)[:1] == _digits(text)[:1], matcher.ratio()
-
-    return sorted(names, key=likeness, reverse=True)[:5]
+    known = list(names)
+    containing = [name for name in known if text and text in name]
+    return [*dict.fromkeys([*containing, *difflib.get_close_matches(text[:_COMPARED], known, 5, 0.0)])][:5]
 
 
 def _digits(text: str) -> str:

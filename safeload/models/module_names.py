@@ -56,8 +56,9 @@ _KINDS = tuple(
         (r"(?:^|[._])boft_[RSs]", "a BOFT adapter"),
         (r"(?:^|[._])(?:oft_[RrQqSs]|oft_blocks|oft_diag)", "an OFT adapter"),
         (r"\.lora_E(?:\.|$)|\.ranknum(?:\.|$)", "an AdaLoRA adapter"),
-        (r"(?:^|[._])(?:hra_u|vblora_|fourierft_|bone_|miss_|shira_|randlora_|c3a_|delora_|waveft_|ln_tuning_layers|road_)",
-         "an adapter of another method of PEFT than LoRA"),
+        (r"^base_model\.(?:.*[._])?(?:adamss|adaption_prompt|beft|bone|c3a|cartridge|deft|delora|fourierft|frod|glora"
+         r"|gralora|hira|hra|lily|ln_tuning|miss|osf|peanut|poly|psoft|pvera|randlora|road|shadow|shira|supertuning"
+         r"|tinylora|unilora|vblora|waveft|xlora)_", "an adapter of another method of PEFT than LoRA"),
         (r"^(?:prompt_embeddings|prompt_encoder\.|base_model\.prompt_encoder\.)", "a trained prompt"),
         (r"trainable_tokens_|token_adapter", "an adapter with trained token embeddings"),
         (r"^lora_(?:unet|te[0-9]?|transformer|prior|text)_", "a LoRA adapter of kohya"),
@@ -76,7 +77,7 @@ _KINDS = tuple(
 _MERGED = 2
 # Tensors that accompany those of an adapter.
 _BESIDE = re.compile(
-    r"^base_model\.model\.(?!.*\.base_layer\.)|\.(?:alpha|dora_scale|diff|diff_b|m|scale|magnitude)$", re.ASCII
+    r"^base_model\.model\.(?!.*\.base_layer\.)|\.(?:alpha|dora_scale|diff|diff_b|m|magnitude)$", re.ASCII
 )
 
 

@@ -276,14 +276,10 @@ class _Finder:
         for name in names:
             logical, packed = self.packed[name]
             stored = as_stored(packed.packing)
-            if not isinstance(stored, str):
+            if isinstance(stored, str):
+                self._refuse(name, stored, self._remove(name)[1])
+            else:
                 self.packed[name] = logical, packed._replace(packing=stored)
-                continue
-            del self.packed[name]
-            parts = [part.name for part in packed.parts.values()]
-            for part in parts:
-                self.hidden.pop(part, None)
-            self._refuse(name, stored, parts)
 
     def _families_of(self, code: str) -> Sequence[Family]:
         """Return the families that codes of a dtype can belong to; they are few, and the tensors can be many."""
@@ -322,6 +318,14 @@ class _Finder:
         self.refused.setdefault(codes, reason)
         self._companions.update(names)
 
+    def _remove(self, codes: str) -> tuple[str, list[str]]:
+        """Remove a packed tensor, and return its logical name and the names of its parts."""
+        logical, packed = self.packed.pop(codes)
+        parts = [part.name for part in packed.parts.values()]
+        for part in parts:
+            self.hidden.pop(part, None)
+        return logical, parts
+
     def _hide_parts(self) -> None:
         """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
         parts = {
@@ -346,10 +350,7 @@ class _Finder:
         unknown = (name for name in self._tensors if name not in self.packed and name not in self.hidden)
         for codes, name in list(unread(unknown, owners)):
             if codes in self.packed:
-                logical, packed = self.packed.pop(codes)
-                parts = [part.name for part in packed.parts.values()]
-                for part in parts:
-                    self.hidden.pop(part, None)
+                logical, parts = self._remove(codes)
                 shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
                 self._refuse(codes, f"{shown} beside its codes can change their values", [*parts, name])
 

@@ -288,15 +288,14 @@ def _warn_of_optimizer(catalog: Catalog, request: ConvertRequest) -> None:
     names = list(map(str, catalog))
     if "opt" not in "".join(names):
         return
-    selection = Selection(None, options.get("drop"))
-    names = [name for name in names if selection.takes(name)]
-    states = [match for name in names if (match := _OPTIMIZER.match(name)) is not None]
+    names = list(filter(Selection(None, options.get("drop")).takes, names))
+    states = [match for match in map(_OPTIMIZER.match, names) if match is not None]
     if not states or len(states) == len(names):
         return
     containers = list(dict.fromkeys(match[0] for match in states))
     outer = states[0][1]
     beside = (name.removeprefix(outer) for name in names if name.startswith(outer) and not _OPTIMIZER.match(name))
-    roots = Counter(parts[0] for parts in (re.split("[./]", name, maxsplit=1) for name in beside) if len(parts) > 1)
+    roots = Counter(re.split("[./]", name, maxsplit=1)[0] for name in beside if re.search("[./]", name))
     shown = [f"root={show(outer + root)}" for root, _ in roots.most_common(_MOST_ROOTS)]
     nested = catalog.format in BY_NAME and BY_NAME[catalog.format].nested
     advice = [*(shown if nested else ()), f"drop={show(containers[0] + '*')}"]
