@@ -20,6 +20,7 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
 from ..stores.members import MemberFiles, MemberStore
 from . import folder as folders
+from .numbered import is_set
 from .registry import Opened, OpenRequest, open_file
 
 # Most names in a message.
@@ -71,7 +72,7 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
     names = weights[folder]
     if len(names) == 1 and not names[0].endswith(_PARTS):
         return files.join(folder, names[0]), request
-    if all(name.endswith(".gguf") for name in names) and not folders.is_set(names):
+    if all(name.endswith(".gguf") for name in names) and not is_set(names):
         shown = _listed([files.join(folder, name) for name in names])
         text = f"it holds {len(names):,} GGUF files: {shown}; choose one with root="
         raise error_about(UnsupportedError, text, path=container.path)

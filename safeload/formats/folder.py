@@ -65,6 +65,7 @@ from .registry import (
     plugin_rows,
     row_of,
 )
+from .replaced import check_same, retried, settled
 from .safetensors.header import window_for
 from .zero import names as zero
 
@@ -106,6 +107,7 @@ class Shards(NamedTuple):
     notes: Sequence[str] = ()  # the kind of folder, and skipped files
 
 
+@retried
 def open_path(path: str, request: OpenRequest) -> Shards:
     """Open a folder, an ``index.json`` or a file.
 
@@ -214,8 +216,11 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> S
     """
     config = partial(read_config, request.files.split(path)[0], request.files)
     listed = read_with_shards(path, beside, request, config)
+    seen = [(path, listed.version)]
     with closing(listed):
-        return _open_listed(listed, path, request)
+        shards = settled(partial(_open_listed, listed, path, request), seen, request.files)
+    check_same(seen, request.files, shards.files)
+    return shards
 
 
 def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Shards:
@@ -431,11 +436,15 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     if chosen[0].endswith(".json") and plugin is None:
         shards = open_index(files.join(path, chosen[0]), request, names)
     else:
-        shards, config = together(files, partial(_open_chosen, chosen, path, request), config)
+        opening = partial(together, files, partial(_open_chosen, chosen, path, request), config)
+        shards, config = settled(opening, [(files.join(path, name), None) for name in chosen], files)
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(name for name in names if name.endswith(DCP_SUFFIX))
     parsed = config() if shards.config is None else shards.config
+    if parsed is not None and shards.index_file is None:
+        index = [] if INDEX in names else [(files.join(path, INDEX), ())]
+        check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
     notes = _notes(names, folders, used, path, files, adapted=any(".lora_" in tensor for tensor in shards.where))
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
 
@@ -697,12 +706,6 @@ _JSON = (
 def is_weight_file(name: str) -> bool:
     """Return True if a name is that of a weight file or of an index."""
     return _WEIGHT_FILE.fullmatch(name) is not None
-
-
-def is_set(names: Sequence[str]) -> bool:
-    """Return True if names are those of a single set of numbered files."""
-    sets = sets_of(names)
-    return len(sets) == 1 and len(sets[0].files) == len(names)
 
 
 def _listed(names: Sequence[str], limit: int = _MAX_LISTED) -> str:

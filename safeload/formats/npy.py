@@ -89,9 +89,9 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 def _objects_at(file: WeightFile) -> int | None:
     """Return the first byte of the pickle in an array of Python objects; None for other arrays."""
     try:
-        raw, size = _find_header(file, 0, file.size)
-        return size if _parse_header(raw)[0].hasobject else None
-    except _HEADER_ERRORS:
+        raw, size = find_header(file, 0, file.size)
+        return size if parse_header(raw)[0].hasobject else None
+    except HEADER_ERRORS:
         return None
 
 

@@ -50,8 +50,29 @@ def fp8_folder(folder: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, temporary ones too; without the records of its shards."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != RESUME}
+    """The `usual` files of a folder, temporary ones too; without the records of its shards."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != RESUME and path.is_file()}
+    return usual(files)
+
+
+def usual(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Files with the names that shards have in a new folder: where names are taken, shards have a larger total."""
+    try:
+        shards = sorted(set(json.loads(files["model.safetensors.index.json"])["weight_map"].values()))
+    except (KeyError, ValueError):
+        return files
+    totals = {shard[-17:-12] for shard in shards}
+    if len(totals) != 1 or not shards[0][-17:-12].isdigit():
+        return files
+    old, new = f"-of-{totals.pop()}.", f"-of-{len(shards):05}."
+    if any(new in name for name in files):
+        return files
+    return {
+        name.replace(old, new) if name in shards else name: (
+            data.replace(old.encode(), new.encode()) if name.endswith("index.json") else data
+        )
+        for name, data in files.items()
+    }
 
 
 def record_of(shard: Path) -> Path:

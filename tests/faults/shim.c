@@ -8,17 +8,19 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 /* Classes of calls, a mask. */
-enum { READ = 1, WRITE = 2, RESERVE = 4, SYNC = 8, RENAME = 16, UNLINK = 32, ALLOCATE = 64 };
+enum { READ = 1, WRITE = 2, RESERVE = 4, SYNC = 8, RENAME = 16, UNLINK = 32, ALLOCATE = 64, CREATE = 128 };
 
 /* What the n-th call suffers. */
 enum {
@@ -213,17 +215,40 @@ static int give_name(long number, char letter, const char *from, const char *to)
 int rename(const char *from, const char *to) { return give_name(SYS_renameat2, 'N', from, to); }
 int link(const char *from, const char *to) { return give_name(SYS_linkat, 'L', from, to); }
 
-int unlink(const char *path) {
+/* A call that removes or makes a name, by the number of its system call with a descriptor of a folder. */
+static int change_name(int class, char letter, long number, const char *path, long first, long second) {
     fault fate = {0};
-    if (watched(UNLINK) && inside(path)) {
-        note('U', path, "");
+    if (watched(class) && inside(path)) {
+        note(letter, path, "");
         fate = strike();
         if (fate.fails) return -1;
     }
     die_if(fate.dies);
-    int result = (int)syscall(SYS_unlinkat, AT_FDCWD, path, 0);
+    int result = (int)syscall(number, AT_FDCWD, path, first, second);
     die_if(fate.dies_after);
     return result;
+}
+
+int unlink(const char *path) { return change_name(UNLINK, 'U', SYS_unlinkat, path, 0, 0); }
+int rmdir(const char *path) { return change_name(UNLINK, 'U', SYS_unlinkat, path, AT_REMOVEDIR, 0); }
+int mkdir(const char *path, mode_t mode) { return change_name(CREATE, 'C', SYS_mkdirat, path, mode, 0); }
+
+/* Only calls that may create a file are counted. */
+int open(const char *path, int flags, ...) {
+    va_list list;
+    va_start(list, flags);
+    mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(list, mode_t) : 0;
+    va_end(list);
+    if ((flags & O_CREAT) != 0) return change_name(CREATE, 'C', SYS_openat, path, flags, mode);
+    return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+
+int open64(const char *path, int flags, ...) {
+    va_list list;
+    va_start(list, flags);
+    mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(list, mode_t) : 0;
+    va_end(list);
+    return open(path, flags, mode);
 }
 
 /* ---- memory ---- */

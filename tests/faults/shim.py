@@ -8,7 +8,7 @@ from contextlib import contextmanager
 ENVIRONMENT = "SAFELOAD_FAULT_SHIM"
 
 # Classes of calls, and what the n-th of them suffers: as in shim.c.
-READ, WRITE, RESERVE, SYNC, RENAME, UNLINK, ALLOCATE = (1 << k for k in range(7))
+READ, WRITE, RESERVE, SYNC, RENAME, UNLINK, ALLOCATE, CREATE = (1 << k for k in range(8))
 FAIL, FAIL_FROM, SHORT, INTERRUPT, KILL, KILL_AFTER, TRUNCATE = range(7)
 
 # More calls than any sweep makes: one that gets here never ends.

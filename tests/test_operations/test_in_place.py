@@ -77,12 +77,12 @@ def killed_in_finalize(folder, options, monkeypatch, count):
     return survives(lambda: safeload.finalize(plan, results), monkeypatch, count)
 
 
-# For the names of options, how many calls a conversion makes before it replaces its first shard.
+# For the names of options, how many calls a conversion makes before it replaces the index.
 CALLS_BEFORE = {}
 
 
 def half(folder, options, monkeypatch):
-    """Kills a conversion of a folder when it has replaced its first shard; returns the content of the folder."""
+    """Kills a conversion of a folder when it has replaced the index; returns the content of the folder."""
     whole = shutil.copytree(folder, folder.with_name("whole"))
     before = content_of_files(folder)
     for count in range(CALLS_BEFORE.get(frozenset(options), 0), 20):
@@ -90,13 +90,11 @@ def half(folder, options, monkeypatch):
         shutil.copytree(whole, folder)
         assert not killed_in_finalize(folder, options, monkeypatch, count)
         after = content_of_files(folder)
-        replaced = [name for name in before if name.endswith(".safetensors") and after[name] != before[name]]
-        if replaced:
-            assert len(replaced) == 1
+        if before[INDEX] != after[INDEX]:
             assert NOTE in after
             CALLS_BEFORE[frozenset(options)] = count
             return after
-    raise AssertionError("no shard was replaced")
+    raise AssertionError("the index was not replaced")
 
 
 def again(call):
@@ -123,7 +121,7 @@ def test_killed_anywhere_the_same_call_continues(folder, adapter, tmp_path, monk
         shutil.copytree(folder, made)
         done = killed_in_finalize(made, options, monkeypatch, count)
         again(lambda made=made: safeload.convert(made, made, **AGAIN, **options))
-        found = content_of_files(made)
+        found = content(made)
         assert {name: found.get(name) for name in want} == want
         # A call that finds its own result keeps the records, and drop= refuses what has no such tensors.
         kept = {"adapters", "rename", "drop"} & options.keys()
@@ -147,7 +145,7 @@ def test_killed_anywhere_while_pieces_run(folder, adapter, tmp_path, monkeypatch
             call = lambda made=made: safeload.convert(made, made, **AGAIN, **options)  # noqa: E731
             survives(lambda call=call: again(call), monkeypatch, count // 2)
         again(lambda made=made: safeload.convert(made, made, **AGAIN, **options))
-        found = content_of_files(made)
+        found = content(made)
         assert {name: found.get(name) for name in want} == want
     assert count > 24
 
@@ -198,12 +196,14 @@ def test_no_other_call_reads_a_folder_that_is_half_replaced(folder, adapter, tmp
     options = options_of("adapters", adapter)
     before = half(folder, options, monkeypatch)
     (tmp_path / "out").mkdir()
-    with pytest.raises(
-        ValueError, match=r"an interrupted conversion has replaced some of its files\. Repeat"
-    ) as caught:
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
         call(folder, tmp_path / "out")
-    assert str(folder) in str(caught.value)
-    assert "adapters=" in str(caught.value)
+    if isinstance(caught.value, FileNotFoundError):  # of links elsewhere, which have no note
+        assert "model.safetensors.index.json lists it" in str(caught.value)
+    else:
+        assert "an interrupted conversion has replaced some of its files. Repeat" in str(caught.value)
+        assert str(folder) in str(caught.value)
+        assert "adapters=" in str(caught.value)
     assert content_of_files(folder) == before
     assert not [
         path
@@ -232,7 +232,7 @@ def test_a_conversion_in_one_go_that_was_killed(folder, adapter, tmp_path, monke
         if survives(lambda made=made: safeload.convert(made, made, **options), monkeypatch, count):
             break
         left = content_of_files(made)
-        if all(left[name] == before[name] for name in before) and NOTE not in left:
+        if all(left.get(name) == before[name] for name in before) and NOTE not in left:
             continue
         refused += 1
         for resume in (False, True):
@@ -256,7 +256,7 @@ def test_the_command_continues_too(folder, adapter, tmp_path, monkeypatch, capsy
     assert main(command) != 0
     assert "with --overwrite and --resume to complete it" in capsys.readouterr().err
     assert main([*command, "--rename", "^h", "h.h", "--resume"]) == 0
-    found = content_of_files(folder)
+    found = content(folder)
     assert {name: found.get(name) for name in want} == want
 
 
@@ -276,7 +276,7 @@ def test_finalize_by_hand_after_it_was_killed(folder, tmp_path, monkeypatch):
             assert not any(result["written"] for result in late)
             results = late
         safeload.finalize(plan, results)
-        found = content_of_files(made)
+        found = content(made)
         assert {name: found.get(name) for name in want} == want
         assert NOTE not in found
         if done:
@@ -355,7 +355,7 @@ def test_codes_and_scales_in_different_shards(tmp_path, monkeypatch):
         shutil.copytree(folder, made)
         done = killed_in_finalize(made, options, monkeypatch, count)
         safeload.convert(made, made, **AGAIN, **options)
-        found = content_of_files(made)
+        found = content(made)
         assert {name: found.get(name) for name in want} == want
         if done:
             break

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import inside
-from builders.clusters import RESUME, record_of, run_pieces
+from builders.clusters import RESUME, content, record_of, run_pieces
 from builders.inside import Digest
 from builders.quantized import FIXTURES
 
@@ -602,7 +602,7 @@ def test_resume_of_another_conversion_names_the_option(model, tmp_path, changed,
     assert contents(tmp_path / "made") == before
     safeload.convert(model, tmp_path / "made", resume=True, overwrite=True, **{**options, **changed})
     safeload.convert(model, tmp_path / "want", **{**options, **changed})
-    made, want = contents(tmp_path / "made"), contents(tmp_path / "want")
+    made, want = content(tmp_path / "made"), content(tmp_path / "want")
     assert {name: made[name] for name in want} == want
 
 
@@ -648,7 +648,7 @@ def test_an_existing_checkpoint_is_what_it_was_until_the_end(model, tmp_path, sa
     assert [result["written"] for result in results] == [False, False, *[True] * (len(results) - 2)]
     safeload.finalize(again, results)
     safeload.convert(model, tmp_path / "want", metadata={"new": "yes"}, max_shard_size=LIMIT)
-    want, after = contents(tmp_path / "want"), contents_of_files(made)
+    want, after = content(tmp_path / "want"), content(made)
     assert {name: after[name] for name in want} == want
     assert not [path for path in made.iterdir() if path.is_dir()]
     assert len(safeload.open(made)) == len(safeload.open(model))

@@ -1231,7 +1231,8 @@ def test_what_was_looked_at(llama, tmp_path, capsys):
     assert re.fullmatch(r"checked: 30 names and shapes against schema llama, 123,328 values, \d+\.\d s", last)
     (path / "model-00001-of-00002.safetensors").write_bytes(b"bad")
     assert main(["check", str(path)]) == 1
-    assert "checked: 15 names and shapes against schema llama, 49,408 values" in capsys.readouterr().out  # those of the other shard
+    # Those of the other shard.
+    assert "checked: 15 names and shapes against schema llama, 49,408 values" in capsys.readouterr().out
 
 
 def test_a_schema_that_nothing_was_compared_with_is_not_said_to_be_checked(tmp_path):

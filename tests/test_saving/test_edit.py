@@ -600,3 +600,41 @@ def test_an_index_that_names_no_file_beside_it_is_refused(tmp_path, name):
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(safeload.FormatError, match=r"weight_map\['a'\] must"):
         safeload.edit(tmp_path / "folder")
+
+
+def shard_names(folder):
+    return sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+
+
+def test_changed_shards_get_names_that_every_library_takes(folder):
+    old = shard_names(folder)
+    first = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    with safeload.edit(folder) as file:
+        file["t0"] = np.zeros(3)
+    (new,) = set(shard_names(folder)) - set(old)
+    number, total = first["t0"][6:11], int(first["t0"][15:20])
+    assert new == f"model-{number}-of-{total + 1:05}.safetensors"
+    assert len(shard_names(folder)) == len(old)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_shard_without_tensors_leaves_the_folder(folder, count):
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    gone = sorted(set(places.values()))[:count]
+    with safeload.edit(folder) as file:
+        for name in [name for name, shard in places.items() if shard in gone]:
+            del file[name]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {name for name, shard in places.items() if shard not in gone}
+    assert shard_names(folder) == sorted(set(places.values()) - set(gone)) == sorted(set(index["weight_map"].values()))
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in safeload.load(folder).values())
+
+
+def test_a_shard_that_the_index_of_a_single_file_names(tmp_path):
+    safeload.save({"a": np.ones(3), "b": np.ones(2)}, tmp_path / "model.safetensors")
+    text = json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with safeload.edit(tmp_path) as file:
+        file["a"] = np.zeros(3)
+    assert shard_names(tmp_path) == ["model-00001-of-00001.safetensors"]
+    assert safeload.load(tmp_path)["a"].tolist() == [0, 0, 0]

@@ -8,7 +8,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -189,9 +190,7 @@ class AtomicFile:
             if self._descriptor >= 0:
                 self._close_descriptor()
             if os.name != "nt":
-                with contextlib.suppress(PermissionError):  # only root can change the owner
-                    os.chown(other._temporary, own.st_uid, own.st_gid)
-                os.chmod(other._temporary, stat.S_IMODE(own.st_mode))
+                set_owner_and_mode(other._temporary, own)
             self._temporary, other._temporary = other._temporary, None
             self._descriptor, self._position = other._take_descriptor(), other._position
             os.unlink(old)
@@ -209,6 +208,23 @@ class AtomicFile:
         """
         with self._naming():
             self._close(identify=True)
+
+    def put(self, swap: Swap, like: os.stat_result | None = None) -> None:
+        """Put the sealed file in place before the ``with`` block ends; ``swap`` can take it back.
+
+        Args:
+            like: an old file in another place, whose owner and mode the file gets.
+        """
+        with self._naming():
+            if self._temporary is None:  # a device has no other place
+                return
+            if like is not None and os.name != "nt":
+                set_owner_and_mode(self._temporary, like)
+            if self._overwrite and os.path.lexists(self._target):
+                swap.keep(self._target)
+            else:
+                swap.undo.append(partial(_take_back, self._target, self._temporary))
+            self._commit()
 
     def _close(self, identify: bool = False) -> None:
         if self._descriptor >= 0:
@@ -244,7 +260,7 @@ class AtomicFile:
             _move_without_replacing(self._temporary, self._target)
         self._temporary = None
         if self._durable:
-            _sync_folder(os.path.dirname(self._target))
+            sync_folder(os.path.dirname(self._target))
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
@@ -276,6 +292,70 @@ class AtomicFile:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
+
+
+class Swap:
+    """Files that replace others one after another; an error takes all of them back, the last one first.
+
+    If a step cannot be taken back, the earlier ones stay too: their order keeps readers away. Clear ``undo`` when all
+    steps are done. The end of the block removes hidden files.
+    """
+
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], object]] = []
+        self.hidden: list[str] = []  # paths of old files, under names of temporary files
+
+    def hide(self, path: str) -> None:
+        """Rename a file aside."""
+        hidden = self._hidden(path)
+        os.rename(path, hidden)
+
+    def keep(self, path: str) -> None:
+        """Give a file that will be replaced a second name; without hard links, rename it."""
+        hidden = self._hidden(path)
+        try:
+            os.link(path, hidden)
+        except OSError:
+            os.rename(path, hidden)
+
+    def _hidden(self, path: str) -> str:
+        folder, name = os.path.split(path)
+        hidden = os.path.join(folder, f"{_stem(name)}{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
+        self.undo.append(partial(_bring_back, hidden, path))
+        self.hidden.append(hidden)
+        return hidden
+
+    def __enter__(self) -> Swap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while kind is not None and self.undo:
+                self.undo.pop()()
+        for path in self.hidden if kind is None else ():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _bring_back(hidden: str, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # the error came before it was hidden
+        os.replace(hidden, path)
+        os.unlink(hidden)  # a second name of one file stays
+
+
+def _take_back(path: str, temporary: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not os.path.lexists(temporary) or os.path.samefile(path, temporary):
+            os.unlink(path)
+
+
+def set_owner_and_mode(path: str, like: os.stat_result) -> None:
+    """Give a file the owner, if possible, and the mode of another file."""
+    with contextlib.suppress(PermissionError):  # only root can change the owner
+        os.chown(path, like.st_uid, like.st_gid)
+    os.chmod(path, stat.S_IMODE(like.st_mode))
 
 
 def _resolved(path: str) -> str:
@@ -416,8 +496,8 @@ def _move_without_replacing(source: str, target: str) -> None:
         os.unlink(source)
 
 
-def _sync_folder(folder: str) -> None:
-    """Make the rename durable. Windows neither has descriptors of folders nor needs them."""
+def sync_folder(folder: str) -> None:
+    """Make renames durable. Windows neither has descriptors of folders nor needs them."""
     if os.name == "nt":
         return
     descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))

@@ -127,10 +127,11 @@ def convert(
         adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
             these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
         max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
-            of its own. A single shard is called ``model.safetensors`` and has no index. The index is put in place last:
-            until then a new folder has no index, and an old folder with a different number of shards is unchanged. If
-            the number of shards is equal, a crash during the renames leaves a mixture of old and new shards. A store
-            renames nothing, so new shards get different names.
+            of its own. A single shard is called ``model.safetensors`` and has no index. Shards replace no file: if a
+            name is taken, all get a larger total, such as "-of-00005" for four shards, and the old ones are removed
+            once the index names the new ones. After a crash the folder has the old model, the new model, or an index
+            of shards that are not there yet, which nothing opens. A store renames nothing, so new shards get different
+            names.
         format: the format of the file, such as "gguf", if the suffix does not select it; the error for an unknown
             format lists all formats. A suffix of a different format is refused. ".bin", which other programs read as a
             torch file, requires ``format`` or ``layout``.

@@ -19,7 +19,7 @@ from ...base.selecting import pairs_of
 from ...base.text import show
 from ...checkpoint import folder_of
 from ...errors import SafeloadError, UnsupportedError, cut_traceback
-from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE
+from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
 from ..folders import journal, unfinished
 from ..folders.destinations import Destination, replacement_of
 from ..folders.folder import Folder
@@ -387,8 +387,10 @@ def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: boo
         else:
             replacement.check_free(overwrite)
     places = {file: _Place(folder, file) for file in files}
-    if begun or (overwrite and (first.in_place is not None or present & ({INDEX, *files} - ours))):
-        places = {file: _Place(*replacement.aside(file, first.plan)) for file in files}
+    others = {name for name in present - ours if name == CONFIG or is_weight_file(name)}
+    if begun or (overwrite and (first.in_place is not None or others)):
+        asides = replacement.asides_of(files, first.plan)
+        places = {file: _Place(*place) for file, place in asides.items()}
     return {**places, **_complete_shards(folder, present, records, ids)}
 
 
@@ -497,10 +499,9 @@ def _recorded_shards(
     place: Folder, names: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
 ) -> dict[str, _Place]:
     """Return the shards in a single folder; see `_complete_shards`."""
-    replacement = replacement_of(place)
     shards: dict[str, _Place] = {}
     for name, record in records.items():
         file = ids.get(record.piece)
-        if file is not None and name in names and name in (file, replacement.aside(file, record.plan)[1]):
+        if file is not None and name in names and is_weight_file(name):
             shards[file] = _Place(place, name)
     return shards

@@ -317,20 +317,19 @@ def complete(
     config = _config_of(plan)
     extras = {name: location_of(planned, storage_options) for name, planned in plan.extras.items()}
     indexed = plan.parameters is not None or [*shards] != [SINGLE]
-    weight_map, total = _check_shards(shards, folder, indexed=indexed)
+    weight_map, total = _check_shards(shards, folder, indexed=indexed or config is not None)
     summary = _summary(plan, total)
     places = {file: shard.folder for file, shard in shards.items()}
     waiting = any(place.place != folder.place for place in places.values())
     replacement = replacement_of(folder)
-    with ExitStack() as stack, ExitStack() as first:
-        # The other files come first: if copying them fails, an existing checkpoint is still complete.
+    placed = [file for file, place in places.items() if place.place == folder.place]
+    with ExitStack() as stack:
         beside = Beside(weight_map, total, config, extras, indexed, plan.parameters)
         stack.enter_context(replacement.after_index(plan.outdated))
-        write_beside(stack, beside, folder, replacement, overwrite=True, outdated=plan.outdated, extras=first)
-        first.close()
+        commit = write_beside(stack, beside, folder, replacement, overwrite=True, outdated=plan.outdated, placed=placed)
         if waiting or plan.in_place:
-            unfinished.note(folder, _note_of(plan, config))
-        replacement.collect(plan.id, places)
+            stack.enter_context(unfinished.noted(folder, _note_of(plan, config)))
+        commit(replacement.collected(plan.id, places))
     names = [*shards, INDEX, CONFIG, *extras]
     waited = [*places.values(), *journal.superseded(replacement.asides(), plan.version, plan.options)]
     replacement.tidy(plan.id, [*names, *(file + journal.RECORD for file in names)], waited)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -213,10 +214,10 @@ def write(
             files, nbytes = [path], conversion.write_file(path, overwrite, written)
             _warn_of_old_config(conversion, request)
         else:
-            replacing = None
+            replacing: AbstractContextManager[object] | None = None
             # In a store, new shards get other names than the shards of the source.
             if in_place and not folder.location.files.remote:
-                replacing = partial(unfinished.note, folder, unfinished.UnfinishedNote())
+                replacing = unfinished.noted(folder, unfinished.UnfinishedNote())
             files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
             warn_of_schemes(path, conversion.schemes)
     count, summary = conversion.tensor_count, conversion.summary
@@ -247,7 +248,7 @@ def _write_folder(
     request: ConvertRequest,
     folder: Folder,
     written: Callable[[int], object],
-    replacing: Callable[[], object] | None,
+    replacing: AbstractContextManager[object] | None,
     *,
     overwrite: bool,
 ) -> tuple[list[str], int]:

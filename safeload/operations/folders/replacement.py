@@ -2,6 +2,35 @@
 
 Without ``overwrite``, nothing is replaced. With ``overwrite``, the files of the old checkpoint are removed: shards and
 records of conversions, the index, and ``model.safetensors``. Foreign files stay.
+
+New files in a local folder are complete and synced under temporary names first, and shards get names that are free:
+``model-00001-of-0000M.safetensors``, where M is the least number with no file in the folder, from the number of shards
+on. So no step changes a file that an index names. ``LocalReplacement.commit`` then takes these steps. Readers find the
+old model, the new model or an error after each of them, whether they prefer ``model.safetensors`` (transformers) or the
+index (diffusers):
+
+====================================================  ============================  ============================
+step                                                  prefers ``model.safetensors``  prefers the index
+====================================================  ============================  ============================
+``config.json`` stays the same, or no weights are here:
+1. tokenizer, config, shards                          old                           old
+   (if there is no old index: old or refused)
+2a. shards: the index is replaced                     old single file, else new     new
+    the old ``model.safetensors`` is renamed aside    new                           new
+2b. a single file: it is put in place                 new                           old index, else new
+    the old index is renamed aside                    new                           new
+``config.json`` changes:
+1. the old ``model.safetensors`` is renamed aside     old index, else refused       old index, else refused
+2. the index is replaced: it names missing files      refused                       refused
+3. tokenizer, ``config.json``                         refused                       refused
+4. shards or the single file; the last one ends it    refused, then new             refused, then new
+both: old shards, index and hidden files are removed  new                           new
+====================================================  ============================  ============================
+
+A single file has an index during steps 2 to 4 too. Before the files are removed, an error takes all steps back, the
+last one first; a kill leaves the state of its step. A folder without an index whose shards are a complete set, and
+weights of other formats, count as an old index. Programs that ignore the index and read every ``model*.safetensors``
+can find both models.
 """
 
 from __future__ import annotations
@@ -9,16 +38,17 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
+from typing import TypeAlias
 
-from ...engine.run.atomic_file import leftovers
+from ...engine.run.atomic_file import AtomicFile, Swap, leftovers, set_owner_and_mode, sync_folder
 from ...errors import FormatError
-from ...formats.folder import INDEX, RESUME, SINGLE
-from ...formats.numbered import sets_of
+from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
+from ...formats.numbered import PART, sets_of
 from ...stores.local import identity_of, replace
 from . import journal
 from .folder import ASIDE, Folder, LocalFolder, check_free
@@ -26,6 +56,11 @@ from .journal import RECORD
 
 # Shards of any writer. An old index can name other files too; they are never removed.
 _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
+# Names of indexes.
+_INDEX_SUFFIX = ".safetensors.index.json"
+
+# Puts a new shard in place, with the owner and mode of an old file.
+Put: TypeAlias = Callable[[Swap, "os.stat_result | None"], object]
 
 
 class Replacement(ABC):
@@ -53,14 +88,14 @@ class Replacement(ABC):
         """
 
     @abstractmethod
-    def free_names(self, files: Sequence[str]) -> dict[str, str]:
+    def free_names(self, files: Collection[str]) -> dict[str, str]:
         """Return names for shards written together: their own names unless old files are in the way."""
 
     # ---- shards waiting for the last piece ----
 
     @abstractmethod
-    def aside(self, file: str, plan: str) -> tuple[Folder, str]:
-        """Return the folder and the name for a shard of a plan while the folder has other content."""
+    def asides_of(self, files: Collection[str], plan: str) -> dict[str, tuple[Folder, str]]:
+        """Return folder and name for each shard of a plan while the folder has other content."""
 
     @abstractmethod
     def begun(self, plan: str) -> bool:
@@ -70,14 +105,14 @@ class Replacement(ABC):
     def asides(self) -> Sequence[Folder]:
         """List the subfolders in which shards of interrupted conversions wait."""
 
-    @abstractmethod
-    def collect(self, plan: str, places: Mapping[str, Folder]) -> None:
-        """Move the shards of a plan, and their records, into the folder.
+    def collected(self, plan: str, places: Mapping[str, Folder]) -> dict[str, Put]:
+        """Return functions that move the shards of a plan, and their records, into the folder; none for a store.
 
         Args:
             plan: id of the plan.
             places: the present folder of each shard.
         """
+        return {}
 
     @abstractmethod
     def leftovers(self, names: Sequence[str]) -> list[str]:
@@ -107,21 +142,48 @@ class Replacement(ABC):
         space on this machine.
         """
 
-    @abstractmethod
-    def before_config(
-        self, config: bytes | None, outdated: Sequence[str], *, indexed: bool
-    ) -> AbstractContextManager[object]:
-        """Return a context that must end when only the config, and the index or only shard, are left to put in place.
+    def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
+        """Return a context that must end when only the config, and the index or only shard, are left to upload.
 
         Args:
             config: content of the new config; None for none.
-            outdated: see `outdated`.
-            indexed: False if the only shard is ``model.safetensors``.
         """
+        return nullcontext()
 
-    @abstractmethod
     def after_index(self, outdated: Sequence[str]) -> AbstractContextManager[object]:
-        """Return a context for all files. At its end, outdated files are removed."""
+        """Return a context for all uploads. At its end, outdated files are removed."""
+        return nullcontext()
+
+    def blocks_readers(self, config: bytes | None, shards: Collection[str], placed: Collection[str]) -> bool:
+        """Return True if `commit` needs an index to keep readers from the folder, because its config changes.
+
+        Args:
+            config: content of the new config; None for none.
+            shards: names of the new shards.
+            placed: names of new shards that are in the folder already.
+        """
+        return False
+
+    def commit(  # noqa: B027
+        self,
+        shards: Mapping[str, Put],
+        beside: Mapping[str, AtomicFile],
+        outdated: Sequence[str],
+        *,
+        indexed: bool,
+        single: bool,
+        blocked: bool,
+    ) -> None:
+        """Put local files in place; see the docstring of the module.
+
+        Args:
+            shards: functions that put the new shards in place.
+            beside: the other new files, sealed.
+            outdated: see `outdated`.
+            indexed: True to leave an index in the folder.
+            single: True if the only shard is ``model.safetensors``.
+            blocked: see `blocks_readers`.
+        """
 
 
 class LocalReplacement(Replacement):
@@ -129,7 +191,6 @@ class LocalReplacement(Replacement):
 
     def __init__(self, folder: LocalFolder) -> None:
         self._folder = folder
-        self._hidden: dict[str, str] = {}  # old model.safetensors or index, while config and index are put in place
 
     def check_free(self, overwrite: bool) -> None:
         path = self._folder.location.path
@@ -141,32 +202,34 @@ class LocalReplacement(Replacement):
             check_free(path, overwrite)
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List ``model.safetensors``, indexed shards, recorded shards, and records.
+        """List ``model.safetensors``, indexed shards, recorded shards, and records; the only index of another name too.
 
         Without an index and a ``model.safetensors``, the only complete set of shards is the old checkpoint.
         """
         names = self._folder.names()
-        indexed = _indexed(self._folder)
+        indexes = sorted(name for name in names if name.endswith(_INDEX_SUFFIX) and not name.startswith("."))
+        old_index = INDEX if INDEX in indexes or len(indexes) != 1 else indexes[0]
+        indexed = _indexed(self._folder, old_index)
         if INDEX in names and SINGLE not in indexed and SINGLE not in files:
             self._check_no_single()
         shards = {name for name in indexed if _NUMBERED.fullmatch(name)}
         shards.update(name for name in journal.shards(self._folder, names) & names if _NUMBERED.fullmatch(name))
-        if not names & {INDEX, SINGLE}:
+        if not names & {INDEX, SINGLE, *indexes}:
             shards.update(filter(_NUMBERED.fullmatch, _complete_set(names - {*files})))
         single = {SINGLE} if self._has_single() else set()
-        indexes = self.leftovers([INDEX]) if names else []  # a conversion was killed while they were hidden
-        single.update(self.leftovers([SINGLE]) if names else (), indexes)
-        for hidden in indexes:
+        hidden_indexes = self.leftovers([INDEX]) if names else []  # a conversion was killed while they were hidden
+        single.update(self.leftovers([SINGLE, CONFIG]) if names else (), hidden_indexes)
+        for hidden in hidden_indexes:
             shards.update(name for name in _indexed(self._folder, hidden) if _NUMBERED.fullmatch(name))
         records = {name + RECORD for name in shards} & names
-        index = {INDEX} & names if SINGLE in files else set()
+        index = {old_index} & names if SINGLE in files or old_index != INDEX else set()
         return sorted((single | index | shards | records) - {*files, *(file + RECORD for file in files)})
 
-    def free_names(self, files: Sequence[str]) -> dict[str, str]:
-        return {file: file for file in files}  # they replace old files together
+    def free_names(self, files: Collection[str]) -> dict[str, str]:
+        return free_names(files, self._folder.names())
 
-    def aside(self, file: str, plan: str) -> tuple[Folder, str]:
-        return self._aside(plan), file
+    def asides_of(self, files: Collection[str], plan: str) -> dict[str, tuple[Folder, str]]:
+        return {file: (self._aside(plan), name) for file, name in self.free_names(files).items()}
 
     def begun(self, plan: str) -> bool:
         return os.path.isdir(self._aside(plan).location.path)
@@ -175,11 +238,14 @@ class LocalReplacement(Replacement):
         names = sorted(name for name in self._folder.names() if name.startswith(ASIDE) and name != RESUME)
         return [LocalFolder(path) for path in map(self._folder.shown, names) if os.path.isdir(path)]
 
-    def collect(self, plan: str, places: Mapping[str, Folder]) -> None:
+    def collected(self, plan: str, places: Mapping[str, Folder]) -> dict[str, Put]:
+        puts: dict[str, Put] = {}
         for file, place in places.items():
             # An interrupted call can have left the shard in the usual subfolder.
-            for source in sorted({place.place, self._aside(plan).place} - {self._folder.place}):
-                self._take(file, LocalFolder(source))
+            for source in (place.place, self._aside(plan).place):
+                if source != self._folder.place and os.path.lexists(os.path.join(source, file)):
+                    puts[file] = partial(self._take, file, LocalFolder(source))
+        return puts
 
     def leftovers(self, names: Sequence[str]) -> list[str]:
         return list(map(os.path.basename, leftovers(self._folder.location.path, names)))
@@ -211,49 +277,98 @@ class LocalReplacement(Replacement):
     def shard(self, stack: ExitStack, file: str) -> AbstractContextManager[ExitStack]:
         return nullcontext(stack)
 
-    @contextmanager
-    def before_config(self, config: bytes | None, outdated: Sequence[str], *, indexed: bool) -> Iterator[None]:
-        """Hide the old ``model.safetensors`` or index at the end: readers would prefer it to the new files."""
-        if indexed and SINGLE not in outdated:
-            self._check_no_single()
-        yield
-        for name in (SINGLE, INDEX):
-            if name in outdated and os.path.isfile(self._folder.shown(name)):
-                hidden = self._folder.shown(f".{name}.{os.urandom(8).hex()}.tmp")
-                os.rename(self._folder.shown(name), hidden)
-                self._hidden[name] = hidden
+    def blocks_readers(self, config: bytes | None, shards: Collection[str], placed: Collection[str]) -> bool:
+        """Return True also if the old index names a file that will be replaced."""
+        if not any(map(is_weight_file, self._folder.names() - {*placed})):
+            return False
+        changes = False
+        if config is not None:
+            try:
+                with open(self._folder.shown(CONFIG), "rb") as file:
+                    changes = file.read(len(config) + 1) != config
+            except OSError:
+                changes = True
+        return changes or not (_indexed(self._folder) - {*placed}).isdisjoint(shards)
 
-    @contextmanager
-    def after_index(self, outdated: Sequence[str]) -> Iterator[None]:
-        """Restore the hidden file if the new files cannot be put in place."""
-        try:
-            yield
-        except BaseException:
-            for name, hidden in self._hidden.items():
+    def commit(
+        self,
+        shards: Mapping[str, Put],
+        beside: Mapping[str, AtomicFile],
+        outdated: Sequence[str],
+        *,
+        indexed: bool,
+        single: bool,
+        blocked: bool,
+    ) -> None:
+        if not single and SINGLE not in outdated:
+            self._check_no_single()
+        index = [name for name in (INDEX,) if name in beside]
+        others = sorted(beside.keys() - {INDEX}, key=lambda name: name == CONFIG)
+        with Swap() as swap:
+            if blocked:
+                self._hide({SINGLE} & {*outdated, *shards}, swap)
+            for name in (*index, *others) if blocked else others:
+                beside[name].put(swap)
+            like = self._like(outdated)
+            for put in shards.values():
+                put(swap, like)
+            if not blocked:
+                for name in index:
+                    beside[name].put(swap)
+                self._hide({SINGLE, INDEX} & {*outdated}, swap)
+            self._hide([name for name in outdated if name.endswith(_INDEX_SUFFIX) and name != INDEX], swap)
+            try:
+                sync_folder(self._folder.location.path)
+            except OSError as error:
+                raise type(error)(error.errno, error.strerror, self._folder.location.path) from None
+            swap.undo.clear()  # the hidden index names the old shards: it is removed after them
+            self._folder.remove([*outdated, *([INDEX] if blocked and not indexed else [])])
+
+    def _like(self, outdated: Iterable[str]) -> os.stat_result | None:
+        """Return the status of an old shard."""
+        for name in outdated:
+            if name == SINGLE or _NUMBERED.fullmatch(name):
                 with suppress(OSError):
-                    os.rename(hidden, self._folder.shown(name))
-            self._hidden = {}
-            raise
-        files = [*map(os.path.basename, self._hidden.values()), *(name for name in outdated if name != SINGLE)]
-        self._hidden = {}
-        self._folder.remove(sorted(files, key=lambda name: name.startswith(".")))  # a hidden index names the shards
+                    return os.stat(self._folder.shown(name))
+        return None
+
+    def _hide(self, names: Iterable[str], swap: Swap) -> None:
+        for path in map(self._folder.shown, names):
+            if os.path.isfile(path):
+                swap.hide(path)
 
     def _aside(self, plan: str) -> LocalFolder:
         return LocalFolder(self._folder.shown(ASIDE + plan))
 
-    def _take(self, file: str, source: LocalFolder) -> None:
+    def _take(self, file: str, source: LocalFolder, swap: Swap, like: os.stat_result | None) -> None:
         """Move a shard and its record here; at any moment, one of the folders has both.
 
-        A replaced shard keeps its mode, as with `AtomicFile`. A shard missing from ``source`` was moved before.
+        Raises:
+            FileExistsError: another conversion has written a shard with this name.
         """
-        journal.copy(file, source, self._folder)
         old, new = source.shown(file), self._folder.shown(file)
-        if os.name != "nt":
-            with suppress(FileNotFoundError):
-                os.chmod(old, stat.S_IMODE(os.stat(new).st_mode))
-        with suppress(FileNotFoundError):
-            replace(old, new, new)
+        if os.path.lexists(new):
+            record = journal.read(source, file)
+            if file == SINGLE:
+                like = os.stat(new) if os.path.exists(new) else like
+                swap.keep(new)
+            elif record is not None and self._folder.holds(file, record.size, record.sha256):
+                return  # moved before
+            else:
+                message = "Another conversion has written this shard since; repeat the call"
+                raise FileExistsError(errno.EEXIST, message, new)
+        journal.copy(file, source, self._folder)
+        swap.undo.append(partial(self._give_back, file, source))
+        if like is not None and os.name != "nt":
+            set_owner_and_mode(old, like)
+        replace(old, new, new)
         journal.forget(source, [file])
+
+    def _give_back(self, file: str, source: LocalFolder) -> None:
+        if not os.path.lexists(source.shown(file)):
+            journal.copy(file, self._folder, source)
+            os.rename(self._folder.shown(file), source.shown(file))
+        journal.forget(self._folder, [file])
 
     def _has_single(self) -> bool:
         return os.path.isfile(self._folder.shown(SINGLE))
@@ -269,6 +384,17 @@ class LocalReplacement(Replacement):
                 f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
             )
             raise FileExistsError(errno.EEXIST, message, self._folder.shown(SINGLE))
+
+
+def free_names(files: Collection[str], taken: Collection[str]) -> dict[str, str]:
+    """Return free names for shards: their own, or with the next total that no file in the folder has."""
+    totals = {(numbered.stem, int(numbered.total), numbered.suffix) for numbered in sets_of([*taken])}
+    parts = {file: part for file in files if (part := PART.fullmatch(file)) is not None}
+    shift = 0
+    while any((part[1], int(part[3]) + shift, part[4]) in totals for part in parts.values()):
+        shift += 1
+    new = {file: f"{part[1]}-{part[2]}-of-{int(part[3]) + shift:05}{part[4]}" for file, part in parts.items()}
+    return {file: new[file] if shift and file in new else file for file in files}
 
 
 def _indexed(folder: LocalFolder, index: str = INDEX) -> set[str]:

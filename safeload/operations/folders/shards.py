@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +31,7 @@ from ...stores.files import Location
 from ...stores.remote import RemoteStore
 from .destinations import replacement_of
 from .folder import Folder
-from .replacement import Replacement
+from .replacement import Put, Replacement
 
 # Files for other libraries, besides the weights and config.json: tokenizers (sentencepiece and tiktoken
 # included), chat templates, settings of generation and processors.
@@ -202,38 +202,40 @@ def write_shards(
     folder: Folder,
     *,
     overwrite: bool,
-    replacing: Callable[[], object] | None = None,
+    replacing: AbstractContextManager[object] | None = None,
 ) -> int:
     """Write shards, config and index, and return the bytes of the shards.
 
-    The index, or the only shard, is put in place last: a new folder cannot be opened until it is complete. If an error
-    occurs, a new folder is removed.
+    A folder cannot be opened until it is complete; see `Replacement`. If an error occurs, a new folder is removed.
 
     Args:
         shards: functions returning the writer of a shard, by file name; each is called when its turn comes.
         beside: the other files.
         overwrite: False to refuse existing files.
-        replacing: called when all files are complete, before the first is put in place.
+        replacing: entered when all files are complete, before the first is put in place.
     """
     written = 0
     replacement = replacement_of(folder)
     outdated = replacement.outdated([*shards, *([INDEX] if beside.indexed else [])]) if overwrite else []
-    with replacement.undone(), ExitStack() as stack:  # closed in reverse order: the first file is put in place last
+    with replacement.undone(), ExitStack() as stack:  # a store gets the first file last
         stack.enter_context(replacement.after_index(outdated))
         # With an index, a local shard comes first; a store removes a shard that comes before the new config.
         alone = [*shards] == [SINGLE] and (not beside.indexed or folder.location.files.remote)
+        files: dict[str, AtomicFile] = {}
         for file, shard in shards.items() if alone else ():
             writer = shard()
-            write_shard(stack, writer, folder, file, overwrite=overwrite)
+            files[file] = write_shard(stack, writer, folder, file, overwrite=overwrite)
             written += writer.size
-        write_beside(stack, beside, folder, replacement, overwrite=overwrite, outdated=outdated)
+        commit = write_beside(stack, beside, folder, replacement, overwrite=overwrite, outdated=outdated)
         for file, shard in () if alone else shards.items():
             with replacement.shard(stack, file) as own:
                 writer = shard()
-                write_shard(own, writer, folder, file, overwrite=overwrite)
+                # A shard replaces nothing: its name is free.
+                files[file] = write_shard(own, writer, folder, file, overwrite=overwrite and file == SINGLE)
                 written += writer.size
         if replacing is not None:
-            replacing()
+            stack.enter_context(replacing)
+        commit({file: shard.put for file, shard in files.items()})
     return written
 
 
@@ -266,39 +268,47 @@ def write_beside(
     *,
     overwrite: bool,
     outdated: Sequence[str] = (),
-    extras: ExitStack | None = None,
-) -> None:
-    """Write the files beside the shards. Leaving the stack puts them in place, the index last if there is one.
+    placed: Collection[str] = (),
+) -> Callable[[Mapping[str, Put]], None]:
+    """Write the files beside the shards, and return the function that puts local files in place, shards included.
+
+    Leaving the stack uploads the files of a store, the index last if there is one.
 
     Args:
         overwrite: False to refuse existing files.
         outdated: files to remove at the end; see `Replacement.outdated`.
-        extras: a second stack for the extra files, if they should be put in place before the shards.
+        placed: names of new shards that are in the folder already.
     """
     import json
 
-    texts = {INDEX: _index(beside)} if beside.indexed else {}
-    if beside.config is not None:
-        texts[CONFIG] = (json.dumps(dict(beside.config), indent=2) + "\n").encode()
-    for name, text in texts.items():
-        _write_text(stack, text, folder, name, overwrite=overwrite)
-    single = set(beside.weight_map.values()) <= {SINGLE}
-    indexed = beside.indexed and not single
-    stack.enter_context(replacement.before_config(texts.get(CONFIG), outdated, indexed=indexed))
+    config = None if beside.config is None else (json.dumps(dict(beside.config), indent=2) + "\n").encode()
+    names = {*beside.weight_map.values()}
+    blocked = replacement.blocks_readers(config, names or {SINGLE}, placed)
+    files: dict[str, AtomicFile] = {}
+    for name, text in ((INDEX, _index(beside) if beside.indexed or blocked else None), (CONFIG, config)):
+        if text is not None:
+            files[name] = _write_text(stack, text, folder, name, overwrite=overwrite)
+    stack.enter_context(replacement.before_config(config))
     for name, content in beside.extras.items():
-        own = stack if extras is None else extras
         if isinstance(content, bytes):
-            _write_text(own, content, folder, name, overwrite=overwrite)
+            files[name] = _write_text(stack, content, folder, name, overwrite=overwrite)
         else:
-            _copy(own, content, folder, name, overwrite=overwrite)
+            files.update(_copy(stack, content, folder, name, overwrite=overwrite))
+
+    def commit(shards: Mapping[str, Put]) -> None:
+        single = names <= {SINGLE}
+        replacement.commit(shards, files, outdated, indexed=beside.indexed, single=single, blocked=blocked)
+
+    return commit
 
 
-def _write_text(stack: ExitStack, text: bytes, folder: Folder, name: str, *, overwrite: bool) -> None:
-    """Write a file. Leaving the stack puts it in place."""
+def _write_text(stack: ExitStack, text: bytes, folder: Folder, name: str, *, overwrite: bool) -> AtomicFile:
+    """Write a file and return it, sealed."""
     data = np.frombuffer(text, np.uint8)
     written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
     written.write([(address_of(data), data.size)])
     written.seal()
+    return written
 
 
 def _index(beside: Beside) -> bytes:
@@ -319,13 +329,13 @@ def _is_same(source: Location, copy: Location) -> bool:
     return os.path.exists(copy.path) and os.path.samefile(source.path, copy.path)
 
 
-def _copy(stack: ExitStack, source: Location, folder: Folder, name: str, *, overwrite: bool) -> None:
-    """Copy a file. Leaving the stack puts the copy in place."""
+def _copy(stack: ExitStack, source: Location, folder: Folder, name: str, *, overwrite: bool) -> dict[str, AtomicFile]:
+    """Copy a file and return the sealed copy by its name; nothing if it is the file itself or too large."""
     if _is_same(source, folder.location / name):
-        return
+        return {}
     with closing(source.files.open(source.path)) as store:
         if store.size > _LARGEST_EXTRA:
-            return
+            return {}
         buffer = np.empty(min(_COPY_BUFFER, max(1, store.size)), np.uint8)
         copy = stack.enter_context(folder.writing(name, store.size, overwrite=overwrite))
         for at in range(0, store.size, _COPY_BUFFER):
@@ -335,3 +345,4 @@ def _copy(stack: ExitStack, source: Location, folder: Folder, name: str, *, over
         if isinstance(store, RemoteStore):
             store.confirm()
         copy.seal()
+        return {name: copy}

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -146,24 +146,21 @@ class StoreReplacement(Replacement):
         kept = {*files, *(file + RECORD for file in files)}
         return sorted(name for name in self._folder.names() - kept if name == SINGLE or _SHARD.fullmatch(name))
 
-    def free_names(self, files: Sequence[str]) -> dict[str, str]:
+    def free_names(self, files: Collection[str]) -> dict[str, str]:
         taken = {INDEX, *files, *(file + RECORD for file in files)}
         if taken.isdisjoint(self._folder.names()):
             return {file: file for file in files}
         mark = os.urandom(_DIGITS // 2).hex()
         return {file: marked(file, mark) for file in files}
 
-    def aside(self, file: str, plan: str) -> tuple[Folder, str]:
-        return self._folder, marked(file, plan)
+    def asides_of(self, files: Collection[str], plan: str) -> dict[str, tuple[Folder, str]]:
+        return {file: (self._folder, marked(file, plan)) for file in files}
 
     def begun(self, plan: str) -> bool:
         return any(name.startswith(marked(_STEM, plan)) for name in self._folder.names())
 
     def asides(self) -> list[Folder]:
         return []
-
-    def collect(self, plan: str, places: Mapping[str, Folder]) -> None:
-        """Leave shards where they are."""
 
     def leftovers(self, names: Sequence[str]) -> list[str]:
         return []  # interrupted uploads are not listed
@@ -192,7 +189,7 @@ class StoreReplacement(Replacement):
             yield own
 
     @contextmanager
-    def before_config(self, config: bytes | None, outdated: Sequence[str], *, indexed: bool) -> Iterator[None]:
+    def before_config(self, config: bytes | None) -> Iterator[None]:
         """Remove an old config and its index at the end: no weights stand beside a foreign config at any moment."""
         yield
         self._complete = True

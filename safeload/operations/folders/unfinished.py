@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,17 @@ def note(folder: Folder, content: UnfinishedNote) -> None:
     text = (json.dumps(encode(content)) + "\n").encode()
     with folder.writing(NAME, len(text), overwrite=True) as file, file.stream() as stream:
         stream.write(text)
+
+
+@contextmanager
+def noted(folder: Folder, content: UnfinishedNote) -> Iterator[None]:
+    """Write the note of a conversion; an error, after which the folder is the old one, removes it."""
+    note(folder, content)
+    try:
+        yield
+    except BaseException:
+        forget(folder)
+        raise
 
 
 def forget(folder: Folder) -> None:

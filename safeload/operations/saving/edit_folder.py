@@ -12,14 +12,12 @@ from ...base.text import show
 from ...engine.run.atomic_file import write_text
 from ...errors import FormatError, UnsupportedError
 from ...formats.folder import parse_index
+from ...formats.numbered import PART
 from ...stores.files import LOCAL
 from ...stores.json_file import read_json
-from ..folders.store_folder import marked
+from ..folders.replacement import free_names
 from .edit_base import Edit, EditedMetadata, resolved
 from .edit_file import SafetensorsEdit, edit_file
-
-# Digits that tell a changed shard from its old version.
-_DIGITS = 8
 
 
 class FolderEdit(Edit):
@@ -88,10 +86,16 @@ class FolderEdit(Edit):
                 elif key in shard.metadata:
                     del shard.metadata[key]
         replaced = {file: shard for file, shard in self._shards.items() if not shard.in_place}
-        folder, mark = os.path.dirname(self._real), os.urandom(_DIGITS // 2).hex()
-        names = {file: marked(file, mark) for file in replaced}
+        folder = os.path.dirname(self._real)
+        numbered = {
+            file: file if PART.fullmatch(file) else "-00001-of-00001".join(os.path.splitext(file)) for file in replaced
+        }
+        free = free_names(numbered.values(), os.listdir(folder))
+        names = {file: free[name] for file, name in numbered.items()}
         with ExitStack() as undo:
             for file, shard in replaced.items():
+                if not len(shard):  # a shard without tensors leaves the folder
+                    continue
                 path = os.path.join(folder, names[file])
                 undo.callback(_remove, path)
                 shard.write_to(path, overwrite=False)
@@ -103,20 +107,19 @@ class FolderEdit(Edit):
                 if replaced:
                     self._write_index(names)
             except OSError:
-                if self._is_written(names):  # all but the fsync of the folder
+                if self._is_written():  # all but the fsync of the folder
                     undo.pop_all()
                 raise
             undo.pop_all()
         for file in replaced:
             _remove(os.path.join(folder, file))
 
-    def _is_written(self, names: dict[str, str]) -> bool:
+    def _is_written(self) -> bool:
         """Return True unless the index is certain to be the old one."""
         try:
-            files = read_json(self._real, "an index")["weight_map"].values()
+            return bool(read_json(self._real, "an index")["weight_map"] != self._content["weight_map"])
         except OSError:
             return True
-        return not set(names.values()).isdisjoint(files)
 
     def _write_index(self, names: dict[str, str]) -> None:
         """Write the index with the new names of shards."""
