@@ -8,10 +8,10 @@ import zipfile
 
 import numpy as np
 import pytest
+from builders.inside import main
 
 import safeload
 from safeload import UnsupportedError
-from safeload.cli import main
 
 W = np.arange(6, dtype=np.float32)
 

@@ -6,9 +6,9 @@ import logging
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import main
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save_file
 
 W = {"w": np.ones((64, 64), np.float32)}

@@ -8,11 +8,11 @@ import struct
 
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.paths import DATA
 
 import safeload
 from safeload import VerificationError
-from safeload.cli import main
 
 RNG = np.random.default_rng(0)
 GPTQ = {

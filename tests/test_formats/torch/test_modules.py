@@ -6,9 +6,9 @@ import warnings
 
 import numpy as np
 import pytest
+from builders.inside import main
 
 import safeload
-from safeload.cli import main
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
