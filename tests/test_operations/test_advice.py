@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -154,14 +155,15 @@ def test_optimizer_states_are_counted(names, counted, advice, tmp_path, caplog):
 
 
 def test_a_nested_training_checkpoint_is_told_its_root(tmp_path, caplog, capsys):
-    torch = pytest.importorskip("torch")
-    state = {"model": {"w": torch.ones(2), "b": torch.ones(1)}, "ema": {"w": torch.ones(2)}, "epoch": 3}
-    torch.save({**state, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, tmp_path / "train.pt")
-    safeload.convert(tmp_path / "train.pt", tmp_path / "x.safetensors")
+    x = np.ones(2, np.float32)
+    state = {"model": {"w": x, "b": x}, "ema": {"w": x}, "epoch": 3, "optimizer": {"state": {0: {"exp_avg": x}}}}
+    path = tmp_path / "train.pkl"
+    path.write_bytes(pickle.dumps(state))
+    safeload.convert(path, tmp_path / "x.safetensors")
     (warning,) = warnings(caplog)
     assert "1 of 4 tensors" in warning
     assert "root='model' or root='ema' or drop='optimizer.*'" in warning
-    assert main(["convert", str(tmp_path / "train.pt"), str(tmp_path / "y.safetensors")]) == 0
+    assert main(["convert", str(path), str(tmp_path / "y.safetensors")]) == 0
     assert "--root 'model'" in capsys.readouterr().err
 
 
