@@ -86,8 +86,9 @@ _CLOSED = (
     (b"ZF0x", "a file of joblib before 0.10"),
     (b"ZF", "a file of joblib before 0.10"),
 )
-# Beginnings of what follows pickles and is no tensor, which begins as its number of elements.
-_ENTERED = (b"PK\x03\x04", b"\x93NUMPY", *(magic for magic, _ in _CLOSED if len(magic) >= 4))
+# Beginnings of what is no tensor, in the place of one.
+_STREAMS = (b"\x1f\x8b\x08", b"\xfd7zXZ\0", *(b"BZh%d" % level for level in range(1, 10)))
+_ENTERED = (b"PK\x03\x04", b"\x93NUMPY", *_STREAMS, *(magic for magic, _ in _CLOSED if len(magic) >= 4))
 
 
 class PickleSite(NamedTuple):
@@ -273,7 +274,7 @@ class PickleFinder:
                 traced = lenient if lenient.fault or lenient.names else traced
             certain = at == 0 and (binary or (expected and not _is_array_file(name)))
             if traced.fault and not certain and not traced.limited:
-                traced = traced._replace(names=_importable(traced, called=not (binary or expected) and _is_text(head)))
+                traced = traced._replace(names=_counted(traced, called=not (binary or expected) and _is_text(head)))
                 if not traced.names or (not plain and _is_harmless(traced)):
                     break
             calls = {(name, name in traced.called) for name in traced.names}
@@ -288,18 +289,19 @@ class PickleFinder:
             at = traced.end
         return at
 
-    def _rest(self, content: ContentRange, place: str, at: int, level: int) -> Iterator[PickleSite]:
-        """Enter what follows pickles and arrays if it is of another kind, and search it."""
+    def _rest(
+        self, content: ContentRange, place: str, at: int, level: int, *, search: bool = True
+    ) -> Iterator[PickleSite]:
+        """Enter a tensor, or what follows pickles and arrays, if it is of another kind, and search it."""
         rest = ContentRange(content, at, content.size - at)
-        head = rest.read_at(0, _HEAD) if at else b""
+        head = rest.read_at(0, _HEAD) if at or not search else b""
         unpack = _unpacker(head)
-        if unpack is not None:
-            yield from self._compressed(
-                rest, place, "", level, unpack[0], sure=unpack[1] and head[0] not in b"\x78\x5d"
-            )
         if head.startswith(_ENTERED) or _is_tar(head):
             yield from self._enter(rest, f"{place}@{at}", "", level + 1)
-        yield from self._search(content, place, at, level)
+        elif unpack is not None:
+            yield from self._compressed(rest, place, "", level, unpack[0], sure=False)
+        if search:
+            yield from self._search(content, place, at, level)
 
     def _inside(self, content: ContentRange, place: str, traced: Traced, level: int) -> Iterator[PickleSite]:
         """Enter the torch files that a pickle holds as bytes."""
@@ -330,7 +332,7 @@ class PickleFinder:
                         if start < beyond or match.start() >= size or self._left() <= 0:
                             continue
                         traced = self._trace(content, start, strict=not text)
-                        if traced.limited or (_attacks(traced) if text and traced.fault else _importable(traced)):
+                        if traced.limited or (_attacks(traced) if text and traced.fault else _counted(traced)):
                             beyond = max(traced.end, start + 1)
                             yield PickleSite(place, start, traced, fault=traced.fault if traced.limited else "")
                             yield from self._inside(content, place, traced, level)
@@ -390,7 +392,7 @@ class PickleFinder:
                 yield PickleSite(place, at, None, fault="the header of its array cannot be read")
             objects = dtype is None or dtype.hasobject
             traced = self._trace(content, begin, strict=not objects)
-            if objects or _importable(traced):
+            if objects or _counted(traced):
                 yield PickleSite(place, begin, traced, fault=traced.fault if dtype is not None else "")
                 yield from self._inside(content, place, traced, level)
             if objects and traced.fault:
@@ -460,8 +462,15 @@ class PickleFinder:
             for reading in readings:
                 packed = ContentRange(content, begin, reading.packed)
                 used.append(packed.size)
-                if storage is None or storage[1] not in folders or reading.method or _is_npy(packed):
+                is_tensor = storage is not None and storage[1] in folders and reading.method == 0
+                if not is_tensor:
                     used[-1] = yield from self._entry(packed, place, level, reading)
+                else:
+                    inner = f"{place}/{reading.name}" if place else reading.name
+                    yield from self._rest(packed, inner, 0, level, search=False)
+                    end = yield from self._pickles(packed, inner, "", level, plain=False)
+                    if end:
+                        yield from self._rest(packed, inner, end, level)
             at = max(at, begin + min(used))
         yield from self._between(content, place, level, at, content.size)
 
@@ -595,17 +604,17 @@ def _is_array_file(name: str) -> bool:
     return name.endswith((".bin", ".dat", ".data", ".model", ".p"))
 
 
-def _importable(traced: Traced, *, called: bool = False) -> dict[str, int]:
-    """Return the names of a pickle that readers can import, and if it ends in a fault, that count before it.
+def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
+    """Return the names of a pickle that count: those that it calls, and those that chance does not make.
 
     Args:
-        called: of a pickle with a fault, only those that it calls: chance bytes name modules, but call nothing.
+        called: of a pickle with a fault, only those that it calls.
     """
-    names = {name: at for name, at in traced.names.items() if _IMPORTABLE.match(name)}
-    if not traced.fault:
-        return names
     return {
-        name: at for name, at in names.items() if name in traced.called or not (called or name.startswith(EXTENSION))
+        name: at
+        for name, at in traced.names.items()
+        if name in traced.called
+        or (_IMPORTABLE.match(name) and not (traced.fault and (called or name.startswith(EXTENSION))))
     }
 
 

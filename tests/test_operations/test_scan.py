@@ -471,7 +471,9 @@ def test_members_are_bounded(tmp_path, monkeypatch):
 
 
 def test_archives_one_after_another_are_each_entered_once(tmp_path):
-    archive = zipped({f"archive/{name}": content for name, content in {"data.pkl": FINE, "data/0": EVIL}.items()})
+    archive = zipped(
+        {f"archive/{name}": content for name, content in {"data.pkl": FINE, "data/0": b"\0" + EVIL}.items()}
+    )
     report = scanned(tmp_path, "x.distcp", archive * 300)
     assert (report.verdict, report.pickles, report.unreadable) == ("harmless", 300, [])
     report = scanned(tmp_path, "x.distcp", archive * 100 + zipped({"archive/data.pkl": EVIL}) + archive * 100)

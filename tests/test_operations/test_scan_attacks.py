@@ -40,13 +40,21 @@ class Made:
         return object.__new__(cls)
 
 
+class Items:
+    def __setitem__(self, *pair):
+        sys.modules[NAME].ran.append(pair)
+
+    extend = __setitem__
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """The calls of a module that no list of names has."""
     module = types.ModuleType(NAME)
     module.ran = []
     module.run = lambda *args: module.ran.append(args)
-    module.me, module.Stated, module.Made = module, Stated, Made
+    module.me, module.Stated, module.Made, module.items = module, Stated, Made, Items()
+    setattr(module, "a run", module.run)
     monkeypatch.setitem(sys.modules, NAME, module)
     copyreg.add_extension(NAME, "run", EXTENSION)
     yield module.ran
@@ -104,6 +112,9 @@ CALLS = {
     "NEWOBJ": f"c{NAME}\nMade\n".encode() + b")\x81\xff",
     "NEWOBJ_EX": f"c{NAME}\nMade\n".encode() + b")}\x92\xff",
     "BUILD": f"c{NAME}\nStated\n".encode() + b")\x81K\x01b\xff",
+    "SETITEM": f"c{NAME}\nitems\n".encode() + b"I1\nI2\ns\xff",
+    "APPENDS": f"c{NAME}\nitems\n".encode() + b"(I1\ne\xff",
+    "a name with a space": f"c{NAME}\na run\n".encode() + b")R\xff",
     "an extension code": b"\x84" + struct.pack("<I", EXTENSION) + b")R\xff",
     "after a persistent id": b"Px\n0" + CALL0 + b"\xff",
     "after a persistent id that is no text": b"K\x01Q0" + CALL0 + b"\xff",
@@ -235,6 +246,7 @@ PLACES = {
     "zip, lzma": ("x.zip", lambda p: zipped({"model": p}, zipfile.ZIP_LZMA), entry("model")),
     "zip, named as a folder": ("x.zip", lambda p: zipped({"model/": p}), entry("model/")),
     "zip, named as a tensor": ("x.pt", lambda p: zipped({"a/data.pkl": FINE, "b/data/0": p}), entry("b/data/0")),
+    "zip, as a tensor": ("x.pt", lambda p: zipped({"a/data.pkl": FINE, "a/data/0": p}), entry("a/data/0")),
     "zip, of two directories": ("x.zip", two_directories, first_directory),
     "zip, in a gap": ("x.zip", in_the_gap, from_stream),
     "tar": ("x.tar", tarred, member),
@@ -420,7 +432,7 @@ NOISE = random.Random(5).randbytes(3000)
         ("x.npy", npy("'<f4'", b"\x93\x93\x93\x93")),
         ("x.npz", zipped({"a.npy": npy("'<f4'", bytes(4)), "b.npy": npy("'<U3'", bytes(12))}, zipfile.ZIP_DEFLATED)),
         ("x.zip", zipped({})),
-        ("x.pt", zipped({"x/data.pkl": FINE, "x/data/0": NOISE, "x/data/1": b"cos\nsystem\n)R."})),
+        ("x.pt", zipped({"x/data.pkl": FINE, "x/data/0": NOISE, "x/data/1": b"\0cos\nsystem\n)R."})),
         ("x.tar", tarred(FINE, format=PAX, mtime=1.5)), ("x.tar", tarred(b"", type=tarfile.SYMTYPE, linkname="a")),
         ("x.gz", gzip.compress(FINE) + bytes(100)), ("x.bin", b"\x0d" + bytes(100)), ("x.bin", NOISE),
         ("x.json", b'{"class_name": "cat", "model": ["dog"]}'), ("x.msgpack", b"\x84\xa5\xa4" + NOISE),

@@ -201,6 +201,13 @@ class _Tracer:
     def top(self) -> Any:
         return self.stack[-1] if self.stack else self.missing("the stack is empty")
 
+    def changed(self) -> Any:
+        """Return the value at the top, of which an opcode calls a method."""
+        value = self.top()
+        if type(value) is _Named:
+            self.called.add(value.name)
+        return value
+
     def pop(self) -> Any:
         return self.stack.pop() if self.stack else self.missing("the stack is empty")
 
@@ -496,7 +503,7 @@ def _empty_dict(t: _Tracer) -> None:
 
 
 def _set_items(t: _Tracer, pairs: list[Any]) -> None:
-    into = t.top()
+    into = t.changed()
     if type(into) is dict and len(into) + len(pairs) // 2 <= _ITEMS:
         into.update((key, value) for key, value in zip(pairs[::2], pairs[1::2], strict=False) if type(key) is str)
 
@@ -522,13 +529,13 @@ def _dict(t: _Tracer) -> None:
 @_op(b"a")
 def _append(t: _Tracer) -> None:
     t.passed([t.pop()])
-    t.top()
+    t.changed()
 
 
 @_op(b"e\x90")
 def _appends(t: _Tracer) -> None:
     t.pop_mark()
-    t.top()
+    t.changed()
 
 
 @_op(b"l\x91")
@@ -559,7 +566,7 @@ def _obj(t: _Tracer) -> None:
 @_op(b"b")
 def _build(t: _Tracer) -> None:
     state = t.pop()
-    into = t.top()
+    into = t.changed()
     if type(into) is _Named:  # no writer sets the attributes of a class or function
         t.names.setdefault(f"{COMPUTED}.{into.name}", t.start)
     if isinstance(into, _Computed) and _wraps(into) and type(state) is dict:
