@@ -157,11 +157,12 @@ def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> S
     r"""List and judge every global that pickles in files name, and other code that loading would run.
 
     Pickles are found wherever they are: in torch checkpoints, NumPy object arrays, joblib files, inside zip and tar
-    archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset.
-    Nothing is executed or imported. Globals on the allowlist with which safeload reads pickles are harmless; any other
-    global is unknown, or dangerous if it is known to run code, reach files or the network, or hide a name. Keras Lambda
-    layers count as dangerous. You should load a file with other libraries only if it is harmless, or if you trust its
-    author.
+    archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset. A file
+    is also followed as a pickle if it begins as another format, and calls before a fault count. Nothing is executed or
+    imported. Globals on the allowlist with which safeload reads pickles are harmless; any other global is unknown, or
+    dangerous if it is known to run code, reach files or the network, or hide a name. Keras Lambda layers count as
+    dangerous, and modules in Keras configs are judged like globals. You should load a file with other libraries only if
+    it is harmless, or if you trust its author.
 
     Args:
         paths: a file, a folder with its subfolders, a URL, or a list of these.
