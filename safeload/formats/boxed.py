@@ -21,6 +21,7 @@ class BoxedListing(NamedTuple):
     boxes: Sequence[Box]
     flat: bool = False  # boxes divide the elements as a vector, not the axes
     unknown: Unknown | None = None  # the tensor cannot be read, and has no boxes
+    fill: bytes | None = None  # of an element in no box; None if boxes cover the tensor
 
 
 def itemsize_of(row: dtypes.Dtype) -> int:
@@ -68,11 +69,11 @@ def boxed_file(
         FormatError, LimitError: see `assemble`.
     """
     boxed = []
-    for name, (row, shape, boxes, flat, _) in tensors.items():
+    for name, (row, shape, boxes, flat, _, fill) in tensors.items():
         count = 1
         for length in shape if flat else ():
             count *= length
-        boxed.append(checked(name, (count,) if flat else shape, itemsize_of(row), boxes, path))
+        boxed.append(checked(name, (count,) if flat else shape, itemsize_of(row), boxes, path, fill))
     store = AssembledStore(path, boxed, stores, file.identity)
     listings = (
         _listing(name, tensor, whole.begin, whole.begin + whole.nbytes)

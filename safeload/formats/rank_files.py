@@ -13,7 +13,7 @@ from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from ..stores.assembled import InFile
 from ..stores.files import Files
-from .torch.globals import PickledTensor
+from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import TensorPlaces
 from .torch.zip_file import read_tensors
 from .unpickle.machine import describe
@@ -63,7 +63,13 @@ class RankFile(NamedTuple):
             raise error_about(
                 FormatError, f"must be a tensor, got {describe(tensor)}", path=self.file.path, tensor=name
             )
+        if type(tensor.pending) is dict and SUBCLASS in tensor.pending:  # it may be the part of a process
+            text = f"is a {show(str(tensor.pending[SUBCLASS]).rpartition('.')[2])}, which safeload does not know"
+            raise error_about(UnsupportedError, text, path=self.file.path, tensor=name)
         listing = self.places.place(name, tensor)
+        if listing.unknown is not None:
+            text = f": {listing.unknown.label} {listing.unknown.reason}"
+            raise error_about(UnsupportedError, text, path=self.file.path, tensor=name)
         if listing.row.packed:
             text = f"is {listing.row.code}, which rank files are not known to hold"
             raise error_about(UnsupportedError, text, path=self.file.path, tensor=name)

@@ -7,7 +7,8 @@ that reads tensors by ranges also reads tensors in boxes, in bounded memory.
 
 1. The shape of a tensor here only says where the boxes are. A tensor divided as a flat vector has one axis.
 2. The bytes of an element are the last axis, because requests may begin and end inside an element.
-3. Boxes must cover the tensor and must not overlap. Equal boxes are replicas; the first is read.
+3. Boxes must not overlap, and must cover the tensor unless it has a fill element. Equal boxes are replicas; the first
+   is read.
 4. The elements of a box lie in a store, with any strides, or must be unpacked. Boxes that cannot be read row by row
    are unpacked whole and kept for the following reads: at most `_KEPT` bytes, or as many as lie side by side.
 """
@@ -97,11 +98,15 @@ class BoxedTensor:
     Args:
         shape: elements along each axis.
         itemsize: bytes of an element.
-        boxes: not empty, inside the shape, of as many axes; see `checked`.
+        boxes: none without elements, inside the shape, of as many axes; see `checked`.
+        fill: the bytes of an element outside the boxes; None if they cover the tensor.
     """
 
-    def __init__(self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], fill: bytes | None = None
+    ) -> None:
         self.name = name
+        self.fill = None if fill is None else np.frombuffer(fill, np.uint8)
         self.shape = (*shape, itemsize)
         self.strides = c_strides(self.shape, 1)
         self.nbytes = prod(self.shape)
@@ -124,7 +129,7 @@ class BoxedTensor:
 
     def touched(self, low: Sequence[int], high: Sequence[int]) -> list[Box]:
         """Return the boxes that overlap a box of the tensor, given without the axis of bytes."""
-        if len(self.boxes) == 1:
+        if len(self.boxes) < 2:
             return self.boxes
         first = bisect_right(self._begins, low[0] - self._longest)
         last = bisect_right(self._begins, high[0] - 1)
@@ -138,10 +143,15 @@ class BoxedTensor:
         return [self.boxes[first + k] for k in np.flatnonzero(overlap).tolist()]
 
 
-def checked(name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str) -> BoxedTensor:
+def checked(
+    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, fill: bytes | None = None
+) -> BoxedTensor:
     """Return a tensor after checking that its boxes cover it without overlap.
 
     Replicas and empty boxes are dropped.
+
+    Args:
+        fill: the bytes of an element that is in no box; None if boxes must cover the tensor.
 
     Raises:
         FormatError: a box reaches outside the tensor, boxes overlap, or elements are missing.
@@ -174,12 +184,12 @@ def checked(name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Bo
             (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
             raise error_about(FormatError, text, path=path, tensor=name)
-    if total != size:
+    if total != size and fill is None:
         text = (
             f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks; is a file missing?"
         )
         raise error_about(FormatError, text, path=path, tensor=name)
-    return BoxedTensor(name, shape, itemsize, list(distinct.values()))
+    return BoxedTensor(name, shape, itemsize, list(distinct.values()), fill if total != size else None)
 
 
 def _overlapping(begins: Array, ends: Array, name: str, path: str) -> tuple[int, int] | None:
@@ -350,6 +360,8 @@ class AssembledStore(RemoteStore):
 
     def _read_box(self, tensor: BoxedTensor, low: tuple[int, ...], target: Array) -> None:
         high = tuple(first + count for first, count in zip(low, target.shape, strict=True))
+        if tensor.fill is not None:
+            target[...] = tensor.fill[low[-1] : high[-1]]
         for box in tensor.touched(low[:-1], high[:-1]):
             offsets, sizes = (*box.offsets, 0), (*box.sizes, tensor.shape[-1])
             first = tuple(map(max, low, offsets))

@@ -392,7 +392,6 @@ SEAMS = {
     "keras_chunk": ["formats.keras.chunks:MAX_CHUNK"],
     "moon_tensors": ["formats.moon:MAX_TENSORS"],
     "orbax_in_shards": ["formats.orbax.chunks:MAX_IN_SHARDS"],
-    "orbax_missing": ["formats.orbax.chunks:MAX_MISSING"],
     "orbax_kept_frames": ["formats.orbax.chunks:_KEPT_FRAMES"],
     "orbax_streamed": ["formats.orbax.chunks:_STREAMED"],
     "orbax_folders": ["formats.orbax.file:MAX_FOLDERS"],

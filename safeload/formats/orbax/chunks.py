@@ -3,14 +3,17 @@
 1. A key holds a chunk, or with ``sharding_indexed`` a shard: a grid of chunks in C order and an index, before or after
    them: u64 offset and u64 length of each chunk, little-endian, then a CRC-32C if the codecs say so. Offsets count from
    the beginning of the value; both numbers are 2**64 - 1 for a chunk that is not stored.
-2. A chunk that is not stored has the fill value, unless the checkpoint says that all chunks were stored.
+2. A chunk that is not stored has the fill value, unless the checkpoint says that all chunks were stored. tensorstore
+   leaves out chunks that equal it, such as the zeros of a new optimizer, so few keys can stand for large arrays. They
+   cost memory only when they are read.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
 from math import prod
 
 import numpy as np
@@ -30,8 +33,11 @@ from .zarr import CRC32C, ZSTD, ChunkLayout, ZarrArray, fill_of
 
 # The length of a value that is a file.
 WHOLE_FILE = -1
-# Chunks that are not stored, and chunks in shards: each takes some 600 bytes of memory.
-MAX_MISSING = 1 << 20
+# Bytes of elements that are not stored, besides those in proportion to the files: as for repeated elements of torch.
+MAX_FILLED = 1 << 32
+# Arrays of up to this many chunks are searched for in the order of the grid.
+_FEW = 1 << 10
+# Chunks in shards: each takes some 600 bytes of memory.
 MAX_IN_SHARDS = 1 << 21
 # Bytes of padding in chunks beyond the tensor, if they are more than three times the tensor.
 MAX_PADDING = 1 << 20
@@ -295,46 +301,59 @@ class ChunkFinder:
         self._files = stored
         self._path = path
         self._filled = filled
-        self._missing = self._in_shards = 0
+        self._in_shards = 0
+        self._sorted: list[str] | None = None  # all keys
         self._frames = KeptFrames()
         self._claimed = 0  # bytes of elements that are not stored
         self._provided = 0  # bytes of all chunks as stored
         self._used: dict[str, int] = {}  # bytes of chunks in each file
 
-    def find(self, name: str, array: ZarrArray) -> list[tuple[tuple[int, ...], Value | None]]:
-        """Return the first element and the value of each chunk that has a key; None for chunks that are not stored.
+    def find(self, name: str, array: ZarrArray) -> list[tuple[tuple[int, ...], Value]]:
+        """Return the first element and the value of each chunk that is stored.
 
         Raises:
             FormatError: a chunk is missing.
-            LimitError: too many chunks are not stored.
         """
         counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.grid, strict=True)]
         stem = f"{name}/" if name else ""
-        places: list[tuple[tuple[int, ...], Value | None]] = []
-        if prod(counts) > len(self._values) + MAX_MISSING:
-            text = f": at least {prod(counts) - len(self._values):,} of its {prod(counts):,} chunks are missing"
+        total = prod(counts)
+        if total > _FEW:
+            indices = self._stored_indices(stem, array, counts)
+        else:
+            grid = product(*map(range, counts)) if total else ()
+            indices = [index for index in grid if stem + array.key(index) in self._values]
+        if len(indices) < total and not self._filled:
+            first = next((k for k, index in enumerate(indices) if index != _unraveled(k, counts)), len(indices))
+            text = (
+                f": its chunk {array.key(_unraveled(first, counts))} is missing; was the checkpoint copied as a whole?"
+            )
             raise error_about(FormatError, text, path=self._path, tensor=name)
-        for index in product(*map(range, counts)) if 0 not in counts else ():
-            key = array.key(index)
-            value = self._values.get(stem + key)
-            if value is None:
-                self._miss(name, key)
-            places.append((tuple(map(int.__mul__, index, array.grid)), value))
+        places: list[tuple[tuple[int, ...], Value]] = []
+        stored = 0
+        for index in indices:
+            offsets = tuple(map(int.__mul__, index, array.grid))
+            stored += prod(map(min, array.grid, map(int.__sub__, array.shape, offsets)))
+            places.append((offsets, self._values[stem + array.key(index)]))
+        self._claimed += (prod(array.shape) - stored) * array.chunk.itemsize
         return places
 
-    def _miss(self, name: str, key: str) -> None:
-        """Count a chunk that is not stored."""
-        self._missing += 1
-        if not self._filled:
-            text = f": its chunk {key} is missing; was the checkpoint copied as a whole?"
-            raise error_about(FormatError, text, path=self._path, tensor=name)
-        if self._missing > MAX_MISSING:
-            text = f": with it more than {MAX_MISSING:,} chunks are missing"
-            raise error_about(LimitError, text, path=self._path, tensor=name)
+    def _stored_indices(self, stem: str, array: ZarrArray, counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the indices of the stored chunks in order, from the keys that begin with ``stem``."""
+        if self._sorted is None:
+            self._sorted = sorted(self._values)
+        indices = []
+        for key in islice(self._sorted, bisect_left(self._sorted, stem), None):
+            if not key.startswith(stem):
+                break
+            parts = key[len(stem) :].split(array.separator)[bool(array.prefix) :]
+            if len(parts) != len(counts) or not all(part.isdecimal() and len(part) < 20 for part in parts):
+                continue
+            index = tuple(map(int, parts))
+            if all(map(int.__lt__, index, counts)) and stem + array.key(index) == key:
+                indices.append(index)
+        return sorted(indices)
 
-    def listing(
-        self, name: str, array: ZarrArray, places: Iterable[tuple[tuple[int, ...], Value | None]]
-    ) -> BoxedListing:
+    def listing(self, name: str, array: ZarrArray, places: Sequence[tuple[tuple[int, ...], Value]]) -> BoxedListing:
         """Return a tensor with its boxes.
 
         Args:
@@ -360,16 +379,16 @@ class ChunkFinder:
         rules = ChunkRules(name, layout, fill, self._frames if streamed else None)
         boxes: list[Box] = []
         for offsets, value in places:
-            if value is None:
-                boxes.append(self._absent(name, array, offsets))
-            elif array.sharded:
+            if array.sharded:
                 boxes += self._in_shard(array, rules, offsets, self._stored(value))
             else:
                 sizes = tuple(map(min, layout.shape, map(int.__sub__, array.shape, offsets)))
                 stored = self._stored(value)
                 self._claim(rules, stored, layout.nbytes)
                 boxes.append(Box(offsets, sizes, ZarrChunk(rules, stored, sizes)))
-        return BoxedListing(array.row, array.shape, boxes)
+        counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.grid, strict=True)]
+        covered = len(places) == prod(counts)
+        return BoxedListing(array.row, array.shape, boxes, fill=None if covered else fill_of(array, self._path, name))
 
     def check_claims(self) -> None:
         """Refuse chunks that share bytes, and fill values that stand for far more than the files hold.
@@ -383,7 +402,7 @@ class ChunkFinder:
             if used > data.length:
                 text = f"its chunks have {used:,} bytes, but it has {data.length:,}: chunks overlap in the file"
                 raise FormatError(text, data.path)
-        if self._claimed > MAX_RATIO * (self._provided + (1 << 10)):
+        if self._claimed > MAX_FILLED + MAX_RATIO * self._provided:
             text = (
                 f"{self._path}: chunks that are not stored stand for {self._claimed:,} bytes, but all others have only "
             )
@@ -435,23 +454,11 @@ class ChunkFinder:
                 yield Box(begin, sizes, ZarrChunk(rules, InShard(shard, number), sizes))
         self._claim(rules, stored, inside * rules.layout.nbytes)
 
-    def _absent(self, name: str, array: ZarrArray, offsets: tuple[int, ...]) -> Box:
-        """Return the box of a chunk that is not stored."""
-        sizes = tuple(map(min, array.grid, map(int.__sub__, array.shape, offsets)))
-        layout = array.chunk._replace(shape=sizes, steps=())
-        self._claimed += layout.nbytes
-        rules = ChunkRules(name, layout, fill_of(array, self._path, name), None)
-        return Box(offsets, sizes, _Absent(rules, self._path))
 
-
-class _Absent(ZarrChunk):
-    """A chunk that is not stored; see `BoxSource`."""
-
-    __slots__ = ()
-
-    def __init__(self, rules: ChunkRules, path: str) -> None:
-        nothing = ChunkBytes(Unpacked(b""), 0, 0, path)
-        super().__init__(rules, nothing, rules.layout.shape)
-
-    def region(self) -> Region:
-        return self._filled()
+def _unraveled(number: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of a chunk by its number in C order."""
+    index: list[int] = []
+    for count in reversed(counts):
+        number, k = divmod(number, count)
+        index.insert(0, k)
+    return tuple(index)

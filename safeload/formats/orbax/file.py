@@ -15,18 +15,20 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
+from ...base import dtypes
 from ...base.gc_pause import paused
 from ...base.messages import error_about
 from ...base.paths import is_bare
+from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, LimitError, missing_file
+from ...errors import FormatError, LimitError, UnsupportedError, missing_file
 from ...stores.assembled import MAX_RANK
 from ...stores.files import Files
 from ...stores.json_file import MAX_JSON, parse_json, read_json
 from ...stores.remote import RemoteStore
 from ...stores.store import read_at
-from ..boxed import assemble
+from ..boxed import BoxedListing, assemble
 from ..containers import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest
 from . import names as naming
@@ -148,14 +150,22 @@ class _OrbaxReader:
         values = self._database() if uses_ocdbt else self._paths(arrays)
         described = dict(zip(arrays, self._described(arrays, values, uses_ocdbt), strict=True))
         finder = ChunkFinder(values, self._opened.stored, self._path, filled=not self._tree.complete)
-        places = {name: finder.find(name, array) for name, array in described.items()}
-        self._opened.open_all(
-            sorted({value.file for chunks in places.values() for _, value in chunks if value and value.file})
-        )
-        listings = {names[name]: finder.listing(name, array, places[name]) for name, array in described.items()}
+        places = {
+            name: finder.find(name, array) for name, array in described.items() if isinstance(array, zarr.ZarrArray)
+        }
+        self._opened.open_all(sorted({value.file for chunks in places.values() for _, value in chunks if value.file}))
+        listings: dict[str, BoxedListing] = {}
+        for name, array in described.items():
+            unknown = array if isinstance(array, Unknown) else None
+            try:
+                listing = None if isinstance(array, Unknown) else finder.listing(name, array, places[name])
+            except UnsupportedError as error:
+                listing, unknown = None, Unknown(array.row.name, array.shape, str(error))  # type: ignore[union-attr]
+            listings[names[name]] = listing or BoxedListing(dtypes.BY_CODE["U8"], (0,), [], unknown=unknown)
         finder.check_claims()
         metadata = self._metadata(names)
-        self._note([name for name, array in described.items() if array.narrow], "opened as I8, with the same values")
+        narrow = [name for name, array in described.items() if isinstance(array, zarr.ZarrArray) and array.narrow]
+        self._note(narrow, "opened as I8, with the same values")
         self._note(self._tree.unknown, f"fields of {naming.METADATA} that safeload does not know")
         stores = [stored.store for stored in self._opened.stored.values()]
         return Content(assemble(self._file, self._folder, listings, stores, metadata=metadata), notes=self._notes)
@@ -270,13 +280,18 @@ class _OrbaxReader:
                     folders.append((f"{folder}/{base}", depth + 1))
         return paths
 
-    def _described(self, arrays: Sequence[str], values: Mapping[str, Value], uses_ocdbt: bool) -> list[zarr.ZarrArray]:
-        """Return the metadata of arrays."""
+    def _described(
+        self, arrays: Sequence[str], values: Mapping[str, Value], uses_ocdbt: bool
+    ) -> list[zarr.ZarrArray | Unknown]:
+        """Return the metadata of arrays, and of those that cannot be read."""
         base = zarr.V3 if self._tree.version == 3 else zarr.V2
         keys = [f"{name}/{base}" if name else base for name in arrays]
 
-        def parsed(name: str, key: str, content: Mapping[str, Any]) -> zarr.ZarrArray:
-            return zarr.parse(content, self._opened.shown(key), name, self._tree.version)
+        def parsed(name: str, key: str, content: Mapping[str, Any]) -> zarr.ZarrArray | Unknown:
+            try:
+                return zarr.parse(content, self._opened.shown(key), name, self._tree.version)
+            except UnsupportedError as error:
+                return zarr.unreadable(content, str(error))
 
         if not uses_ocdbt:
             return self._files.each(

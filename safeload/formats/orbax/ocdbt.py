@@ -142,11 +142,7 @@ class _DataFile(NamedTuple):
 
 
 def _files(fields: _Fields, base: bytes) -> list[_DataFile]:
-    """Return a table of data files.
-
-    Raises:
-        FormatError: a path leaves the folder.
-    """
+    """Return a table of data files. `_file` checks their paths on use: an empty version has an empty path."""
     count = fields.number()
     if not count:
         return []
@@ -157,10 +153,7 @@ def _files(fields: _Fields, base: bytes) -> list[_DataFile]:
     for path, length in zip(fields.texts(prefixes, rests, MAX_PATHS), bases, strict=True):
         if length > len(path):
             raise fields.error(f"a base path of {length} bytes is longer than its path")
-        text = (base + path).decode("utf-8", "replace")
-        if not all(map(is_bare, text.split("/"))):
-            raise fields.error(f"a data file must be inside the checkpoint's folder, got {show(text)}")
-        files.append(_DataFile(text, base + path[:length]))
+        files.append(_DataFile((base + path).decode("utf-8", "replace"), base + path[:length]))
     return files
 
 
@@ -228,6 +221,9 @@ def _root(manifest: bytes, path: str) -> _Reference | None:
 def _file(files: Sequence[_DataFile], number: int, fields: _Fields) -> _DataFile:
     if number >= len(files):
         raise fields.error(f"data file {number} is not in the table, which has {len(files)}")
+    path = files[number].path
+    if not all(map(is_bare, path.split("/"))):
+        raise fields.error(f"a data file must be inside the checkpoint's folder, got {show(path)}")
     return files[number]
 
 

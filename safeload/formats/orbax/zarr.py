@@ -21,6 +21,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.messages import error_about
+from ...base.table import Unknown
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...stores.assembled import MAX_RANK
@@ -105,7 +106,7 @@ class _Metadata:
         return error_about(FormatError, f": {text}", path=self.path, tensor=self.name)
 
     def unsupported(self, text: str) -> UnsupportedError:
-        return error_about(UnsupportedError, f"has {text}", path=self.path, tensor=self.name)
+        return UnsupportedError(f"has {text}", path=self.path, tensor=self.name)
 
     def shape(self, value: Any, what: str, *, least: int = 0) -> tuple[int, ...]:
         """Return a checked list of sizes."""
@@ -173,6 +174,14 @@ def parse(fields: Mapping[str, Any], path: str, name: str, version: int) -> Zarr
     if any(outer % inner for outer, inner in zip(array.grid, array.chunk.shape, strict=True)):
         raise metadata.error(f"chunks of {list(array.chunk.shape)} do not divide shards of {list(array.grid)}")
     return array
+
+
+def unreadable(fields: Mapping[str, Any], reason: str) -> Unknown:
+    """Describe an array that `parse` does not support."""
+    shape: Any = fields.get("shape")
+    known = type(shape) is list and len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < _LARGEST for n in shape)
+    dtype = show(fields.get("dtype", fields.get("data_type")))[:100]
+    return Unknown(dtype.strip("'"), tuple(shape) if known else (), reason)
 
 
 def _version2(metadata: _Metadata) -> ZarrArray:
@@ -313,4 +322,4 @@ def fill_of(array: ZarrArray, path: str, name: str) -> bytes:
     except (ValueError, OverflowError):
         pass
     text = f"lacks chunks, and its fill value {show(value)[:100]} is in a notation that safeload does not read"
-    raise error_about(UnsupportedError, text, path=path, tensor=name)
+    raise UnsupportedError(text, path=path, tensor=name)

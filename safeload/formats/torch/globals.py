@@ -25,6 +25,8 @@ _OWN = (
     "is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout mH mT name names nbytes ndim "
     "output_nr real requires_grad retains_grad shape volatile"
 )
+# Key of the unknown class of a tensor in `PickledTensor.pending`.
+SUBCLASS = "subclass"
 # Attributes that torch implements itself. It never saves them as state, and setting some changes the values.
 TENSOR_OWN = frozenset(_OWN.split())
 
@@ -64,8 +66,8 @@ class PickledTensor:
         shape: elements per axis.
         strides: elements between neighbours along each axis.
         dtype: row of its dtype; None for the dtype of the storage.
-        pending: operations to apply to the elements, such as {"conj": True}; the name of the global that makes an
-            unreadable tensor of them.
+        pending: operations to apply to the elements, such as {"conj": True}, and an unknown class; or the name of the
+            global that makes an unreadable tensor of them.
     """
 
     __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
@@ -209,7 +211,11 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
         raise Fault(f"arguments must be a tuple, got {describe(inner)}")
     if type(cls) is not Foreign or type(attributes) is dict:  # an unknown class has states of its own
         _check_attributes(attributes)
-    return function.build(inner)
+    tensor = function.build(inner)
+    if type(cls) is Foreign and type(tensor) is PickledTensor and type(tensor.pending) is not str:
+        pending = tensor.pending if type(tensor.pending) is dict else {}
+        tensor.pending = {**pending, SUBCLASS: cls.name}
+    return tensor
 
 
 def _check_attributes(attributes: Any) -> None:
