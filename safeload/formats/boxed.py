@@ -73,7 +73,7 @@ def boxed_file(
         count = 1
         for length in shape if flat else ():
             count *= length
-        boxed.append(checked(name, (count,) if flat else shape, itemsize_of(row), boxes, path, fill))
+        boxed.append(checked(name, (count,) if flat else shape, itemsize_of(row), boxes, path, fill=fill))
     store = AssembledStore(path, boxed, stores, file.identity)
     listings = (
         _listing(name, tensor, whole.begin, whole.begin + whole.nbytes)

@@ -144,7 +144,7 @@ class BoxedTensor:
 
 
 def checked(
-    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, fill: bytes | None = None
+    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, fill: bytes | None = None
 ) -> BoxedTensor:
     """Return a tensor after checking that its boxes cover it without overlap.
 

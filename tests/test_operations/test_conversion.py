@@ -666,7 +666,7 @@ def test_what_gguf_does_not_have(tmp_path):
 
 def test_metadata_from_and_to_gguf(tmp_path):
     values = {"s": "text", "n": np.uint32(3), "f": 0.5, "b": True, "t": ["a", "b"], "i": np.arange(2, dtype=np.int8)}
-    safeload.gguf.save_file({}, tmp_path / "x.gguf", values)
+    safeload.gguf.save_file({"w": np.ones(2, np.float32)}, tmp_path / "x.gguf", values)
     convert(tmp_path / "x.gguf", tmp_path / "y.gguf")
     assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
     convert(tmp_path / "x.gguf", tmp_path / "x.safetensors")

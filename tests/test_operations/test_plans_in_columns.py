@@ -141,12 +141,10 @@ def test_tensors_are_quantized_to_blocks(both, file, tmp_path, quantize):
 
 def test_no_tensor_and_only_empty_tensors(both, tmp_path):
     save_file({}, tmp_path / "none.safetensors")
-    both(tmp_path / "none.safetensors", columns=False)  # a piece without sources
+    with pytest.raises(safeload.SafeloadError, match="no tensor to convert"):
+        safeload.plan_convert(tmp_path / "none.safetensors", tmp_path / "made")
     save_file({f"{k}": np.empty((k, 0), np.float32) for k in range(5)}, tmp_path / "empty.safetensors")
     both(tmp_path / "empty.safetensors", dtype="float16")
-    (tmp_path / "folder").mkdir()
-    save_file({}, tmp_path / "folder" / "model.safetensors")
-    both(tmp_path / "folder", columns=False, dtype="float16")
 
 
 def test_other_formats(both, tmp_path):
