@@ -594,6 +594,12 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
     return checkpoint._recipe
 
 
+def opened_as_stored(checkpoint: Checkpoint) -> Checkpoint:
+    """Open the files of a checkpoint again, with ``stored=True``."""
+    seen = seen_of(checkpoint.weight_files, checkpoint._index)
+    return Checkpoint(reopen(recipe_of(checkpoint)._replace(stored=True), seen))
+
+
 def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Checkpoint:
     checkpoint = Checkpoint(reopen(Recipe(*recipe), seen))
     if quantization_in(checkpoint.weight_files) != quantization:

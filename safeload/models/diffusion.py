@@ -156,6 +156,11 @@ def model_of(metadata: Mapping[Any, Any]) -> DiffusionModel | None:
     return DIFFUSION_MODELS.get(architecture) if isinstance(architecture, str) else None
 
 
+def is_rearranged(metadata: Mapping[Any, Any] | None) -> bool:
+    """Return True if a GGUF file has the original shapes of tensors that were divided into rows of 256."""
+    return any(isinstance(key, str) and key.startswith(SHAPE_KEY) for key in metadata or ())
+
+
 def original_shape(
     metadata: Mapping[Any, Any], name: str, shape: tuple[int, ...], title: str | None = None
 ) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from ..base.packing import CODES, Packed, Packing, Part
 from ..base.text import plural, show, tensor_named
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
+from ..models.diffusion import is_rearranged
 from .companions import IGNORED, is_zero_point, unread
 from .contents import PackedContents
 from .conv1d import as_stored, conv1d_model, is_named_conv1d
@@ -34,7 +35,7 @@ from .families import (
     Family,
     Stored,
 )
-from .gguf import ternary
+from .gguf import of_rows, restored_shape, ternary
 from .grid import Misfit, Refused
 from .methods import QUARK
 from .packed_group import GroupContext, PackedGroup, check
@@ -119,10 +120,10 @@ def make_logical(
         more = len(finder.faults) - _LISTED
         rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
         raise FormatError(f"{listed}{rest}. Pass stored=True to open the tensors as stored", title)
-    if not finder.packed:
+    if not finder.packed and not finder.shapes:
         return Logical(None if where is None else places, {}, {}, finder.refused, quantization)
     changed = {packed.parts[role].file for _, packed in finder.packed.values() for role in packed.parts}
-    changed |= {places[name][0] for name in finder.hidden}
+    changed |= {places[name][0] for name in (*finder.hidden, *finder.shapes)}
     aside = {name: _part(places, name) for name, owner in finder.hidden.items() if not owner}
     ignored = {name: part for name, part in aside.items() if part is not None}
     for file in changed:
@@ -153,7 +154,8 @@ def _listings(file: WeightFile, finder: _Finder) -> Iterable[Listing]:
             yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
         elif name not in finder.hidden:
             index = table.find(name)
-            yield Listing(name, row, shape, begin, end, table.strides(index), table.scale(index))
+            own = finder.shapes.get(name, shape)
+            yield Listing(name, row, own, begin, end, table.strides(index), table.scale(index))
 
 
 def _part(places: Mapping[str, Place], name: str) -> Part | None:
@@ -187,6 +189,7 @@ class _Finder:
         model_type: str | None,
     ) -> None:
         self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
+        self.shapes: dict[str, tuple[int, ...]] = {}  # original shapes of plain tensors that are stored as rows
         self.hidden: dict[str, str] = {}  # parts, with their packed tensor, and ignored tensors, with ""
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
@@ -222,6 +225,7 @@ class _Finder:
         if self._in_gguf:
             files = {file for file, _ in self._places.values()}
             self.packed.update((name, (name, packed)) for name, packed in ternary(files))
+            self._restore_shapes({file for file in files if is_rearranged(file.table.metadata())})
         if self.packed:
             self._hide_ignored()
         if quantization is not None and quantization.is_covered():
@@ -230,6 +234,19 @@ class _Finder:
                 self._add_strays(_STATE_SUFFIXES, str, "but not the quant_state or the codes")
             if quantization.method == "compressed-tensors":
                 self._add_strays(_SPARSE_SUFFIXES, _sparse_owner, "but not the other parts of a sparse tensor")
+
+    def _restore_shapes(self, rearranged: set[WeightFile]) -> None:
+        """Add the tensors of ComfyUI's files that are stored as rows, in their original shapes."""
+        for name, (file, index) in self._places.items():
+            shape = restored_shape(file.table, index) if file in rearranged and name not in self.packed else ()
+            if not shape or shape == file.table.shape(index):
+                continue
+            across = shape[-1] % file.table.row(index).block  # blocks cross rows
+            part = _part(self._places, name) if across else None
+            if part is None:
+                self.shapes[name] = shape
+            else:
+                self.packed[name] = name, of_rows(part, shape)
 
     def _group(self, name: str, stored: Stored) -> None:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
+from ..base.table import Table
+from ..errors import FormatError
+from ..models.diffusion import original_shape
 from .grid import Misfit, matrices_of
 from .methods import GGUF
 from .packed_group import PackedGroup
@@ -61,6 +65,29 @@ def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: 
         packing.GGUF, label, shape, matrices, rows, columns, packing.BLOCKS, bits, row.name, row_bytes,
         grid=grid, config=_CONFIG,
     )  # fmt: skip
+
+
+def restored_shape(table: Table, index: int) -> tuple[int, ...]:
+    """Return the shape of a tensor before it was divided into rows; keys that do not fit are left to `check`."""
+    shape = table.shape(index)
+    name = table.names[index]
+    if name in table.unknown:
+        return shape
+    with suppress(FormatError):
+        return original_shape(table.metadata() or {}, name, shape)
+    return shape
+
+
+def of_rows(part: Part, shape: tuple[int, ...]) -> Packed:
+    """Return blocks along stored rows as a tensor of its original shape, whose rows the blocks cross."""
+    row, count = part.row, math.prod(shape)
+    grid = Grid(1, row.block, 1, count // row.block)
+    kind = Packing(
+        packing.GGUF, row.name, shape, 1, 1, count, packing.BLOCKS, row.block_bytes * 8 // row.block, row.name,
+        row.nbytes(count), grid=grid, flat=True,
+    )  # fmt: skip
+    codes = part._replace(row=_U8, shape=(*part.shape[:-1], row.nbytes(part.shape[-1])))
+    return Packed(kind, {CODES: codes})
 
 
 def ternary(files: Iterable[Any]) -> Iterator[tuple[str, Packed]]:

@@ -298,7 +298,8 @@ def test_there_and_back_is_the_identity(name, dtype):
 def test_blocks_come_back_in_their_original_shapes(destination):
     tensors = model("sd1", "float16")
     convert(tensors, quantize="q8_0")
-    assert safeload.open("x.gguf").tensors["input_blocks.3.0.op.weight"].shape == (36, 256)
+    assert safeload.open("x.gguf").tensors["input_blocks.3.0.op.weight"].shape == (32, 32, 3, 3)
+    assert safeload.open("x.gguf", stored=True).tensors["input_blocks.3.0.op.weight"].shape == (36, 256)
     safeload.convert("x.gguf", destination)
     back = safeload.load(destination)
     for key, array in tensors.items():

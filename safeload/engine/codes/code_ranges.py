@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...base import packing
+from ...base import dtypes, packing
 from ...base.packing import Packing, by_columns
 
 # float32 scales, zeros and biases of a job. A tensor with more is restored in ranges of rows, so that scales cannot
@@ -141,4 +141,5 @@ def bytes_before(packed: Packing, column: int) -> int:
     """Return the bytes of a stored row before a column, which begins at a byte, or of all columns."""
     if packed.layout == packing.COLUMNS:
         return column * 4
-    return -(-column * packed.bits // 8)
+    blocks = dtypes.BLOCK_TYPES.get(packed.numbers) if packed.layout == packing.BLOCKS else None
+    return -(-column * packed.bits // 8) if blocks is None else column // blocks.block * blocks.block_bytes

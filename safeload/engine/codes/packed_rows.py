@@ -153,6 +153,11 @@ def _rows_of_flat(
     columns, values = shape[0] * inner, [_times(run, inner) for run in runs]
     blocks = _over(values, grid.column_block)
     codes = parts[packing.CODES]
+    if packed.layout == packing.BLOCKS:
+        changed = packed._replace(shape=shape, columns=columns, row_bytes=bytes_before(packed, columns))
+        changed = changed._replace(grid=grid._replace(columns=columns // grid.column_block))
+        stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
+        return changed, {packing.CODES: ranges(codes, stored)}
     # The last byte of an odd number of values is half used.
     nbytes = codes.size * codes.dtype.itemsize
     halves = [

@@ -126,7 +126,10 @@ class WeightFile:
             packed = table.packed(k)
             if packed is not None:
                 parts = tuple(part.name for part in packed.parts.values())
-                infos[k] = info._replace(dtype=packed.packing.label, parts=parts)
+                label = packed.packing.label
+                if packed.packing.flat and label in dtypes.BLOCK_TYPES:  # named as in blocks along rows
+                    label = dtypes.BLOCK_TYPES[label].code
+                infos[k] = info._replace(dtype=label, parts=parts)
             elif table.scale(k) is not None:
                 infos[k] = info._replace(dtype=INT8)
             elif info.name in table.unknown:

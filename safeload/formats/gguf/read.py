@@ -12,6 +12,7 @@ from ...base.arrays import Array
 from ...base.native import Error, check, ffi, kept, lib, pointer, short
 from ...base.table import Table, Unknown
 from ...engine.run.weight_file import WeightFile
+from ...models.diffusion import is_rearranged
 from .values import DTYPES, NUMBERS
 
 # Bytes of a remote file to read first, and the factor for each further read. The header of a model with its vocabulary
@@ -190,7 +191,7 @@ class GgufTable(Table):
         self.quantized = any(row.blocked for row in self.rows)
 
     def may_be_packed(self) -> bool:
-        return bool(self.ternary) or lib.SL_NVFP4 in self.numbers
+        return bool(self.ternary) or lib.SL_NVFP4 in self.numbers or is_rearranged(self._metadata)
 
     def metadata(self) -> Metadata:
         return self._metadata

@@ -22,7 +22,7 @@ from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError
-from ...models.diffusion import ARCHITECTURE
+from ...models.diffusion import ARCHITECTURE, SHAPE_KEY
 from .file_type import KEY as FILE_TYPE
 from .read import Metadata
 from .values import DTYPES, NUMBERS
@@ -204,7 +204,16 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
     if packing is None or packing.family != GGUF:
         yield name, value
         return
-    codes, scale = value.roles[CODES], value.roles[SCALE]
+    codes = value.roles[CODES]
+    if packing.flat:
+        if tuple(metadata.get(SHAPE_KEY + name, ())) != packing.shape:
+            text = f"has blocks that cross its rows, so readers need {SHAPE_KEY}{name} in the metadata: "
+            raise error_about(UnsupportedError, f"{text}keep it, or pass dtype=", tensor=name)
+        row = dtypes.BLOCK_TYPES[packing.numbers]
+        rows = (*codes.shape[:-1], codes.shape[-1] // row.block_bytes * row.block)
+        yield name, LazyQuantized(packing.numbers, rows, _lazy(codes))
+        return
+    scale = value.roles[SCALE]
     if packing.numbers == "i2_s":
         if metadata.get(FILE_TYPE) != _FILE_TYPE_I2_S:
             text = f"is I2_S of BitNet, so readers need {FILE_TYPE} {_FILE_TYPE_I2_S} in the metadata: "

@@ -20,9 +20,9 @@ from ...base import dtypes
 from ...base.arrays import check_mapping
 from ...base.listed_table import ListedTable, Listing
 from ...base.messages import error_about
-from ...base.packing import CODES, CONFIG_KEY, NAME
+from ...base.packing import CODES, CONFIG_KEY, GGUF, NAME
 from ...base.table import Scale
-from ...base.text import show
+from ...base.text import show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.read.lazy import LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.weight_file import WeightFile
@@ -102,6 +102,9 @@ def packed_in(tensors: Mapping[str, Any], *, in_folder: bool = False) -> PackedT
         packing = None if isinstance(value, LazyQuantized) else value.packing
         if packing is not None:
             assert not isinstance(value, LazyQuantized)
+            if packing.flat and packing.family == GGUF:
+                text = f"is {value.scheme} of a GGUF file, whose blocks cross its rows: dequantize it, or pass dtype="
+                raise SafetensorError(f"{tensor_named(name)} {text}", tensor=name)
             _add_parts(packed, tensors, name, value)
             described[name] = {
                 "scheme": value.scheme,

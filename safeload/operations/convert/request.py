@@ -26,7 +26,7 @@ from ...formats.registry import (
     row_of,
     written_suffixes,
 )
-from ...models.diffusion import ARCHITECTURE, model_of
+from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
 from ...stores.files import Location
@@ -237,6 +237,9 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
     catalog, model = Catalog.of(sources, request.options.get("storage_options"), verify), None
     try:
         unfinished.check_opened(catalog)
+        single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
+        if single and (request.format == "gguf" or request.options.get("raw")) and is_rearranged(catalog.metadata):
+            catalog = catalog.as_stored()  # with the rows and the keys of the file
         if request.needs_model and len(sources) == 1 and is_path(sources[0]):
             from .only_file import model_of_file  # only here: most results need no model
 

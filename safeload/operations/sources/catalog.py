@@ -26,7 +26,16 @@ from ...base.scheme import INT8
 from ...base.selecting import Patterns, choose, select
 from ...base.table import Unknown, missing
 from ...base.text import check_name
-from ...checkpoint import Checkpoint, check_names, codes_of, folder_of, index_of, tensors_of, with_aliases
+from ...checkpoint import (
+    Checkpoint,
+    check_names,
+    codes_of,
+    folder_of,
+    index_of,
+    opened_as_stored,
+    tensors_of,
+    with_aliases,
+)
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_packed
 from ...engine.read.load import Backend
@@ -146,6 +155,14 @@ class Catalog:
                     origins.append(stack.enter_context(open(item, storage_options=storage_options, verify=verify)))
             catalog = cls(origins)
             catalog._owned = stack.pop_all()
+        return catalog
+
+    def as_stored(self) -> Catalog:
+        """Return a catalog of a single checkpoint that shows the tensors as its files store them; it closes both."""
+        checkpoint = opened_as_stored(self.checkpoints[0])
+        catalog = Catalog([checkpoint], self.mapped)
+        catalog._owned.push(self)
+        catalog._owned.enter_context(checkpoint)
         return catalog
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
