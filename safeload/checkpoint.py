@@ -24,7 +24,7 @@ from .engine.run.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError, SafeloadError, cut_traceback
 from .formats import opening
 from .formats.opening import OpenedPath, Recipe, Seen, pickled, reopen, seen_of
-from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
+from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .models.module_names import adapter_kind, adapter_note
@@ -568,6 +568,8 @@ def codes_of(checkpoint: Checkpoint) -> Mapping[str, codes_without_scale.Codes]:
             incomplete=alone and checkpoint.index is None,
             refused=checkpoint._refused,
         )
+        if checkpoint.format == KERAS:
+            checkpoint._codes = codes_without_scale.codes_of_keras(tensors_of(checkpoint))
     return checkpoint._codes
 
 

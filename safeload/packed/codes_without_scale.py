@@ -322,6 +322,28 @@ def codes_of(
     return codes
 
 
+def codes_of_keras(parts: Iterable[FileTensor]) -> dict[str, Codes]:
+    """Return the code tensors of a Keras file: matrices of 8-bit integers whose layer has floating variables.
+
+    ``Model.quantize`` stores weight = code / scale, in 4 bits two codes a byte. Variables have numbers, not names,
+    so only the configuration of the model says which scale belongs to which codes.
+    """
+    codes: dict[str, tuple[str, str]] = {}
+    floating: dict[str, str] = {}
+    for name, file, index in parts:
+        row, layer = file.table.row(index), name.rpartition(".")[0]
+        if row.floating:
+            floating[layer] = name
+        elif row.code in ("I8", "U8") and len(file.table.shape(index)) > 1:
+            codes[name] = row.code, layer
+    reason = "a quantized layer of Keras, whose weights Keras itself computes from codes and scales"
+    return {
+        name: Codes(code, floating[layer], None, reason=reason)
+        for name, (code, layer) in codes.items()
+        if layer in floating
+    }
+
+
 def _shards_beside(file: WeightFile) -> Collection[str]:
     """Return the tensors in the other shards of a file opened alone, from the index in its folder."""
     files = file.files
