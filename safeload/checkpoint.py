@@ -93,6 +93,12 @@ class Checkpoint(Mapping[str, TensorLike]):
             from .packed import families_to_tables  # only here: most checkpoints do not need it
 
             with paused(sum(file.table.count for file in files)):
+                shapes: dict[str, tuple[int, ...]] = {}
+                if kind == GGUF:
+                    from .models.diffusion import original_shapes
+
+                    for file in files:
+                        shapes.update(original_shapes(file.table))
                 logical = families_to_tables.make_logical(
                     files,
                     where,
@@ -101,6 +107,7 @@ class Checkpoint(Mapping[str, TensorLike]):
                     complete=complete,
                     in_gguf=kind == GGUF,
                     config=config,
+                    shapes=shapes,
                 )
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
             self._searched = True

@@ -27,7 +27,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pth", ".pt", "model_index.json")
 
 
 def dangling(path: object) -> str:
-    """Describe a link whose target does not exist, as an addition to its path; "" for any other path."""
+    """Describe a link without a target, as an addition to its path; "" for any other path."""
     try:
         if isinstance(path, str) and os.path.islink(path) and not os.path.exists(path):
             return f", a link to {printable(os.readlink(path))}, which does not exist"

@@ -429,7 +429,7 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         chosen, plugin = _choose_by_rows(names, shown, request.formats)
         request = request if plugin is None else request._replace(formats=(plugin,))
     if chosen is None and suffixes:
-        chosen = choose_whole(names, shown, suffixes)  # an index without its shards, whose error names them
+        chosen = choose_whole(names, shown, suffixes)  # an index without its shards: the error names them
     if chosen is None:
         raise error_about(UnsupportedError, _no_weights(path, names, folders, files), path=shown)
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.table import Table
 from ..base.text import show
 from ..errors import FormatError
 
@@ -181,6 +183,18 @@ def original_shape(
             f"key {show(key)} has the shape {list(original)}, but the tensor has {list(shape)}", title, tensor=name
         )
     return original
+
+
+def original_shapes(table: Table) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that tensors of a file had before, by name; keys that do not fit are left to `check`."""
+    metadata = table.metadata() or {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in zip(table.names, table.shapes, strict=True) if is_rearranged(metadata) else ():
+        with suppress(FormatError):
+            original = shape if name in table.unknown else original_shape(metadata, name, shape)
+            if original != shape:
+                shapes[name] = original
+    return shapes
 
 
 def with_renamed_shapes(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> Mapping[Any, Any]:

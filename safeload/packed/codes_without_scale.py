@@ -323,7 +323,7 @@ def codes_of(
 
 
 def codes_of_keras(parts: Iterable[FileTensor]) -> dict[str, Codes]:
-    """Return the code tensors of a Keras file: matrices of 8-bit integers whose layer has floating variables.
+    """Return the code tensors of a Keras file: matrices of 8-bit integers in a layer with floating variables.
 
     ``Model.quantize`` stores weight = code / scale, in 4 bits two codes a byte. Variables have numbers, not names,
     so only the configuration of the model says which scale belongs to which codes.
@@ -336,7 +336,7 @@ def codes_of_keras(parts: Iterable[FileTensor]) -> dict[str, Codes]:
             floating[layer] = name
         elif row.code in ("I8", "U8") and len(file.table.shape(index)) > 1:
             codes[name] = row.code, layer
-    reason = "a quantized layer of Keras, whose weights Keras itself computes from codes and scales"
+    reason = "a quantized layer of Keras, and only Keras computes weights from its codes"
     return {
         name: Codes(code, floating[layer], None, reason=reason)
         for name, (code, layer) in codes.items()

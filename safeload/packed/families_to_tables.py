@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..base import dtypes
@@ -17,7 +18,6 @@ from ..base.packing import CODES, Packed, Packing, Part
 from ..base.text import plural, show, tensor_named
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from ..models.diffusion import is_rearranged
 from .companions import IGNORED, is_zero_point, unread
 from .contents import PackedContents
 from .conv1d import as_stored, conv1d_model, is_named_conv1d
@@ -35,7 +35,7 @@ from .families import (
     Family,
     Stored,
 )
-from .gguf import of_rows, restored_shape, ternary
+from .gguf import of_rows, ternary
 from .grid import Misfit, Refused
 from .methods import QUARK
 from .packed_group import GroupContext, PackedGroup, check
@@ -80,6 +80,7 @@ def make_logical(
     complete: bool,
     in_gguf: bool = False,
     config: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Logical:
     """Give open files tables in which each packed tensor appears once.
 
@@ -90,6 +91,7 @@ def make_logical(
         complete: the files are a whole checkpoint, so a missing scale is an error.
         in_gguf: the files are GGUF: dtypes identify packed tensors, and no configuration applies.
         config: ``config.json``; None to look beside the files.
+        shapes: of tensors that are stored as rows of another length.
 
     Raises:
         FormatError: parts of packed tensors are missing or do not fit.
@@ -107,6 +109,7 @@ def make_logical(
     finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=marked, model_type=conv1d)
     try:
         finder.run()
+        finder.restore_shapes(shapes)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
@@ -225,7 +228,6 @@ class _Finder:
         if self._in_gguf:
             files = {file for file, _ in self._places.values()}
             self.packed.update((name, (name, packed)) for name, packed in ternary(files))
-            self._restore_shapes({file for file in files if is_rearranged(file.table.metadata())})
         if self.packed:
             self._hide_ignored()
         if quantization is not None and quantization.is_covered():
@@ -235,18 +237,16 @@ class _Finder:
             if quantization.method == "compressed-tensors":
                 self._add_strays(_SPARSE_SUFFIXES, _sparse_owner, "but not the other parts of a sparse tensor")
 
-    def _restore_shapes(self, rearranged: set[WeightFile]) -> None:
-        """Add the tensors of ComfyUI's files that are stored as rows, in their original shapes."""
-        for name, (file, index) in self._places.items():
-            shape = restored_shape(file.table, index) if file in rearranged and name not in self.packed else ()
-            if not shape or shape == file.table.shape(index):
-                continue
-            across = shape[-1] % file.table.row(index).block  # blocks cross rows
+    def restore_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Add tensors that are stored as rows of another length."""
+        for name, shape in shapes.items():
+            file, index = self._places[name]
+            across = shape[-1] % file.table.row(index).block and 0 not in shape  # blocks cross rows
             part = _part(self._places, name) if across else None
-            if part is None:
-                self.shapes[name] = shape
-            else:
+            if part is not None:
                 self.packed[name] = name, of_rows(part, shape)
+            elif name not in self.packed:
+                self.shapes[name] = shape
 
     def _group(self, name: str, stored: Stored) -> None:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
-from ..base.table import Table
-from ..errors import FormatError
-from ..models.diffusion import original_shape
 from .grid import Misfit, matrices_of
 from .methods import GGUF
 from .packed_group import PackedGroup
@@ -67,19 +63,8 @@ def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: 
     )  # fmt: skip
 
 
-def restored_shape(table: Table, index: int) -> tuple[int, ...]:
-    """Return the shape of a tensor before it was divided into rows; keys that do not fit are left to `check`."""
-    shape = table.shape(index)
-    name = table.names[index]
-    if name in table.unknown:
-        return shape
-    with suppress(FormatError):
-        return original_shape(table.metadata() or {}, name, shape)
-    return shape
-
-
 def of_rows(part: Part, shape: tuple[int, ...]) -> Packed:
-    """Return blocks along stored rows as a tensor of its original shape, whose rows the blocks cross."""
+    """Return blocks along stored rows as a tensor of its original shape, with blocks across rows."""
     row, count = part.row, math.prod(shape)
     grid = Grid(1, row.block, 1, count // row.block)
     kind = Packing(

@@ -103,7 +103,7 @@ def packed_in(tensors: Mapping[str, Any], *, in_folder: bool = False) -> PackedT
         if packing is not None:
             assert not isinstance(value, LazyQuantized)
             if packing.flat and packing.family == GGUF:
-                text = f"is {value.scheme} of a GGUF file, whose blocks cross its rows: dequantize it, or pass dtype="
+                text = f"is {value.scheme} of a GGUF file, and blocks cross its rows: dequantize it, or pass dtype="
                 raise SafetensorError(f"{tensor_named(name)} {text}", tensor=name)
             _add_parts(packed, tensors, name, value)
             described[name] = {

@@ -26,7 +26,7 @@ from ..unpickle.run import TruncatedError, Unpickled, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import PickleTables, content_of, make_tables
 
-# The fault of a pickle whose storages are elsewhere.
+# The fault of a pickle without its storages.
 EXTRACTED = (
     "unexpected persistent id: the storages are not in this file; if the pickle was extracted from a torch checkpoint, "
     "open the checkpoint instead, which is a zip file"

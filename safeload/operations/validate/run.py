@@ -245,7 +245,7 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
 def _validate_rest(
     report: CheckReport, shards: ShardCheck, opening: Mapping[str, Any], options: CheckSettings
 ) -> CheckReport:
-    """Check the tensors in the good shards of a damaged folder, whose names and shapes are known without the rest."""
+    """Check the tensors in the good shards of a damaged folder, as far as that needs no other shard."""
     report.add(shards.advice)
     if not shards.good:
         return report
