@@ -11,6 +11,7 @@ bitsandbytes, EETQ, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -329,12 +330,14 @@ def codes_of_keras(parts: Iterable[FileTensor]) -> dict[str, Codes]:
     so only the configuration of the model says which scale belongs to which codes.
     """
     codes: dict[str, tuple[str, str]] = {}
-    floating: dict[str, str] = {}
+    floating: dict[str, str] = {}  # by layer: the last variable before integer zero points, which is the scale
+    integers: Counter[str] = Counter()
     for name, file, index in parts:
         row, layer = file.table.row(index), name.rpartition(".")[0]
-        if row.floating:
+        if row.floating and integers[layer] < 2:
             floating[layer] = name
         elif row.code in ("I8", "U8") and len(file.table.shape(index)) > 1:
+            integers[layer] += 1
             codes[name] = row.code, layer
     reason = "a quantized layer of Keras, and only Keras computes weights from its codes"
     return {
