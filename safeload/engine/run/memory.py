@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Container, Iterable, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -66,17 +65,38 @@ def check_disjoint(out: Mapping[str, Array], contents: Callable[[], Mapping[str,
     arrays = out.values()
     if all(map(_OWNS_DATA, arrays)) and len(set(map(id, arrays))) == len(arrays):
         return
-    spans = [(address_of(array), array.nbytes, name) for name, array in out.items() if array.nbytes]
-    spans.sort(key=itemgetter(0))
+    spans = {name: (address_of(array), array.nbytes) for name, array in out.items() if array.nbytes}
+    check_spans(spans, spans, contents, "out")
+
+
+def check_spans(
+    spans: Mapping[str, tuple[int, int]],
+    written: Container[str],
+    contents: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
+    argument: str,
+) -> None:
+    """Refuse memory that is written under two names, or written and kept; see `check_disjoint`.
+
+    Args:
+        spans: address and size by name.
+        written: names that are written.
+        argument: for messages.
+    """
     known: Mapping[str, Any] | None = None
-    for (begin, nbytes, name), (following, size, other) in pairwise(spans):
-        if following < begin + nbytes:
-            known = contents() if known is None else known
-            if (begin, nbytes) == (following, size) and known.get(name) == known.get(other, name):
+    last = {True: (0, 0, ""), False: (0, 0, "")}  # the span that ends last, of those that are written and the others
+    for name, (following, size) in sorted(spans.items(), key=itemgetter(1)):
+        writes = name in written
+        for begin, nbytes, other in [last[True], *([last[False]] if writes else [])]:
+            if following >= begin + nbytes:
+                continue
+            known = known if known is not None else contents() if callable(contents) else contents
+            if (begin, nbytes) == (following, size) and known.get(other) == known.get(name, other):
                 continue
             raise ValueError(
-                f"out: {show(name)} and {show(other)} share memory; pass an array of its own for each tensor"
+                f"{argument}: {show(other)} and {show(name)} share memory; pass an array of its own for each tensor"
             )
+        if following + size > sum(last[writes][:2]):
+            last[writes] = (following, size, name)
 
 
 def _bounds(array: Array) -> tuple[int, int]:

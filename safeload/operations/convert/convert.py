@@ -21,7 +21,7 @@ from ...stores.local import LocalStore
 from ..folders import unfinished
 from ..folders.destinations import Destination, file_in_store, replacement_of
 from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
-from ..folders.folder import check_free
+from ..folders.folder import check_free, refuse_inputs
 from ..folders.replacement import OldShards
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
@@ -283,6 +283,7 @@ def _at_once(
             file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
             check_free(request.path, overwrite)
+            refuse_inputs(request.path, [options.get("imatrix"), *_paths_of(options.get("adapters"))])
             old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
         else:
             replacement_of(folder).check_free(overwrite)
@@ -295,6 +296,14 @@ def _at_once(
         copies: Conversion | None = copies_of(catalog, request, threads)
         conversion = prepare(stack, catalog, request, threads) if copies is None else copies
         return write(conversion, request, overwrite=overwrite, in_place=in_place, progress=progress)
+
+
+def _paths_of(adapters: Adapters) -> list[Any]:
+    if adapters is None:
+        return []
+    from ...loading.adapter import listed  # only here: most conversions merge nothing
+
+    return [path for path, _ in listed(adapters)]
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:

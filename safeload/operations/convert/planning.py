@@ -387,8 +387,8 @@ def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: boo
         else:
             replacement.check_free(overwrite)
     places = {file: _Place(folder, file) for file in files}
-    others = {name for name in present - ours if name == CONFIG or is_weight_file(name)}
-    if begun or (overwrite and (first.in_place is not None or others)):
+    models = {name for name in present - ours if name == CONFIG or is_weight_file(name)}
+    if begun or (overwrite and (first.in_place is not None or models)):
         asides = replacement.asides_of(files, first.plan)
         places = {file: _Place(*place) for file, place in asides.items()}
     return {**places, **_complete_shards(folder, present, records, ids)}

@@ -20,6 +20,7 @@ from ...base.paths import absolute
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
 from ...errors import FormatError
+from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.json_file import read_json
 from ...stores.local import Identity, identity_of
@@ -149,6 +150,36 @@ def check_free(path: str, overwrite: bool) -> None:
     """
     if not overwrite and os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", path)
+
+
+def refuse_inputs(path: Any, inputs: Iterable[Any]) -> None:
+    """Refuse to write over a local file that is read, whatever its spelling, symbolic links or hard links.
+
+    Args:
+        path: the destination; what is neither a path nor exists is allowed.
+        inputs: files, and folders, which stand for the files in them; what is no local path is ignored.
+
+    Raises:
+        ValueError: names both.
+    """
+    place = _local(path)
+    if place is None or not os.path.isfile(place):
+        return
+    for source in filter(None, map(_local, inputs)):
+        names = os.listdir(source) if os.path.isdir(source) else [""]
+        for file in (os.path.join(source, name) if name else source for name in names):
+            with suppress(OSError):
+                if os.path.samefile(place, file):
+                    raise ValueError(f"{place} would replace {file}, which is read: choose another path")
+
+
+def _local(path: Any) -> str | None:
+    """Return the path of a local file, also of a ``file://`` URL; None for anything else."""
+    text = os.fspath(path) if isinstance(path, (str, bytes, os.PathLike)) and not hasattr(path, "fs") else None
+    text = os.fsdecode(text) if text is not None else None
+    if text is None or "\0" in text or not urls.is_url(text):
+        return None if text is None or "\0" in text else text
+    return urls.local_path(text) if urls.scheme_of(text) == "file" else None
 
 
 def _digest_of(store: ByteStore) -> str:

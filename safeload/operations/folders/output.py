@@ -65,7 +65,7 @@ class Output:
         if stat.S_ISCHR(existing.st_mode) or stat.S_ISFIFO(existing.st_mode):
             return True
         empty = stat.S_ISREG(existing.st_mode) and not existing.st_size
-        ours = empty or self._is_ours()
+        ours = empty or self.is_ours()
         if self._is_source(sources, ours):
             raise ValueError(f"{self._argument} {path} is a source file; choose another path")
         if not ours and not self._overwrite:
@@ -91,7 +91,7 @@ class Output:
             self._path,
         )
 
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
         """True if safeload wrote the existing file as this kind of file."""
         with open(self._path, "rb", buffering=0) as file:
             return self._recognises(file.read(_HEAD))

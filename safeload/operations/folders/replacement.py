@@ -303,11 +303,11 @@ class LocalReplacement(Replacement):
         if not single and SINGLE not in outdated:
             self._check_no_single()
         index = [name for name in (INDEX,) if name in beside]
-        others = sorted(beside.keys() - {INDEX}, key=lambda name: name == CONFIG)
+        rest = sorted(beside.keys() - {INDEX}, key=lambda name: name == CONFIG)
         with Swap() as swap:
             if blocked:
                 self._hide({SINGLE} & {*outdated, *shards}, swap)
-            for name in (*index, *others) if blocked else others:
+            for name in (*index, *rest) if blocked else rest:
                 beside[name].put(swap)
             like = self._like(outdated)
             for put in shards.values():

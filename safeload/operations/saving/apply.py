@@ -14,12 +14,14 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, as_array
 from ...base.messages import error_about
-from ...engine.run.memory import address_of
+from ...base.native import ffi
+from ...engine.run.memory import address_of, check_spans
 from ...errors import FormatError, SafeloadError, UnsupportedError, cut_traceback, unsaved
 from ...formats.safetensors.file import parse_head
-from ...formats.safetensors.header import MAX_HEADER
+from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import places_of
 from ..folders.file_object import SaveDestination
+from ..folders.folder import refuse_inputs
 from .edit_base import resolved
 from .patch import HEADER, INDICES, KEY, VALUES, VERSION, PatchFacts, own_digest
 from .patch_sides import (
@@ -51,9 +53,10 @@ def apply_patch(
 ) -> str | None:
     """Apply a patch of `make_patch` to a file, or to a dict of arrays in place.
 
-    A file gets exactly the bytes of the new file. It is replaced atomically, so arrays of an open checkpoint keep their
-    values. In a dict, changed elements are written into the arrays; tensors whose dtype or shape changes are replaced,
-    and tensors are added and removed. Everything is checked before the first element changes.
+    A file gets exactly the bytes of the new file; if the patch was made from a dict, a file keeps its metadata. It is
+    replaced atomically, so arrays of an open checkpoint keep their values. In a dict, changed elements are written into
+    the arrays; tensors whose dtype or shape changes are replaced, and tensors are added and removed. Everything is
+    checked before the first element changes.
 
     Args:
         base: path or URL of a safetensors file, or a dict of NumPy arrays or torch tensors. Arrays must be writable and
@@ -74,7 +77,8 @@ def apply_patch(
         FormatError: the patch or the base is damaged or malformed.
         UnsupportedError: the patch has no digests, and ``check`` is True; the base is a folder, or an array that cannot
             change.
-        ValueError: ``dst`` is given with a dict.
+        ValueError: ``dst`` is given with a dict; the result would replace the patch; or arrays share memory, except
+            an array whose two names change alike.
         OSError: a file cannot be read or written.
 
     Example:
@@ -91,6 +95,7 @@ def apply_patch(
     try:
         if isinstance(base, Mapping) and dst is not None:
             raise ValueError("a dict of arrays is changed in place, so it takes no dst")
+        refuse_inputs(base if dst is None else dst, [patch])
         with opened(patch, storage_options) as delta, side_of(base, "base", storage_options) as old:
             target: FileTarget | None = None
             if not isinstance(base, Mapping):
@@ -137,6 +142,7 @@ def _facts_of(patch: FileSide, *, check: bool) -> PatchFacts | None:
     try:
         facts = PatchFacts(**json.loads(text))
         numbers = all(type(number) is int for number in (facts.version, facts.header, facts.size))
+        numbers = numbers and isinstance(facts.exact, bool)
         valid = numbers and all(isinstance(digest, str) for digest in (facts.base, facts.result, facts.digest))
     except (ValueError, TypeError, RecursionError):
         valid = False
@@ -264,6 +270,10 @@ def _result(base: Side, patch: FileSide, facts: PatchFacts | None) -> tuple[byte
         raise FormatError(f"the patch says that the result has {facts.size} bytes", patch.place)
     table = parse_head(header, facts.size, patch.place)
     rows = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
+    if not facts.exact and isinstance(base, FileSide) and base.metadata:
+        numbers = bytes(row.number for row in table.rows)
+        kept = Header(table.names, numbers, table.shapes, base.metadata, keeps_order=True)
+        header = bytes(ffi.buffer(kept.memory, kept.nbytes))
     return header, {name: Described(row, tuple(shape), end - begin) for name, row, shape, (begin, end) in rows}
 
 
@@ -311,21 +321,34 @@ def _change_arrays(arrays: Mapping[str, Any], change: _Change) -> None:
     ]
     if (removed or replaced) and not isinstance(arrays, MutableMapping):
         raise UnsupportedError("the patch adds, removes or replaces tensors: pass a dict")
-    changes = []
+    changes: dict[str, _Sparse] = {}
     for name in change.tensors:  # in file order
         if name in change.sparse:
-            changes.append((_writable(name, arrays[name]), change.elements(name)))
+            changes[name] = change.elements(name)
         elif name in change.whole and name not in replaced:
             values = unsigned(change.patch.whole(name + VALUES), change.tensors[name].itemsize)
-            changes.append((_writable(name, arrays[name]), _Sparse(np.arange(values.size), values)))
+            changes[name] = _Sparse(np.arange(values.size), values)
+    puts = {name: _writable(name, arrays[name]) for name in changes}
+    spans = {name: _span(arrays[name]) for name in change.tensors if name in arrays and name not in replaced}
+    kept = {name: (sparse.indices.tobytes(), sparse.values.tobytes()) for name, sparse in changes.items()}
+    check_spans({name: span for name, span in spans.items() if span is not None}, kept, kept, "arrays")
     new = {name: _new_array(change, name) for name in replaced}
-    for put, (indices, values) in changes:
-        put(indices, values)
+    for name, (indices, values) in changes.items():
+        puts[name](indices, values)
     if isinstance(arrays, MutableMapping):
         as_tensors = any(type(value).__module__.partition(".")[0] == "torch" for value in arrays.values())
         for name in removed:
             del arrays[name]
         arrays.update({name: _like(as_tensors, array, name) for name, array in new.items()})
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    """Return address and size of a contiguous array or tensor; None for others, which cannot change in place."""
+    if isinstance(value, np.ndarray):
+        return (address_of(value), value.nbytes) if value.flags.c_contiguous and value.nbytes else None
+    if type(value).__module__.partition(".")[0] == "torch" and value.is_contiguous():
+        return value.data_ptr(), value.numel() * value.element_size()
+    return None
 
 
 def _like(as_tensors: bool, array: Array, name: str) -> Any:

@@ -25,6 +25,7 @@ from ...engine.run.memory import address_of
 from ...errors import SafeloadError, cut_traceback
 from ...formats.safetensors.file import Memory
 from ..folders.file_object import SaveDestination
+from ..folders.folder import refuse_inputs
 from .patch_sides import (
     ContentDigest,
     DictSide,
@@ -111,6 +112,7 @@ def make_patch(
         FormatError: a file is not valid safetensors.
         UnsupportedError: a folder, or a file of another format.
         FileExistsError: ``dst`` exists and ``overwrite`` is not set.
+        ValueError: ``dst`` is one of the two files.
         OSError: a file cannot be read or written.
 
     Example:
@@ -128,13 +130,15 @@ def make_patch(
         target = target_of(dst, SaveOptions(None, overwrite, durable, storage_options))
         if isinstance(target, FolderTarget):
             raise ValueError("a patch is a file: use the suffix .safetensors")
+        refuse_inputs(dst, (base, new))
         with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:
             difference = _Difference(old, changed)
             tensors, report = difference.tensors, difference.report()
             header = changed.header
             tensors[HEADER] = np.frombuffer(header.rstrip(b" "), np.uint8)
             total = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
-            facts = PatchFacts(VERSION, report.base, report.result, len(header), total, "")
+            exact = not isinstance(new, Mapping)
+            facts = PatchFacts(VERSION, report.base, report.result, len(header), total, "", exact)
             facts = facts._replace(digest=own_digest(DictSide(tensors, "patch"), facts))
             texts = {
                 "sparse": "True",
@@ -242,9 +246,11 @@ class PatchFacts(NamedTuple):
     header: int  # bytes of the new header, with its length and spaces
     size: int  # bytes of the new file
     digest: str  # of the patch
+    exact: bool = True  # False if the new side is a dict, which has no metadata: the result keeps those of its base
 
 
 def own_digest(patch: Side, facts: PatchFacts) -> str:
     """Return the digest of a patch: its tensors and its facts."""
-    text = json.dumps([*facts._replace(digest=""), content_digest(patch)])
+    values = facts._replace(digest="")
+    text = json.dumps([*(values[:-1] if facts.exact else values), content_digest(patch)])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -12,6 +12,7 @@ from pathlib import Path
 from ...errors import SafeloadError, one_line
 from ...stores.digests import SIGNATURE_NAME, is_signature
 from ...stores.signature import check_readable, library
+from ..folders.folder import refuse_inputs
 from ..folders.output import Output
 
 
@@ -55,8 +56,12 @@ def sign(
     for file in (key, *([] if certificate is None else [certificate]), *chain):
         check_readable(file)
     target = output or (os.path.join(path, SIGNATURE_NAME) if os.path.isdir(path) else f"{path}.sig")
-    written = Output("--output", target, "signature", is_signature, overwrite=overwrite, sources=(key, certificate))
-    written.check()
+    refuse_inputs(target, (key, certificate, *chain))
+    written = Output("--output", target, "signature", is_signature, overwrite=overwrite, sources=())
+    if written.check() and overwrite and not written.is_ours() and not target.endswith(".sig"):
+        refuse_inputs(
+            target, [path, *(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)]
+        )
     os.stat(path)
     library()
     hashing = import_module("model_signing.hashing").Config()
