@@ -5,10 +5,10 @@ import os
 
 import numpy as np
 import pytest
+from builders.inside import main
 from builders.paths import DATA
 
 import safeload
-from safeload.cli import main
 from safeload.numpy import save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
