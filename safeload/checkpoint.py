@@ -183,7 +183,7 @@ class Checkpoint(Mapping[str, TensorLike]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """The kind of a folder or file (an adapter, a pipeline), and the weight files that were not opened."""
+        """The kind of a folder or file (an adapter, a pipeline), and its unopened weight files."""
         kind = None if any("adapter" in note for note in self._notes) else adapter_kind(self)
         return [*self._notes, *([] if kind is None else [adapter_note(kind)])]
 

@@ -30,7 +30,7 @@ def repository(kind: str, name: str) -> str:
 
 
 def snapshot_of(path: str) -> str | None:
-    """Return the snapshot that the folder of a repository stands for: that of main, or the only one.
+    """Return the snapshot for a repository folder: main's, or the only snapshot.
 
     Returns:
         None for any other folder.

@@ -39,7 +39,7 @@ def unreadable(
     end: int = 0,
     is_tensor: bool = True,
 ) -> Listing:
-    """List an entry that cannot be read; see `Unknown`."""
+    """List an unreadable entry; see `Unknown`."""
     row, unknown = dtypes.BY_NUMBER[lib.SL_UNKNOWN], Unknown(label, shape, reason, is_tensor)
     return Listing(name, row, (end - begin,), begin, end, unknown=unknown)
 

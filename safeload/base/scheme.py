@@ -87,7 +87,7 @@ SCHEMES = {
 }
 # The dtypes of all schemes' stored data, including read-only schemes.
 _ROWS = {INT8: BY_CODE["I8"], **BLOCK_TYPES}
-_LONGEST = 40  # characters of a name that can be a scheme's
+_LONGEST = 40  # characters of a scheme name
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
 
@@ -142,7 +142,7 @@ def parse(scheme: object) -> str:
     )
 
 
-# Common names of quantizations, and the schemes that they can mean.
+# Common quantization names, and the schemes they can mean.
 _MEANT = {
     "int4": ("w4a16", "q4_0", "q4_k", "mlx4", "bnb_nf4"),
     "int8": (INT8, "w8a8", "w8a16", "q8_0", "mlx8"),
@@ -161,13 +161,13 @@ _FP8 = re.compile(r"(?:torch\.)?(?:float|fp|f)8.*|e4m3.*|e5m2.*", re.ASCII)
 
 
 def near_schemes(text: str) -> list[str]:
-    """Return the five names of schemes and engine formats that are nearest to a text in lower case."""
+    """Return the five scheme and engine format names nearest to a text in lower case."""
     meant = _MEANT.get("fp8" if _FP8.fullmatch(text) else text)
     return nearest_five(text, (*SCHEMES, *PRESET_NAMES)) if meant is None else [*meant]
 
 
 def advice_for(dtype: object) -> str | None:
-    """Return what to do about a dtype that is the name of a quantization, or None."""
+    """Return the advice for a dtype named like a quantization, or None."""
     text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
     name = text.lower()[:_LONGEST].removeprefix("torch.")
     if name in _ROWS or name in PRESETS or name in _MEANT or _LIKE_SCHEMES.fullmatch(name):

@@ -100,7 +100,7 @@ Entry: TypeAlias = tuple[int, tuple[int, ...], int, int]
 
 
 class Unknown(NamedTuple):
-    """An entry that is listed, but whose values cannot be read; the table lists its bytes, if they have a place."""
+    """A listed entry with unreadable values; the table lists its bytes, if they have a place."""
 
     label: str  # the dtype in listings, such as "ggml type 99"
     shape: tuple[int, ...]  # logical
@@ -386,7 +386,7 @@ class Table:
         return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
 
     def refuse_unknown(self, indices: Iterable[int], path: str) -> None:
-        """Refuse to read entries that cannot be read.
+        """Refuse to read unreadable entries.
 
         Raises:
             UnsupportedError: the message names the entry, its type and the reason.

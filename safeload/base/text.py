@@ -71,7 +71,7 @@ def nearest(text: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_five(text: str, names: Iterable[str]) -> list[str]:
-    """Return the five names most like ``text``, first those that contain it."""
+    """Return the five names most like ``text``; names containing it come first."""
     import difflib
 
     known = list(names)

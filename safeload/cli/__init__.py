@@ -70,7 +70,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of a command; if one is unknown, the error names this command."""
+    """Parse the options of a command; the error about an unknown option names the command."""
     # Intermixed parsing forgets the arguments after "--" (https://github.com/python/cpython/issues/60346).
     parse = parser.parse_known_args if "--" in arguments else parser.parse_known_intermixed_args
     options, extra = parse(arguments)

@@ -51,7 +51,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, because the usage of a command can fill a terminal."""
+    """A parser with errors of a single line, because the usage of a command can fill a terminal."""
 
     wrong_usage = 2  # exit status
 

@@ -53,7 +53,7 @@ _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _TEXT_GLOBAL = re.compile(
     rb"[ci](?:__builtin__|builtins|os|posix|nt|subprocess|sys|runpy|importlib|socket|shutil)\n\w+\n"
 )
-# A name whose module can be imported, or that hides one.
+# A name with an importable module, or hiding a name like that.
 _IMPORTABLE = re.compile(r"[\w.-]+\.[^\W\d]|<(?:computed|not text)>\.|[\w.-]+\.<|" + EXTENSION)
 _TENSORFLOW = re.compile(rb"\x12(?:\x08ReadFile|\x09WriteFile|\x06PyFunc|\x0fEagerPyFunc)")
 
@@ -86,7 +86,7 @@ _CLOSED = (
     (b"ZF0x", "a file of joblib before 0.10"),
     (b"ZF", "a file of joblib before 0.10"),
 )
-# Beginnings of what is no tensor, in the place of one.
+# Beginnings of other content in the place of a tensor.
 _STREAMS = (b"\x1f\x8b\x08", b"\xfd7zXZ\0", *(b"BZh%d" % level for level in range(1, 10)))
 _ENTERED = (b"PK\x03\x04", b"\x93NUMPY", *_STREAMS, *(magic for magic, _ in _CLOSED if len(magic) >= 4))
 
@@ -132,14 +132,14 @@ class ContentRange:
 
 
 class _Ranges:
-    """Ranges of bytes that were searched."""
+    """Searched byte ranges."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._ends: list[int] = []
 
     def add(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Add a range and return the parts of it that are new."""
+        """Add a range and return its new parts."""
         low, high = bisect_left(self._ends, begin), bisect_right(self._begins, end)
         known = list(zip(self._begins[low:high], self._ends[low:high], strict=True))
         new, at = [], begin
@@ -205,7 +205,7 @@ class PickleFinder:
         return True
 
     def _not_searched(self, content: ContentRange, begin: int, what: str) -> list[tuple[int, int]]:
-        """Return the ranges after an offset that were not searched; from now on they count as searched."""
+        """Return the unsearched ranges after an offset; from now on they count as searched."""
         ranges = self._ranges.setdefault((content.root, what), _Ranges())
         new = ranges.add(content.begin + begin, content.begin + content.size) if begin < content.size else []
         return [(first - content.begin, last - content.begin) for first, last in new]
@@ -259,7 +259,7 @@ class PickleFinder:
     def _pickles(
         self, content: ContentRange, place: str, name: str, level: int, at: int = 0, *, plain: bool
     ) -> Generator[PickleSite, None, int]:
-        """Follow the pickles at an offset, one after another, and return the end of the last whole one.
+        """Follow consecutive pickles at an offset, and return the end of the last whole pickle.
 
         Args:
             plain: the content is of no other kind, so that its name tells whether a broken pickle is reported.
@@ -375,7 +375,7 @@ class PickleFinder:
     # ---- containers ----
 
     def _npy(self, content: ContentRange, place: str, level: int) -> Iterator[PickleSite]:
-        """Follow the pickles of arrays of objects in npy files, one after another."""
+        """Follow the pickles of object arrays in npy files in turn."""
         at = 0
         while content.read_at(at, 6) == b"\x93NUMPY":
             head = content.read_at(at, 12)
@@ -405,7 +405,7 @@ class PickleFinder:
     def _compressed(
         self, content: ContentRange, place: str, name: str, level: int, make: Callable[[], Any], *, sure: bool
     ) -> Iterator[PickleSite]:
-        """Enter the content of a compressed file, or of one that may be compressed."""
+        """Enter the content of a file that is or may be compressed."""
         data, fault, _ = self._unpack(content, make)
         if data or (sure and not fault):
             inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE) if sure else ""
@@ -451,7 +451,7 @@ class PickleFinder:
         return b"".join(chunks)[:room], fault, at - len(data)
 
     def _zip(self, content: ContentRange, place: str, level: int, listed: list[ArchiveMember]) -> Iterator[PickleSite]:
-        """Enter the entries of zip archives: those of the directories, and others."""
+        """Enter the entries of zip archives, listed in a directory or not."""
         folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
         at = 0
         for entry in sorted(listed, key=lambda entry: entry.at):
@@ -497,7 +497,7 @@ class PickleFinder:
     def _entry(
         self, packed: ContentRange, place: str, level: int, entry: ArchiveMember
     ) -> Generator[PickleSite, None, int]:
-        """Enter an entry of a zip archive and return the bytes that it takes."""
+        """Enter an entry of a zip archive and return the number of bytes it takes."""
         inner = f"{place}/{entry.name}" if place else entry.name
         self._members += 1
         if self._members > MAX_MEMBERS or packed.size == 0 or not self._is_new(packed, entry.method):
@@ -605,7 +605,7 @@ def _is_array_file(name: str) -> bool:
 
 
 def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
-    """Return the names of a pickle that count: those that it calls, and those that chance does not make.
+    """Return the names of a pickle that count: called names, and names too unlikely by chance.
 
     Args:
         called: of a pickle with a fault, only those that it calls.
@@ -680,7 +680,7 @@ def _listed(content: Readable) -> list[ArchiveMember]:
 
 
 def _ends_of_zip(content: Readable, end: int) -> list[int]:
-    """Return the offsets of the end records of which one can be the last before an offset, in descending order."""
+    """Return the offsets of possible last end records before an offset, in descending order."""
     start = max(0, end - 22 - 0xFFFF)
     tail = content.read_at(start, end - start)
     return [start + match.start() for match in re.finditer(rb"PK\x05\x06", tail)][::-1]

@@ -59,7 +59,7 @@ def sets_of(names: Sequence[str]) -> list[NumberedFiles]:
 
 
 class Whole(NamedTuple):
-    """A checkpoint that a folder holds, by the names of its files."""
+    """A checkpoint in a folder, by its file names."""
 
     kind: str  # a file, an index or a set of shards
     suffix: str
@@ -79,7 +79,7 @@ class Whole(NamedTuple):
 
 
 def whole_checkpoints(names: Sequence[str], suffixes: Sequence[str]) -> list[Whole]:
-    """List the checkpoints of transformers and diffusers in a folder, the preferred one first.
+    """List the checkpoints of transformers and diffusers in a folder, the preferred checkpoint first.
 
     Without a variant before variants, safetensors before torch; then ``model.safetensors``, its index;
     diffusion_pytorch_model's index, its file; any other index, a complete set, any other safetensors file.
@@ -112,7 +112,7 @@ def whole_checkpoints(names: Sequence[str], suffixes: Sequence[str]) -> list[Who
 
 
 def other_form(names: Sequence[str]) -> list[list[str]]:
-    """Return the file and the index of the checkpoint that is preferred in a folder, if the folder has both."""
+    """Return the file and the index of the preferred checkpoint in a folder, if the folder has both."""
     whole = whole_checkpoints(names, [*STEMS])
     first = [each for each in whole if each.kind != SET and each[1:4] == whole[0][1:4]]
     return [each.files for each in first] if len(first) > 1 and first[0] is whole[0] else []

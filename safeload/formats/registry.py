@@ -213,7 +213,7 @@ class Container(NamedTuple):
     kind: str  # completes "this is ..."
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can be one
     module: str  # relative to this package
-    # A zip archive with any of these, or of these suffixes, is one; most are torch's, which need no module.
+    # A zip archive with any of these, or with these suffixes; most are torch's, which need no module.
     entries: tuple[str, ...] = ()
     suffix: str = ""
 

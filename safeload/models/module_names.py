@@ -1,4 +1,4 @@
-"""Names that wrappers add to modules, and names of tensors by which adapters are recognized."""
+"""Module names added by wrappers, and the tensor names that identify adapters."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ _KINDS = tuple(
     )
 )  # fmt: skip
 _MERGED = 2
-# Tensors that accompany those of an adapter.
+# Tensors that accompany an adapter's.
 _BESIDE = re.compile(
     r"^base_model\.model\.(?!.*\.base_layer\.)|\.(?:alpha|dora_scale|diff|diff_b|m|magnitude)$", re.ASCII
 )
 
 
 def foreign_kind(name: str) -> str | None:
-    """Return the method or tool of an adapter that has a tensor of this name, if safeload does not merge it."""
+    """Return the method or tool of an unsupported adapter with a tensor of this name."""
     return None if (rank := _rank(name)) is None or rank >= len(_KINDS) - _MERGED else _KINDS[rank][1]
 
 
@@ -105,7 +105,7 @@ def adapter_kind(names: Iterable[str]) -> str | None:
 
 
 def adapter_note(kind: str) -> str:
-    """Return the note about a checkpoint that is an adapter."""
+    """Return the note about an adapter opened as a checkpoint."""
     return f"{kind}: changes to the weights of a base model, not a complete model; {_advice(kind)}"
 
 

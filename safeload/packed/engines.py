@@ -67,7 +67,7 @@ MLX_EXPERTS: Mapping[str, MlxExperts] = {
 }
 
 # ``model_type`` of models whose tensors mlx-lm 0.32.2 stores as transformers does: their classes have no ``sanitize``,
-# or one that only leaves out tensors.
+# or only leave out tensors.
 _SAME_IN_MLX = frozenset(
     (
         *(
@@ -89,7 +89,7 @@ _SAME_IN_MLX = frozenset(
         *("smollm3", "stablelm", "starcoder2", "telechat3", "xverse", "youtu_llm"),
     )
 )
-# Those whose experts it stacks, and which it stores alike otherwise. The names of the stacks show it.
+# Models with experts that it stacks, and otherwise the same tensors. The names of the stacks show it.
 _STACKED_IN_MLX = frozenset(
     (
         *("afmoe", "deepseek", "deepseek_v2", "dots1", "glm4_moe", "mellum", "mixtral", "olmoe", "phimoe"),

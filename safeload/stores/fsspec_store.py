@@ -118,7 +118,7 @@ class FsspecHandle:
             return size, tag
         marks = self._marks(info, url, path)
         if self._passing is None:
-            # A field that differs in three calls is no mark; one that differs once belongs to a file that has changed.
+            # A field that differs in three calls is no mark; a single difference means a changed file.
             again = self._marks(self.info(url, path), url, path)
             passing = _differences(marks, again)
             if passing:
@@ -128,7 +128,7 @@ class FsspecHandle:
         return size, digest_of({name: mark for name, mark in marks.items() if name not in self._passing})
 
     def _marks(self, info: dict[str, Any], url: str, path: str) -> dict[str, str]:
-        """Return the marks of a file, with the filesystem's own `ukey` if it has one."""
+        """Return the marks of a file, with the filesystem's own `ukey` if it has any."""
         fs, marks = self._innermost(), marks_of(info)
         own = getattr(type(fs), "ukey", None) not in (None, AbstractFileSystem.ukey)
         if (

@@ -45,7 +45,7 @@ class Failure(NamedTuple):
     error: Exception  # to raise if there is no retry; never chained, because the text of a cause may hold a secret
     transient: bool = False  # whether to retry
     wait: float = 0.0  # seconds requested by the server
-    refused: WebUrl | None = None  # the URL whose status says so: another URL for the same file may be accepted
+    refused: WebUrl | None = None  # the refused URL: another URL for the same file may be accepted
 
 
 class Tries:

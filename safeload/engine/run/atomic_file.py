@@ -295,7 +295,7 @@ class AtomicFile:
 
 
 class Swap:
-    """Files that replace others one after another; an error takes all of them back, the last one first.
+    """Files that are replaced in turn; an error restores all of them, the last first.
 
     If a step cannot be taken back, the earlier ones stay too: their order keeps readers away. Clear ``undo`` when all
     steps are done. The end of the block removes hidden files.
@@ -342,7 +342,7 @@ class Swap:
 def _bring_back(hidden: str, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # the error came before it was hidden
         os.replace(hidden, path)
-        os.unlink(hidden)  # a second name of one file stays
+        os.unlink(hidden)  # a second name of the same file stays
 
 
 def _take_back(path: str, temporary: str) -> None:

@@ -83,7 +83,7 @@ def check_spans(
         argument: for messages.
     """
     known: Mapping[str, Any] | None = None
-    last = {True: (0, 0, ""), False: (0, 0, "")}  # the span that ends last, of those that are written and the others
+    last = {True: (0, 0, ""), False: (0, 0, "")}  # the span that ends last, among written and among kept spans
     for name, (following, size) in sorted(spans.items(), key=itemgetter(1)):
         writes = name in written
         for begin, nbytes, other in [last[True], *([last[False]] if writes else [])]:

@@ -37,7 +37,7 @@ _BUILDING = re.compile(
     r"mixed_precision)(?:\.\w+)+"
 )
 _LOADING = frozenset(("TFSMLayer", "JaxLayer", "FlaxLayer", "TorchModuleWrapper", "deserialize"))
-# Functions of TensorFlow that layers of Keras 2 call.
+# TensorFlow functions called by Keras 2 layers.
 _COMPUTING = re.compile(
     r"(?:(?:math|nn|linalg|signal|image|random|strings|keras|activations|__operators__)\.)*"
     r"(?!py_function|numpy_function|load_|print)\w+"
@@ -86,9 +86,9 @@ def _first_of_text(content: Readable, begin: int, key: int) -> int:
     first, size = key, _SIZES[0]
     while first > begin:
         size = min(2 * size, first - begin)
-        others = [match.end() for match in _NOT_TEXT.finditer(content.read_at(first - size, size))]
-        if others:
-            return first - size + others[-1]
+        controls = [match.end() for match in _NOT_TEXT.finditer(content.read_at(first - size, size))]
+        if controls:
+            return first - size + controls[-1]
         first -= size
         if key - first > MAX_CONFIG:
             raise ValueError(key)
@@ -117,7 +117,7 @@ def _parse(content: Readable, begin: int, key: int) -> tuple[int, KerasConfig]:
 
 
 def _object(pairs: list[tuple[str, Any]], config: KerasConfig) -> dict[str, str]:
-    """Judge an object, and return the texts in it that its owner needs."""
+    """Judge an object, and return the texts its owner needs."""
     fields = dict(pairs)
     if sum(key in ("class_name", "config", "module") for key, _ in pairs) > len(
         fields.keys() & {"class_name", "config", "module"}
@@ -134,7 +134,7 @@ def _object(pairs: list[tuple[str, Any]], config: KerasConfig) -> dict[str, str]
 
 
 def _imports(name: str, module: Any, config: Any) -> Iterator[str]:
-    """Yield the names that an object imports and that are not known to be harmless."""
+    """Yield the imported names of an object that are not known to be harmless."""
     if isinstance(config, dict):
         if "vocabulary" in config:
             yield f"keras.layers.{name} of a file"

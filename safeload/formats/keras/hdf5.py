@@ -5,7 +5,7 @@
 2. Only hard links are followed. Soft links, external links and links of other kinds are listed as unreadable, as are
    datasets with external or virtual storage or filters other than deflate, shuffle and fletcher32. Groups that are
    linked twice are refused.
-3. Storage must exist: datasets with parts that were never written, whose values would be a fill value, are unreadable.
+3. Storage must exist: datasets with unwritten parts, which would read as a fill value, are unreadable.
 4. Bounds: `MAX_OBJECTS`, `MAX_DEPTH`, `MAX_PATH`, `MAX_CHUNKS`. All datasets together have at most the
    bytes of the file.
 """
@@ -138,7 +138,7 @@ class _Walk:
         self._structure = Structure({}, {}, [])
         self._groups: set[int] = set()  # addresses
         self._known: dict[int, Dataset] = {}  # by address
-        self._links: dict[tuple[str, ...], str] = {}  # kinds of links that are not followed
+        self._links: dict[tuple[str, ...], str] = {}  # kinds of links, which are not followed
         self._objects = self._chunks = self._stored = 0
 
     def read(self, root: Any) -> Structure:

@@ -33,7 +33,7 @@ from .zarr import CRC32C, ZSTD, ChunkLayout, ZarrArray, fill_of
 
 # The length of a value that is a file.
 WHOLE_FILE = -1
-# Bytes of elements that are not stored, besides those in proportion to the files: as for repeated elements of torch.
+# Bytes of missing elements, besides those in proportion to the files: as for repeated elements of torch.
 MAX_FILLED = 1 << 32
 # Arrays of up to this many chunks are searched for in the order of the grid.
 _FEW = 1 << 10
@@ -309,7 +309,7 @@ class ChunkFinder:
         self._used: dict[str, int] = {}  # bytes of chunks in each file
 
     def find(self, name: str, array: ZarrArray) -> list[tuple[tuple[int, ...], Value]]:
-        """Return the first element and the value of each chunk that is stored.
+        """Return the first element and the value of each stored chunk.
 
         Raises:
             FormatError: a chunk is missing.

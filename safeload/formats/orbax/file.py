@@ -283,7 +283,7 @@ class _OrbaxReader:
     def _described(
         self, arrays: Sequence[str], values: Mapping[str, Value], uses_ocdbt: bool
     ) -> list[zarr.ZarrArray | Unknown]:
-        """Return the metadata of arrays, and of those that cannot be read."""
+        """Return the metadata of readable and of unreadable arrays."""
         base = zarr.V3 if self._tree.version == 3 else zarr.V2
         keys = [f"{name}/{base}" if name else base for name in arrays]
 

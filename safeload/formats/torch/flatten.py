@@ -45,7 +45,7 @@ _SHOWN = 200
 STATE, ARGS = "<state>", "<args>"
 # Stands for a container that contains itself.
 CYCLE = "<cycle>"
-# The parts of a pickled `torch.nn.Module` whose tensors are in its `state_dict`, in this order.
+# The parts of a pickled `torch.nn.Module` with tensors of its `state_dict`, in this order.
 _MODULE = ("_parameters", "_buffers", "_modules")
 _TRANSIENT = "_non_persistent_buffers_set"
 # Classes of TorchScript.
@@ -105,7 +105,7 @@ class Tree:
         self._text_size = 0
         self._leaves: dict[int, Any] = {}
         self._modules: set[int] = set()
-        self._outside: list[_Node] = []  # with tensors that belong to a module, but not to its state dict
+        self._outside: list[_Node] = []  # with tensors of a module outside its state dict
         self._limits = (
             (MAX_NESTING, "levels of containers"),
             (MAX_VALUES, "values when shared containers are unfolded"),
@@ -145,7 +145,7 @@ class Tree:
             self._modules.add(id(value))
 
     def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
-        """Iterate over names of tensors that belong to modules, but not to their state dicts.
+        """Iterate over names of module tensors outside their state dicts.
 
         Args:
             named: ids of the tensors that have names.
@@ -388,7 +388,7 @@ def _links(value: Any) -> list[Link]:
 
 
 def _linked(item: Any) -> Any:
-    """Return a value, or the tensor that it stands for: an unknown function has made it of a storage."""
+    """Return a value, or the tensor it stands for: an unknown function made it of a storage."""
     if type(item) is not Inert or not _holds_storage(item):
         return item
     shape = next((arg for arg in item.args[1:_FIRST_ARGS] if type(arg) is tuple), ())

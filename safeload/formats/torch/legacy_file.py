@@ -92,7 +92,7 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
 
 
 def storage_in(content: bytes, path: str) -> Storage:
-    """Return the storage that is the object of a file in memory.
+    """Return the storage behind a file in memory.
 
     Args:
         path: of the pickle that holds the file, for messages.

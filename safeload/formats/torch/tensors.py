@@ -31,7 +31,7 @@ MAX_RANK = 64
 # and positions of a few MiB. A converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
 
-# Dtypes of the size of those that arrays lack.
+# Dtypes with the size of torch dtypes unknown to NumPy.
 STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8", "torch.uint32"))}
 
 
@@ -200,7 +200,7 @@ class TensorPlaces:
         return listing._replace(shape=(*shape[:-1], shape[-1] * 8 // row.bits))
 
     def _special(self, name: str, tensor: PickledTensor, type_: Global) -> Listing:
-        """Describe a tensor of a dtype that arrays lack, or with pending operations."""
+        """Describe a tensor of a dtype unknown to NumPy, or with pending operations."""
         pending, label = tensor.pending, type_.name.removeprefix("torch.")
         reason = "cannot be represented by an array"
         if type_.code is not None:

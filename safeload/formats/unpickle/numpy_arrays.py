@@ -26,7 +26,7 @@ ARRAY, TYPE, BYTES = "array", "type", "bytes"
 
 # Names of the numpy kinds in the table of dtypes, with a place for their bits.
 _NAMES = {"f": "float{}", "i": "int{}", "u": "uint{}", "c": "complex{}"}
-# Dtypes of arrays that are no tensors.
+# Dtypes of arrays other than tensors.
 _TEXTS = re.compile(r"Python objects|(object|str|bytes)|[<>|=]?[SUO][0-9]*", re.ASCII)
 _SPEC = re.compile(r"([<>|=]?)([a-zA-Z?])([0-9]{0,4})", re.ASCII)
 _ML_DTYPES = (

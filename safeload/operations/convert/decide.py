@@ -87,7 +87,7 @@ class Decider:
         ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
         tied = model.tied_heads() if rules is not None and names is None and ties else {}
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
-        #: Entries that are no tensors, with their types. Selecting one by its exact name is an error.
+        #: Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
         self.left_out = {}
         if names is None:
             unknown = catalog.unknown().items()

@@ -109,7 +109,7 @@ class StoreFolder(Folder):
 
 
 def _bounded(backend: Backend, change: Callable[[], object], nbytes: int, shown: str) -> None:
-    """Change files of a store within a time limit: libraries may wait for a silent server without one.
+    """Change files of a store within a time limit: libraries may wait forever for a silent server.
 
     Raises:
         RemoteTimeoutError: the limit has passed.

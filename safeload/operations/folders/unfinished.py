@@ -75,7 +75,7 @@ def note(folder: Folder, content: UnfinishedNote) -> None:
 
 @contextmanager
 def noted(folder: Folder, content: UnfinishedNote) -> Iterator[None]:
-    """Write the note of a conversion; an error, after which the folder is the old one, removes it."""
+    """Write the note of a conversion; an error, which restores the old folder, removes the note."""
     note(folder, content)
     try:
         yield

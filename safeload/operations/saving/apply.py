@@ -343,7 +343,7 @@ def _change_arrays(arrays: Mapping[str, Any], change: _Change) -> None:
 
 
 def _span(value: Any) -> tuple[int, int] | None:
-    """Return address and size of a contiguous array or tensor; None for others, which cannot change in place."""
+    """Return address and size of a contiguous array or tensor; None if it cannot change in place."""
     if isinstance(value, np.ndarray):
         return (address_of(value), value.nbytes) if value.flags.c_contiguous and value.nbytes else None
     if type(value).__module__.partition(".")[0] == "torch" and value.is_contiguous():

@@ -339,7 +339,7 @@ class Catalog:
         return dict(zip(tensors.names, tensors.ranges.sizes.tolist(), strict=True))
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
-        """Refuse to read entries that cannot be read.
+        """Refuse to read unreadable entries.
 
         Raises:
             UnsupportedError: the message names the entry and the reason.
@@ -350,7 +350,7 @@ class Catalog:
                 file.table.refuse_unknown([index], file.path)
 
     def unknown(self) -> dict[str, Unknown]:
-        """Return the entries that cannot be read, by name."""
+        """Return the unreadable entries by name."""
         unknowns: dict[str, Unknown] = {}
         if not any(file.table.unknown for file in self.weight_files):
             return unknowns

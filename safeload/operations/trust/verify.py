@@ -29,7 +29,7 @@ from ..folders.shards import is_extra
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
-# Settings beside weights, besides those that a conversion copies.
+# Settings beside weights that no conversion copies.
 _SETTINGS = (*BESIDE, "adapter_config.json")
 # Rows of a table on a terminal.
 _ROWS = 100
@@ -205,14 +205,14 @@ def verify(
 
 
 def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, str]]:
-    """Yield the name and path of each file to compare: those of a folder, or those that opening a file reads."""
+    """Yield the name and path of each file to compare: all in a folder, or all that opening a file reads."""
     read = files_read(path, files)
     if not files.is_folder(path):
         folder = files.split(path)[0]
         yield files.split(path)[1], path
-        others = {files.absolute(place): place for place in (*read, *_beside(path, expected, files))}
-        others.pop(files.absolute(path), None)
-        for place in others.values():
+        beside = {files.absolute(place): place for place in (*read, *_beside(path, expected, files))}
+        beside.pop(files.absolute(path), None)
+        for place in beside.values():
             if expected.covers(place, files) or _exists(place, files):
                 yield name_below(folder, place, files), place
         return
@@ -244,7 +244,7 @@ def files_of(path: str) -> set[str]:
 
 
 class _Noted:
-    """Files that note what is opened."""
+    """Files that record each path they open."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -260,7 +260,7 @@ class _Noted:
 
 
 def files_read(path: str, files: Files) -> list[str]:
-    """Return the paths that opening a path tries to read; those up to the fault if it cannot be opened."""
+    """Return the paths read by opening a path; if it cannot be opened, the paths up to the fault."""
     from ...loading.entry import open as open_checkpoint  # only here: most files are compared without it
 
     noted: Any = _Noted(files)

@@ -221,11 +221,11 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
     names = [name for name, is_folder in folder.files.listing(folder.path) if not is_folder]
     forms = [paths[0] for paths in other_form(names)]
     opened = {os.path.basename(path) for path in (*catalog.files, "" if catalog.index is None else catalog.index.path)}
-    others = [name for name in forms if name not in opened]
-    if len(others) != 1 or len(forms) != 2:
+    unread = [name for name in forms if name not in opened]
+    if len(unread) != 1 or len(forms) != 2:
         return
     try:
-        with Catalog.of(folder / others[0]) as other:
+        with Catalog.of(folder / unread[0]) as other:
             a, b = (
                 {name: about[1:3] for name, about in each.descriptions([*each]).items()} for each in (catalog, other)
             )
@@ -238,14 +238,14 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
         return
     if not same:
         used = next(name for name in forms if name in opened)
-        message = f"{others[0]} holds another model than {used}, which is read; some libraries read the other one"
+        message = f"{unread[0]} holds another model than {used}, which is read; some libraries read the other one"
         yield error("folder.ambiguous", None, f"{message}: remove one of them")
 
 
 def _validate_rest(
     report: CheckReport, shards: ShardCheck, opening: Mapping[str, Any], options: CheckSettings
 ) -> CheckReport:
-    """Check the tensors in the good shards of a damaged folder, as far as that needs no other shard."""
+    """Check the tensors in the good shards of a damaged folder, as far as they suffice."""
     report.add(shards.advice)
     if not shards.good:
         return report
