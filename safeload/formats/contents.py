@@ -30,7 +30,7 @@ from .keras.code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import records
 from .torch.globals import ALLOWED
-from .unpickle.trace import EXTENSION, MAX_TRACED, Readable, Traced, trace
+from .unpickle.trace import MAX_TRACED, Readable, Traced, trace
 from .unpickle.verdicts import DANGEROUS, HARMLESS, judge
 
 # Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
@@ -54,7 +54,7 @@ _TEXT_GLOBAL = re.compile(
     rb"[ci](?:__builtin__|builtins|os|posix|nt|subprocess|sys|runpy|importlib|socket|shutil)\n\w+\n"
 )
 # A name with an importable module, or hiding a name like that.
-_IMPORTABLE = re.compile(r"[\w.-]+\.[^\W\d]|<(?:computed|not text)>\.|[\w.-]+\.<|" + EXTENSION)
+_IMPORTABLE = re.compile(r"[\w.-]+\.(?:[^\W\d]|<)[\w.<>-]*|<(?:computed|not text)>\..*", re.DOTALL)
 _TENSORFLOW = re.compile(rb"\x12(?:\x08ReadFile|\x09WriteFile|\x06PyFunc|\x0fEagerPyFunc)")
 
 # The bytes of tensors in torch checkpoints and packages.
@@ -264,7 +264,7 @@ class PickleFinder:
         Args:
             plain: the content is of no other kind, so that its name tells whether a broken pickle is reported.
         """
-        begin, expected = at, plain and _PICKLE_NAME.search(name) is not None
+        begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not _is_array_file(name)
         while at < content.size:
             traced = self._trace(content, at, strict=True)
             head = content.read_at(at, _HEAD)
@@ -272,16 +272,17 @@ class PickleFinder:
             if traced.fault and (binary or expected):
                 lenient = self._trace(content, at)
                 traced = lenient if lenient.fault or lenient.names else traced
-            certain = at == 0 and (binary or (expected and not _is_array_file(name)))
-            if traced.fault and not certain and not traced.limited:
+            certain = at == 0 and (binary or expected)
+            if not (certain or traced.limited or (plain and at == 0 and not traced.fault)):
                 traced = traced._replace(names=_counted(traced, called=not (binary or expected) and _is_text(head)))
-                if not traced.names or (not plain and _is_harmless(traced)):
+                if traced.fault and (not traced.names or (not plain and _is_harmless(traced))):
                     break
             calls = {(name, name in traced.called) for name in traced.names}
             # A zip archive can be a pickle by chance.
             repeated = bool(calls) and calls <= self._calls and not plain and not traced.limited
             self._calls |= calls
-            if not repeated and (traced.fault or calls or binary or at > begin or traced.end == content.size):
+            whole = plain and (binary or at > begin or traced.end == content.size)
+            if not repeated and (traced.fault or calls or whole):
                 yield PickleSite(place, at, traced, fault=traced.fault if certain or traced.limited else "")
                 yield from self._inside(content, place, traced, level)
             if traced.fault:
@@ -613,8 +614,7 @@ def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
     return {
         name: at
         for name, at in traced.names.items()
-        if name in traced.called
-        or (_IMPORTABLE.match(name) and not (traced.fault and (called or name.startswith(EXTENSION))))
+        if name in traced.called or (_IMPORTABLE.fullmatch(name) and not (called and traced.fault))
     }
 
 
@@ -638,7 +638,7 @@ def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:
     if len(head) > 1 and head[0] & 15 == 8 and head[0] < 0x80 and int.from_bytes(head[:2], "big") % 31 == 0:
         return zlib.decompressobj, head[0] == 0x78
     if len(head) > 13 and head[0] < 225 and head[13] == 0 and (head[5:13] == b"\xff" * 8 or head[10:13] == bytes(3)):
-        return lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=_MAX_DICTIONARY), head[0] == 0x5D
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=_MAX_DICTIONARY), head[:3] == b"]\0\0"
     return None
 
 

@@ -474,3 +474,24 @@ def test_work_is_in_proportion_to_the_file(name, content, tmp_path):
     report = safeload.scan(tmp_path / name)
     assert time.process_time() - began < 0.5 + len(content) / 20_000
     assert len(report.unreadable) < 2500
+
+
+def test_tensors_of_any_values_are_harmless(tmp_path):
+    values = np.random.default_rng(3)
+    drawn = values.standard_normal((600, 50)), values.integers(0, 50_000, (600, 50)), values.integers(0, 127, (600, 50))
+    dtypes = ("<f4", "<f2"), ("<i8", "<u2"), ("u1", "<i4")
+    tensors = [
+        row.astype(dtype).tobytes()
+        for rows, kinds in zip(drawn, dtypes, strict=True)
+        for dtype in kinds
+        for row in rows
+    ]
+    zipped_tensors = zipped({"x/data.pkl": FINE, **{f"x/data/{k}": content for k, content in enumerate(tensors)}})
+    for name, content in {
+        "x.pt": zipped_tensors,
+        "x.bin": b"".join(tensors),
+        "x.gguf": gguf(b"".join(tensors)),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        report = safeload.scan(tmp_path / name)
+        assert report.ok, report

@@ -204,7 +204,7 @@ class _Tracer:
     def changed(self) -> Any:
         """Return the value at the top, of which an opcode calls a method."""
         value = self.top()
-        if type(value) is _Named:
+        if type(value) is _Named and not value.name.startswith(EXTENSION):
             self.called.add(value.name)
         return value
 
@@ -231,8 +231,9 @@ class _Tracer:
 
     def call(self, function: Any, args: Any) -> None:
         name = function.name if isinstance(function, _Named) else ""
-        self.called.add(name)
         args = args if isinstance(args, tuple) else None
+        if args is not None or not name.startswith(EXTENSION):  # a byte of chance is an extension code
+            self.called.add(name)
         if name == FROM_TYPE:
             name, args = self._passed_call(args)
         if name in GETATTR:
@@ -567,7 +568,7 @@ def _obj(t: _Tracer) -> None:
 def _build(t: _Tracer) -> None:
     state = t.pop()
     into = t.changed()
-    if type(into) is _Named:  # no writer sets the attributes of a class or function
+    if type(into) is _Named and into.name in t.called:  # no writer sets the attributes of a class or function
         t.names.setdefault(f"{COMPUTED}.{into.name}", t.start)
     if isinstance(into, _Computed) and _wraps(into) and type(state) is dict:
         _skip_array(t, state)
