@@ -31,7 +31,7 @@ from .tensors import PickleTables, TensorPlaces, content_of, make_tables
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of an archive, or unpack it into a temporary file; see `read_tables`."""
     archive, file = candidate.archive, candidate.file
-    if not _is_compressed(archive):
+    if not _is_compressed(archive, file.path):
         return content_of(file, request, lambda request: read_tables(archive, file, request))
     check_whole(file, "a compressed torch checkpoint must be unpacked as a whole")
     unpacked = _unpacked(archive, file)
@@ -48,20 +48,25 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     return content
 
 
-def _is_compressed(archive: Archive) -> bool:
-    """Return True if another program has compressed storages of a checkpoint."""
-    return any(
-        entry.method == DEFLATED and "/data/" in f"/{name}" and not name.endswith("/")
-        for name, entry in archive.entries.items()
-    )
+def _is_compressed(archive: Archive, path: str) -> bool:
+    """Return True if another program has compressed storages of a checkpoint; torch compresses only code."""
+    packed = [name for name, entry in archive.entries.items() if entry.method == DEFLATED and "data/" in name]
+    if not packed or torch_package.top_of(archive) is not None:
+        return False
+    prefix = _prefix_of(_find_pickle(archive, path))
+    return any(name.startswith(f"{prefix}data/") and not name.endswith("/") for name in packed)
+
+
+def _prefix_of(pickle: str) -> str:
+    """Return the prefix of the entries beside a pickle."""
+    return pickle[: pickle.rindex("/") + 1] if "/" in pickle else ""
 
 
 def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
     """Copy the pickle and the storages of an archive, unpacked, into an unnamed temporary archive."""
     import zipfile  # only here: it takes milliseconds
 
-    pickle = _find_pickle(archive, file.path)
-    prefix = pickle[: pickle.rindex("/") + 1] if "/" in pickle else ""
+    prefix = _prefix_of(_find_pickle(archive, file.path))
     names = [name for name in archive.entries if name.startswith(prefix) and not name.endswith("/")]
     for name in names:
         archive.check_packed(name)
@@ -130,7 +135,7 @@ def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Un
 def _run_pickle(archive: Archive, file: WeightFile, inert: bool) -> tuple[Unpickled, str]:
     """Return the object of an archive's pickle, and the prefix of its entries."""
     name = _find_pickle(archive, file.path)
-    prefix = name[: name.rindex("/") + 1] if "/" in name else ""
+    prefix = _prefix_of(name)
     storages: dict[str, Storage] = {}
     if archive.entries[name].size > unpickler.MAX_PICKLE:
         text = f"the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes"
