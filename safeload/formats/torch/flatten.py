@@ -105,6 +105,7 @@ class Tree:
         self._text_size = 0
         self._leaves: dict[int, Any] = {}
         self._modules: set[int] = set()
+        self._members, self._most_members = 0, NAME_TEXT_FREE + size  # real members take bytes of the pickle each
         self._outside: list[_Node] = []  # with tensors of a module outside its state dict
         self._limits = (
             (MAX_NESTING, "levels of containers"),
@@ -141,7 +142,13 @@ class Tree:
                 nodes[id(node.value)] = node
 
     def _adopt(self, value: Any) -> None:
-        if type(value) is Inert and _name_as_module(value):
+        if type(value) is not Inert or type(value.state) is not dict:
+            return
+        members = (part for part in map(value.state.get, _MODULE) if type(part) is dict)
+        self._members += len(value.state) + sum(map(len, members))
+        if self._members > self._most_members:
+            raise self._too_many(self._most_members, "members of modules when shared states are unfolded")
+        if _name_as_module(value):
             self._modules.add(id(value))
 
     def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:

@@ -249,3 +249,14 @@ def test_classes_that_are_gone_do_not_matter(tmp_path):
         del sys.modules["a_model_zoo"]
     got = safeload.load(tmp_path / "m.pt", unknown_globals="inert")
     assert list(got) == ["model.0.weight", "model.0.bias", "w"]
+
+
+def test_modules_that_share_a_state_are_a_limit(tmp_path):
+    """Each of 20,000 modules has 300 members for 9 bytes."""
+    body = b"(d"  # the dicts of the state
+    parameters = b"(" + b"".join(b"V%d\nN" % k for k in range(300)) + b"d"
+    state = b"(V_parameters\n" + parameters + b"V_buffers\n" + body + b"V_modules\n" + body + b"dp1\n0"
+    one = b"cnet\nNet\n)R" + b"g1\nb"
+    (tmp_path / "m.pkl").write_bytes(b"\x80\x02" + state + b"(" + one * 20_000 + b"l.")
+    with pytest.raises(safeload.SafeloadError, match="members of modules when shared states are unfolded"):
+        safeload.open(tmp_path / "m.pkl", unknown_globals="inert")
