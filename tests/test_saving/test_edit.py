@@ -599,7 +599,7 @@ def test_an_index_that_names_no_file_beside_it_is_refused(tmp_path, name):
     index = tmp_path / "folder" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(safeload.FormatError, match=r"weight_map\['a'\] must"):
-        safeload.edit(tmp_path / "folder")
+        safeload.edit(index)
 
 
 def shard_names(folder):
