@@ -80,7 +80,7 @@ CALLS = {
     "Writer.add": lambda: safeload.Writer("x.safetensors").add("w", np.array(["text"])),
     "edit": lambda: safeload.edit("page.safetensors"),
     "make_patch": lambda: safeload.make_patch("page.safetensors", "good.safetensors", "p.safetensors"),
-    "apply_patch": lambda: safeload.apply_patch("good.safetensors", "good.safetensors"),
+    "apply_patch": lambda: safeload.apply_patch("good.safetensors", "page.safetensors"),
     "moon.save_file": lambda: moon.save_file({"w": W}, "x.moon"),
     "moon.load_file": lambda: moon.load_file("page.safetensors"),
     "gguf.save_file": lambda: gguf.save_file({"w": np.ones(3, np.uint64)}, "x.gguf"),

@@ -471,4 +471,5 @@ class OldShards:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for folder, names in self._shards if kind is None else ():
-            folder.remove(names)  # the index first
+            os.unlink(folder.shown(INDEX))  # an error must tell that readers still find the old shards
+            folder.remove(names)
