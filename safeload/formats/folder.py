@@ -437,7 +437,7 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
         shards = open_index(files.join(path, chosen[0]), request, names)
     else:
         opening = partial(together, files, partial(_open_chosen, chosen, path, request), config)
-        shards, config = settled(opening, [(files.join(path, name), None) for name in chosen], files)
+        shards, config = settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(name for name in names if name.endswith(DCP_SUFFIX))

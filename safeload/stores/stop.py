@@ -143,7 +143,7 @@ def left_behind(function: Callable[[], _Result], seconds: float = math.inf) -> _
 
     thread = threading.Thread(target=work, name="safeload", daemon=True)
     until = time.monotonic() + seconds
-    outcome = None
+    outcome = error = None
     try:
         with current().aborting(abort):
             try:
@@ -166,4 +166,4 @@ def left_behind(function: Callable[[], _Result], seconds: float = math.inf) -> _
             thread.join(_GRACE)
         raise
     finally:
-        outcome = error = None  # which refer to this frame
+        del outcome, error  # which refer to this frame

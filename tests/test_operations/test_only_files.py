@@ -162,6 +162,9 @@ def test_the_files_beside_it_must_be_verified_too(model, tmp_path, is_raw):
 
     assert not is_raw(model / FILE, verify=manifest(model))
     covers_weights = manifest(model / FILE)
+    listed = json.loads(covers_weights.read_text())
+    del listed["files"]["tokenizer.json"]
+    covers_weights.write_text(json.dumps(listed))
     with pytest.raises(VerificationError, match=r"tokenizer\.json: .* does not cover this file"):
         is_raw(model / FILE, verify=covers_weights)
     assert is_raw(model / FILE, verify=covers_weights, raw=True)

@@ -636,5 +636,5 @@ def test_a_shard_that_the_index_of_a_single_file_names(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with safeload.edit(tmp_path) as file:
         file["a"] = np.zeros(3)
-    assert shard_names(tmp_path) == ["model-00001-of-00001.safetensors"]
+    assert shard_names(tmp_path) == ["model.safetensors"]  # which is the model, as in transformers
     assert safeload.load(tmp_path)["a"].tolist() == [0, 0, 0]

@@ -104,7 +104,7 @@ def make_tables(
             else:
                 listings[name] = listing
             continue
-        if tensor.storage.raw is not None:
+        if isinstance(tensor.storage, Storage) and tensor.storage.raw is not None:
             listings[name] = None
             arrays.add(embedded.place(name, tensor))
             continue
