@@ -12,6 +12,7 @@ from . import dtypes
 from .native import lib
 from .packing import Packed
 from .table import Columns, Entry, Scale, Table, Unknown
+from .text import printable
 
 
 class Listing(NamedTuple):
@@ -40,7 +41,7 @@ def unreadable(
     is_tensor: bool = True,
 ) -> Listing:
     """List an unreadable entry; see `Unknown`."""
-    row, unknown = dtypes.BY_NUMBER[lib.SL_UNKNOWN], Unknown(label, shape, reason, is_tensor)
+    row, unknown = dtypes.BY_NUMBER[lib.SL_UNKNOWN], Unknown(printable(label), shape, reason, is_tensor)
     return Listing(name, row, (end - begin,), begin, end, unknown=unknown)
 
 
