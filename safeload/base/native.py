@@ -14,12 +14,15 @@ import struct
 from typing import Any
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from .absent import is_absent
 from .paths import os_error
 from .text import show, tensor_named
 
 try:
     from .._core import ffi, lib
 except ImportError as error:
+    if not is_absent("safeload._core"):
+        raise ImportError(f"safeload's C core is here, but cannot be loaded: {error}") from error
     raise ImportError(
         "safeload's C core is not built here: run `pip install -e .` in a source tree, or reinstall the package "
         f"({error})"

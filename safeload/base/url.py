@@ -349,6 +349,10 @@ def _ascii_host(host: str) -> str:
     try:
         import idna  # a dependency of huggingface_hub and requests
     except ImportError:
+        from .absent import is_absent
+
+        if not is_absent("idna"):
+            raise
         raise UrlError("its host is not ASCII: install idna, or write the host in its xn--... form") from None
     try:
         return str(idna.encode(host, strict=True, std3_rules=True).decode())

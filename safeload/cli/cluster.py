@@ -11,6 +11,7 @@ from typing import Any
 
 from .._version import __version__
 from ..base import log
+from ..base.absent import is_absent
 from ..base.text import printable
 from ..errors import FormatError, SafeloadError
 from ..operations.sources.executors import Executor
@@ -48,8 +49,8 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         return
     try:
         from distributed import Client
-    except ImportError as error:
-        if error.name not in ("distributed", "dask"):
+    except ImportError:
+        if not is_absent("distributed") and not is_absent("dask"):
             raise  # Dask is installed but broken
         raise SafeloadError("--dask needs Dask, which is not installed: pip install distributed") from None
     scheduler = _address_in(address) if _is_file(address) else address

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.absent import not_installed
 from ..base.arrays import Array
 from ..base.messages import error_about
 from ..base.text import show
@@ -65,9 +66,9 @@ def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
         pass  # a Python built without zstd
     try:
         import zstandard
-    except ImportError:
+    except ImportError as error:
         text = "checkpoints compressed with zstd need zstandard, which is not installed: pip install zstandard"
-        raise ModuleNotFoundError(text, name="zstandard") from None
+        raise not_installed(error, text, "zstandard") from None
     return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
 
 

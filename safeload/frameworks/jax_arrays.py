@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..base.absent import not_installed
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import check_mapping, not_an_array
 from ..base.messages import error_about
@@ -16,14 +17,14 @@ from ..engine.codes.quantized_tensor import QuantizedTensor
 from ..engine.read.lazy import Lazy
 from ..engine.run.memory import POOLED_BELOW
 from ..errors import RangeError, UnsupportedError
-from .absent import not_installed
 
 try:
     import jax
     import jax.core
     import jax.numpy as jnp
 except ImportError as error:
-    raise not_installed(error, "jax", "JAX") from error.__cause__
+    text = "safeload.jax needs JAX, which is not installed: pip install jax"
+    raise not_installed(error, text, "jax") from error.__cause__
 
 Array: TypeAlias = jax.Array
 # The place of an array: a sharding or a device (which has no type for pyright); None for JAX's default device.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
+from ..base.absent import not_installed
 from ..base.arrays import Array, foreign_order
 from ..base.messages import error_about
 from ..base.table import Table
@@ -18,13 +19,13 @@ from ..engine.read.lazy import Lazy
 from ..engine.read.plan import Entry
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 from ..formats.safetensors.file import Memory
-from .absent import not_installed
 from .torch_shared import check_not_shared, listed
 
 try:
     import torch as torch  # other modules import it from here, so that all share the error below
 except ImportError as error:
-    raise not_installed(error, "torch", "PyTorch") from error.__cause__
+    text = "safeload.torch needs PyTorch, which is not installed: pip install torch"
+    raise not_installed(error, text, "torch") from error.__cause__
 
 Tensor = torch.Tensor
 Device = torch.device

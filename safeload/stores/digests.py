@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from ..base.absent import not_installed
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import VerificationError
@@ -209,10 +210,9 @@ class Hasher:
 def _blake3() -> Any:
     try:
         from blake3 import blake3
-    except ImportError:
-        raise ModuleNotFoundError(
-            "BLAKE3 digests need blake3, which is not installed: pip install blake3", name="blake3"
-        ) from None
+    except ImportError as error:
+        text = "BLAKE3 digests need blake3, which is not installed: pip install blake3"
+        raise not_installed(error, text, "blake3") from None
     return blake3()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..base.absent import is_absent, not_installed
 from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
@@ -391,11 +392,8 @@ def _need_fsspec(what: str) -> None:
     try:
         import fsspec  # noqa: F401
     except ImportError as error:
-        if error.name != "fsspec":
-            raise
-        raise ModuleNotFoundError(
-            f"{what} needs fsspec, which is not installed: pip install fsspec", name="fsspec"
-        ) from None
+        text = f"{what} needs fsspec, which is not installed: pip install fsspec"
+        raise not_installed(error, text, "fsspec") from None
 
 
 def _check_package(scheme: str, shown: str) -> None:
@@ -408,6 +406,10 @@ def _check_package(scheme: str, shown: str) -> None:
     except ImportError as error:
         package = _PACKAGES.get(scheme)
         advice = f"pip install {package}" if package else str(error)
-        raise ModuleNotFoundError(
-            f"{shown}: the scheme {scheme} needs a package that is not installed: {advice}", name=package
-        ) from None
+        text = f"{shown}: the scheme {scheme} needs a package that is not installed: {advice}"
+        cause = error.__cause__  # fsspec itself says of any failure that packages should be installed
+        missing = (getattr(cause, "name", None) or "").partition(".")[0]
+        named = package == missing or missing in str(error)
+        if cause is None or (missing and named and is_absent(missing)):
+            raise ModuleNotFoundError(text, name=package) from None
+        raise cause from None

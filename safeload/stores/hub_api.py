@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from .._version import __version__
+from ..base.absent import not_installed
 from ..base.log import debug
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
@@ -48,12 +49,8 @@ def library() -> Any:
     try:
         import huggingface_hub  # only here: cached files need no requests, and the import takes 0.3 s
     except ImportError as error:
-        if error.name != "huggingface_hub":
-            raise
-        raise ModuleNotFoundError(
-            "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub",
-            name="huggingface_hub",
-        ) from None
+        text = "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub"
+        raise not_installed(error, text, "huggingface_hub") from None
     return huggingface_hub
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
+from ..base.absent import not_installed
 from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError
@@ -192,11 +193,8 @@ def _check_urllib3() -> None:
     try:
         import urllib3  # noqa: F401
     except ImportError as error:
-        if error.name != "urllib3":  # it is installed, but broken
-            raise
-        raise ModuleNotFoundError(
-            "http, https and hf URLs need urllib3, which is not installed: pip install urllib3", name="urllib3"
-        ) from None
+        text = "http, https and hf URLs need urllib3, which is not installed: pip install urllib3"
+        raise not_installed(error, text, "urllib3") from None
 
 
 def _backend(url: str, options: Mapping[str, Any]) -> Backend:

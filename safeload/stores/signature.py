@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.absent import not_installed
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
@@ -83,12 +84,9 @@ def library() -> Any:
     try:
         import model_signing
     except ImportError as error:
-        if error.name not in (_PACKAGE, "OpenSSL"):  # which version 1.1.1 imports without requiring it
-            raise
-        raise ModuleNotFoundError(
-            "model signatures need model-signing, which is not installed: pip install model-signing pyopenssl",
-            name=_PACKAGE,
-        ) from None
+        text = "model signatures need model-signing, which is not installed: pip install model-signing pyopenssl"
+        # Version 1.1.1 imports OpenSSL without requiring it.
+        raise not_installed(error, text, _PACKAGE, "OpenSSL") from None
     return model_signing
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
+from ...base.absent import not_installed
 from ...base.arrays import Array, array_fits
 from ...base.messages import error_about
 from ...base.table import Unknown
@@ -97,9 +98,9 @@ class Structure(NamedTuple):
 def _h5py() -> Any:
     try:
         import h5py
-    except ImportError:
+    except ImportError as error:
         text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
-        raise ModuleNotFoundError(text, name="h5py") from None
+        raise not_installed(error, text, "h5py") from None
     return h5py
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import log
+from ...base.absent import not_installed
 from ...base.cached import cached_property
 from ...base.text import plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
@@ -403,11 +404,9 @@ class _Library:
     def __init__(self, files: TokenizerFiles) -> None:
         try:
             from tokenizers import Tokenizer
-        except ImportError:
-            raise ImportError(
-                f"{JSON} needs the library tokenizers, which is not installed: pip install tokenizers",
-                name="tokenizers",
-            ) from None
+        except ImportError as error:
+            text = f"{JSON} needs the library tokenizers, which is not installed: pip install tokenizers"
+            raise not_installed(error, text, "tokenizers") from None
         self._files = files
         with self._refusing():
             self._tokenizer = Tokenizer.from_str((files.content(JSON) or b"").decode())

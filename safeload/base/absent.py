@@ -1,0 +1,31 @@
+"""The error for an optional package that cannot be imported: not installed, or installed and broken."""
+
+from __future__ import annotations
+
+
+def not_installed(error: ImportError, text: str, *packages: str) -> ImportError:
+    """Return the error to raise after an import failed: how to install the package, or ``error`` if it is there.
+
+    An installed package fails too: if another package or a library is missing, or if memory is limited.
+
+    Args:
+        text: the message, with the command to install the package.
+        packages: top-level modules, of which one is absent if the package is not installed.
+    """
+    name = next(filter(is_absent, packages), None)
+    return error if name is None else ModuleNotFoundError(text, name=name)
+
+
+def is_absent(package: str) -> bool:
+    """Return whether a module is not installed, without importing it."""
+    import sys
+    from importlib.util import find_spec  # only here: nearly all imports succeed
+
+    if package in sys.modules:
+        return sys.modules[package] is None
+    try:
+        return find_spec(package) is None
+    except ModuleNotFoundError:  # by a finder that forbids the package
+        return True
+    except Exception:  # such as a MemoryError
+        return False
