@@ -517,13 +517,14 @@ def choose_whole(
         folder: where the files are; None to judge by names alone.
     """
     whole = whole_checkpoints(names, suffixes)
-    if folder is not None:
+    usual = [each for each in whole if each.kind == SET or (each.kind == FILE and each.stem in STEMS[each.suffix])]
+    # Without the index, several files of other names would be refused: do not read it for that.
+    if folder is not None and (usual or sum(each.kind == FILE for each in whole) < 2):
         whole = [each for each in whole if each.kind != INDEXED or not _is_stale(each.files[0], names, folder)]
     equal = [each for each in whole if each.rank == whole[0].rank]
     numbered = sets_of([name for name in names if name.endswith(tuple(suffixes))])
-    usual = bool(equal) and not equal[0].variant
-    usual = usual and (equal[0].kind != FILE or equal[0].stem in STEMS[equal[0].suffix])
-    if not usual and not any(each.kind == SET for each in whole):
+    first_is_usual = bool(equal) and not equal[0].variant and (equal[0].kind == INDEXED or equal[0] in usual)
+    if not first_is_usual and not any(each.kind == SET for each in whole):
         _refuse_incomplete(numbered, path, folder)
     if len(equal) < 2:
         return equal[0].files if equal else None
@@ -552,7 +553,8 @@ def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
         shards = listed_shards(folder.path, index, folder.files).names
     except (SafeloadError, OSError):  # opening it says more
         return False
-    return bool(shards) and shards.keys().isdisjoint(names)
+    # Hidden files are not among the names.
+    return bool(shards) and shards.keys().isdisjoint(names) and not any(name.startswith(".") for name in shards)
 
 
 def _refuse_incomplete(sets: Sequence[NumberedFiles], path: str, folder: Location | None = None) -> None:

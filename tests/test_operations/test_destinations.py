@@ -229,7 +229,10 @@ def test_tensors_in_memory(tmp_path):
 
 def test_nothing_at_all():
     fs = Memory()
-    assert safeload.convert({}, fs.at()).tensors == 0
+    with pytest.raises(safeload.SafeloadError, match="no tensor to convert"):
+        safeload.convert({}, fs.at())
+    assert not fs.store
+    safeload.save({}, fs.at())
     assert len(safeload.open(fs.at())) == 0
 
 

@@ -100,7 +100,7 @@ calls = {
     "schema": lambda path, name: reading.load(f"{path}/{name}"),
     "layout": lambda path, name: safeload.Layout.from_json(f"{path}/{name}"),
     "manifest": lambda path, name: manifest.read(f"{path}/{name}"),
-    "config": lambda path, name: safeload.validate(path + "/model.safetensors", config=f"{path}/{name}"),
+    "config": lambda path, name: safeload.validate(path + "/a.safetensors", config=f"{path}/{name}"),
 }
 for call in calls:
     try: calls[call](*sys.argv[1:])
@@ -115,6 +115,7 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_read(kind, tmp_path):
         pytest.skip("no /dev/zero here")
     name = "model.safetensors.index.json"
     make_folder(tmp_path / "model", name, kind)
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "a.safetensors")  # not the model by itself
     done = subprocess.run(
         [sys.executable, "-c", _OPEN, str(tmp_path / "model"), name],
         capture_output=True,

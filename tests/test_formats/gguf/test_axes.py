@@ -20,7 +20,7 @@ def file_of(path, shape, kind=0, data=None, arch="wan"):
     return values, head
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)} axes of {max(shape)}")
 def test_they_are_read_and_written(shape, tmp_path):
     path = tmp_path / "x.gguf"
     values, head = file_of(path, shape)
