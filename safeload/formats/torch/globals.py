@@ -182,6 +182,8 @@ def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
 def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
     _arity(args, 7, 8, "_rebuild_tensor_v3")
     dtype = args[6]
+    if type(dtype) is Foreign:  # a newer torch has more
+        return PickledTensor(args[0], 0, args[2], (), dtype=None, pending=dtype.name)
     if type(dtype) is not Global or dtype.kind != DTYPE:
         raise Fault(f"_rebuild_tensor_v3 takes a dtype, got {describe(dtype)}")
     return _tensor(args, dtype, args[7] if len(args) > 7 else None)

@@ -27,6 +27,12 @@ from .globals import ALLOWED, PickledTensor, Storage
 
 # numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
 MAX_RANK = 64
+# Globals of tensors that have no values: on the meta device, and of lazy modules.
+_NO_VALUES = (
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch.nn.parameter.UninitializedParameter",
+    "torch.nn.parameter.UninitializedBuffer",
+)
 # Maximum size in bytes of a tensor that exceeds its storage by repeating elements (stride 0). Real examples are masks
 # and positions of a few MiB. A converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
@@ -104,7 +110,7 @@ def make_tables(
             else:
                 listings[name] = listing
             continue
-        if isinstance(tensor.storage, Storage) and tensor.storage.raw is not None:
+        if type(tensor.storage) is Storage and tensor.storage.raw is not None:
             listings[name] = None
             arrays.add(embedded.place(name, tensor))
             continue
@@ -117,6 +123,9 @@ def make_tables(
     if outside:
         shown = f"{plural(len(outside), 'tensor')} that the state dict of its module does not have"
         notes.append(f"left out: {shown}, such as {show(next(iter(outside)))}")
+    notes.extend(
+        f"left out: tensors without values, which {name} makes" for name in pickled.foreign if name in _NO_VALUES
+    )
     named_globals = dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
     in_file = [listing for listing in listings.values() if listing is not None]
     table = ListedTable(in_file, tree.metadata(root), big_endian=big_endian, named_globals=named_globals)
@@ -134,7 +143,12 @@ class TensorPlaces:
         """Check a tensor against its storage and describe it."""
         storage, offset = tensor.storage, tensor.offset
         if type(tensor.pending) is str:  # the global that has made it
-            shape = tensor.shape if all(type(n) is int and n >= 0 for n in tensor.shape) else ()
+            try:
+                shape = self._integers(tensor.shape, "the shape", name)
+            except FormatError:
+                shape = ()
+            if len(shape) > MAX_RANK or not array_fits(shape, 1):
+                shape = ()
             reason = "makes the tensor, and is unknown to safeload; save the values as a plain tensor"
             return unreadable(name, tensor.pending, shape, reason)
         type_ = tensor.dtype or storage.type

@@ -3,6 +3,7 @@
 import sys
 import types
 import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -260,3 +261,69 @@ def test_modules_that_share_a_state_are_a_limit(tmp_path):
     (tmp_path / "m.pkl").write_bytes(b"\x80\x02" + state + b"(" + one * 20_000 + b"l.")
     with pytest.raises(safeload.SafeloadError, match="members of modules when shared states are unfolded"):
         safeload.open(tmp_path / "m.pkl", unknown_globals="inert")
+
+
+@pytest.mark.parametrize("value", [nn.LazyLinear(2), torch.empty(2, device="meta")], ids=["lazy", "meta"])
+def test_tensors_without_values_are_named(value, tmp_path, capsys):
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(1), "odd": value}, path)
+    assert main(["convert", str(path), str(tmp_path / "m.safetensors"), "--unknown-globals", "inert"]) == 0
+    out, err = capsys.readouterr()
+    assert "left out: tensors without values" in out
+    assert "left out: tensors without values" in err
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("kind", ["per tensor", "per channel", "dtype"])
+def test_an_entry_of_an_unknown_kind_closes_nothing(kind, legacy, tmp_path):
+    odd = {
+        "per tensor": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        "per channel": lambda: torch.quantize_per_channel(torch.ones(4), torch.ones(4), torch.zeros(4), 0, torch.qint8),
+        "dtype": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.bits8),
+    }[kind]()
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(2), "odd": odd}, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(safeload.ForbiddenError, match="not on the allowlist") as caught:
+        safeload.open(path)
+    assert "malformed" not in str(caught.value)
+    with safeload.open(path, unknown_globals="inert") as opened:
+        assert opened.tensors["odd"].shape == (4,)
+        assert list(opened.load(only="w")) == ["w"]
+        with pytest.raises(safeload.UnsupportedError, match="'odd'"):
+            opened.load()
+
+
+SHAPES = {
+    "integer": b"K\x05",
+    "none": b"N",
+    "text": b"X\x02\0\0\0ab",
+    "negative": b"(J\xff\xff\xff\xfft",
+    "huge": b"(\x8a\x09" + b"\xff" * 8 + b"\x7f\x8a\x09" + b"\xff" * 8 + b"\x7ft",
+    "product": b"(" + b"J\0\0\0\x40" * 8 + b"t",
+    "list": b"(K\x01l",
+    "axes": b"(" + b"K\x01" * 100 + b"t",
+    "placeholder": b"cfoo\nbar\n)R",
+}
+
+
+@pytest.mark.parametrize("unknown", ["storage", "dtype"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_unknown_kinds_are_checked(name, unknown, tmp_path):
+    storage = "FloatStorage" if unknown == "dtype" else "NoSuchStorage"
+    function, dtype = (
+        ("_rebuild_tensor_v3", b"ctorch\nnone_such\n") if unknown == "dtype" else ("_rebuild_tensor_v2", b"")
+    )
+    identity = f"(X\x07\0\0\0storagectorch\n{storage}\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ".encode()
+    rest = b"K\0" + SHAPES[name] + b"(K\x01t\x89N" + dtype + b"tRs."
+    path = tmp_path / "m.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        pickled = b"\x80\x02}X\x01\0\0\0x" + f"ctorch._utils\n{function}\n(".encode() + identity + rest
+        archive.writestr("m/data.pkl", pickled)
+        archive.writestr("m/version", "3\n")
+        archive.writestr("m/data/0", bytes(16))
+    with pytest.raises(safeload.ForbiddenError):
+        safeload.info(path)
+    with safeload.open(path, unknown_globals="inert") as opened:
+        assert opened.tensors["x"].shape == ((1,) if name == "list" else ())
+    assert main(["info", str(path), "--unknown-globals", "inert"]) == 0
