@@ -14,13 +14,14 @@ import struct
 from typing import Any
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from .absent import is_absent
 from .paths import os_error
 from .text import show, tensor_named
 
 try:
     from .._core import ffi, lib
 except ImportError as error:
+    from .absent import is_absent  # only here: the core is nearly always there
+
     if not is_absent("safeload._core"):
         raise ImportError(f"safeload's C core is here, but cannot be loaded: {error}") from error
     raise ImportError(
