@@ -50,6 +50,8 @@ _MODULE = ("_parameters", "_buffers", "_modules")
 _TRANSIENT = "_non_persistent_buffers_set"
 # Classes of TorchScript.
 _SCRIPT = "__torch__."
+# What `torch.compile` makes of a module, and the name of that module inside.
+_COMPILED, _COMPILED_FROM = "torch._dynamo.eval_frame.OptimizedModule", "_orig_mod"
 # Arguments of a call to search for a storage.
 _FIRST_ARGS = 8
 
@@ -142,10 +144,11 @@ class Tree:
                 nodes[id(node.value)] = node
 
     def _adopt(self, value: Any) -> None:
-        if type(value) is not Inert or type(value.state) is not dict:
+        if type(value) is not Inert:
             return
-        members = (part for part in map(value.state.get, _MODULE) if type(part) is dict)
-        self._members += len(value.state) + sum(map(len, members))
+        state = value.state if type(value.state) is dict else {}
+        members = (part for part in map(state.get, _MODULE) if type(part) is dict)
+        self._members += len(state) + sum(map(len, members))
         if self._members > self._most_members:
             raise self._too_many(self._most_members, "members of modules when shared states are unfolded")
         if _name_as_module(value):
@@ -412,6 +415,9 @@ def _holds_storage(value: Inert) -> bool:
 def _name_as_module(value: Inert) -> bool:
     """Give the tensors of a pickled `torch.nn.Module` the names of its `state_dict`; return False for other objects."""
     state = value.state
+    if value.name == _COMPILED and value.args and state is None and not value.items:
+        value.items, value.args = {_COMPILED_FROM: value.args[0]}, value.args[1:]
+        return True
     if type(state) is not dict or value.items:
         return False
     if value.name.startswith(_SCRIPT):

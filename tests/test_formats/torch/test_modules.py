@@ -263,6 +263,20 @@ def test_modules_that_share_a_state_are_a_limit(tmp_path):
         safeload.open(tmp_path / "m.pkl", unknown_globals="inert")
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_compiled_modules(nested, tmp_path, monkeypatch):
+    place = types.ModuleType("torch._dynamo.eval_frame")  # a stand-in for what takes seconds to import
+    methods = {"__module__": place.__name__, "__reduce__": lambda self: (place.OptimizedModule, (self.inner, None))}
+    place.OptimizedModule = type("OptimizedModule", (), methods)
+    monkeypatch.setitem(sys.modules, place.__name__, place)
+    model = place.OptimizedModule()
+    inner, path = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), tmp_path / "m.pt"
+    model.inner = inner
+    torch.save({"model": model} if nested else model, path)
+    wanted = {f"_orig_mod.{name}": tensor for name, tensor in inner.state_dict().items()}
+    same(safeload.load(path, unknown_globals="inert", root="model" if nested else None), wanted)
+
+
 @pytest.mark.parametrize("value", [nn.LazyLinear(2), torch.empty(2, device="meta")], ids=["lazy", "meta"])
 def test_tensors_without_values_are_named(value, tmp_path, capsys):
     path = tmp_path / "m.pt"
