@@ -361,3 +361,19 @@ def test_an_entry_whose_header_is_damaged_is_still_a_fault_of_the_file(tmp_path)
         archive.writestr("odd.npy", content.getvalue()[:-1])
     with pytest.raises(safeload.FormatError, match="'odd'"):
         safeload.open(tmp_path / "m.npz")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pending_conjugate_in_torch_distributed_is_refused_by_name(tmp_path):
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    path = tmp_path / "d"
+    tensors = {"w": torch.arange(6.0), "odd": torch.tensor([1j]).conj()}
+    dcp.save(tensors, checkpoint_id=path, no_dist=True)
+    assert safeload.load(path, only="w")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(UnsupportedError, match=r"'odd'.*resolve_conj"):
+        safeload.load(path)
+    assert any("resolve_conj" in finding.message for finding in safeload.check(path).errors)
+    target = tmp_path / "o.safetensors"
+    safeload.convert(path, target, drop="odd")
+    assert list(safeload.open(target)) == ["w"]

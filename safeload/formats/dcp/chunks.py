@@ -189,6 +189,9 @@ class StoredChunk:
 
     def _check(self, table: Table, index: int, path: str, offset: int | None) -> None:
         """Check that a stored tensor is the chunk that the metadata describes."""
+        unknown = table.unknown.get(table.names[index])
+        if unknown is not None:
+            raise error_about(UnsupportedError, f": {unknown.label} {unknown.reason}", path=path, tensor=self._name)
         row, shape, expected = table.row(index), table.shape(index), logical_shape(self._row, self._shape)
         if (row, shape) != (self._row, expected):
             text = f": the metadata says its chunk is {self._row.code} {list(expected)}, but it is "

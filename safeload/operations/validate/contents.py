@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...base.gc_pause import paused
 from ...base.scheme import INT8
 from ...base.text import show
-from ...errors import FormatError, one_line
+from ...errors import FormatError, UnsupportedError, one_line
 from ...models.schema import Schema
 from ...stores.files import Location
 from ..measure.stats import as_plain, measure, of_plain
@@ -351,7 +351,7 @@ def run(
 def _problem_in(result: dict[str, Any]) -> Iterator[None]:
     try:
         yield
-    except (FormatError, OSError) as problem:
+    except (FormatError, UnsupportedError, OSError) as problem:
         result[_PROBLEM] = one_line(problem)
 
 

@@ -415,7 +415,7 @@ class _Validation:
         """Turn the error of an unreadable file into a finding."""
         try:
             yield
-        except (FormatError, OSError) as problem:
+        except (FormatError, UnsupportedError, OSError) as problem:
             self._unreadable = True
             self._report.add([error("file.read", None, one_line(problem))])
 
