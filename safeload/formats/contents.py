@@ -30,6 +30,7 @@ from .keras.code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import records
 from .torch.globals import ALLOWED
+from .torch.sources import replaced_modules
 from .unpickle.trace import MAX_TRACED, Readable, Traced, trace
 from .unpickle.verdicts import DANGEROUS, HARMLESS, judge
 
@@ -44,9 +45,8 @@ MAX_SEARCHED = 1 << 30
 # Opcodes that each attempt counts as, and opcodes per byte of a file and of what it unpacks to.
 _ATTEMPT, _PER_BYTE = 50, 16
 
-_HEAD = 512
-# Bytes to read at once. Compressed contents begin with a small read, because a malformed one ends there.
-_CHUNK, _FIRST = 1 << 20, 1 << 12
+# Bytes of a head, and to read at once. Compressed contents begin with a small read, because a malformed one ends there.
+_HEAD, _CHUNK, _FIRST = 512, 1 << 20, 1 << 12
 _PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model)\Z", re.IGNORECASE)
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 # GLOBAL and INST of protocols 0 and 1, which have no magic number, for the modules that attacks name.
@@ -454,6 +454,8 @@ class PickleFinder:
     def _zip(self, content: ContentRange, place: str, level: int, listed: list[ArchiveMember]) -> Iterator[PickleSite]:
         """Enter the entries of zip archives, listed in a directory or not."""
         folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
+        if fault := replaced_modules(entry.name for entry in listed):
+            yield PickleSite(place, 0, None, fault=fault)
         at = 0
         for entry in sorted(listed, key=lambda entry: entry.at):
             yield from self._between(content, place, level, at, entry.at)

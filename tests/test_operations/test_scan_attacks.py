@@ -495,3 +495,41 @@ def test_tensors_of_any_values_are_harmless(tmp_path):
         (tmp_path / name).write_bytes(content)
         report = safeload.scan(tmp_path / name)
         assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "collections.py",
+        "collections/__init__.py",
+        "collections/abc.py",
+        "torch/_utils.py",
+        "torch/__init__.py",
+        "numpy/core/multiarray.py",
+        "builtins.py",
+        "__builtin__.py",
+        "_codecs.py",
+        "pathlib.py",
+    ],
+)
+@pytest.mark.parametrize("listing", ["extern_modules", "EXTERN_MODULES"])
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_packages_that_replace_an_allowed_module_are_not_harmless(source, listing, method, tmp_path):
+    entries = {f"x/.data/{listing}": b"", f"x/{source}": b"pass\n", "x/m/m.pkl": FINE}
+    for name, content in {"x.pt": zipped(entries, method), "x.tar": tarred(zipped(entries, method))}.items():
+        (tmp_path / name).write_bytes(content)
+        report = safeload.scan(tmp_path / name)
+        assert report.verdict == "unknown", report
+        assert source.split("/")[0].removesuffix(".py") in str(report)
+
+
+@pytest.mark.parametrize("source", ["helpers.py", "model/torch.py", "collections/data.txt", "collections2.py"])
+def test_packages_with_other_sources_are_judged_by_their_pickles(source, tmp_path):
+    entries = {"x/.data/extern_modules": b"", f"x/{source}": b"pass\n", "x/m/m.pkl": FINE}
+    (tmp_path / "x.pt").write_bytes(zipped(entries))
+    assert safeload.scan(tmp_path / "x.pt").ok
+
+
+def test_sources_outside_a_package_replace_no_module(tmp_path):
+    (tmp_path / "x.pt").write_bytes(zipped({"x/collections.py": b"pass\n", "x/m/m.pkl": FINE}))
+    assert safeload.scan(tmp_path / "x.pt").ok
