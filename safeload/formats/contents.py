@@ -44,7 +44,6 @@ MAX_OPCODES = 20_000_000
 MAX_SEARCHED = 1 << 30
 # Opcodes that each attempt counts as, and opcodes per byte of a file and of what it unpacks to.
 _ATTEMPT, _PER_BYTE = 50, 16
-
 # Bytes of a head, and to read at once. Compressed contents begin with a small read, because a malformed one ends there.
 _HEAD, _CHUNK, _FIRST = 512, 1 << 20, 1 << 12
 _PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model)\Z", re.IGNORECASE)
@@ -72,8 +71,7 @@ _WITHOUT = (b"GGUF", _HDF5, b"NOOM")
 _MAX_HEADER = 16 << 20
 # Files that can hold the config of a Keras model.
 _CONFIG_NAME = re.compile(r"\.(?:pb|keras|json|h5|hdf5)\Z", re.IGNORECASE)
-# Archives that safeload does not enter.
-_CLOSED = (
+_CLOSED = (  # archives that safeload does not enter
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (b"Rar!\x1a\x07", "a RAR archive"),
     (b"\x28\xb5\x2f\xfd", "zstd-compressed"),
@@ -316,7 +314,8 @@ class PickleFinder:
 
     def _search(self, content: ContentRange, place: str, begin: int, level: int) -> Iterator[PickleSite]:
         """Search bytes for pickles that begin somewhere."""
-        beyond = begin  # no pickle before this offset is followed again
+        # No pickle before an offset is followed again, nor from a global that the last text followed to the same fault.
+        beyond, followed = begin, frozenset[int]()
         for at, end in self._not_searched(content, begin, "pickles"):
             if self._searched > MAX_SEARCHED:
                 self._unsearched += 1
@@ -330,9 +329,10 @@ class PickleFinder:
                 for text, pattern in enumerate((_PROTOCOL, _TEXT_GLOBAL)):
                     for match in pattern.finditer(data):
                         start = at + match.start()
-                        if start < beyond or match.start() >= size or self._left() <= 0:
+                        if start < beyond or start in followed or match.start() >= size or self._left() <= 0:
                             continue
                         traced = self._trace(content, start, strict=not text)
+                        followed = traced.globals_at if text else followed
                         if traced.limited or (_attacks(traced) if text and traced.fault else _counted(traced)):
                             beyond = max(traced.end, start + 1)
                             yield PickleSite(place, start, traced, fault=traced.fault if traced.limited else "")

@@ -71,7 +71,9 @@ def _started(command: str) -> str:
     """A command, and for a scheduler in the background the wait for its file, which takes long on a busy machine."""
     scheduler = re.fullmatch(r"dask scheduler .*--scheduler-file (\S+) .*&", command)
     return (
-        command if scheduler is None else f"{command}\nuntil [ -s {scheduler[1]} ] || ! kill -0 $! 2>&-; do sleep 0.05; done"
+        command
+        if scheduler is None
+        else f"{command}\nuntil [ -s {scheduler[1]} ] || ! kill -0 $! 2>&-; do sleep 0.05; done"
     )
 
 

@@ -533,3 +533,11 @@ def test_packages_with_other_sources_are_judged_by_their_pickles(source, tmp_pat
 def test_sources_outside_a_package_replace_no_module(tmp_path):
     (tmp_path / "x.pt").write_bytes(zipped({"x/collections.py": b"pass\n", "x/m/m.pkl": FINE}))
     assert safeload.scan(tmp_path / "x.pt").ok
+
+
+def test_a_text_of_many_names_takes_time_in_proportion(tmp_path):
+    """Each name begins a text that does what the text before it has done."""
+    (tmp_path / "x").write_bytes(b"cos\nx\n" * 10_000 + b"cos\nsystem\n(Vecho\ntR")
+    began = time.process_time()
+    assert safeload.scan(tmp_path / "x").verdict == "dangerous"
+    assert time.process_time() - began < 3

@@ -61,6 +61,7 @@ class Traced(NamedTuple):
     fault: str  # why it could not be followed to its STOP; empty if it could
     opcodes: int
     limited: bool  # the fault is a limit of this module, not of the pickle
+    globals_at: frozenset[int] = frozenset()  # offsets of its GLOBAL and INST opcodes
 
 
 class _Unknown:
@@ -695,6 +696,7 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
     tracer = _Tracer(content, begin, strict=strict)
     outer: list[_Tracer] = []
     opcodes = 0
+    globals_at: set[int] = set()
     fault, limited = "", False
     try:
         while True:
@@ -703,6 +705,8 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
                 raise TraceLimit(f"more than {most:,} opcodes")
             tracer.start = tracer.at
             code = tracer.take(1)[0]
+            if code in b"ci":
+                globals_at.add(tracer.start)
             if code == 0x2E:  # STOP
                 tracer.top()
                 if not outer:
@@ -735,4 +739,5 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
         fault,
         opcodes + tracer.charged,
         limited,
+        frozenset(globals_at),
     )
