@@ -407,9 +407,13 @@ def _check_package(scheme: str, shown: str) -> None:
         package = _PACKAGES.get(scheme)
         advice = f"pip install {package}" if package else str(error)
         text = f"{shown}: the scheme {scheme} needs a package that is not installed: {advice}"
-        cause = error.__cause__  # fsspec itself says of any failure that packages should be installed
+        # fsspec itself says of any failure that packages should be installed; its cause says more.
+        cause = error.__cause__
         missing = (getattr(cause, "name", None) or "").partition(".")[0]
         named = package == missing or missing in str(error)
         if cause is None or (missing and named and is_absent(missing)):
             raise ModuleNotFoundError(text, name=package) from None
-        raise cause from None
+        try:
+            raise cause from None
+        finally:
+            del cause

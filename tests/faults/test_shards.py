@@ -79,7 +79,9 @@ def test_a_crash_while_shards_are_written(folder, action, old_size, new_size):
     new, versions = contents(folder), []
     assert not {name for name in new.keys() & old.keys() if name.endswith(".safetensors")}
     for found, died in crashes(folder, old, new_size, action):
-        assert all(content in (old.get(name), new.get(name)) for name, content in found.items())
+        blocked = b"model-being-replaced" in found.get(INDEX, b"")  # an index that nothing opens
+        rest = {name: content for name, content in found.items() if not (blocked and name == INDEX)}
+        assert all(content in (old.get(name), new.get(name)) for name, content in rest.items())
         indexed = found.get(INDEX) == new[INDEX]
         assert indexed or {name for name in old if name.endswith(".safetensors")} <= found.keys()
         if indexed and not old:
@@ -89,7 +91,7 @@ def test_a_crash_while_shards_are_written(folder, action, old_size, new_size):
                 versions.append(version_of(folder))
             except FileNotFoundError:  # until the last shard has its name
                 assert died
-                assert indexed
+                assert indexed or blocked
                 continue
             assert versions[-1] == (NEW if indexed else OLD)
             assert died or versions[-1] == NEW

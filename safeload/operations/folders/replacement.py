@@ -21,16 +21,16 @@ step                                                  prefers ``model.safetensor
     the old index is renamed aside                    new                           new
 ``config.json`` changes:
 1. the old ``model.safetensors`` is renamed aside     old index, else refused       old index, else refused
-2. the index is replaced: it names missing files      refused                       refused
+2. an index that names a missing file replaces it     refused                       refused
 3. tokenizer, ``config.json``                         refused                       refused
-4. shards or the single file; the last one ends it    refused, then new             refused, then new
+4. shards and their index, or the single file         refused, then new             refused, then new
 both: old shards, index and hidden files are removed  new                           new
 ====================================================  ============================  ============================
 
-A single file has an index during steps 2 to 4 too. Before the files are removed, an error takes all steps back, the
-last one first; a kill leaves the state of its step. A folder without an index whose shards are a complete set, and
-weights of other formats, count as an old index. Programs that ignore the index and read every ``model*.safetensors``
-can find both models.
+The index of step 2 also names an old file that is there, or safeload's reader would call it stale. Before the files
+are removed, an error takes all steps back, the last one first; a kill leaves the state of its step. A folder without
+an index whose shards are a complete set, and weights of other formats, count as an old index. Programs that ignore the
+index and read every ``model*.safetensors`` can find both models.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ from .journal import RECORD
 _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
 # Names of indexes.
 _INDEX_SUFFIX = ".safetensors.index.json"
+
+# A file that is never there.
+_MISSING = "model-being-replaced.safetensors"
 
 # Puts a new shard in place, with the owner and mode of an old file.
 Put: TypeAlias = Callable[[Swap, "os.stat_result | None"], object]
@@ -154,15 +157,17 @@ class Replacement(ABC):
         """Return a context for all uploads. At its end, outdated files are removed."""
         return nullcontext()
 
-    def blocks_readers(self, config: bytes | None, shards: Collection[str], placed: Collection[str]) -> bool:
-        """Return True if `commit` needs an index to keep readers from the folder, because its config changes.
+    def blocking_index(
+        self, config: bytes | None, shards: Collection[str], placed: Collection[str]
+    ) -> dict[str, dict[str, str]] | None:
+        """Return an index that keeps readers from the folder during `commit`; None if its config does not change.
 
         Args:
             config: content of the new config; None for none.
             shards: names of the new shards.
             placed: names of new shards that are in the folder already.
         """
-        return False
+        return None
 
     def commit(  # noqa: B027
         self,
@@ -170,9 +175,8 @@ class Replacement(ABC):
         beside: Mapping[str, AtomicFile],
         outdated: Sequence[str],
         *,
-        indexed: bool,
         single: bool,
-        blocked: bool,
+        block: AtomicFile | None,
     ) -> None:
         """Put local files in place; see the docstring of the module.
 
@@ -180,9 +184,8 @@ class Replacement(ABC):
             shards: functions that put the new shards in place.
             beside: the other new files, sealed.
             outdated: see `outdated`.
-            indexed: True to leave an index in the folder.
             single: True if the only shard is ``model.safetensors``.
-            blocked: see `blocks_readers`.
+            block: see `blocking_index`.
         """
 
 
@@ -277,10 +280,13 @@ class LocalReplacement(Replacement):
     def shard(self, stack: ExitStack, file: str) -> AbstractContextManager[ExitStack]:
         return nullcontext(stack)
 
-    def blocks_readers(self, config: bytes | None, shards: Collection[str], placed: Collection[str]) -> bool:
-        """Return True also if the old index names a file that will be replaced."""
-        if not any(map(is_weight_file, self._folder.names() - {*placed})):
-            return False
+    def blocking_index(
+        self, config: bytes | None, shards: Collection[str], placed: Collection[str]
+    ) -> dict[str, dict[str, str]] | None:
+        """Return an index also if the old index names a file that will be replaced."""
+        weights = sorted(filter(is_weight_file, self._folder.names() - {*placed}))
+        if not weights:
+            return None
         changes = False
         if config is not None:
             try:
@@ -288,7 +294,11 @@ class LocalReplacement(Replacement):
                     changes = file.read(len(config) + 1) != config
             except OSError:
                 changes = True
-        return changes or not (_indexed(self._folder) - {*placed}).isdisjoint(shards)
+        if not changes and (_indexed(self._folder) - {*placed}).isdisjoint(shards):
+            return None
+        old = [name for name in weights if name != SINGLE][:1]  # which is renamed aside
+        named = (_MISSING, *old, *sorted(shards))  # the shards, so that a later call removes those of a killed one
+        return {"metadata": {}, "weight_map": {name: name for name in named}}
 
     def commit(
         self,
@@ -296,25 +306,25 @@ class LocalReplacement(Replacement):
         beside: Mapping[str, AtomicFile],
         outdated: Sequence[str],
         *,
-        indexed: bool,
         single: bool,
-        blocked: bool,
+        block: AtomicFile | None,
     ) -> None:
         if not single and SINGLE not in outdated:
             self._check_no_single()
         index = [name for name in (INDEX,) if name in beside]
         rest = sorted(beside.keys() - {INDEX}, key=lambda name: name == CONFIG)
         with Swap() as swap:
-            if blocked:
+            if block is not None:
                 self._hide({SINGLE} & {*outdated, *shards}, swap)
-            for name in (*index, *rest) if blocked else rest:
+                block.put(swap)
+            for name in rest:
                 beside[name].put(swap)
             like = self._like(outdated)
             for put in shards.values():
                 put(swap, like)
-            if not blocked:
-                for name in index:
-                    beside[name].put(swap)
+            for name in index:
+                beside[name].put(swap)
+            if block is None:
                 self._hide({SINGLE, INDEX} & {*outdated}, swap)
             self._hide([name for name in outdated if name.endswith(_INDEX_SUFFIX) and name != INDEX], swap)
             try:
@@ -322,7 +332,7 @@ class LocalReplacement(Replacement):
             except OSError as error:
                 raise type(error)(error.errno, error.strerror, self._folder.location.path) from None
             swap.undo.clear()  # the hidden index names the old shards: it is removed after them
-            self._folder.remove([*outdated, *([INDEX] if blocked and not indexed else [])])
+            self._folder.remove([*outdated, *([INDEX] if block is not None and not index else [])])
 
     def _like(self, outdated: Iterable[str]) -> os.stat_result | None:
         """Return the status of an old shard."""

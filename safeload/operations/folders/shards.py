@@ -283,11 +283,15 @@ def write_beside(
 
     config = None if beside.config is None else (json.dumps(dict(beside.config), indent=2) + "\n").encode()
     names = {*beside.weight_map.values()}
-    blocked = replacement.blocks_readers(config, names or {SINGLE}, placed)
+    blocking = replacement.blocking_index(config, names or {SINGLE}, placed)
+    block = None
+    if blocking is not None:
+        block = _write_text(stack, json.dumps(blocking).encode(), folder, INDEX, overwrite=overwrite)
     files: dict[str, AtomicFile] = {}
-    for name, text in ((INDEX, _index(beside) if beside.indexed or blocked else None), (CONFIG, config)):
+    for name, text in ((INDEX, _index(beside) if beside.indexed else None), (CONFIG, config)):
         if text is not None:
-            files[name] = _write_text(stack, text, folder, name, overwrite=overwrite)
+            replaces = overwrite or (name == INDEX and block is not None)
+            files[name] = _write_text(stack, text, folder, name, overwrite=replaces)
     stack.enter_context(replacement.before_config(config))
     for name, content in beside.extras.items():
         if isinstance(content, bytes):
@@ -297,7 +301,7 @@ def write_beside(
 
     def commit(shards: Mapping[str, Put]) -> None:
         single = names <= {SINGLE}
-        replacement.commit(shards, files, outdated, indexed=beside.indexed, single=single, blocked=blocked)
+        replacement.commit(shards, files, outdated, single=single, block=block)
 
     return commit
 
