@@ -116,9 +116,9 @@ typedef struct sl_dtype_info {
     int32_t bits;     /* per element; 0 for block types */
     int32_t block;    /* smallest number of elements that fills whole bytes */
     int32_t block_bytes;
-    int32_t swap;     /* bytes to reverse in a byte swap: half of a complex number; 1 if there is nothing to swap */
-    int32_t ggml;     /* number in enum ggml_type, or -1 */
-    int32_t scale_at; /* offset of the f16 scales in a block */
+    int32_t swap;        /* bytes to reverse in a byte swap: half of a complex number; 1 if there is nothing to swap */
+    int32_t ggml;        /* number in enum ggml_type, or -1 */
+    int32_t scale_at;    /* offset of the f16 scales in a block */
     int32_t scale_count; /* number of f16 scales; 0 if scales have another type or are scattered (IQ1_M) */
 } sl_dtype_info;
 
