@@ -36,12 +36,10 @@ def sizes(package=PACKAGE):
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         folder, *rest = path.relative_to(package).parts
+        own = len(text.splitlines()), statements(ast.parse(text))
         for name in (folder if rest else ".", TOTAL):
             lines, count = rows.get(name, (0, 0))
-            rows[name] = (lines + len(text.splitlines()), count)
-        count = statements(ast.parse(text))
-        for name in (folder if rest else ".", TOTAL):
-            rows[name] = (rows[name][0], rows[name][1] + count)
+            rows[name] = (lines + own[0], count + own[1])
     return rows
 
 
