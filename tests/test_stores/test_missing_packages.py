@@ -68,7 +68,11 @@ def said(package, use, failure, folder):
     code = CODE.format(use=textwrap.dedent(use), failure=failure)
     done = subprocess.run(
         # In a folder where no `safeload/` lies, which would be imported in place of the installed package.
-        [sys.executable, "-c", code, package, str(folder)], capture_output=True, text=True, check=True, cwd=folder
+        [sys.executable, "-c", code, package, str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
     )
     return done.stdout
 
