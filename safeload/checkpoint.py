@@ -504,11 +504,7 @@ class Checkpoint(Mapping[str, TensorLike]):
 
 
 def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Tensors:
-    """Return the tensors with these names, or all tensors in file order.
-
-    Raises:
-        TensorNotFoundError: a name does not exist.
-    """
+    """Return the tensors with these names, or all tensors in file order."""
     where, files = checkpoint._where, checkpoint.weight_files
     if names is not None and where is not None and not checkpoint._hidden:
         names = list(distinct(names))  # may be an iterator
@@ -520,11 +516,7 @@ def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Te
 
 
 def check_names(checkpoint: Checkpoint, names: Sequence[str]) -> None:
-    """Refuse unknown names.
-
-    Raises:
-        TensorNotFoundError: a name does not exist.
-    """
+    """Refuse unknown names."""
     where = checkpoint._where
     if where is None:
         checkpoint.weight_files[0].table.indices([*names])
@@ -545,11 +537,7 @@ def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, 
 
 
 def with_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Checkpoint:
-    """Return a view of a checkpoint with second names for tensors; both share the open files.
-
-    Args:
-        aliases: new name -> existing name.
-    """
+    """Return a view of a checkpoint with second names for tensors; both share the open files."""
     view = object.__new__(type(checkpoint))
     view.__dict__.update(checkpoint.__dict__)
     where = {name: (file, index) for name, file, index in tensors_of(checkpoint)}
@@ -591,12 +579,7 @@ def folder_of(checkpoint: Checkpoint) -> Location | None:
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
-    """Return how the checkpoint was opened.
-
-    Raises:
-        ValueError: the checkpoint is closed.
-        TypeError: it was not opened by `safeload.open`.
-    """
+    """Return how the checkpoint was opened."""
     checkpoint._check_open()
     if checkpoint._recipe is None:
         raise TypeError(f"{checkpoint.path} was not opened by safeload.open, and cannot be copied")

@@ -249,11 +249,7 @@ def missing_file(path: str | None, message: str) -> FileNotFoundError:
 
 
 def folder_given(path: str, function: str) -> IsADirectoryError:
-    """Return the error for a folder if a function reads files.
-
-    Args:
-        function: the function that loads folders.
-    """
+    """Return the error for a folder if a function reads files."""
     error: IsADirectoryError = _explained(errno.EISDIR, path, f"Is a directory: {path}; {function} loads folders")
     return error
 

@@ -7,10 +7,6 @@ def not_installed(error: ImportError, text: str, *packages: str) -> ImportError:
     """Return the error to raise after an import failed: how to install the package, or ``error`` if it is there.
 
     An installed package fails too: if another package or a library is missing, or if memory is limited.
-
-    Args:
-        text: the message, with the command to install the package.
-        packages: top-level modules, of which one is absent if the package is not installed.
     """
     name = next(filter(is_absent, packages), None)
     return error if name is None else ModuleNotFoundError(text, name=name)

@@ -82,25 +82,14 @@ class ArraySpec(NamedTuple):
 
 
 def as_array(value: Any, name: str = "") -> Array:
-    """Convert a value to a numpy array.
-
-    Args:
-        name: of the tensor; "" for a single array.
-
-    Raises:
-        TypeError: see `refuse_masked`.
-    """
+    """Convert a value to a numpy array."""
     refuse_masked(value, tensor_named(name) if name else "the array")
     array: Array = np.asarray(value)
     return array
 
 
 def refuse_masked(value: Any, subject: str) -> None:
-    """Refuse masked arrays, because their hidden values would be used as ordinary values.
-
-    Raises:
-        TypeError: a masked array.
-    """
+    """Refuse masked arrays, because their hidden values would be used as ordinary values."""
     # Not imported here, which takes milliseconds: masked arrays exist only if the caller has imported the module.
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)  # another thread may be importing the module
     if masked is not None and isinstance(value, masked):
@@ -122,13 +111,7 @@ def with_article(noun: str) -> str:
 
 
 def not_an_array(subject: str, value: Any, expected: str = "a NumPy array", *, safetensors: bool = False) -> TypeError:
-    """Return the error for a value that is not an array, with advice on how to make one.
-
-    Args:
-        subject: the subject of the message.
-        expected: a description of valid values.
-        safetensors: whether the value was to be saved as safetensors, for which frameworks have their own modules.
-    """
+    """Return the error for a value that is not an array, with advice on how to make one."""
     kind = type(value)
     # None for a library's other objects, such as models and dtypes.
     library = kind.__module__.partition(".")[0] if hasattr(value, "__array__") else None
@@ -159,15 +142,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
-    """Refuse an argument unless it is a dict or dict-like.
-
-    Args:
-        what: the subject of the message.
-        of: a description of the contents.
-
-    Raises:
-        TypeError: the argument is not a mapping.
-    """
+    """Refuse an argument unless it is a dict or dict-like."""
     if type(value) is dict or isinstance(value, Mapping):
         return
     if not all(hasattr(value, method) for method in _METHODS):
@@ -184,11 +159,7 @@ def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) 
 def array_over(
     buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...] | None = None
 ) -> Array:
-    """Return an array over part of a buffer, which the array keeps alive; in C order unless strides are passed.
-
-    Raises:
-        UnsupportedError: too many axes for this numpy (at most 32 before numpy 2).
-    """
+    """Return an array over part of a buffer, which the array keeps alive; in C order unless strides are passed."""
     try:
         array: Array = np.ndarray(shape, dtype, buffer, offset, strides)
     except ValueError as error:
@@ -197,11 +168,7 @@ def array_over(
 
 
 def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a new array with undefined values.
-
-    Raises:
-        UnsupportedError: see `array_over`; also an empty shape that is too large for a dtype wider than the file's.
-    """
+    """Return a new array with undefined values."""
     try:
         return np.empty(shape, dtype)
     except ValueError as error:

@@ -151,16 +151,7 @@ _ALIASES = {
 
 
 def parse(dtype: Any, among: Sequence[Dtype] = TABLE) -> Dtype:
-    """Return the row for a dtype.
-
-    Args:
-        dtype: a type or dtype of numpy, ml_dtypes, torch or JAX; a name ("float32", "bf16", "torch.float16") in any
-            case; or a safetensors code ("F32").
-        among: the rows to list in the message.
-
-    Raises:
-        TypeError: an unknown dtype; the message suggests the nearest name.
-    """
+    """Return the row for a dtype."""
     if isinstance(dtype, str) and (row := BY_CODE.get(dtype) or BY_NAME.get(dtype)) is not None:
         return row
     try:
@@ -198,11 +189,7 @@ def _nearest(dtype: Any, among: Sequence[Dtype]) -> str:
 
 
 def of_array(array: Any, name: str) -> Dtype:
-    """Return the row that stores this array.
-
-    Raises:
-        SafeloadError: safetensors does not have the array's dtype.
-    """
+    """Return the row that stores this array."""
     row = row_of(array.dtype)
     if row is None or row.packed or row not in SAFETENSORS:
         raise not_stored(shown(array.dtype), name)
@@ -243,11 +230,7 @@ def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, .
 
 
 def block_scales(row: Dtype, blocks: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]] | None:
-    """Return the float16 scales of blocks, [blocks, scales], or None if the scales have another type.
-
-    Args:
-        blocks: the bytes of the blocks, [blocks, block_bytes].
-    """
+    """Return the float16 scales of blocks, [blocks, scales], or None if the scales have another type."""
     if row.code == "IQ1_M":  # the high nibble of each of the last four words holds a nibble of the scale
         nibbles = np.ascontiguousarray(blocks[:, -8:]).view("<u2") >> 12 << np.array([0, 4, 8, 12], np.uint16)
         return np.bitwise_or.reduce(nibbles, axis=1, keepdims=True).view(np.float16)

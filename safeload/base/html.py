@@ -18,14 +18,7 @@ def escaped(value: str) -> str:
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], more: str = "") -> str:
-    """Return a plain table, styled by the notebook.
-
-    Args:
-        title: the line above the table.
-        header: column titles.
-        rows: the cells, as plain text; long cells are shortened in the middle.
-        more: the line below the table, such as the number of omitted rows.
-    """
+    """Return a plain table, styled by the notebook."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         inside = "".join(f'<{tag} style="text-align: left">{_cell(cell)}</{tag}>' for cell in cells)

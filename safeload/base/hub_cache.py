@@ -20,24 +20,12 @@ def folder() -> str:
 
 
 def repository(kind: str, name: str) -> str:
-    """Return the folder of a repository.
-
-    Args:
-        kind: "model", "dataset" or "space".
-        name: owner and name.
-    """
+    """Return the folder of a repository."""
     return os.path.join(folder(), f"{kind}s--{name.replace('/', '--')}")
 
 
 def snapshot_of(path: str) -> str | None:
-    """Return the snapshot for a repository folder: main's, or the only snapshot.
-
-    Returns:
-        None for any other folder.
-
-    Raises:
-        UnsupportedError: there are several snapshots, and the cache does not say which is main's.
-    """
+    """Return the snapshot for a repository folder: main's, or the only snapshot."""
     snapshots = os.path.join(path, "snapshots")
     if not os.path.isdir(snapshots) or not os.path.isdir(os.path.join(path, "blobs")):
         return None

@@ -83,13 +83,7 @@ def _shorten(name: str, parts: Sequence[str], columns: int, count: Mapping[str, 
 
 
 def wrap(text: str, columns: int | None, indent: str = "", hanging: str | None = None) -> list[str]:
-    """Wrap prose into lines.
-
-    Args:
-        columns: the width. None wraps at 80 columns, but never breaks a word, such as a name.
-        indent: the beginning of every line.
-        hanging: the beginning of the lines after the first, if it differs.
-    """
+    """Wrap prose into lines."""
     wrapper = textwrap.TextWrapper(columns or 80, indent, indent if hanging is None else hanging)
     wrapper.break_long_words = columns is not None
     wrapper.break_on_hyphens = columns is not None
@@ -99,14 +93,7 @@ def wrap(text: str, columns: int | None, indent: str = "", hanging: str | None =
 def table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: frozenset[int], columns: int | None
 ) -> list[str]:
-    """Return the lines of a table; each row takes two lines if the other columns leave too little room for names.
-
-    Args:
-        header: column titles.
-        rows: the cells. The first column holds names, which are shortened if the table is too wide.
-        right: numbers of the right-aligned columns.
-        columns: the width; None cuts nothing.
-    """
+    """Return the lines of a table; each row takes two lines if the other columns leave too little room for names."""
     cells = [list(column) for column in zip(header, *rows, strict=True)]
     names, own_line = cells[0], False
     if columns is not None:

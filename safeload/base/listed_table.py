@@ -46,15 +46,7 @@ def unreadable(
 
 
 class ListedTable(Table):
-    """A table built in Python, in the order of the caller; tensors may overlap.
-
-    Args:
-        tensors: validated by the caller: unique names, byte ranges inside the file, shapes and strides inside the byte
-            ranges.
-        metadata: all other content of the file.
-        big_endian: whether all elements of all tensors are big-endian.
-        named_globals: see `Table`.
-    """
+    """A table built in Python, in the order of the caller; tensors may overlap."""
 
     def __init__(
         self,

@@ -51,23 +51,12 @@ def _screen(head: str, tensors: Mapping[str, Any]) -> str:
 
 
 def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
-    """Return a table of the first tensors for a notebook.
-
-    Args:
-        title: the line above the table.
-        count: the number of all tensors.
-    """
+    """Return a table of the first tensors for a notebook."""
     rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos, _ROWS)]
     more = f"... and {count - len(rows):,} more" if count > len(rows) else ""
     return html.table(title, ("tensor", "dtype", "shape", "size"), rows, more)
 
 
 def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:
-    """Return the repr of a dict of arrays: its first names with dtypes and shapes.
-
-    Args:
-        kind: the name of the dict's class.
-        arrays: objects with a shape, and a dtype or a scheme.
-        note: an addition to the first line.
-    """
+    """Return the repr of a dict of arrays: its first names with dtypes and shapes."""
     return _screen(f"<{kind}: {plural(len(arrays), 'tensor')}{f', {note}' if note else ''}>", arrays)

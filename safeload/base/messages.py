@@ -13,11 +13,7 @@ _Error = TypeVar("_Error", bound=SafeloadError)
 def error_about(
     kind: type[_Error], text: str, *, path: str | None = None, offset: int | None = None, tensor: str | None = None
 ) -> _Error:
-    """Return an error that names its file and tensor, such as "w.gguf: tensor 'x' has 5 dims".
-
-    Args:
-        text: the rest of the message; after a tensor a predicate ("has 5 dims"), or a clause that begins with a colon.
-    """
+    """Return an error that names its file and tensor, such as "w.gguf: tensor 'x' has 5 dims"."""
     if tensor is not None:
         text = f"{tensor_named(tensor)}{'' if text.startswith(':') else ' '}{text}"
     if path is not None and not issubclass(kind, FormatError):  # a FormatError ends with its path
@@ -26,16 +22,7 @@ def error_about(
 
 
 def encode(text: str, subject: str, errors: str = "strict", *, tensor: str | None = None) -> bytes:
-    """Encode a text as UTF-8.
-
-    Args:
-        subject: begins the message of an error.
-        errors: "surrogateescape" to write bytes that were not UTF-8 when they were read.
-        tensor: its name, if the text belongs to a tensor.
-
-    Raises:
-        SafeloadError: the text holds a lone surrogate.
-    """
+    """Encode a text as UTF-8."""
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError:

@@ -52,11 +52,7 @@ class NameFamily(NamedTuple):
 
 
 def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[NameFamily]:
-    """Group tensors that differ only in the numbers of their names, in the order of each group's first tensor.
-
-    Args:
-        kinds: for each tensor, a key that must be equal within a family, such as dtype and shape.
-    """
+    """Group tensors that differ only in the numbers of their names, in the order of each group's first tensor."""
     groups: dict[Hashable, tuple[int, list[str], list[tuple[int, ...]]]] = {}
     with paused(len(names)):
         for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):

@@ -187,14 +187,7 @@ def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
 def check(
     status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
 ) -> None:
-    """Raise the exception for a status; return if it is ``SL_OK``.
-
-    Args:
-        error: the ``sl_error`` filled by the call.
-        path: the file of the call.
-        subject: a prefix for the core's message; by default the tensor.
-        tensor: the tensor of the call.
-    """
+    """Raise the exception for a status; return if it is ``SL_OK``."""
     if status != lib.SL_OK:
         raise failure(status, error, path, subject, tensor=tensor)
 
@@ -226,11 +219,7 @@ def failure(
 
 
 def private_buffer(size: int) -> Any:
-    """Allocate a writable buffer in huge pages, freed with the last array over it; ``size`` must be positive.
-
-    Raises:
-        MemoryError: the memory cannot be allocated.
-    """
+    """Allocate a writable buffer in huge pages, freed with the last array over it; ``size`` must be positive."""
     address = short.sl_memory_alloc(size)
     if not address:
         raise MemoryError(f"cannot allocate {size} bytes")

@@ -26,13 +26,7 @@ _INVALID = (123, 161)
 
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
-    """Return a path as text for messages and encoded for the C core.
-
-    Raises:
-        TypeError: not a path.
-        ValueError: the path contains a NUL, which would truncate it silently, or a lone surrogate that is no byte.
-        OSError: the path is longer than any system accepts.
-    """
+    """Return a path as text for messages and encoded for the C core."""
     if isinstance(path, (bytes, bytearray, memoryview)):
         _refuse_content(path)
     fs_path = os.fspath(path)

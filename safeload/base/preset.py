@@ -142,11 +142,7 @@ PRESET_NAMES = tuple(name for name in PRESETS if "-g" not in name)
 
 
 def preset_of(scheme: object) -> Preset | None:
-    """Return the preset of this name, in any case, or None.
-
-    Raises:
-        ValueError: a group size that MLX does not have.
-    """
+    """Return the preset of this name, in any case, or None."""
     name = scheme.lower() if isinstance(scheme, str) else ""
     base, sign, group = name.partition("-g")
     if name not in PRESETS and sign and base in PRESETS:

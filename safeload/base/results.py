@@ -23,22 +23,12 @@ def tensor_row(name: str, dtype: str, shape: Sequence[int], nbytes: int, **more:
 
     A column should have values of a single type ("" and [] instead of None), because polars derives it from the first
     100 rows.
-
-    Args:
-        name: "" for a tensor without a name.
-        more: further columns.
     """
     return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": nbytes, **more}
 
 
 def as_html(title: str, rows: Sequence[Row], more: Iterable[str] = (), header: Sequence[str] = ()) -> str:
-    """Return the first rows as a table for a notebook.
-
-    Args:
-        title: the line above the table.
-        more: lines below the table.
-        header: the columns to show; all columns of the rows by default.
-    """
+    """Return the first rows as a table for a notebook."""
     header = header or list(rows[0] if rows else ())
     cells = [[_cell(key, row.get(key)) for key in header] for row in islice(rows, _ROWS)]
     hidden = [f"... and {len(rows) - len(cells):,} more"] if len(rows) > len(cells) else []
@@ -56,11 +46,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def plain(value: Any, *, lossless: bool = False) -> Any:
-    """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hexadecimal, complex to text.
-
-    Args:
-        lossless: NaN and infinity become text; otherwise they become None.
-    """
+    """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hexadecimal, complex to text."""
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         value = value.tolist()
     if isinstance(value, float):

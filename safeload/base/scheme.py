@@ -41,11 +41,7 @@ class Scheme(NamedTuple):
         return None if self.fallback is None else SCHEMES[self.fallback].of_rows(length)
 
     def target(self, rounding: str | None) -> int:
-        """Return the number of a job's target dtype.
-
-        Raises:
-            ValueError: an unknown rounding, or a rounding without support in this scheme.
-        """
+        """Return the number of a job's target dtype."""
         if rounding is not None and rounding not in ROUNDINGS:
             raise ValueError(f"unknown rounding {show(rounding)}, expected one of {', '.join(ROUNDINGS)}")
         if not self.roundings:
@@ -92,11 +88,7 @@ ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for roundin
 
 
 def row_of(scheme: str) -> Dtype:
-    """Return the dtype of a scheme's stored data; the scheme may be read-only.
-
-    Raises:
-        ValueError: the scheme is unknown.
-    """
+    """Return the dtype of a scheme's stored data; the scheme may be read-only."""
     row = _ROWS.get(scheme)
     if row is None:
         raise ValueError(f"unknown scheme {show(scheme)}, expected one of {', '.join(_ROWS)}")
@@ -104,14 +96,7 @@ def row_of(scheme: str) -> Dtype:
 
 
 def parse(scheme: object) -> str:
-    """Return the name of a writable scheme in lower case.
-
-    Args:
-        scheme: the name in any case.
-
-    Raises:
-        ValueError: an unknown scheme, or a read-only scheme.
-    """
+    """Return the name of a writable scheme in lower case."""
     name = scheme.lower() if isinstance(scheme, str) else ""
     if name in SCHEMES:
         return name

@@ -22,15 +22,7 @@ _Compiled: TypeAlias = tuple[re.Pattern[str], str | Callable[[re.Match[str]], st
 
 
 class Selection:
-    """Tensor names that match any pattern of ``only`` and no pattern of ``drop``, by `fnmatch.fnmatchcase`.
-
-    Args:
-        only: patterns of the names to take; None for all.
-        drop: patterns of the names to leave out; None for none.
-
-    Raises:
-        TypeError: a pattern is not a str.
-    """
+    """Tensor names that match any pattern of ``only`` and no pattern of ``drop``, by `fnmatch.fnmatchcase`."""
 
     def __init__(self, only: Patterns = None, drop: Patterns = None) -> None:
         arguments = {"only": only, "drop": drop}
@@ -46,11 +38,7 @@ class Selection:
         return ("only" not in self._patterns or self._only(name)) and not self._drop(name)
 
     def of(self, names: Collection[str]) -> list[str]:
-        """Return the selected names in their order.
-
-        Raises:
-            NoMatchError: a pattern matches no name.
-        """
+        """Return the selected names in their order."""
         if not self:
             return list(names)
         for what, patterns in self._patterns.items():
@@ -59,15 +47,7 @@ class Selection:
 
 
 def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None:
-    """Refuse patterns that match no name.
-
-    Args:
-        what: the argument with the patterns, for the message.
-
-    Raises:
-        NoMatchError: for the first such pattern.
-        TypeError: a pattern is not a str.
-    """
+    """Refuse patterns that match no name."""
     texts = dict.fromkeys(name for name in names if isinstance(name, str))  # a dict may have other keys
     for pattern in () if patterns is None else _listed(what, patterns):
         if not any(map(re.compile(translate(pattern)).match, texts)) if _is_pattern(pattern) else pattern not in texts:
@@ -75,11 +55,7 @@ def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None
 
 
 def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
-    """Return the names selected by a `Selection` of these patterns.
-
-    Raises:
-        TensorNotFoundError, TypeError: see `Selection`.
-    """
+    """Return the names selected by a `Selection` of these patterns."""
     return Selection(only, drop).of(names)
 
 
@@ -93,18 +69,7 @@ def distinct(names: Iterable[str]) -> Iterable[str]:
 
 
 def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, drop: Patterns) -> list[str]:
-    """Return the names of the tensors to work on.
-
-    Args:
-        known: all names.
-        names: exact names, which are not looked up; None for all names.
-        only: patterns of the names to take, instead of ``names``.
-        drop: patterns of the names to leave out.
-
-    Raises:
-        ValueError: both ``names`` and ``only``.
-        TensorNotFoundError, TypeError: see `Selection`.
-    """
+    """Return the names of the tensors to work on."""
     if names is not None and only is not None:
         raise ValueError("names= takes exact names and only= takes patterns: pass only one of them")
     selected = known if names is None else list(distinct(names))
@@ -149,18 +114,7 @@ def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
 
 
 def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
-    """Return the new name of each tensor; a name stays as it is if no expression matches.
-
-    Args:
-        names: distinct names.
-        renames: pairs of a regular expression and its replacement, applied in order with `re.sub`; a dict, or a single
-            pair.
-
-    Raises:
-        ValueError: an invalid expression or replacement, an empty new name, or two tensors with the same new
-            name; the message has both old names.
-        TypeError: anything other than pairs.
-    """
+    """Return the new name of each tensor; a name stays as it is if no expression matches."""
     pairs = [(_compiled(pattern), replacement) for pattern, replacement in pairs_of(renames)]
     new: dict[str, str] = {}
     origin: dict[str, str] = {}
@@ -188,11 +142,7 @@ def _substituted(name: str, pairs: list[_Compiled]) -> str:
 
 
 def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
-    """Return the pairs of an argument, unchanged: an expression, str or compiled, and its replacement, str or callable.
-
-    Raises:
-        TypeError: anything other than pairs.
-    """
+    """Return the pairs of an argument, unchanged: an expression, str or compiled, and its replacement, str or callable."""
     if renames is None:
         return []
     if isinstance(renames, (str, bytes)):

@@ -112,23 +112,19 @@ class Table:
     """The tensors of a file in the order of their bytes, read lazily from the C core's columns.
 
     Attributes:
-        count: number of tensors.
-        shaped: whether any tensor can be non-contiguous, big-endian or overlap another tensor (see `strides`,
-            `big_endian` and `together`). If False, all tensors are C-contiguous, little-endian and disjoint.
-        quantized: whether any tensor can be blocked, packed, or int8 with a scale.
-        named_globals: globals named by a pickle in the file, and whether each is on the allowlist.
-        ternary: shapes of I2_S tensors, which are listed as bytes.
-        unknown: entries that cannot be read, which are also listed as bytes.
-        plain: whether the bytes of every tensor are its array, with no exception above: no tensor is empty, unaligned,
-            or of another byte order than this machine's, and no elements share bytes.
+        count: number of tensors
+        shaped: whether any tensor can be non-contiguous, big-endian or overlap another tensor (see `strides`, `big_endian` and `together`). If False, all tensors are C-contiguous, little-endian and disjoint.
+        quantized: whether any tensor can be blocked, packed, or int8 with a scale
+        plain: whether the bytes of every tensor are its array, with no exception above: no tensor is empty, unaligned, or of another byte order than this machine's, and no elements share bytes
     """
 
     shaped = False
     quantized = False
     plain = False
+    # globals named by a pickle in the file, and whether each is on the allowlist
     named_globals: Mapping[str, bool] = MappingProxyType({})
-    ternary: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    unknown: Mapping[str, Unknown] = MappingProxyType({})
+    ternary: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # shapes of I2_S tensors, which are listed as bytes
+    unknown: Mapping[str, Unknown] = MappingProxyType({})  # entries that cannot be read, which are also listed as bytes
 
     _address = 0
     _cdata: Any = None
@@ -200,11 +196,7 @@ class Table:
         return int(short.sl_table_find(self._address, encoded, len(encoded)))
 
     def index(self, name: str) -> int:
-        """Return the index of a tensor.
-
-        Raises:
-            TensorNotFoundError: no tensor has this name.
-        """
+        """Return the index of a tensor."""
         check_name(name)
         index = self.find(name)
         if index < 0:
@@ -212,11 +204,7 @@ class Table:
         return index
 
     def indices(self, names: list[str]) -> Sequence[int]:
-        """Return the index of each tensor: a range if they are neighbours.
-
-        Raises:
-            TensorNotFoundError: no tensor has such a name.
-        """
+        """Return the index of each tensor: a range if they are neighbours."""
         if len(names) > 1:
             begin = self.index(names[0])
             end = begin + len(names)
@@ -386,11 +374,7 @@ class Table:
         return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
 
     def refuse_unknown(self, indices: Iterable[int], path: str) -> None:
-        """Refuse to read unreadable entries.
-
-        Raises:
-            UnsupportedError: the message names the entry, its type and the reason.
-        """
+        """Refuse to read unreadable entries."""
         for index in indices if self.unknown else ():
             name = self.names[index]
             if name in self.unknown:
@@ -429,11 +413,7 @@ def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
 
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
-    """Return the error for an unknown name, with suggestions.
-
-    Raises:
-        TypeError: the name is not a str.
-    """
+    """Return the error for an unknown name, with suggestions."""
     check_name(name)
     from fnmatch import fnmatchcase  # only here: it is needed by this message alone
 
@@ -450,11 +430,7 @@ def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
 
 
 def similar(name: str, names: Sequence[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three existing names that are similar to ``name``, for a message; none if there are very many.
-
-    Args:
-        cutoff: minimum ratio for `difflib.get_close_matches`.
-    """
+    """Return up to three existing names that are similar to ``name``, for a message; none if there are very many."""
     import difflib  # only here: at the top it would add a millisecond to `import safeload`
 
     close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff) if len(names) <= _SUGGEST_UP_TO else []

@@ -94,11 +94,7 @@ def tensor_named(name: object) -> str:
 
 
 def check_name(name: Any) -> None:
-    """Refuse a tensor name that is not a str.
-
-    Raises:
-        TypeError: the message names its type.
-    """
+    """Refuse a tensor name that is not a str."""
     if not isinstance(name, str):
         raise TypeError(f"a tensor name must be str, got {type(name).__name__}")
 
@@ -125,15 +121,7 @@ def size(nbytes: int) -> str:
 
 
 def parse_size(value: int | str, what: str) -> int:
-    """Parse a size in bytes: "500MB", "5GB", "2GiB" or a number.
-
-    Args:
-        what: the subject of error messages.
-
-    Raises:
-        TypeError: the value is neither an integer nor a str.
-        ValueError: it is not a size, or not positive.
-    """
+    """Parse a size in bytes: "500MB", "5GB", "2GiB" or a number."""
     if isinstance(value, str):
         from fractions import Fraction  # only here: it takes milliseconds
 

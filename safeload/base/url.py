@@ -158,11 +158,7 @@ class WebUrl:
         return f"{self.scheme}://{self.place}{self.path}" + ("" if self.query is None else f"?{self.query}")
 
     def redirected(self, location: str) -> WebUrl:
-        """Resolve the target of a redirect (RFC 3986, 5.2).
-
-        Raises:
-            UrlError: it is not http or https, has credentials (RFC 9110, 4.2.4), or has no unique interpretation.
-        """
+        """Resolve the target of a redirect (RFC 3986, 5.2)."""
         match = _parts(location)
         scheme, place, path, query = match[1], match[2], match[3], match[4]
         if scheme is not None or place is not None:
@@ -215,11 +211,7 @@ def shown(url: str) -> str:
 
 
 def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Return the URL to connect to, and the user and password if the URL has them.
-
-    Raises:
-        UrlError: the URL has no unique interpretation, or no host.
-    """
+    """Return the URL to connect to, and the user and password if the URL has them."""
     if url.scheme not in _WEB or url.place is None:
         raise UrlError("it is not http or https")
     _check_characters(url.text)
@@ -235,12 +227,7 @@ def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
 
 
 def split(url: str, literal: bool = False) -> tuple[str, str]:
-    """Return the folder of a URL, without a final slash, and the last name in it; a query stays with the folder.
-
-    Args:
-        url: a URL or a chain.
-        literal: whether the path is unescaped in any scheme.
-    """
+    """Return the folder of a URL, without a final slash, and the last name in it; a query stays with the folder."""
     chain, at = _chain(url)
     link = chain[at]
     if not literal and _is_escaped(chain, at):
@@ -255,9 +242,6 @@ def join(folder: str, name: str, literal: bool = False) -> str:
     """Return the URL of a bare name in a folder. Marks in the name are data, and are escaped for http, https and file.
 
     A query is kept, because it may be valid for a whole folder, like Azure's signatures.
-
-    Raises:
-        UrlError: the store would read a version of another file, or the name would begin another link of a chain.
     """
     chain, at = _chain(folder)
     link = chain[at]
@@ -286,11 +270,7 @@ def unescaped(url: str) -> str:
 
 
 def file_path(url: Url) -> str:
-    """Return the path of a ``file://`` URL, with slashes.
-
-    Raises:
-        UrlError: it has a host, a query or a fragment, or an escape for what no name can have.
-    """
+    """Return the path of a ``file://`` URL, with slashes."""
     if url.credentials is not None or (url.place or "").lower() not in ("", "localhost"):
         raise UrlError("a file:// URL must have three slashes before an absolute path")
     if url.tail:

@@ -42,11 +42,7 @@ class Finder:
     """Find and load safeload's modules under the names of safetensors."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a module of safetensors, or None if other finders have to find the module.
-
-        Raises:
-            ModuleNotFoundError: the real package has the module, and is not installed.
-        """
+        """Return the spec of a module of safetensors, or None if other finders have to find the module."""
         package, _, module = fullname.partition(".")
         if package != _NAME:
             return None
@@ -68,11 +64,7 @@ class Finder:
         """Leave the creation to the import system."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the package its names, which resolve on first use, or replace a module by its counterpart.
-
-        Raises:
-            ModuleNotFoundError: the framework is not installed; safetensors raises this too.
-        """
+        """Give the package its names, which resolve on first use, or replace a module by its counterpart."""
         name = module.__name__.rpartition(".")[2]
         if name in _COUNTERPARTS:
             counterpart, framework = _COUNTERPARTS[name]
@@ -118,11 +110,7 @@ def real_folders() -> list[str]:
 
 
 def working_finder() -> Finder:
-    """Return a finder for the shim.
-
-    Raises:
-        ImportError: safeload does not work in this Python.
-    """
+    """Return a finder for the shim."""
     import_module(f"{_PACKAGE}.base.native")
     for name in ("numpy", "ml_dtypes"):
         if not _is_installed(name):

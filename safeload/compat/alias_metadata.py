@@ -10,12 +10,7 @@ from .._version import __version__
 
 
 class AliasDistribution(Distribution):
-    """A distribution without files.
-
-    Args:
-        name: of the package that safeload stands in for.
-        version: the release of the package that safeload follows.
-    """
+    """A distribution without files."""
 
     def __init__(self, name: str, version: str) -> None:
         self._metadata = (

@@ -29,11 +29,7 @@ PACKAGE = {
 
 
 def imported(namespace: dict[str, Any], names: Mapping[str, tuple[str, str]], name: str) -> Any:
-    """Import a name into a module's namespace and return its value: the body of a module's ``__getattr__``.
-
-    Raises:
-        AttributeError: the module has no such name.
-    """
+    """Import a name into a module's namespace and return its value: the body of a module's ``__getattr__``."""
     if name not in names:
         raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
     module, attribute = names[name]

@@ -123,12 +123,7 @@ class PrefetchLoader:
 
 
 def planned_rows(file: WeightFile, plan: Mapping[str, slice | None]) -> dict[str, range | None]:
-    """Check a plan against a file and return the rows of each tensor; None for the whole tensor.
-
-    Raises:
-        SafetensorError: the plan is not a dict of names to None or slices of whole rows within their tensors.
-        TensorNotFoundError: the file lacks a tensor.
-    """
+    """Check a plan against a file and return the rows of each tensor; None for the whole tensor."""
     if not isinstance(plan, Mapping):
         raise SafetensorError(f"a prefetch plan maps names to None or a slice, got {type(plan).__name__}")
     rows: dict[str, range | None] = {}

@@ -320,12 +320,7 @@ CONVERSIONS = {
 
 
 def _handle(framework: str, device: Any, backend: str) -> Handle | None:
-    """Return the handle for a framework; None for NumPy.
-
-    Raises:
-        SafetensorError: the framework, the device or the backend is invalid.
-        ImportError: the framework is not installed.
-    """
+    """Return the handle for a framework; None for NumPy."""
     if framework in ("np", "numpy"):
         if device not in ("cpu", None):
             raise SafetensorError(

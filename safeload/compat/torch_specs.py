@@ -25,11 +25,7 @@ FLOAT8_E8M0 = torch_arrays.TYPES.get("F8_E8M0")
 
 
 def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
-    """Describe tensors for `safeload.serialize`; objects to keep alive go to ``keep_alive_buffer``.
-
-    Raises:
-        See `torch_arrays.to_write`.
-    """
+    """Describe tensors for `safeload.serialize`; objects to keep alive go to ``keep_alive_buffer``."""
     specs = {}
     for name, entry in torch_arrays.to_write(tensors, keep_alive_buffer).items():
         tensor = tensors[name]
@@ -59,11 +55,7 @@ def view2torch(tensors: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, An
 
 
 def to_ndarray(tensor: Any) -> tuple[Array, Any]:
-    """Return a tensor's bytes, flat and in file order, and the owner of the bytes.
-
-    Raises:
-        UnsupportedDtypeError, NotImplementedError: see `torch_arrays.memory_of`.
-    """
+    """Return a tensor's bytes, flat and in file order, and the owner of the bytes."""
     torch_arrays.row_of("<unnamed>", tensor)
     tensor = torch_arrays.resolved(tensor.detach().to("cpu")).contiguous()
     array = torch_arrays.to_array(tensor)

@@ -52,18 +52,6 @@ def selecting(
     """Open a checkpoint and its adapters, and select tensors.
 
     Without ``dtype`` plain tensors keep their dtype, and packed tensors get the dtype in the config.
-
-    Args:
-        verify: see `safeload.load`; not with adapters.
-        options: further options of `safeload.open`.
-
-    Raises:
-        TensorNotFoundError: an unknown name, or a pattern without a match.
-        ValueError: both ``names`` and ``only`` are given.
-        TypeError: an unknown dtype.
-        UnsupportedError: an unsupported dtype; ``dtype`` for codes of a scheme without dequantization; a packed tensor
-            if neither ``dtype`` nor the config gives its dtype.
-        SafeloadError, OSError: see `safeload.open`.
     """
     if adapters is not None:
         check_unadapted(verify)
@@ -112,15 +100,7 @@ def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
 def load_arrays(
     selected: Selected, *, backend: Backend = "mmap", threads: int | None, progress: Progress
 ) -> dict[str, Any]:
-    """Load arrays by name. F4 and F6 tensors without conversion are raw uint8.
-
-    Args:
-        backend: "mmap" if adapters are merged.
-        progress: of the last group, which takes the time: earlier groups are views.
-
-    Raises:
-        SafeloadError, OSError: see `Checkpoint.load`.
-    """
+    """Load arrays by name. F4 and F6 tensors without conversion are raw uint8."""
     checkpoint, merge, names, groups = selected
     arrays: dict[str, Any] = {}
     for group in groups:

@@ -18,38 +18,17 @@ class Handle(Protocol):
     """Convert the tensors of an open file to a framework. Pickles as device and backend."""
 
     def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
-        """Return a tensor.
-
-        Args:
-            read: returns a writable array that shares memory with no other array.
-        """
+        """Return a tensor."""
 
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
-        """Return tensors by name.
-
-        Args:
-            target: dtype for floating tensors; None converts nothing.
-            read: returns the converted arrays.
-        """
+        """Return tensors by name."""
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
-        """Return the selected elements of the tensor at ``index`` in the file's table.
-
-        Args:
-            select: returns the elements at ``key`` as an array, by the rules of `SafeSlice`.
-        """
+        """Return the selected elements of the tensor at ``index`` in the file's table."""
 
     def arrivals(
         self, file: WeightFile, rows: Mapping[str, range | None] | None, device: Any, threads: int
     ) -> tuple[list[str], Generator[tuple[str, Any, Callable[[], object]]]]:
-        """Return names and arrivals for a `PrefetchLoader`.
-
-        Args:
-            rows: of each tensor to load, None for a whole tensor; None for all tensors.
-            device: None for the device of this object.
-
-        Raises:
-            SafetensorError: the framework or the device does not support it.
-        """
+        """Return names and arrivals for a `PrefetchLoader`."""

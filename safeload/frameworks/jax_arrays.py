@@ -51,11 +51,7 @@ class Slice(NamedTuple):
 
 
 def as_place(place: Any) -> Place:
-    """Check the type of a place.
-
-    Raises:
-        TypeError: neither a sharding nor a device.
-    """
+    """Check the type of a place."""
     if place is None or isinstance(place, (jax.sharding.Sharding, jax.Device)):
         return place
     message = f"sharding must be a jax.sharding.Sharding, a device or None, got {show(place)}"
@@ -81,21 +77,13 @@ def jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def check_target(dtype: np.dtype[Any]) -> None:
-    """Refuse a target dtype that JAX lacks.
-
-    Raises:
-        UnsupportedError: float64 without ``jax_enable_x64``.
-    """
+    """Refuse a target dtype that JAX lacks."""
     if jax_dtype(dtype) != dtype:
         raise UnsupportedError(f'JAX has {dtype} only after jax.config.update("jax_enable_x64", True)')
 
 
 def check_values(name: str, array: NumpyArray) -> None:
-    """Refuse integers that JAX would wrap around.
-
-    Raises:
-        RangeError: a value does not fit 32 bits, and ``jax_enable_x64`` is not set.
-    """
+    """Refuse integers that JAX would wrap around."""
     narrow = jax_dtype(array.dtype)
     if array.dtype.kind not in "iu" or narrow == array.dtype or not array.size:
         return
@@ -121,11 +109,7 @@ def all_here(place: Any) -> bool:
 
 
 def check_fits(place: Place, shape: tuple[int, ...], name: str) -> None:
-    """Refuse a sharding that does not fit a tensor, before anything is read.
-
-    Raises:
-        ValueError: the sharding has more axes than the tensor, or does not divide its axes evenly.
-    """
+    """Refuse a sharding that does not fit a tensor, before anything is read."""
     if not isinstance(place, jax.sharding.Sharding):
         return
     check_rank = getattr(place, "check_compatible_aval", None)  # `shard_shape` ignores undivided axes
@@ -174,10 +158,6 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
 
     On a CPU, XLA uses aligned memory as it is, even if ``may_alias`` is False. Such memory is copied if it is borrowed.
     It is also copied below `POOLED_BELOW` bytes, because a small array would keep a whole pool alive.
-
-    Args:
-        place: a sharding with one device, a device, or None.
-        borrowed: the memory may change later.
     """
     small = [k for k, array in enumerate(arrays) if array.nbytes < _COPIED_BELOW] if place is None else []
     if len(small) == len(arrays):
@@ -262,12 +242,7 @@ def wait(arrays: Any) -> None:
 
 
 def to_write(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the input of the safetensors writer; JAX arrays are copied to the host one at a time.
-
-    Raises:
-        TypeError: a value is not an array, or holds random keys.
-        ValueError: an array was donated or deleted, or has slices in other processes.
-    """
+    """Return the input of the safetensors writer; JAX arrays are copied to the host one at a time."""
     check_mapping(tensors, "tensors")
     return {name: _to_write(name, value) for name, value in tensors.items()}
 

@@ -18,15 +18,7 @@ from .jax_arrays import Array
 
 
 class JaxHandle:
-    """The `Handle` for JAX.
-
-    Args:
-        device: "cpu" or None, like safetensors: arrays go to JAX's default device.
-        backend: ignored, because all arrays have memory of their own.
-
-    Raises:
-        SafetensorError: any other device.
-    """
+    """The `Handle` for JAX."""
 
     def __init__(self, device: Any, backend: str) -> None:
         if device not in ("cpu", None):

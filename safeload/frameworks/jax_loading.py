@@ -70,16 +70,7 @@ class Options(NamedTuple):
 def load(
     groups: Sequence[tuple[Sequence[FileTensor], dtypes.Dtype | None]], options: Options, progress: Progress
 ) -> dict[str, Array]:
-    """Load arrays by name and wait for their values.
-
-    Args:
-        groups: tensors with the dtype to convert them to.
-
-    Raises:
-        ValueError, TypeError: a sharding does not fit.
-        RangeError: JAX cannot represent an integer.
-        SafeloadError, OSError: see `load_tensors`.
-    """
+    """Load arrays by name and wait for their values."""
     loaders = [_Loader(parts, target, options) for parts, target in groups]
     meter = Meter(progress, sum(loader.nbytes for loader in loaders))
     arrays: dict[str, Array] = {}
@@ -307,11 +298,7 @@ def _chooser(sharding: Any) -> Callable[[PlacedTensor], Place]:
 
 
 def load_selected(selected: Selected, sharding: Any, *, threads: int | None, progress: Progress) -> dict[str, Array]:
-    """Load the selected tensors of a checkpoint.
-
-    Raises:
-        See `load`.
-    """
+    """Load the selected tensors of a checkpoint."""
     checkpoint = selected.checkpoint
     groups = [(tensors_of(checkpoint, group.names), group.dtype) for group in selected.groups]
     options = Options(
@@ -329,9 +316,5 @@ def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:
 
 
 def to_numpy(arrays: Mapping[str, Any]) -> dict[str, NumpyArray]:
-    """Return NumPy arrays that may share memory with these JAX arrays.
-
-    Raises:
-        TypeError, ValueError: see `jax_arrays.to_write`.
-    """
+    """Return NumPy arrays that may share memory with these JAX arrays."""
     return {name: materialize(value) for name, value in jax_arrays.to_write(arrays).items()}

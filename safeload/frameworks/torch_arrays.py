@@ -68,15 +68,7 @@ def from_table(table: Table, arrays: dict[str, Array]) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, dtypes.Dtype] | None = None) -> dict[str, Any]:
-    """Return CPU tensors over the memory of arrays, each with a storage of its own size.
-
-    Args:
-        arrays: must be writable.
-        raw: dtype of each array of raw bytes, see `raw_of`.
-
-    Raises:
-        UnsupportedError: torch lacks a dtype.
-    """
+    """Return CPU tensors over the memory of arrays, each with a storage of its own size."""
     from_numpy, views = torch.from_numpy, _views
     tensors = {}
     for name, array in arrays.items():
@@ -91,16 +83,7 @@ def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, dtypes.Dtype] | N
 
 
 def from_array(array: Array, name: str, raw: dtypes.Dtype | None = None) -> Any:
-    """Return a CPU tensor over the memory of an array, or over a copy if the array is read-only.
-
-    Args:
-        array: must not have negative strides.
-        name: for messages.
-        raw: the tensor's dtype, if the array shows raw bytes.
-
-    Raises:
-        UnsupportedError: torch lacks the dtype.
-    """
+    """Return a CPU tensor over the memory of an array, or over a copy if the array is read-only."""
     view = _view_of(array.dtype, name) if raw is None else (array.dtype, torch_dtype(raw, name))
     if not array.size:  # `from_numpy` would give it strides of 0
         return torch.empty(array.shape, dtype=view[1], device="cpu")
@@ -120,11 +103,7 @@ def _view_of(dtype: np.dtype[Any], name: str) -> _Views:
 
 
 def torch_dtype(row: dtypes.Dtype, name: str) -> Any:
-    """Return torch's dtype for a row of the dtype table.
-
-    Raises:
-        UnsupportedError: torch lacks the dtype.
-    """
+    """Return torch's dtype for a row of the dtype table."""
     dtype = torch.complex128 if row.code == "C128" else TYPES.get(row.code)
     if dtype is None:
         text = f'is {row.code}, which torch {torch.__version__} does not support: pass dtype="float32" to decode it'
@@ -133,14 +112,7 @@ def torch_dtype(row: dtypes.Dtype, name: str) -> Any:
 
 
 def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, dtypes.Dtype]:
-    """Return the dtypes of the tensors that arrays show as raw bytes, by name.
-
-    Args:
-        tensors: name, table and index of tensors that keep their dtype.
-
-    Raises:
-        UnsupportedError: torch cannot show a tensor: an F6 dtype, or an odd number of F4 elements in the last axis.
-    """
+    """Return the dtypes of the tensors that arrays show as raw bytes, by name."""
     raw: dict[str, dtypes.Dtype] = {}
     for name, table, index in tensors:
         row = table.row(index)
@@ -151,11 +123,7 @@ def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, dtypes.Dtype]
 
 
 def shape_of(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a torch tensor with this logical shape.
-
-    Raises:
-        UnsupportedError: see `raw_of`.
-    """
+    """Return the shape of a torch tensor with this logical shape."""
     if not row.packed:
         return shape
     torch_dtype(row, name)
@@ -169,14 +137,7 @@ def shape_of(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int,
 
 
 def described(entry: Entry) -> tuple[tuple[int, ...], Any]:
-    """Return shape and dtype of an entry's tensor.
-
-    Args:
-        entry: must not stay in parts.
-
-    Raises:
-        UnsupportedError: torch cannot show the tensor, see `raw_of`.
-    """
+    """Return shape and dtype of an entry's tensor."""
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
     if row.packed:
@@ -185,11 +146,7 @@ def described(entry: Entry) -> tuple[tuple[int, ...], Any]:
 
 
 def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Return tensors on the device "meta", with dtype and shape only.
-
-    Raises:
-        UnsupportedError: torch lacks a dtype.
-    """
+    """Return tensors on the device "meta", with dtype and shape only."""
     tensors = {}
     for entry in entries:
         shape, dtype = described(entry)
@@ -201,17 +158,7 @@ def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
-    """Return the input of the safetensors writer for a dict of tensors.
-
-    Args:
-        tensors: dense, contiguous tensors by name, no two of which share memory.
-        keep: receives objects that must live until everything is written.
-
-    Raises:
-        ValueError: not a dict of tensors, or a tensor that is sparse or not contiguous.
-        RuntimeError: tensors share memory.
-        UnsupportedDtypeError, NotImplementedError: see `memory_of`.
-    """
+    """Return the input of the safetensors writer for a dict of tensors."""
     if isinstance(tensors, dict):  # a subclass can make its tensors when asked, and another thread can replace them
         tensors = dict(tensors.items())
     entries = _plain_memory(tensors)
@@ -264,11 +211,7 @@ def _beyond(tensor: Any, nbytes: int) -> bool:
 
 
 def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
-    """Return the writer's input for a dense tensor with any strides; see `memory_of`.
-
-    Raises:
-        ValueError: the tensor is sparse.
-    """
+    """Return the writer's input for a dense tensor with any strides; see `memory_of`."""
     check_tensors({name: tensor})
     if tensor.device.type != "cpu" or tensor.is_contiguous():
         return memory_of(name, tensor, keep)
@@ -278,21 +221,13 @@ def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
 
 
 def check_tensors_apart(tensors: Any) -> None:
-    """Refuse anything but a dict of dense tensors without shared memory.
-
-    Raises:
-        ValueError, RuntimeError: see `to_write`.
-    """
+    """Refuse anything but a dict of dense tensors without shared memory."""
     check_tensors(tensors)
     check_not_shared(tensors)
 
 
 def check_tensors(tensors: Any) -> None:
-    """Refuse anything but a dict of dense tensors.
-
-    Raises:
-        ValueError: see `to_write`.
-    """
+    """Refuse anything but a dict of dense tensors."""
     if not isinstance(tensors, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
     for name, tensor in tensors.items():
@@ -316,17 +251,7 @@ def _not_a_tensor(name: object, value: Any) -> str:
 
 
 def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
-    """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written.
-
-    Args:
-        tensor: if its conjugate or negative bit is set, the values it shows are saved.
-        keep: receives objects that must live until the memory is written.
-
-    Raises:
-        UnsupportedDtypeError: safetensors lacks the dtype.
-        NotImplementedError: the tensor is on the device "meta" and has no values.
-        RuntimeError: the memory of the tensor was freed.
-    """
+    """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written."""
     row = row_of(name, tensor)
     if tensor.device.type != "cpu" and not row.packed:
         return Lazy(dtypes.array_dtype(row.number), tuple(tensor.shape), lambda: to_array(resolved(tensor.to("cpu"))))
@@ -348,11 +273,7 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
 
 
 def row_of(name: str, tensor: Any) -> dtypes.Dtype:
-    """Return the row of the dtype table for a tensor with values.
-
-    Raises:
-        UnsupportedDtypeError, NotImplementedError: see `memory_of`.
-    """
+    """Return the row of the dtype table for a tensor with values."""
     row = _ROWS.get(tensor.dtype)
     if row is None:
         message = dtypes.not_stored(str(tensor.dtype).removeprefix("torch."), name).args[0]
@@ -379,11 +300,7 @@ def to_array(tensor: Any) -> Array:
 
 
 def putter(name: str, tensor: Any) -> Callable[[Array, Array], None]:
-    """Return a function that puts unsigned integers of the element's size at flat indices of a dense tensor.
-
-    Raises:
-        UnsupportedError: the tensor is not contiguous, or shows other values than its memory holds.
-    """
+    """Return a function that puts unsigned integers of the element's size at flat indices of a dense tensor."""
     flat = tensor.detach()
     if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         raise error_about(UnsupportedError, "must be contiguous to change in place", tensor=name)
@@ -410,12 +327,7 @@ def same_bytes(first: Any, second: Any) -> bool:
 
 
 def device_of(device: Any) -> Any:
-    """Return the `torch.device` for an argument, like `parsed_device`, after making sure that it is available.
-
-    Raises:
-        InvalidDeviceError: the argument names no device.
-        MissingDeviceError: this machine or this build of torch lacks the device.
-    """
+    """Return the `torch.device` for an argument, like `parsed_device`, after making sure that it is available."""
     parsed = parsed_device(device)
     if parsed is not None and parsed.type != "meta":
         try:
@@ -427,15 +339,7 @@ def device_of(device: Any) -> Any:
 
 
 def parsed_device(device: Any) -> Any:
-    """Return the `torch.device` for an argument, available or not; None for the CPU.
-
-    Args:
-        device: name, number or `torch.device`; None for the CPU.
-
-    Raises:
-        InvalidDeviceError: the argument names no device.
-        MissingDeviceError: a number, without a backend that numbers its devices.
-    """
+    """Return the `torch.device` for an argument, available or not; None for the CPU."""
     if device is None or (isinstance(device, str) and device == "cpu"):
         return None
     shown = clip(printable(str(device)), 200)

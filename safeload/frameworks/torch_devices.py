@@ -96,11 +96,7 @@ class Blocking:
 
 
 class Streamed:
-    """Copies from pinned memory on a separate stream, with an event for each buffer to tell when to refill it.
-
-    Args:
-        device: must have streams and events: CUDA (in torch also ROCm) or XPU.
-    """
+    """Copies from pinned memory on a separate stream, with an event for each buffer to tell when to refill it."""
 
     def __init__(self, device: Any) -> None:
         self._module = torch.get_device_module(device)
@@ -184,17 +180,6 @@ def load(
 
     Names of equal file bytes (tied weights) share memory; all other tensors have storages of their own. If anything
     fails, nothing is left on the device.
-
-    Args:
-        entries: must not stay in parts.
-        device: an available `torch.device`.
-        progress: counts copied bytes.
-        copies: None chooses by device type.
-
-    Raises:
-        UnsupportedError: torch lacks a dtype.
-        FormatError, OSError: a file ends too early, or cannot be read.
-        torch.OutOfMemoryError: the device has too little memory.
     """
     copies = _COPIES.get(device.type, Blocking)(device) if copies is None else copies
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
@@ -313,11 +298,7 @@ class _Target:
         return self._memory if nbytes == self._nbytes else self._memory[begin : begin + nbytes]
 
     def copied(self, nbytes: int) -> bool:
-        """Note that copies of so many bytes have been started; after the last ones, start to convert the tensor.
-
-        Returns:
-            True after the last ones.
-        """
+        """Note that copies of so many bytes have been started; after the last ones, start to convert the tensor."""
         self.left -= nbytes
         if self.left:
             return False
@@ -344,11 +325,7 @@ def _moved(entry: Entry) -> Entry:
 
 
 def load_selected(selected: Selected, device: Any, *, threads: int | None, progress: Progress) -> dict[str, Any]:
-    """Load the selected tensors of a checkpoint onto a device other than the CPU.
-
-    Raises:
-        See `load` and `Merge.values`.
-    """
+    """Load the selected tensors of a checkpoint onto a device other than the CPU."""
     checkpoint, merge, names, groups = selected
     by_group = (entries_of(tensors_of(checkpoint, group.names), group.dtype) for group in groups)
     by_name = {entry.name: entry for entries in by_group for entry in entries}

@@ -29,15 +29,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 class TorchHandle:
-    """The `Handle` for torch.
-
-    Args:
-        device: see `torch_arrays.parsed_device`. Like in safetensors it need not be available before a tensor is read.
-        backend: "mmap", "pread" or "direct".
-
-    Raises:
-        SafeloadError: the device is invalid.
-    """
+    """The `Handle` for torch."""
 
     def __init__(self, device: Any, backend: str) -> None:
         self._device = torch_arrays.parsed_device(device)

@@ -40,9 +40,6 @@ def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
     """Group names by shared memory; a tensor that shares none has its own group.
 
     Tensors without memory (empty, or on the device "meta") are skipped.
-
-    Raises:
-        RuntimeError: a tensor has no memory of its own.
     """
     storages: dict[Any, set[str]] = {}
     for name, tensor in state_dict.items():
@@ -94,19 +91,6 @@ def remove_duplicate_names(
 
     In each group, the candidates to keep are tensors that cover their whole storage. The first candidate in
     ``preferred_names`` is kept, else the first outside ``discard_names``, else the first.
-
-    Args:
-        state_dict: tensors by name.
-        preferred_names: names to keep if possible, such as the names in a file to load.
-        discard_names: names to leave out if possible.
-        partial: if a group has no candidate, accept tensors that cover the memory of the group. The weights of an LSTM
-            on a GPU, for example, are parts of one storage.
-
-    Returns:
-        The duplicates of each kept name, in ascending order.
-
-    Raises:
-        RuntimeError: a group has no candidate.
     """
     preferred, discard = set(preferred_names or ()), set(discard_names or ())
 
@@ -158,11 +142,7 @@ def _covering(state_dict: Mapping[str, Any], group: Iterable[str]) -> set[str]:
 
 
 def check_not_shared(state_dict: Mapping[str, Any]) -> None:
-    """Refuse tensors that share memory.
-
-    Raises:
-        RuntimeError: tensors share memory.
-    """
+    """Refuse tensors that share memory."""
     shared = [group for group in find_shared_tensors(state_dict) if len(group) > 1]
     if shared:
         groups = "; ".join(listed(sorted(group)) for group in shared[:_MAX_LISTED])

@@ -69,26 +69,12 @@ class AdapterSettings(NamedTuple):
     tying: bool = False  # PEFT kept the head and the embedding of a tied model equal
 
     def alpha_of(self, module: str) -> float:
-        """Return the alpha of a module; for MLX the factor.
-
-        Raises:
-            UnsupportedError: see `scaling`.
-        """
+        """Return the alpha of a module; for MLX the factor."""
         alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
         return alpha
 
     def scaling(self, module: str, rank: int, tensor: str) -> float:
-        """Return the factor of a module's change.
-
-        Args:
-            module: its name in the base.
-            rank: rows of its A.
-            tensor: name of its A, for messages.
-
-        Raises:
-            FormatError: the config contradicts the rank.
-            UnsupportedError: a pattern outside the subset of `packed.patterns`.
-        """
+        """Return the factor of a module's change."""
         if self.mlx:
             return self.alpha
         expected = _of_module(self.ranks, "rank_pattern", module, self.rank)
@@ -255,17 +241,7 @@ _NOT_LORA = ("trainable_tokens", "token_adapter", "lora_", "ia3_", "vera_", "pro
 
 
 class Adapter:
-    """An open adapter.
-
-    Args:
-        checkpoint: its tensors, open.
-        weight: factor of its changes.
-
-    Raises:
-        FormatError: a file breaks its format, or an A lacks its B.
-        UnsupportedError: a method other than LoRA, or names of other tools.
-        OSError: a file cannot be read, or ``adapter_config.json`` is missing.
-    """
+    """An open adapter."""
 
     checkpoint: Checkpoint
     weight: float
@@ -313,12 +289,7 @@ class Weighted(NamedTuple):
 
 
 def listed(adapters: Any) -> list[Weighted]:
-    """Parse the ``adapters=`` argument.
-
-    Raises:
-        TypeError: it holds something other than paths and pairs of a path and a number.
-        ValueError: a weight is not finite.
-    """
+    """Parse the ``adapters=`` argument."""
     if adapters is None:
         return []
     items = adapters if isinstance(adapters, (list, tuple)) and not _is_pair(adapters) else [adapters]
@@ -350,11 +321,7 @@ def opened(
 
 
 def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
-    """Refuse the names of other tools before their missing configuration becomes the error.
-
-    Args:
-        prefix: of names that need no check.
-    """
+    """Refuse the names of other tools before their missing configuration becomes the error."""
     for name in checkpoint:
         bare = unwrapped(name)
         if (not prefix or not bare.startswith(prefix)) and (kind := foreign_kind(bare)) is not None:
@@ -363,11 +330,7 @@ def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
 
 
 def _own_name(checkpoint: Checkpoint) -> str:
-    """Return the adapter's own name, which the names of a saved state dict contain.
-
-    Raises:
-        UnsupportedError: there are several adapters.
-    """
+    """Return the adapter's own name, which the names of a saved state dict contain."""
     roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
     names = list(dict.fromkeys(match[2] for match in roles))
     if len(names) > 1:
@@ -415,11 +378,7 @@ def _check_parts(parts: Mapping[str, str], settings: AdapterSettings, path: str)
 
 
 def _parse_name(name: str, settings: AdapterSettings, path: str, own: str) -> tuple[str, str]:
-    """Return the module and the role of an adapter tensor.
-
-    Args:
-        own: the adapter's own name in that of a saved module.
-    """
+    """Return the module and the role of an adapter tensor."""
     bare = unwrapped(name)
     if settings.mlx:
         for suffix, part in _MLX.items():

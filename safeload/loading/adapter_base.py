@@ -88,11 +88,7 @@ def _shape_of(file: WeightFile, index: int) -> tuple[int, ...]:
 
 
 def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> AdapterTarget:
-    """Return a tensor of an open checkpoint as a target.
-
-    Raises:
-        UnsupportedError: the tensor is not floating, or holds codes of a scheme without dequantization.
-    """
+    """Return a tensor of an open checkpoint as a target."""
     codes_without_scale.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
     packed, row = file.table.packed(index), file.table.row(index)
     shape = _shape_of(file, index)
@@ -125,11 +121,7 @@ def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
 
 
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
-    """Refuse integers.
-
-    Raises:
-        UnsupportedError: the dtype is not floating.
-    """
+    """Refuse integers."""
     if not row.floating:
         text = (
             f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "

@@ -52,17 +52,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:
-    """Decide which tied heads of a base get weights of their own.
-
-    Args:
-        adapters: all adapters to merge.
-        config: the base's ``config.json``.
-        names: of the base's tensors.
-
-    Raises:
-        FormatError: an adapter stores different values for a head and its tied embedding.
-        UnsupportedError: the embedding is shared by an encoder, a decoder and a head, or by a head of unknown name.
-    """
+    """Decide which tied heads of a base get weights of their own."""
     pairs = tied_heads(config, names)
     untied = {}
     if is_unclear(config, pairs):
@@ -268,13 +258,7 @@ class Fit(NamedTuple):
 
 
 def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
-    """Find the tensors of a base that an adapter changes.
-
-    Args:
-        adapter: can name modules missing in the base.
-        whole: the base, with all its tensors and the heads in `Heads.untied`.
-        heads: the tied heads of the base.
-    """
+    """Find the tensors of a base that an adapter changes."""
     unclear: dict[str, str] = {}
     base = WithStacks(whole)
     parameters = _parameters(adapter, base, unclear)
@@ -410,12 +394,7 @@ def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
 
 
 class _Clues:
-    """Evidence for the order of the axes of a square weight.
-
-    Args:
-        transposed: by module, True if its weight is stored as [in, out]. Has no modules with square weights.
-        parameters: see `Fit`.
-    """
+    """Evidence for the order of the axes of a square weight."""
 
     def __init__(
         self, adapter: Adapter, transposed: Mapping[str, bool], parameters: Mapping[str, str], model_type: str | None

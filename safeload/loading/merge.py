@@ -89,16 +89,7 @@ class _Match(NamedTuple):
 def change_of(
     adapter: Adapter, module: str, parts: Mapping[str, str], *, target: AdapterTarget, base: str, fit: Fit
 ) -> Change:
-    """Return the change of a base tensor by a module of an adapter.
-
-    Args:
-        parts: the module's tensors for this base tensor, by role.
-        base: path of the base, for messages.
-
-    Raises:
-        FormatError: a shape does not fit.
-        UnsupportedError: a tensor is not floating, or cannot be merged.
-    """
+    """Return the change of a base tensor by a module of an adapter."""
     match = _Match(adapter, parts, target, base)
     for name in parts.values():
         info = adapter.checkpoint.tensors[name]
@@ -219,21 +210,7 @@ def _scaling(match: _Match, part: str, module: str, rank: tuple[int, ...]) -> fl
 
 
 class Merge:
-    """Adapters fitted to a base.
-
-    Args:
-        base: must include the heads in `Heads.untied`, under names of their own.
-        adapters: in merge order.
-        among: names of the base tensors to consider. None considers all, and requires a base tensor for each module.
-        fits: per adapter. None computes the fits, which requires a complete base.
-        problems: receives the errors of misfitting modules, which are skipped. None raises the first.
-        heads: the tied heads.
-
-    Raises:
-        TensorNotFoundError: the base lacks a module of an adapter.
-        FormatError: a shape does not fit.
-        UnsupportedError: a tensor cannot be merged.
-    """
+    """Adapters fitted to a base."""
 
     changes: dict[str, list[Change]]  # by base tensor, in order; untied heads are included even if unchanged
     fits: Sequence[Fit]  # per adapter
@@ -341,11 +318,7 @@ class Merge:
         return error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=tensor)
 
     def target_row(self, name: str, dtype: Any) -> dtypes.Dtype:
-        """Return the dtype of a merged tensor: ``dtype``, or the tensor's own.
-
-        Raises:
-            UnsupportedError: the tensor is packed, and ``dtype`` is None.
-        """
+        """Return the dtype of a merged tensor: ``dtype``, or the tensor's own."""
         row = parse_target(dtype) or self._base.target(name).row
         if row is None:
             text = (
@@ -355,18 +328,7 @@ class Merge:
         return row
 
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
-        """Return a merged tensor.
-
-        Args:
-            name: must be in `changes`.
-            row: the result's dtype.
-            out: array of that dtype and of the tensor's shape to fill.
-            threads: for rounding.
-
-        Raises:
-            FormatError, OSError: a file cannot be read.
-            ValueError: ``out`` does not fit.
-        """
+        """Return a merged tensor."""
         target, changes = self._base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
         last = max((k for k, change in enumerate(changes) if VALUE in change.parts), default=-1)
@@ -548,12 +510,7 @@ def _run(job: Job, out: Array, threads: int | None) -> None:
 
 
 def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
-    """Change a tile in place.
-
-    Args:
-        begin: the tile's first row in the tensor.
-        product: scratch memory; its rows limit how many rows of the tile change at a time.
-    """
+    """Change a tile in place."""
     for first in range(begin, begin + len(tile), len(product)):
         part = tile[first - begin : first - begin + len(product)]
         last = first + len(part)
@@ -620,18 +577,7 @@ def _stack_factors(stack: _Stack, dtype: str) -> tuple[Array, Array]:
 def merging(
     checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Checkpoint, Merge | None]]:
-    """Open adapters, and fit these to a base.
-
-    Args:
-        adapters: a path, a pair (path, weight), or a list of these.
-
-    Yields:
-        The base, with newly untied heads added, and the fitted adapters (None without adapters).
-
-    Raises:
-        TypeError, ValueError: see `listed`.
-        SafeloadError, OSError: see `Adapter` and `Merge`.
-    """
+    """Open adapters, and fit these to a base."""
     weighted = listed(adapters)
     if not weighted:
         yield checkpoint, None
@@ -686,12 +632,7 @@ def load_merged(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Like `Checkpoint.load`, with adapters merged.
-
-    Raises:
-        UnsupportedError: an adapter changes a packed tensor, and ``dtype`` is None.
-        SafeloadError, ValueError, OSError: see `Checkpoint.load`.
-    """
+    """Like `Checkpoint.load`, with adapters merged."""
     check_backend(backend)
     check_threads(threads)
     all_names = [part[0] for part in chosen(checkpoint, names, only, drop, dtype)]

@@ -100,12 +100,7 @@ class Inner(NamedTuple):
 
 
 def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """Choose the schema of the language model inside a model by its nested config.
-
-    Args:
-        config: the config of the whole model.
-        names: the names of its tensors, which determine the prefix of the language model.
-    """
+    """Choose the schema of the language model inside a model by its nested config."""
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         choice = choose(inner, None, names)
         if choice is not None:
@@ -116,11 +111,7 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> In
 
 
 def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """Find an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0...".
-
-    Returns:
-        None if the names have no prefix, or if too few names match the schema.
-    """
+    """Find an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0..."."""
     schema, prefix = choice.schema, _inner_prefix(choice.schema, names)
     if config is None or prefix is None or prefix in schema.prefixes:
         return None

@@ -166,11 +166,7 @@ def is_rearranged(metadata: Mapping[Any, Any] | None) -> bool:
 def original_shape(
     metadata: Mapping[Any, Any], name: str, shape: tuple[int, ...], title: str | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of a GGUF tensor before its elements were divided into rows of 256.
-
-    Raises:
-        FormatError: the key does not hold the sizes of as many elements.
-    """
+    """Return the shape of a GGUF tensor before its elements were divided into rows of 256."""
     key = SHAPE_KEY + name
     sizes = metadata.get(key)
     if sizes is None:

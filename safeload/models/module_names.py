@@ -27,11 +27,7 @@ def wrapped_inside(name: str) -> bool:
 
 
 def stored_names(names: Iterable[str], path: str) -> dict[str, str]:
-    """Return the stored name of each tensor, by its name without wrappers.
-
-    Raises:
-        FormatError: two names differ only in wrappers.
-    """
+    """Return the stored name of each tensor, by its name without wrappers."""
     stored: dict[str, str] = {}
     for name in names:
         other = stored.setdefault(unwrapped(name), name)
@@ -115,11 +111,7 @@ def _advice(kind: str) -> str:
 
 
 def refuse_adapters(sources: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, str]]:
-    """Return the path and kind of each adapter among sources, pairs of a path and names.
-
-    Raises:
-        UnsupportedError: some sources are adapters and some are not: their tensors belong into those of the model.
-    """
+    """Return the path and kind of each adapter among sources, pairs of a path and names."""
     kinds = [(path, adapter_kind(names)) for path, names in sources]
     adapters = [(path, kind) for path, kind in kinds if kind is not None]
     if 0 < len(adapters) < len(kinds):

@@ -131,12 +131,7 @@ def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
 def find(
     tensors: Mapping[str, Stored], quantization: Quantization | None = None, elsewhere: Collection[str] = ()
 ) -> dict[str, Codes]:
-    """Return the code tensors, in the given order.
-
-    Args:
-        tensors: all tensors of a checkpoint: a companion can be in any of its files.
-        elsewhere: names of tensors in shards not opened.
-    """
+    """Return the code tensors, in the given order."""
     rows, rows_elsewhere = _rows_for(tensors), _rows_for(elsewhere)
     companions = {
         name: _companion(name, stored, tensors, rows) or _companion_elsewhere(name, elsewhere, rows_elsewhere)
@@ -244,17 +239,7 @@ def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
 
 
 def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: str = "") -> None:
-    """Raise an error if a requested tensor holds codes, preferably about codes with a known reason.
-
-    Args:
-        codes: the codes of the checkpoint, from `find`.
-        names: the requested tensors.
-        what: the operation, as messages name it: "dtype=", "stats".
-        where: the checkpoint's path; "" for arrays in memory.
-
-    Raises:
-        UnsupportedError: the message names tensor, scale and quant_method.
-    """
+    """Raise an error if a requested tensor holds codes, preferably about codes with a known reason."""
     refused = [name for name in names if name in codes] if codes else ()
     if not refused:
         return
@@ -301,14 +286,7 @@ def codes_of(
     incomplete: bool = False,
     refused: Mapping[str, str] | None = None,
 ) -> dict[str, Codes]:
-    """Return the code tensors of open files.
-
-    Args:
-        parts: the tensors of the files.
-        search: look for a configuration beside the files.
-        incomplete: scales can be in other shards, which an index beside a single file lists.
-        refused: codes of known families, with the reason why safeload does not dequantize them.
-    """
+    """Return the code tensors of open files."""
     if not any(could_hold(file.table.rows) or file.table.quantized for file in files):
         return {}
     if search:
@@ -366,15 +344,7 @@ def _shards_beside(file: WeightFile) -> Collection[str]:
 
 
 def refuse_floating(file: WeightFile, parts: Iterable[FileTensor], what: str) -> None:
-    """Refuse ``dtype=`` for floating codes, in functions that return stored tensors.
-
-    Args:
-        parts: the requested tensors.
-        what: the function, as messages name it.
-
-    Raises:
-        UnsupportedError: the message names tensor, scale and `safeload.load`.
-    """
+    """Refuse ``dtype=`` for floating codes, in functions that return stored tensors."""
     rows = file.table.rows
     if not could_hold(rows):
         return

@@ -42,12 +42,7 @@ _MOST_PARTS = 6
 
 
 def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of an owner and a companion unread by its family.
-
-    Args:
-        names: the tensors to search.
-        owners: the owner to yield for codes, by their logical name.
-    """
+    """Yield pairs of an owner and a companion unread by its family."""
     for name in names:
         module, _, last = name.rpartition(".")
         telling = is_telling(last)

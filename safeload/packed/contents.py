@@ -26,13 +26,7 @@ _MOST = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
 
 
 class PackedContents:
-    """Reads small tensors in a batch on first use.
-
-    Args:
-        places: file and index of each tensor of the checkpoint.
-        part_of: returns the part of a name, or None if its bytes are not in order.
-        suffixes: suffixes of the names to read in the batch.
-    """
+    """Reads small tensors in a batch on first use."""
 
     def __init__(
         self,
@@ -45,22 +39,14 @@ class PackedContents:
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
 
     def __call__(self, name: str) -> bytes:
-        """Return the bytes of a tensor.
-
-        Raises:
-            Misfit: it is too long, or not U8.
-        """
+        """Return the bytes of a tensor."""
         part = self._part(name)
         if part is None or part.row.code != "U8":
             raise Misfit(f"{show(name)} must be U8 and have at most {_LONGEST:,} bytes")
         return self._bytes(part).tobytes()
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return the values of a list of integers.
-
-        Raises:
-            Misfit: it is too long, or of another dtype.
-        """
+        """Return the values of a list of integers."""
         part = self._part(name)
         if part is None or part.row.code == "U8" or len(part.shape) != 1:
             raise Misfit(f"{show(name)} must be a list of at most {_MOST_AXES} integers")

@@ -82,21 +82,7 @@ def make_logical(
     config: Mapping[str, Any] | None = None,
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Logical:
-    """Give open files tables in which each packed tensor appears once.
-
-    Args:
-        where: file and index of each tensor; None for a single file.
-        quantization: from ``config.json``; if None, the files and their folders are searched.
-        title: the checkpoint, for errors.
-        complete: the files are a whole checkpoint, so a missing scale is an error.
-        in_gguf: the files are GGUF: dtypes identify packed tensors, and no configuration applies.
-        config: ``config.json``; None to look beside the files.
-        shapes: of tensors that are stored as rows of another length.
-
-    Raises:
-        FormatError: parts of packed tensors are missing or do not fit.
-        UnsupportedError: a pattern of the configuration is not supported, or files have different quantizations.
-    """
+    """Give open files tables in which each packed tensor appears once."""
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
     if quantization is None and not in_gguf:
         quantization = find_quantization(files, title)
@@ -174,13 +160,7 @@ def _part(places: Mapping[str, Place], name: str) -> Part | None:
 
 
 class _Finder:
-    """Finds the packed tensors of a checkpoint.
-
-    Args:
-        places: all tensors by name.
-        comfy: the metadata has ComfyUI's marker.
-        model_type: of a model with Conv1D layers, else None.
-    """
+    """Finds the packed tensors of a checkpoint."""
 
     def __init__(
         self,
@@ -211,12 +191,7 @@ class _Finder:
         self._context = GroupContext(self._tensors, quantization, text, contents)
 
     def run(self) -> None:
-        """Find all packed tensors and faults.
-
-        Raises:
-            UnsupportedError: a pattern of the configuration is not supported.
-            OSError: a file cannot be read.
-        """
+        """Find all packed tensors and faults."""
         quantization = self._quantization
         if quantization is not None and quantization.is_rotated:
             return  # weights in a rotated basis

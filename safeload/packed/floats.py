@@ -17,11 +17,7 @@ from .quantization import brief, is_length
 
 
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
-    """8-bit codes, and scales broadcast over blocks.
-
-    Args:
-        block: rows and columns of a block; None to use the configuration.
-    """
+    """8-bit codes, and scales broadcast over blocks."""
     shape, numbers = group.shape(), group.dtype()
     scale = group.shape(packing.SCALE)
     matrices, rows, columns = matrices_of(shape)

@@ -32,12 +32,7 @@ def i2_s(group: PackedGroup) -> Packing:
 
 
 def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> Packing:
-    """Return the packing of blocks with a scale.
-
-    Args:
-        row: the block type.
-        blocks: the shape of the codes is logical; else its last axis counts bytes.
-    """
+    """Return the packing of blocks with a scale."""
     shape, scale = group.shape(), group.shape(SCALE)
     if group.dtype(SCALE) != "F32":
         raise Misfit(f"{group.names[SCALE]} is {group.dtype(SCALE)}, but scales of {label} must be F32")

@@ -90,11 +90,7 @@ def _check_bits(group: PackedGroup, settings: Mapping[str, Any], bits: int) -> N
 
 
 def _group_size(group: PackedGroup, settings: Mapping[str, Any], length: int, groups: int) -> int:
-    """Return the columns of the weight in a group of scales; ``length`` for a whole row.
-
-    Raises:
-        Misfit: the configuration contradicts the shape of the scales.
-    """
+    """Return the columns of the weight in a group of scales; ``length`` for a whole row."""
     configured = settings.get("group_size", settings.get("q_group_size"))
     if type(configured) is not int or configured == 0:
         size = -(-length // groups)
@@ -183,21 +179,13 @@ def _is_early(settings: Mapping[str, Any]) -> bool:
 
 
 def zeros_disagree(packed: Packed) -> bool:
-    """Return True if the zero points of symmetric weights contradict the configured format.
-
-    Raises:
-        FormatError, OSError: the file cannot be read.
-    """
+    """Return True if the zero points of symmetric weights contradict the configured format."""
     zeros = packed.packing.zeros
     return zeros is not None and zeros.symmetric and _settled(packed, zeros).added != zeros.added
 
 
 def wrapped_zeros(packed: Packed) -> int:
-    """Count wrapped zero points, which are all ones: a carry has probably damaged their neighbors.
-
-    Raises:
-        FormatError, OSError: the file cannot be read.
-    """
+    """Count wrapped zero points, which are all ones: a carry has probably damaged their neighbors."""
     zeros, grid = packed.packing.zeros, packed.packing.grid
     if zeros is None or grid is None or packed.packing.family != "gptq" or not _settled(packed, zeros).added:
         return 0
@@ -252,11 +240,7 @@ def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
 
 
 def _word_order(settings: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return the layout of words, and True if codes are signed: AMD Quark also writes AWQ's names and configuration.
-
-    Raises:
-        Misfit: the order of codes is unknown.
-    """
+    """Return the layout of words, and True if codes are signed: AMD Quark also writes AWQ's names and configuration."""
     export = settings.get("export")
     order = export.get("pack_method") if isinstance(export, Mapping) else settings.get("pack_method")
     if order is None:

@@ -60,13 +60,6 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
 
     A single element is the scale of the whole tensor; [rows] or [rows, 1] has an element per row; an axis of 1 is
     broadcast; an axis of ceil(length / block) has an element per block. Experts have a leading axis in both tensors.
-
-    Args:
-        block: rows and columns of a block.
-        exact: the configuration sets this block, so scales per row or per column contradict it.
-
-    Raises:
-        Misfit: no reading fits, or more than one does.
     """
     rows, columns = (1, 1, *shape)[-2:]
     whole = Grid(max(1, rows), max(1, columns), 1, 1)
@@ -129,11 +122,7 @@ def has_halves(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int,
 def described_grid(
     described: Sequence[Mapping[str, Any]], shape: tuple[int, ...], scale: tuple[int, ...]
 ) -> Grid | None:
-    """Return the grid of the fitting description; None if a description does not define a grid.
-
-    Raises:
-        Misfit: the scales fit no description, or descriptions with different grids.
-    """
+    """Return the grid of the fitting description; None if a description does not define a grid."""
     grids = [grid for grid in (_grid_of_strategy(weights, shape) for weights in described) if grid is not None]
     if not grids or len(grids) < len(described):
         return None

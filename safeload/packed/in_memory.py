@@ -38,12 +38,7 @@ def names_of(preset: Preset, name: str) -> dict[str, str]:
 
 
 def packing_of(preset: Preset, name: str, parts: Mapping[str, Array], quantization: Quantization) -> Packing:
-    """Return the packing of a weight.
-
-    Args:
-        parts: by role.
-        quantization: of the folder.
-    """
+    """Return the packing of a weight."""
     names = names_of(preset, name)
     stored, contents = {}, {}
     for role, array in parts.items():

@@ -47,13 +47,7 @@ class GroupContext(NamedTuple):
 
 
 class PackedGroup:
-    """The stored tensors of a packed tensor.
-
-    Args:
-        codes: the name of the codes.
-        logical: the name of the packed tensor.
-        names: the names of all parts, by role.
-    """
+    """The stored tensors of a packed tensor."""
 
     def __init__(self, codes: str, logical: str, names: Mapping[str, str], context: GroupContext) -> None:
         self.codes, self.logical, self.names = codes, logical, names
@@ -86,12 +80,7 @@ class PackedGroup:
         return self._overrides[0]
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the configuration of the module: the shared settings and its own overrides (GPTQModel, auto-round).
-
-        Raises:
-            Misfit: the module is not quantized.
-            UnsupportedError: the configuration has an unsupported pattern.
-        """
+        """Return the configuration of the module: the shared settings and its own overrides (GPTQModel, auto-round)."""
         if self.config is None:
             return {}
         if self.config.is_uniform:
@@ -102,11 +91,7 @@ class PackedGroup:
         return {**self.config.values, **own}
 
     def unknown(self) -> str | None:
-        """Return a setting with an unknown effect on the values, as text, or None.
-
-        Raises:
-            UnsupportedError: the configuration has an unsupported pattern.
-        """
+        """Return a setting with an unknown effect on the values, as text, or None."""
         config = self.config
         if config is None:
             return None
@@ -156,11 +141,7 @@ class PackedGroup:
         return self._tensors[self.codes].row.block_bytes
 
     def content(self, role: str) -> bytes:
-        """Return the bytes of a small part.
-
-        Raises:
-            Misfit: it is too long, or not U8.
-        """
+        """Return the bytes of a small part."""
         return self._context.contents(self.names[role])
 
     def note(self) -> str | None:
@@ -168,11 +149,7 @@ class PackedGroup:
         return self._context.contents.note(self.codes, self.logical)
 
     def integers(self, role: str) -> tuple[int, ...]:
-        """Return the values of a small part.
-
-        Raises:
-            Misfit: it is too long, or of another dtype.
-        """
+        """Return the values of a small part."""
         return self._context.contents.integers(self.names[role])
 
     # ---- packing ----
@@ -222,11 +199,7 @@ def _common_setting(group: PackedGroup, key: str, strategy: str | None = None) -
 
 
 def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
-    """Return the grid of scales in ``config_groups`` for codes of a shape, or None.
-
-    Raises:
-        Misfit: the scales have another shape.
-    """
+    """Return the grid of scales in ``config_groups`` for codes of a shape, or None."""
     if group.config is None or group.config.method != "compressed-tensors":
         return None
     described, scale = group.weights(), group.shape(packing.SCALE)
@@ -242,11 +215,7 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
 
 
 def check_global(group: PackedGroup, packed: Packing) -> Packing:
-    """Return the packing if its global scales fit: per tensor, per expert, or per equal share of an expert's rows.
-
-    Raises:
-        Misfit: they do not fit.
-    """
+    """Return the packing if its global scales fit: per tensor, per expert, or per equal share of an expert's rows."""
     size = math.prod(group.shape(packing.GLOBAL))
     fits = size == 1 or (
         size > 0 and packed.matrices > 0 and not size % packed.matrices and not packed.matrices * packed.rows % size
@@ -257,11 +226,7 @@ def check_global(group: PackedGroup, packed: Packing) -> Packing:
 
 
 def check(group: PackedGroup, packed: Packing) -> Packing:
-    """Return the packing if all parts fit it in size and dtype.
-
-    Raises:
-        Misfit: a part does not fit.
-    """
+    """Return the packing if all parts fit it in size and dtype."""
     for role, name in group.names.items():
         if role in _DTYPES and group.dtype(role) not in _DTYPES[role]:
             expected = ", ".join(sorted(_DTYPES[role]))

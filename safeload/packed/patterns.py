@@ -45,14 +45,7 @@ class _State(NamedTuple):
 
 
 class Pattern:
-    """A regular expression of the supported subset.
-
-    Args:
-        key: the key of the configuration, for errors.
-
-    Raises:
-        UnsupportedError: the pattern is too long, or outside the subset.
-    """
+    """A regular expression of the supported subset."""
 
     def __init__(self, text: str, key: str) -> None:
         self._text, self._key, self._at = text, key, 0
@@ -234,14 +227,7 @@ def compiled(text: str, key: str) -> Pattern:
 
 
 class Globs:
-    """An ordered list of names and globs; the first match wins.
-
-    Args:
-        key: the key of the configuration, for errors.
-
-    Raises:
-        UnsupportedError: a glob is too long, or has an unsupported class.
-    """
+    """An ordered list of names and globs; the first match wins."""
 
     def __init__(self, texts: Iterable[str], key: str) -> None:
         self._names: dict[str, int] = {}

@@ -102,11 +102,7 @@ class Quantization:
         return method if why is None or why.startswith("quant_method") else f"{method}, {why}"
 
     def text(self, model_type: str | None = None) -> str:
-        """Return the description as JSON for a file of packed tensors, without lists of other modules.
-
-        Args:
-            model_type: to add, if the axes of weights depend on it.
-        """
+        """Return the description as JSON for a file of packed tensors, without lists of other modules."""
         # Sort only these keys: the order of the patterns of `dynamic` matters.
         values = {key: value for key, value in sorted(self.values.items()) if key not in _OTHER_MODULES}
         import json  # as in stores/json_file
@@ -125,11 +121,7 @@ class Quantization:
         return None
 
     def is_covered(self, name: str = "") -> bool:
-        """Return True if codes outside all families are an error of the checkpoint.
-
-        Args:
-            name: the name of the codes, or "" to ask about codes in general.
-        """
+        """Return True if codes outside all families are an error of the checkpoint."""
         if self.method not in COVERED or self.unknown is not None:
             return False
         algorithm = self.algorithm(name.removesuffix(".weight")) if self.method == "modelopt" else None
@@ -171,12 +163,7 @@ class Quantization:
         return not own and not any(self._unknown_weights.values())
 
     def unknown_of(self, module: str, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
-        """Like `unknown`, for a single module.
-
-        Args:
-            own: `layer_overrides` of the module.
-            described: `weights` of the module.
-        """
+        """Like `unknown`, for a single module."""
         row = method_of(self.method) if self.method else None
         if self.unknown is not None or row is None:
             return self.unknown
@@ -206,11 +193,7 @@ class Quantization:
         return "extra_config" if self.method in AUTO_ROUND or "extra_config" in self.values else "dynamic"
 
     def layer_overrides(self, module: str) -> Mapping[str, Any] | None:
-        """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized.
-
-        Raises:
-            UnsupportedError: a pattern has unsupported syntax.
-        """
+        """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized."""
         key = self.overrides_key
         overrides = self.get(key) if self.method in _WITH_OVERRIDES else None
         if not isinstance(overrides, Mapping):
@@ -267,11 +250,7 @@ class Quantization:
         return own if isinstance(own, Mapping) else self.values
 
     def quark_settings(self, module: str) -> Mapping[str, Any]:
-        """Return Quark's settings of a layer: by the first matching name or glob, else by type, else the global.
-
-        Raises:
-            UnsupportedError: a glob has unsupported syntax.
-        """
+        """Return Quark's settings of a layer: by the first matching name or glob, else by type, else the global."""
         match = self._quark_globs.first(module)
         if match is not None:
             return _mapping(_mapping(self.get("layer_quant_config")).get(match))
@@ -419,11 +398,7 @@ def _parsed(text: str) -> Quantization | None:
 
 
 def is_kept_by(text: str | None, module: str, new: str) -> bool:
-    """Return True if renaming a module does not change its settings.
-
-    Args:
-        text: from `Quantization.text`; None or "" without a quantization.
-    """
+    """Return True if renaming a module does not change its settings."""
     quantization = _parsed(text) if text else None
     if quantization is None:
         return True
@@ -511,12 +486,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
 
 
 def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization | None:
-    """Return the quantization in the metadata of files, else in their folders.
-
-    Raises:
-        UnsupportedError: files have different quantizations.
-        FormatError: the metadata is malformed.
-    """
+    """Return the quantization in the metadata of files, else in their folders."""
     inside: dict[str, Quantization | None] = {}
     beside: dict[str, Quantization | None] = {}
     pairs: list[tuple[str, Quantization | None]] = []

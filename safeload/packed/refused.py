@@ -114,13 +114,7 @@ _ROTATED = Refusal("compressed-tensors in a rotated basis (transform_config)", "
 
 
 def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quantization | None) -> Refusal | None:
-    """Return the reason why codes are not dequantized, or None if no listed quantization matches.
-
-    Args:
-        name: the name of the codes.
-        dtype: code of their dtype.
-        companion: the identifying companion, or None.
-    """
+    """Return the reason why codes are not dequantized, or None if no listed quantization matches."""
     if companion is not None:
         for row in REFUSALS:
             for main, suffix in row.suffixes:
@@ -168,11 +162,7 @@ def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[
 
 
 def quark_specs(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
-    """Return Quark's settings of a tensor, an item per stage of quantization.
-
-    Raises:
-        UnsupportedError: a glob has unsupported syntax.
-    """
+    """Return Quark's settings of a tensor, an item per stage of quantization."""
     layer = quantization.quark_settings(_module_of(name))
     value = layer.get("bias" if name.endswith(".bias") else "weight")
     specs = value if isinstance(value, list) else [value]

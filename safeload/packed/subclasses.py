@@ -71,12 +71,7 @@ def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
 
 
 def _check_type(group: PackedGroup) -> None:
-    """Check the type in the metadata of the file; rewritten files can have lost it.
-
-    Raises:
-        Misfit: the metadata is malformed.
-        Refused: safeload does not dequantize the type.
-    """
+    """Check the type in the metadata of the file; rewritten files can have lost it."""
     text = group.note()
     if text is None:
         return

@@ -59,11 +59,7 @@ class BoxSource(Protocol):
     """Finds the elements of a box on first use: opening a checkpoint should read none of its boxes."""
 
     def region(self) -> Region | None:
-        """Return the place of the elements; None if they must be unpacked.
-
-        Raises:
-            SafeloadError, OSError: the box is malformed, or cannot be read.
-        """
+        """Return the place of the elements; None if they must be unpacked."""
 
     def unpack(self) -> Array:
         """Return the elements in C order, as uint8 of any shape."""
@@ -93,14 +89,7 @@ class InFile:
 
 
 class BoxedTensor:
-    """A tensor and its boxes.
-
-    Args:
-        shape: elements along each axis.
-        itemsize: bytes of an element.
-        boxes: none without elements, inside the shape, of as many axes; see `checked`.
-        fill: the bytes of an element outside the boxes; None if they cover the tensor.
-    """
+    """A tensor and its boxes."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], fill: bytes | None = None
@@ -149,13 +138,6 @@ def checked(
     """Return a tensor after checking that its boxes cover it without overlap.
 
     Replicas and empty boxes are dropped.
-
-    Args:
-        fill: the bytes of an element that is in no box; None if boxes must cover the tensor.
-
-    Raises:
-        FormatError: a box reaches outside the tensor, boxes overlap, or elements are missing.
-        LimitError: the tensor is larger than any memory, or its boxes interlock.
     """
     size = prod(shape)
     if len(shape) > MAX_RANK:
@@ -240,7 +222,7 @@ class UnpackedBoxes:
     """The elements of the boxes that were unpacked last.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: of all of them
     """
 
     def __init__(self) -> None:
@@ -263,14 +245,7 @@ class UnpackedBoxes:
 
 
 class AssembledStore(RemoteStore):
-    """A file of tensors in boxes; see the module.
-
-    Args:
-        path: in messages.
-        tensors: in the order of their bytes; each gets its place here.
-        stores: hold the boxes, and are closed with this store.
-        version: of the checkpoint.
-    """
+    """A file of tensors in boxes; see the module."""
 
     here = True
 
@@ -345,16 +320,7 @@ class AssembledStore(RemoteStore):
         return self._tensors[max(0, bisect_right(self._places, begin) - 1)]
 
     def read_box(self, begin: int, low: Sequence[int], target: Array) -> None:
-        """Read a box of a tensor.
-
-        Args:
-            begin: first byte of the tensor in this file.
-            low: first element along each axis.
-            target: uint8, with an axis for the bytes of an element after the tensor's axes.
-
-        Raises:
-            SafeloadError, OSError: a box is malformed, or cannot be read.
-        """
+        """Read a box of a tensor."""
         self.check_open()
         self._read_box(self._tensor_at(begin), (*low, 0), target)
 
@@ -377,11 +343,7 @@ class AssembledStore(RemoteStore):
                 raise
 
     def _read_part(self, tensor: BoxedTensor, box: Box, first: tuple[int, ...], target: Array) -> None:
-        """Read a part of a box.
-
-        Args:
-            first: first element in the box along each axis, and the first byte.
-        """
+        """Read a part of a box."""
         itemsize = tensor.shape[-1]
         region = box.stored.region()
         if region is not None:

@@ -388,11 +388,7 @@ class Exchange:
         return self.body.receive(memory)
 
     def finish(self) -> None:
-        """Read the end of a body without a length; if the end does not come, only the connection is lost.
-
-        Raises:
-            BadResponse: the body has more bytes than the range.
-        """
+        """Read the end of a body without a length; if the end does not come, only the connection is lost."""
         body = self.body
         if body is None or body.isclosed():
             return
@@ -433,13 +429,7 @@ class _Scope:
 
 
 class Connections:
-    """The connections shared by all files opened with the same options. Safe to use from any thread.
-
-    Args:
-        make_context: creates the TLS context on first use, because reading the system's certificates is slow.
-        timeout: seconds without a byte after which a response fails.
-        connect_timeout: seconds after which a connect fails.
-    """
+    """The connections shared by all files opened with the same options. Safe to use from any thread."""
 
     def __init__(self, make_context: Callable[[], ssl.SSLContext], timeout: float, connect_timeout: float) -> None:
         self._make_context = make_context

@@ -14,11 +14,7 @@ _UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPER
 
 
 def copy_range(source: int, begin: int, nbytes: int, target: int, at: int) -> None:
-    """Copy bytes of a descriptor to a position of another descriptor.
-
-    Raises:
-        OSError: a file cannot be read or written, or the source ends too early.
-    """
+    """Copy bytes of a descriptor to a position of another descriptor."""
     # The first step ends on a block of the source: the following steps can share blocks if the target's match.
     step = min(nbytes, -begin % BLOCK) or min(nbytes, _STEP)
     while nbytes:

@@ -81,14 +81,7 @@ class Expected(Protocol):
         """What a match proves."""
 
     def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
-        """Return the expected content of a file.
-
-        Args:
-            place: the local path of the open file, if it has one.
-
-        Raises:
-            VerificationError: nothing covers the file.
-        """
+        """Return the expected content of a file."""
 
     def covers(self, path: str, files: Files) -> bool:
         """Return whether a file is expected, whether it exists or not."""
@@ -175,11 +168,7 @@ def digest_in_cache(path: str) -> ExpectedRange | None:
 
 
 class Hasher:
-    """Hashes a range; `check` compares the digest.
-
-    Args:
-        size: of the file, which Git hashes too.
-    """
+    """Hashes a range; `check` compares the digest."""
 
     def __init__(self, expected: ExpectedRange, size: int) -> None:
         self._expected = expected
@@ -195,11 +184,7 @@ class Hasher:
         self.update = self._hash.update  # releases the GIL
 
     def check(self, path: str, source: str) -> None:
-        """Compare the digest.
-
-        Raises:
-            VerificationError: it differs.
-        """
+        """Compare the digest."""
         digest, expected = self._hash.hexdigest(), self._expected
         if digest != expected.digest:
             where = "" if expected.end is None else f" in bytes [{expected.begin:,}, {expected.end:,})"
@@ -230,14 +215,7 @@ def is_signature(head: bytes) -> bool:
 
 
 def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, ExpectedFile] | None:
-    """Return the files of a manifest by safeload, by name; None if it lists tensors only.
-
-    Args:
-        path: of the manifest, for messages.
-
-    Raises:
-        VerificationError: an entry is malformed.
-    """
+    """Return the files of a manifest by safeload, by name; None if it lists tensors only."""
     listed = manifest.get("files")
     if listed is None:
         return None
@@ -256,11 +234,7 @@ def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, Expec
 
 
 def check_name(name: Any, path: str) -> str:
-    """Check the relative path of a file.
-
-    Raises:
-        VerificationError: it is not a path, or leads out of the folder.
-    """
+    """Check the relative path of a file."""
     good = isinstance(name, str) and name != "" and "\0" not in name and not re.match(r"[A-Za-z]:", name)
     if not good or any(part in ("", ".", "..") for part in name.split("/")):
         raise error_about(
@@ -294,14 +268,7 @@ class SignedFiles(NamedTuple):
 
 
 def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
-    """Return the files of an in-toto statement.
-
-    Args:
-        path: of the signature, for messages.
-
-    Raises:
-        VerificationError: it is malformed, inconsistent, or of an unknown kind.
-    """
+    """Return the files of an in-toto statement."""
     if statement.get("_type") != _STATEMENT:
         raise error_about(
             VerificationError, f"expected an in-toto statement, got {show(statement.get('_type'))}", path=path

@@ -70,11 +70,7 @@ def digest(data: bytes) -> str:
 
 
 def write(path: str, journal: Journal, *, durable: bool) -> None:
-    """Write the journal of a file.
-
-    Raises:
-        OSError: it cannot be written; no part of it stays.
-    """
+    """Write the journal of a file."""
     fields = {**journal._asdict(), "header": len(journal.header), "digest": digest(journal.header)}
     data = _MAGIC + json.dumps(fields).encode() + b"\n" + journal.header
     place = journal_of(path)
@@ -100,12 +96,7 @@ def write(path: str, journal: Journal, *, durable: bool) -> None:
 
 
 def read(path: str) -> Journal | None:
-    """Return the journal of a file; None if it is incomplete, so that the file was not changed.
-
-    Raises:
-        FileNotFoundError: there is no journal.
-        FormatError: it belongs to another owner or another file.
-    """
+    """Return the journal of a file; None if it is incomplete, so that the file was not changed."""
     place, file = journal_of(path), os.stat(path)
     status = os.lstat(place)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -155,15 +146,7 @@ def sync_folder(path: str) -> None:
 
 
 class Locked:
-    """A file opened for an edit, which no other edit can open. Leaving the ``with`` block closes it.
-
-    Args:
-        path: path without symbolic links.
-
-    Raises:
-        BlockingIOError: another edit of the file is in progress.
-        OSError: the file cannot be opened for writing.
-    """
+    """A file opened for an edit, which no other edit can open. Leaving the ``with`` block closes it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -213,12 +196,7 @@ class Locked:
             view, begin = view[count:], begin + count
 
     def overwrite_header(self, old: bytes, new: bytes, *, durable: bool) -> None:
-        """Overwrite the header so that it is invalid until it is complete.
-
-        Args:
-            old: bytes that the file has, as far as known; only differences are written.
-            new: as many bytes.
-        """
+        """Overwrite the header so that it is invalid until it is complete."""
         begin = next((k for k in range(len(BROKEN), len(new)) if old[k] != new[k]), len(new)) if old else len(BROKEN)
         end = len(new)
         while old and end > begin and old[end - 1] == new[end - 1]:
@@ -256,11 +234,7 @@ def _lock(descriptor: int, path: str) -> None:
 
 
 def replace_header(file: Locked, old: bytes, new: bytes, *, durable: bool) -> None:
-    """Replace the header of a file in place by one of the same size, under a journal.
-
-    Raises:
-        OSError: the header cannot be written. The old one is in place, unless the message says to recover it.
-    """
+    """Replace the header of a file in place by one of the same size, under a journal."""
     identity = file.identity
     write(file.path, Journal(identity.device, identity.inode, identity.size, old, digest(new)), durable=durable)
     try:
@@ -286,11 +260,7 @@ def _is_broken(present: bytes, old: bytes) -> bool:
 
 
 def recover(file: Locked, *, durable: bool = True) -> str:
-    """Complete an interrupted edit, and return what was done: "nothing", "old" or "new".
-
-    Raises:
-        FormatError: the journal does not belong to the file, or another program has changed the file.
-    """
+    """Complete an interrupted edit, and return what was done: "nothing", "old" or "new"."""
     try:
         journal = read(file.path)
     except FileNotFoundError:

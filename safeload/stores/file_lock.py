@@ -13,11 +13,7 @@ _FAR = 1 << 62  # no byte of the file, which others may read
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file until it is closed.
-
-    Returns:
-        True if it is locked, False if somebody else holds the lock, None if the filesystem has no locks.
-    """
+    """Lock an open file until it is closed."""
     try:
         if sys.platform == "win32":
             import msvcrt

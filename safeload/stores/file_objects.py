@@ -82,15 +82,7 @@ def _locked(file: Any) -> _Locked:
 
 
 class FileObjectStore(RemoteStore):
-    """The bytes of a file object from a position to its end.
-
-    Args:
-        path: the name in messages.
-        content: returns the bytes [begin, end); called from any thread.
-        check: raises if the content has changed.
-        size: in bytes.
-        mark: see `RemoteStore.version`.
-    """
+    """The bytes of a file object from a position to its end."""
 
     here = True
 
@@ -129,12 +121,7 @@ class FileObjectStore(RemoteStore):
 
 
 class _FileObject:
-    """A file object of the caller.
-
-    Raises:
-        TypeError: the object is not a binary file.
-        ValueError: it is closed, or open for writing only.
-    """
+    """A file object of the caller."""
 
     def __init__(self, file: Any) -> None:
         kind = type(file).__name__
@@ -160,12 +147,7 @@ class _FileObject:
     # ---- kinds ----
 
     def open(self) -> ByteStore:
-        """Open the bytes from the first position to the end.
-
-        Raises:
-            FormatError: nothing follows the position.
-            OSError: the file cannot be read, or the temporary file cannot be written.
-        """
+        """Open the bytes from the first position to the end."""
         latest = self._latest()
         if latest is not None and not latest.closed:
             return latest.use(of_descriptor, self.name)
@@ -332,12 +314,7 @@ def _is_device(file: Any) -> bool:
 
 
 def temporary_copy(file: Any, head: bytes, name: str) -> IO[bytes]:
-    """Copy a stream, after its first bytes, to a temporary file without a name, and return it at its end.
-
-    Args:
-        head: bytes that have been read already.
-        name: of the stream, for messages.
-    """
+    """Copy a stream, after its first bytes, to a temporary file without a name, and return it at its end."""
     with ExitStack() as stack:
         out = stack.enter_context(tempfile.TemporaryFile(prefix="safeload-"))
         out.write(head)

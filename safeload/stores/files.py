@@ -24,16 +24,7 @@ class Files(Protocol):
         """Whether every method call can be a network request."""
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
-        """Open a file for reading.
-
-        Args:
-            window: bytes of the first request, if the file is remote.
-
-        Raises:
-            FormatError: not a regular file.
-            FileNotFoundError: the file does not exist.
-            OSError: the file cannot be opened.
-        """
+        """Open a file for reading."""
 
     def is_folder(self, path: str) -> bool:
         """Return whether a path leads to a folder."""
@@ -54,25 +45,13 @@ class Files(Protocol):
         """Return a path for messages, without secrets."""
 
     def public(self, path: str) -> str:
-        """Return an absolute path for pickles and plans, without secrets.
-
-        Raises:
-            UnsupportedError: the path leads nowhere without its secrets.
-        """
+        """Return an absolute path for pickles and plans, without secrets."""
 
     def public_options(self) -> dict[str, Any] | None:
-        """Return the ``storage_options`` for plans, without secrets, or None if there are none.
-
-        Raises:
-            UnsupportedError: the files are in a store of this process.
-        """
+        """Return the ``storage_options`` for plans, without secrets, or None if there are none."""
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Refuse a file that has changed, before it is opened, if that takes no request.
-
-        Raises:
-            FormatError: the file has changed.
-        """
+        """Refuse a file that has changed, before it is opened, if that takes no request."""
 
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """Map a function over items, concurrently if the files are remote."""
@@ -183,14 +162,7 @@ class Location:
 
 @contextmanager
 def rather_changed(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
-    """If reading a remote file fails because the file has changed, raise an error about the change instead.
-
-    Args:
-        seen: the path and version of each file.
-
-    Raises:
-        FormatError: a file has changed.
-    """
+    """If reading a remote file fails because the file has changed, raise an error about the change instead."""
     try:
         yield
     except SafeloadError:

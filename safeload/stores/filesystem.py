@@ -67,12 +67,7 @@ class LocalUrls:
 
 
 class Filesystem:
-    """A filesystem of fsspec.
-
-    Args:
-        fs: the caller's filesystem; None to find the filesystem of each URL.
-        options: ``storage_options`` for the filesystems of URLs; None for a filesystem of the caller.
-    """
+    """A filesystem of fsspec."""
 
     def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
         _need_fsspec("a filesystem")
@@ -159,15 +154,7 @@ class Filesystem:
 
 
 def filesystem_of(url: str, options: Mapping[str, Any]) -> Filesystem:
-    """Return the filesystem for all URLs with the same scheme or chain of schemes.
-
-    Args:
-        options: ``storage_options``, see ``fsspec.core.url_to_fs``.
-
-    Raises:
-        ImportError: a package is missing; the message names it.
-        UnsupportedError: fsspec does not know the scheme.
-    """
+    """Return the filesystem for all URLs with the same scheme or chain of schemes."""
     _need_fsspec(urls.shown(url))
     filesystem = Filesystem(None, options)
     filesystem._handles.find(url)
@@ -211,11 +198,7 @@ class FsspecHandles:
         return self._known.setdefault(key, FsspecHandle(fs, self._secrets)), str(path)
 
     def find_writable(self, url: str) -> tuple[FsspecHandle, str]:
-        """Like `find`, but behind all caches.
-
-        Raises:
-            UnsupportedError: the filesystem is read-only.
-        """
+        """Like `find`, but behind all caches."""
         from fsspec.implementations.cached import CachingFileSystem
 
         from .fsspec_store import FsspecHandle

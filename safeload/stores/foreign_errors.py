@@ -50,11 +50,7 @@ _KEYS = re.compile(
 def checked(
     function: Callable[[], _Result], url: str, secrets: list[str], begin: int | None = None, end: int | None = None
 ) -> _Result:
-    """Call another library and translate its errors. They are not chained, because they may contain secrets.
-
-    Raises:
-        FileNotFoundError, SafeloadError, RemoteError: see `translated`.
-    """
+    """Call another library and translate its errors. They are not chained, because they may contain secrets."""
     try:
         return function()
     except Exception as error:
@@ -75,16 +71,7 @@ def retried(
     transient: Callable[[Exception], bool] | None = None,
     translate: Callable[..., Exception] | None = None,
 ) -> _Result:
-    """Like `checked`, but retry transient errors.
-
-    Args:
-        url: the URL in messages.
-        secrets: texts to keep out of messages.
-        begin: the first byte of the read.
-        end: the byte behind the read.
-        transient: replaces `is_transient`.
-        translate: replaces `translated`.
-    """
+    """Like `checked`, but retry transient errors."""
     for k in range(TRIES):
         try:
             return function()
@@ -124,14 +111,7 @@ def is_transient(error: Exception) -> bool:
 def translated(
     error: Exception, url: str, secrets: list[str], begin: int | None = None, end: int | None = None
 ) -> Exception:
-    """Return safeload's error for a filesystem's or its library's error.
-
-    Args:
-        url: the URL in messages.
-        secrets: texts to keep out of messages.
-        begin: the first byte of the failed read.
-        end: the byte behind the read.
-    """
+    """Return safeload's error for a filesystem's or its library's error."""
     if isinstance(error, (SafeloadError, RemoteError)):
         return error
     text = cleaned(error, secrets)

@@ -36,10 +36,6 @@ class FsspecHandle:
     """An fsspec filesystem for use in any process, forked processes included.
 
     An asynchronous filesystem belongs to the thread of its event loop, which a fork does not copy.
-
-    Args:
-        fs: the filesystem.
-        secrets: texts to keep out of messages.
     """
 
     def __init__(self, fs: Any, secrets: list[str]) -> None:
@@ -105,11 +101,7 @@ class FsspecHandle:
         return fs
 
     def version(self, url: str, path: str) -> tuple[int, str | None]:
-        """Return the size of a file, and a strong ETag or the digest of everything else that the store reports.
-
-        Raises:
-            FormatError: this is a folder, or the size is absurd.
-        """
+        """Return the size of a file, and a strong ETag or the digest of everything else that the store reports."""
         info = self.info(url, path)
         if info.get("type") == "directory":
             raise FormatError("this is a folder, not a file", url)
@@ -164,12 +156,7 @@ def _renewed(fs: Any) -> Any:
 
 
 class FsspecStore(RemoteStore):
-    """A file of an fsspec filesystem, read by ranges into separate buffers, because not every read can be aborted.
-
-    Args:
-        place: the path in the filesystem.
-        url: the URL in messages.
-    """
+    """A file of an fsspec filesystem, read by ranges into separate buffers, because not every read can be aborted."""
 
     def __init__(self, handle: FsspecHandle, place: str, url: str, window: int = WINDOW) -> None:
         super().__init__(window)
@@ -224,12 +211,7 @@ class Signer:
         self._making = ProcessLock()
 
     def open(self, handle: FsspecHandle, place: str, shown: str, window: int) -> HttpStore | None:
-        """Open an object; return None if s3fs has to read it, or may have a better error.
-
-        Raises:
-            FileNotFoundError: the object does not exist.
-            FormatError: the responses are of different objects.
-        """
+        """Open an object; return None if s3fs has to read it, or may have a better error."""
         if not _signable(handle.fs):
             return None
 

@@ -42,24 +42,14 @@ _Result = TypeVar("_Result")
 
 
 class Web:
-    """Files behind https and http URLs, as a `remote_files.Backend`.
-
-    Args:
-        options: see `Client`.
-    """
+    """Files behind https and http URLs, as a `remote_files.Backend`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
         self.connections = self._client.connections
 
     def open(self, url: str, window: int = WINDOW) -> HttpStore:
-        """Open a file. The user and password of a URL are sent only to its host.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            UnsupportedError: the server does not support ranges.
-            RemoteError: the file cannot be opened.
-        """
+        """Open a file. The user and password of a URL are sent only to its host."""
         target = target_of(url, self._client.headers)
         is_index = divided(url).path.endswith(INDEX_SUFFIX)
         with self.connections.followed(target.url) if is_index else nullcontext():
@@ -155,14 +145,7 @@ def follow(
     origin: object,
     note: Callable[[Exchange, WebUrl], object],
 ) -> _Result | Failure:
-    """Send a request, follow redirects, and return the result of ``use`` for the last response.
-
-    Args:
-        headers: returns the headers for a URL.
-        path: the URL in messages.
-        origin: of the URL in messages.
-        note: called with each response.
-    """
+    """Send a request, follow redirects, and return the result of ``use`` for the last response."""
     seen = set[WebUrl]()
     while url not in seen:
         if len(seen) > MOST_REDIRECTS:
@@ -187,11 +170,7 @@ def follow(
 
 
 def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exchange], _Result | Failure]) -> _Result:
-    """Request a whole response, and return the result of ``use``; transient failures are retried.
-
-    Raises:
-        Exception: the error of the last failure.
-    """
+    """Request a whole response, and return the result of ``use``; transient failures are retried."""
 
     def note(exchange: Exchange, url: WebUrl) -> None:
         debug("%s: %s: %d", path, url.shown, exchange.status)
@@ -218,20 +197,8 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
 class HttpStore(RemoteStore):
     """A file read by GET requests for ranges.
 
-    Args:
-        path: the URL in messages.
-        resolve: returns the URL to read; called from any thread, and again if access to the URL is refused.
-        client: shared by files with the same options.
-        window: bytes of the first request.
-        retries: as `Client.retries`, while the file is opened; None for the client's.
-
     Attributes:
-        commits: commits of the Hub that opened the file, as the host of its URL states them.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        UnsupportedError: the server does not support ranges.
-        RemoteError: the file cannot be opened.
+        commits: commits of the Hub that opened the file, as the host of its URL states them
     """
 
     def __init__(
@@ -334,11 +301,7 @@ class HttpStore(RemoteStore):
         return headers
 
     def _renew(self, seen: _Route, refused: WebUrl) -> bool:
-        """Resolve the URL again, in a single thread, and return whether there is another URL to try.
-
-        Args:
-            refused: the URL that was refused.
-        """
+        """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
         lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
             current().check()
@@ -373,11 +336,7 @@ class HttpStore(RemoteStore):
         return None
 
     def _read(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> Failure | None:
-        """Take the missing bytes from a response.
-
-        Raises:
-            FormatError: the response is of another version of the file.
-        """
+        """Take the missing bytes from a response."""
         known = self._route.proven and url == self._route.url
         total = _total(exchange)
         if total is not None:

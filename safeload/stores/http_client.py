@@ -55,19 +55,7 @@ class RequestTarget(NamedTuple):
 
 
 class Client:
-    """Connections, headers and limits shared by files opened with the same options.
-
-    Args:
-        options: ``headers`` (a mapping, sent only to the host of each URL), ``timeout`` (seconds without a byte),
-            ``connect_timeout`` (seconds), ``retries`` (consecutive attempts without progress), ``verify`` (False to
-            accept any certificate, or the path of trusted certificates) or ``ssl_context``.
-        scheme: the subject of error messages.
-        credentials: the advice in messages if access is refused.
-        other_options: options handled by the caller, for messages.
-
-    Raises:
-        TypeError, ValueError: an option is unknown or invalid.
-    """
+    """Connections, headers and limits shared by files opened with the same options."""
 
     def __init__(
         self,
@@ -95,11 +83,7 @@ class Client:
 
 
 def checked_headers(headers: Any) -> dict[str, str]:
-    """Validate the caller's headers; no message contains a value.
-
-    Raises:
-        TypeError, ValueError: they are not headers, or include one of safeload's own headers.
-    """
+    """Validate the caller's headers; no message contains a value."""
     if not isinstance(headers, Mapping):
         raise TypeError(f"headers must be a mapping, got {type(headers).__name__}")
     checked: dict[str, str] = {}
@@ -160,12 +144,7 @@ def _default_context(file: str | None = None, folder: str | None = None) -> ssl.
 
 @lru_cache(maxsize=2)
 def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """Create a context with the system's certificates; cached, because they take long to read.
-
-    Args:
-        file: the variable SSL_CERT_FILE, which OpenSSL reads itself.
-        folder: the variable SSL_CERT_DIR.
-    """
+    """Create a context with the system's certificates; cached, because they take long to read."""
     return _with_names(_default_context())
 
 
@@ -177,11 +156,7 @@ def _with_names(context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Return the URL to connect to, and the user and password if the URL has them.
-
-    Raises:
-        RemoteError: servers and libraries may read the URL in different ways, or it has no host.
-    """
+    """Return the URL to connect to, and the user and password if the URL has them."""
     try:
         return parse_web(divided(url))
     except UrlError as error:
@@ -189,11 +164,7 @@ def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
 
 
 def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
-    """Return the target of a URL; its user and password become a header.
-
-    Raises:
-        RemoteError: see `web_url`.
-    """
+    """Return the target of a URL; its user and password become a header."""
     web, credentials = web_url(url)
     if credentials is None:
         return RequestTarget(web, headers)
@@ -203,12 +174,7 @@ def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
 
 
 def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure:
-    """Return the target of a redirect.
-
-    Args:
-        location: the response's header.
-        path: the original URL in messages.
-    """
+    """Return the target of a redirect."""
     try:
         target = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
     except UnicodeError:

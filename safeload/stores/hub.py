@@ -50,9 +50,6 @@ class Hub:
     """Repositories of the Hugging Face Hub.
 
     Each revision is resolved once, in a single request, and stays at that commit for the lifetime of the object.
-
-    Args:
-        options: ``token`` and ``endpoint``, which default to huggingface_hub's own; the rest is passed to `Client`.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -72,15 +69,7 @@ class Hub:
         return self._api.writer()
 
     def snapshot(self, place: HubPlace, url: str) -> Snapshot:
-        """Return the commit of a revision and its files.
-
-        Raises:
-            UnsupportedError: a variable forbids the network, and the cache lacks the revision.
-            ImportError: huggingface_hub is not installed.
-            FileNotFoundError: the repository or the revision does not exist, or is invisible to the token.
-            RemotePermissionError: the repository is gated, or the token is wrong.
-            RemoteError: the Hub does not respond.
-        """
+        """Return the commit of a revision and its files."""
         snapshot = self._known(place, url, ask=True)
         assert snapshot is not None
         return snapshot
@@ -101,11 +90,7 @@ class Hub:
         return snapshot
 
     def _place(self, url: str) -> HubPlace:
-        """Parse a URL, and look up the owner for the message if it has none.
-
-        Raises:
-            UnsupportedError: the URL does not name a repository.
-        """
+        """Parse a URL, and look up the owner for the message if it has none."""
         match = _OWNERLESS.fullmatch(url)
         if match is None:
             return place_of(url)
@@ -275,11 +260,7 @@ class Hub:
 
 
 class _EarlyStore:
-    """A file of a branch or tag, opened while the API is asked for the commit.
-
-    Args:
-        open_store: opens the file, in another thread.
-    """
+    """A file of a branch or tag, opened while the API is asked for the commit."""
 
     def __init__(self, open_store: Callable[[], HttpStore]) -> None:
         self._stores: list[HttpStore] = []
@@ -318,11 +299,7 @@ def _is_cached(place: HubPlace) -> bool:
 
 
 def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:
-    """Return the snapshot of a revision if the cache has it and no request is allowed or necessary; else None.
-
-    Raises:
-        UnsupportedError: a variable forbids the network, and the cache does not have the revision.
-    """
+    """Return the snapshot of a revision if the cache has it and no request is allowed or necessary; else None."""
     revision, offline = place.revision or "main", urls.offline()
     full = COMMIT.fullmatch(revision) is not None
     if offline is None and not full:
@@ -345,14 +322,7 @@ def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:
 
 
 def _open_cached(place: HubPlace, commit: str, nbytes: int | None, shown: str) -> LocalStore | None:
-    """Open a file in the cache; None if it was not downloaded, or if the network can replace a damaged copy.
-
-    Args:
-        nbytes: the size of the file, if known.
-
-    Raises:
-        FormatError: the copy has another size, and a variable forbids the network.
-    """
+    """Open a file in the cache; None if it was not downloaded, or if the network can replace a damaged copy."""
     cached = CachedRepository.of(place.kind, place.repo)
     path = None if cached is None else cached.file(commit, place.path)
     if path is None:
@@ -376,11 +346,7 @@ def _open_cached(place: HubPlace, commit: str, nbytes: int | None, shown: str) -
 
 
 def _of_commit(store: HttpStore, commit: str) -> HttpStore:
-    """Return a store whose version is its commit, equal to that of a cached file.
-
-    Raises:
-        RemoteError: the Hub says that the file is of another commit.
-    """
+    """Return a store whose version is its commit, equal to that of a cached file."""
     stated = store.commits - {commit}
     if stated:
         store.close()

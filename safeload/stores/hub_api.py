@@ -41,11 +41,7 @@ _DISABLED = "Access to this resource is disabled."
 
 
 def library() -> Any:
-    """Import huggingface_hub.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Import huggingface_hub."""
     try:
         import huggingface_hub  # only here: cached files need no requests, and the import takes 0.3 s
     except ImportError as error:
@@ -55,13 +51,7 @@ def library() -> Any:
 
 
 class HubApi:
-    """The API of a Hub, and the URLs of its files.
-
-    Args:
-        options: ``token`` and ``endpoint``, which default to huggingface_hub's own.
-        client: sends the requests, with its headers.
-        secrets: texts to keep out of messages; the token is added.
-    """
+    """The API of a Hub, and the URLs of its files."""
 
     def __init__(self, options: Mapping[str, Any], client: Client, secrets: list[str]) -> None:
         endpoint = options.get("endpoint")
@@ -96,17 +86,7 @@ class HubApi:
     # ---- requests ----
 
     def info(self, place: HubPlace, shown: str, *, ahead: bool = False) -> dict[str, Any]:
-        """Return the Hub's description of a revision.
-
-        Args:
-            ahead: whether to open connections meanwhile, because several requests will follow.
-
-        Raises:
-            ImportError: huggingface_hub is not installed.
-            FileNotFoundError: the repository or the revision does not exist, or is invisible to the token.
-            RemotePermissionError: the repository is gated, or the token is wrong.
-            RemoteError: the Hub does not respond, or its response is malformed.
-        """
+        """Return the Hub's description of a revision."""
 
         def content_of(exchange: Exchange) -> bytes | Failure:
             return self._refusal(exchange, place, shown) or _content(exchange, shown)
@@ -157,12 +137,7 @@ class HubApi:
         return f"{address}/{what}" + (f"/{quote(revision, safe='')}" if revision else "")
 
     def _target(self, address: Callable[[], str], shown: str) -> RequestTarget:
-        """Return a URL of the Hub with the token and the caller's headers.
-
-        Raises:
-            ValueError: a header contains a character that is not allowed.
-            RemotePermissionError: there is no token on this machine, although the caller requires one.
-        """
+        """Return a URL of the Hub with the token and the caller's headers."""
         library()
         build: Callable[..., dict[str, str]] = import_module("huggingface_hub.utils").build_hf_headers
 
@@ -266,11 +241,7 @@ def _no_repository(kind: str) -> str:
 
 
 def _missing(shown: str, names: list[str]) -> str:
-    """Say whether a repository, a revision or a file is missing.
-
-    Args:
-        names: classes of huggingface_hub's error.
-    """
+    """Say whether a repository, a revision or a file is missing."""
     kind = place_of(shown).kind
     if "RevisionNotFoundError" in names:
         return f"the {kind} has no such branch, tag or commit"

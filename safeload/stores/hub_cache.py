@@ -37,11 +37,7 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 class CachedRepository:
-    """A repository in the cache; it may not exist.
-
-    Args:
-        path: its folder.
-    """
+    """A repository in the cache; it may not exist."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -145,11 +141,7 @@ class CachedRepository:
 
 
 def repositories(failures: list[OSError]) -> Iterator[tuple[str, CachedRepository]]:
-    """Iterate over the models in the cache, by owner and name.
-
-    Args:
-        failures: receives the error if the cache cannot be listed.
-    """
+    """Iterate over the models in the cache, by owner and name."""
     folder = hub_cache.folder()
     try:
         names = sorted(os.listdir(folder))

@@ -38,11 +38,7 @@ class HubPlace(NamedTuple):
 
 
 def place_of(url: str) -> HubPlace:
-    """Parse a URL.
-
-    Raises:
-        UnsupportedError: the URL names no repository, or a revision that Git does not allow.
-    """
+    """Parse a URL."""
     match = _URL.fullmatch(url)
     if match is None:
         raise UnsupportedError(

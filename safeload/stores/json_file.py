@@ -19,18 +19,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]:
-    """Read a JSON object from a file in UTF-8 (RFC 8259), with or without a byte order mark.
-
-    Args:
-        path: a regular file; other kinds are not opened, because a read could block or never end.
-        what: the subject of error messages.
-        files: where to look up the path.
-
-    Raises:
-        FormatError: the file is not regular, is too large, is not a JSON object, is nested too deep, or has a duplicate
-            key.
-        OSError: the file cannot be read.
-    """
+    """Read a JSON object from a file in UTF-8 (RFC 8259), with or without a byte order mark."""
     return read_version(native_path(path)[0], what, files)[0]
 
 
@@ -53,11 +42,7 @@ def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] 
 
 
 def is_missing(path: str, files: Files) -> bool:
-    """Return True if a local file does not exist. Of remote files only opening tells.
-
-    Raises:
-        VerificationError: the file is missing, but should be there.
-    """
+    """Return True if a local file does not exist. Of remote files only opening tells."""
     if files.remote or os.path.lexists(path):
         return False
     check_missing = getattr(files, "check_missing", None)  # of verified files only
@@ -67,11 +52,7 @@ def is_missing(path: str, files: Files) -> bool:
 
 
 def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
-    """Like `read_json`, for content already read from the path ``text``.
-
-    Raises:
-        FormatError: see `read_json`.
-    """
+    """Like `read_json`, for content already read from the path ``text``."""
     import json  # only here: it takes a millisecond, and most files have no JSON beside them
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -63,9 +63,6 @@ class Descriptor:
     takes the descriptor from it, and then looks for uses. So at least one of the two sees the other, and the last one
     closes the descriptor. Nothing depends on when Python drops an object: without the GIL, that may be long after its
     last use.
-
-    Args:
-        files: where it is listed.
     """
 
     def __init__(self, number: int, files: _Descriptors) -> None:
@@ -119,9 +116,6 @@ def _release(count: int) -> bool:
     """Close up to ``count`` idle descriptors, a thread's oldest files first but never this thread's latest.
 
     Moved or modified files keep their descriptors, because they could not be opened again.
-
-    Returns:
-        Whether any was closed.
     """
     released, here = 0, _open_here()
     for files in list(_open.values()):
@@ -167,11 +161,6 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
     """Retry an open in the C core until a descriptor is free, and return its status.
 
     Idle files are closed first. Then other threads' jobs are awaited, unless this thread runs jobs too.
-
-    Args:
-        attempt: opens the file and returns the status.
-        error: the core's error, which ``attempt`` fills.
-        status: the result of a first attempt; None to make it here.
     """
     begin = 0.0
     if status is None:
@@ -274,11 +263,7 @@ def _users() -> set[int]:
 
 
 def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
-    """`compare` before a file is opened, because a changed file may no longer be a weight file at all.
-
-    Raises:
-        FormatError: another program has changed the file.
-    """
+    """`compare` before a file is opened, because a changed file may no longer be a weight file at all."""
     try:
         status = os.stat(path)
     except OSError:  # the open raises a better error
@@ -305,21 +290,15 @@ class LocalStore:
     The descriptor may be closed between reads, because a checkpoint can have more shards than a process can have
     descriptors. The next read opens the file again and refuses it if it has changed.
 
-    Args:
-        path: as the caller wrote it.
-        brief: True if the file is closed again at once: it gets no `place`, and its descriptor stays open until then.
-        shown: the path in messages, if it differs.
-
     Attributes:
-        path: the path in messages.
-        place: the absolute path.
-        size: in bytes.
-        gives_way: whether this process may close the file in order to replace it (see `replace`).
-        mark: identifies the content wherever a copy of it is, such as a commit; None to compare times.
+        path: the path in messages
+        place: the absolute path
+        size: in bytes
+        gives_way: whether this process may close the file in order to replace it (see `replace`)
     """
 
     gives_way = False
-    mark: str | None = None
+    mark: str | None = None  # identifies the content wherever a copy of it is, such as a commit; None to compare times
     _closed = False
     _descriptor: Descriptor | None = None  # taken from the instance's dict, which is atomic, to be closed
 
@@ -366,13 +345,7 @@ class LocalStore:
             raise ValueError(f"{self.path} is closed")
 
     def use(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function with the C core's handle, which is valid until it returns, and further arguments.
-
-        Raises:
-            FormatError: the file was closed, and has changed since.
-            OSError: the file cannot be opened again.
-            ValueError: after `close`.
-        """
+        """Call a function with the C core's handle, which is valid until it returns, and further arguments."""
         uses = _uses.get(get_ident())
         if uses is None:
             uses = _uses.setdefault(get_ident(), [])
@@ -443,12 +416,7 @@ class LocalStore:
         return descriptor is not None and not _is_used(descriptor) and descriptor.close()
 
     def read_into(self, offset: int, memory: Memory) -> None:
-        """Fill memory with the bytes from ``offset`` on. Keeps the GIL, so it should be used for small reads only.
-
-        Raises:
-            FormatError: the file ends too early.
-            OSError: the file cannot be read.
-        """
+        """Fill memory with the bytes from ``offset`` on. Keeps the GIL, so it should be used for small reads only."""
         buffer = ffi.from_buffer(memory, require_writable=True)
         arguments = offset, pointer(buffer), len(buffer)
         if self.use(short.sl_file_read, *arguments, None) != lib.SL_OK:
@@ -456,11 +424,7 @@ class LocalStore:
             check(self.use(short.sl_file_read, *arguments, pointer(error)), error, self.path)
 
     def map(self) -> Any:
-        """Map the whole file, privately and copy-on-write, as a writable buffer.
-
-        Raises:
-            OSError: the system refuses the mapping.
-        """
+        """Map the whole file, privately and copy-on-write, as a writable buffer."""
         address = ffi.new("void **")
         error = Error()
         status = self.use(short.sl_file_map, self.size, pointer(address), pointer(error))
@@ -483,28 +447,13 @@ def _opened(path: PathLike) -> tuple[str, OpenedFile]:
 
 
 def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
-    """Open a local file.
-
-    Args:
-        shown: the path in later messages, if it differs.
-
-    Raises:
-        FormatError: not a regular file.
-        OSError: the file cannot be opened.
-    """
+    """Open a local file."""
     text, opened = _opened(path)
     return LocalStore(text, opened, shown=shown)
 
 
 def of_descriptor(number: int, path: str) -> LocalStore:
-    """Return a store over a duplicate of an open descriptor of a regular file; not on Windows.
-
-    Args:
-        path: in messages; it may lead elsewhere, or nowhere.
-
-    Raises:
-        OSError: no descriptor is free.
-    """
+    """Return a store over a duplicate of an open descriptor of a regular file; not on Windows."""
     status = os.fstat(number)
     identity = identity_of(status)
     return LocalStore(path, (os.dup(number), *identity))
@@ -547,14 +496,7 @@ _REPLACE_PAUSES = (0.01, 0.03, 0.1, 0.3)
 
 
 def replace(source: str, target: str, shown: str) -> None:
-    """Rename a file over another, like ``os.replace``; on Windows, also over this process's own open files.
-
-    Args:
-        shown: the target's path in messages.
-
-    Raises:
-        PermissionError: Windows refuses; the message says why and what to do.
-    """
+    """Rename a file over another, like ``os.replace``; on Windows, also over this process's own open files."""
     for pause in (*_REPLACE_PAUSES, 0):
         try:
             os.replace(source, target)

@@ -41,13 +41,7 @@ def name_fault(name: str) -> str | None:
 
 
 class MemberStore(RemoteStore):
-    """The bytes of a member, read from its container. Closing it leaves the container open.
-
-    Args:
-        container: holds the member.
-        member: lies inside the container.
-        path: in messages.
-    """
+    """The bytes of a member, read from its container. Closing it leaves the container open."""
 
     def __init__(self, container: ByteStore, member: Member, path: str) -> None:
         super().__init__()
@@ -66,13 +60,7 @@ class MemberStore(RemoteStore):
 
 
 class MemberFiles:
-    """The members of a container, as `Files`. A path is a member's name; "" is the folder at the top.
-
-    Args:
-        container: holds the members.
-        path: of the container, in messages.
-        members: by name: parts joined with "/", none of them empty, "." or "..".
-    """
+    """The members of a container, as `Files`. A path is a member's name; "" is the folder at the top."""
 
     remote = True  # nothing here is a path of this machine
 

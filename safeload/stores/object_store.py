@@ -69,9 +69,6 @@ def path_of(value: Any) -> Location:
 
     Accepts a `Location`; objects with an fsspec filesystem as ``fs`` and a path as ``path`` (``fsspec.core.OpenFile``,
     universal_pathlib's ``UPath``); and stores with the members of `ByteStore`.
-
-    Raises:
-        TypeError: any other object.
     """
     if isinstance(value, Location):
         return value
@@ -120,11 +117,8 @@ class Single:
 class Obstore:
     """An obstore store as a `Backend`.
 
-    Args:
-        store: any object with obstore's methods ``get``, ``head``, ``list_with_delimiter`` and ``put``.
-
     Attributes:
-        root: the root's URL in messages.
+        root: the root's URL in messages
     """
 
     def __init__(self, store: Any) -> None:
@@ -186,14 +180,7 @@ class Obstore:
 
 
 class ObstoreFile(RemoteStore):
-    """A file of an obstore store. Each range arrives in its own buffer, with the version it belongs to.
-
-    Args:
-        place: the path in the store.
-        url: the URL in messages.
-        secrets: texts to keep out of messages.
-        window: see `RemoteStore`.
-    """
+    """A file of an obstore store. Each range arrives in its own buffer, with the version it belongs to."""
 
     def __init__(self, store: Any, place: str, url: str, secrets: list[str], *, window: int = WINDOW) -> None:
         super().__init__(window)
@@ -238,11 +225,7 @@ def _version(meta: Mapping[str, Any], url: str) -> tuple[Any, ...]:
 
 
 def check_process(process: int, url: str) -> None:
-    """Refuse a forked process: it lacks obstore's threads, and a read would wait forever.
-
-    Raises:
-        UnsupportedError: this is not ``process``.
-    """
+    """Refuse a forked process: it lacks obstore's threads, and a read would wait forever."""
     if os.getpid() != process:
         raise UnsupportedError(
             f"{url}: obstore does not work in a forked process: start processes with spawn or forkserver, and open the "

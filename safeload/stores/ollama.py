@@ -108,11 +108,7 @@ def is_name(path: object) -> bool:
 
 
 def parse(url: str) -> OllamaName:
-    """Parse a name.
-
-    Raises:
-        UnsupportedError: it is not a name of a model.
-    """
+    """Parse a name."""
     text = url[len(_BEGIN) :]
     rest, colon, tag = text.rpartition(":")
     parts = (rest if colon else text).split("/")
@@ -134,14 +130,7 @@ def folders() -> list[str]:
 
 
 def find(url: str) -> OllamaModel:
-    """Find a model by its name.
-
-    Raises:
-        FileNotFoundError: ollama has no such model here; the message lists similar ones.
-        FormatError: the manifest is malformed, or a layer with weights is missing or has another size.
-        UnsupportedError: not a name, or the layers do not make up a model.
-        OSError: a file cannot be read.
-    """
+    """Find a model by its name."""
     name = parse(url)
     for folder in folders():
         path = os.path.join(folder, "manifests", *name)
@@ -153,12 +142,7 @@ def find(url: str) -> OllamaModel:
 
 
 def read(folder: str, name: OllamaName) -> OllamaModel:
-    """Read the manifest of a model; the blobs are not looked at.
-
-    Raises:
-        FormatError: the manifest is malformed.
-        OSError: it cannot be read.
-    """
+    """Read the manifest of a model; the blobs are not looked at."""
     path = os.path.join(folder, "manifests", *name)
     layers = read_json(path, "the manifest").get("layers")
     if not isinstance(layers, list):
@@ -202,11 +186,7 @@ def _check(model: OllamaModel, path: str) -> None:
 
 
 def names_in(folder: str, failures: list[OSError] | None = None) -> Iterator[OllamaName]:
-    """Iterate over the names of a folder's manifests, in order.
-
-    Args:
-        failures: receives the errors of folders that cannot be listed.
-    """
+    """Iterate over the names of a folder's manifests, in order."""
 
     def names(*parts: str) -> list[str]:
         try:

@@ -56,16 +56,7 @@ def is_file_object(value: object) -> bool:
 def places_of(
     paths: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[list[str], Files]:
-    """Return callers' paths as text, and their store.
-
-    Args:
-        storage_options: for the filesystems of URLs.
-
-    Raises:
-        TypeError: not a path, or a text file.
-        ValueError: a list with files of several stores, or with URLs beside a caller's store; a path with a NUL; a
-            closed file object.
-    """
+    """Return callers' paths as text, and their store."""
     if len(paths) == 1:  # most calls
         only = paths[0]
         text = only if type(only) is str else _plain_path(only)

@@ -29,14 +29,7 @@ _TIMES_BESIDE_MTIME = frozenset(("time", "created"))
 
 
 def checked_size(value: object, path: str) -> int:
-    """Return the size of a file as a store reports it.
-
-    Args:
-        path: the URL in messages.
-
-    Raises:
-        FormatError: it is not the size of a file.
-    """
+    """Return the size of a file as a store reports it."""
     try:
         size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -47,14 +40,7 @@ def checked_size(value: object, path: str) -> int:
 
 
 def checked_name(value: object, path: str) -> str:
-    """Return the last part of a path that a store lists.
-
-    Args:
-        path: the URL of the folder in messages.
-
-    Raises:
-        FormatError: it is no text, or no file can have it.
-    """
+    """Return the last part of a path that a store lists."""
     if isinstance(value, str) and "\0" not in value and not re.search("[\ud800-\udfff]", value):
         return value.rstrip("/").rpartition("/")[2]
     raise error_about(FormatError, f"the store lists a name that is no text: {show(value)}", path=path)
@@ -104,19 +90,12 @@ class RemoteStore(ABC):
     """A file read by ranges, from any thread.
 
     While the file is opened, small reads are served from windows, which are fetched on demand.
-
-    Args:
-        window: bytes of the first window.
-
-    Attributes:
-        path: the URL in messages, without user, password and query.
-        size: in bytes.
-        version: the size and a mark of the content, such as an ETag, a version id or a time; None if the store has no
-            mark. Numbers and str only.
     """
 
-    path: str
-    size: int
+    path: str  # the URL in messages, without user, password and query
+    size: int  # in bytes
+    # the size and a mark of the content, such as an ETag, a version id or a time; None if the store has no mark.
+    # Numbers and str only.
     version: tuple[Any, ...]
     here = False  # True if reading the whole file takes no network
     _closed = False
@@ -135,22 +114,10 @@ class RemoteStore(ABC):
         """Fill spans, if possible by a single request from the first span's first byte to the last span's last byte.
 
         Called from any thread; `stop.current` aborts it. Transient failures are retried.
-
-        Args:
-            spans: ascending, not overlapping, with small gaps.
-
-        Raises:
-            FormatError: the file has changed since it was opened.
-            RemoteError, OSError: the bytes cannot be read.
         """
 
     def confirm(self) -> None:  # noqa: B027  most stores do nothing, because each response states its version
-        """Check the version once a call has read everything, before the data is used.
-
-        Raises:
-            FormatError: the file has changed since it was opened.
-            RemoteError, OSError: the version cannot be determined.
-        """
+        """Check the version once a call has read everything, before the data is used."""
 
     def close(self) -> None:
         """Release resources and refuse all further reads, even from windows."""
@@ -264,9 +231,6 @@ class ForeignStore(RemoteStore):
     """A caller's store with the four members of `ByteStore`.
 
     Reads go through a separate buffer, because they may not be abortable.
-
-    Args:
-        path: the URL in messages.
     """
 
     def __init__(self, store: ByteStore, path: str) -> None:
@@ -316,12 +280,7 @@ def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
 
 
 def fill(spans: Sequence[Span], begin: int, content: bytes | bytearray | memoryview) -> None:
-    """Copy the result of an unabortable read, unless its call has ended.
-
-    Args:
-        begin: offset of ``content`` in the store.
-        content: the bytes up to the end of the last span.
-    """
+    """Copy the result of an unabortable read, unless its call has ended."""
     view = memoryview(content)
     with current().filling():
         for offset, memory in spans:

@@ -25,15 +25,7 @@ class Backend(Protocol):
     """One kind of store, opened with the caller's options. URLs are the caller's, secrets included."""
 
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
-        """Open a file: a `RemoteStore`, or a `LocalStore` if the file is on this machine.
-
-        Args:
-            window: bytes of the first request.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            RemoteError, OSError: the file cannot be opened.
-        """
+        """Open a file: a `RemoteStore`, or a `LocalStore` if the file is on this machine."""
 
     def is_folder(self, url: str) -> bool:
         """Return whether a URL leads to a folder; False for stores without folders."""
@@ -42,38 +34,17 @@ class Backend(Protocol):
         """Return the sorted names in a folder, and whether each is a folder itself."""
 
     def upload(self, source: str, url: str) -> None:
-        """Write a local file to a URL, where it becomes visible only when it is complete.
-
-        Raises:
-            UnsupportedError: the store is read-only.
-            RemoteError, OSError: the file cannot be written.
-        """
+        """Write a local file to a URL, where it becomes visible only when it is complete."""
 
     def remove(self, targets: Sequence[str]) -> None:
-        """Remove files, and empty folders, whose URLs end with a slash; some may not exist.
-
-        Raises:
-            UnsupportedError: the store is read-only.
-            RemoteError, OSError: a file cannot be removed.
-        """
+        """Remove files, and empty folders, whose URLs end with a slash; some may not exist."""
 
     def check_writable(self, url: str) -> None:
-        """Refuse a read-only folder before anything is written, as far as can be known.
-
-        Raises:
-            UnsupportedError: the store is read-only.
-            FileNotFoundError: a parent that must exist, such as a repository, does not.
-            RemoteError, OSError: the store does not respond.
-        """
+        """Refuse a read-only folder before anything is written, as far as can be known."""
 
 
 class RemoteFiles:
-    """The files behind URLs, and local files too; see `Files`.
-
-    Args:
-        options: ``storage_options``; None if the caller has passed none.
-        backend: a caller's store, which all URLs belong to.
-    """
+    """The files behind URLs, and local files too; see `Files`."""
 
     remote = True
 

@@ -58,15 +58,7 @@ class Tries:
         self._total = 0
 
     def failed(self, failure: Failure, at: int = 0) -> None:
-        """Wait for the next attempt.
-
-        Args:
-            failure: of the last attempt.
-            at: the first missing byte.
-
-        Raises:
-            Exception: the failure's error, if the retries are used up or would not help.
-        """
+        """Wait for the next attempt."""
         if at - self._at >= PROGRESS:
             self._at, self._consecutive = at, 0
         self._consecutive += 1

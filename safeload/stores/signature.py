@@ -76,11 +76,7 @@ class Signature:
 
 
 def library() -> Any:
-    """Return the model-signing library.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
+    """Return the model-signing library."""
     try:
         import model_signing
     except ImportError as error:
@@ -91,17 +87,7 @@ def library() -> Any:
 
 
 def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFiles:
-    """Verify a signature, and return the files that it covers.
-
-    Args:
-        content: of the signature's file.
-        shown: its path, for messages.
-
-    Raises:
-        VerificationError: there is no key, the signature is not the key's, or the content is malformed.
-        ModuleNotFoundError: model-signing is not installed.
-        OSError: a key or certificate cannot be read.
-    """
+    """Verify a signature, and return the files that it covers."""
     if signature.key is None and not signature.certificates:
         text = "a signature without a key or certificate proves nothing: pass safeload.Signature(path, key=...)"
         raise error_about(VerificationError, text, path=shown)
@@ -205,11 +191,7 @@ def _verified_entries(content: bytes, signature: Signature, shown: str) -> froze
 
 
 def _set_verifier(config: Any, signature: Signature) -> None:
-    """Load the key or the certificates.
-
-    Raises:
-        VerificationError: a file holds something else; the message names it.
-    """
+    """Load the key or the certificates."""
     try:
         if signature.key is not None:
             config.use_elliptic_key_verifier(public_key=signature.key)

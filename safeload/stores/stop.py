@@ -121,12 +121,7 @@ def belonging(stop: Stop) -> Iterator[None]:
 
 
 def left_behind(function: Callable[[], _Result], seconds: float = math.inf) -> _Result:
-    """Call a function that cannot be aborted in a thread of its own, which is left behind if this call ends first.
-
-    Raises:
-        TimeoutError: ``seconds`` have passed.
-        Exception: the function's own error.
-    """
+    """Call a function that cannot be aborted in a thread of its own, which is left behind if this call ends first."""
     outcomes: SimpleQueue[tuple[list[_Result], BaseException | None] | None] = SimpleQueue()
     inner = Stop()  # of the function's own waits and abortable reads
 

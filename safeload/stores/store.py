@@ -29,12 +29,7 @@ class ByteStore(Protocol):
         """Changes with the content. The size comes first; fields meaningful only in this process come last."""
 
     def read_into(self, offset: int, memory: Memory) -> None:
-        """Fill memory with the bytes from ``offset`` on.
-
-        Raises:
-            FormatError: the file ends too early.
-            OSError: the bytes cannot be read.
-        """
+        """Fill memory with the bytes from ``offset`` on."""
 
     def close(self) -> None:
         """Release resources; filled or mapped memory stays valid."""
@@ -53,11 +48,7 @@ class Span(NamedTuple):
 
 
 def read_at(store: ByteStore, offset: int, size: int) -> bytes:
-    """Return bytes of a store; fewer than ``size`` at its end.
-
-    Raises:
-        FormatError, OSError: see `ByteStore.read_into`.
-    """
+    """Return bytes of a store; fewer than ``size`` at its end."""
     windowed = getattr(store, "read_at", None)
     if windowed is not None:  # only a `remote.RemoteStore` has it, because each of its reads can be a request
         content: bytes = windowed(offset, size)

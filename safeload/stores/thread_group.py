@@ -37,12 +37,7 @@ Check = Callable[[], object]
 
 
 def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], object] | None = None) -> None:
-    """Run tasks on up to ``limit`` threads. The first error stops all tasks, and is raised.
-
-    Args:
-        tasks: any thread may advance the iterator, one thread at a time.
-        tick: called in this thread now and then; an exception stops the tasks.
-    """
+    """Run tasks on up to ``limit`` threads. The first error stops all tasks, and is raised."""
     errors: list[BaseException] = []
     threads = _Threads(_next_of(tasks), limit, errors.append)
     outer = current()  # of a task that calls `run` itself
@@ -73,11 +68,7 @@ def _next_of(tasks: Iterable[Callable[[], object]]) -> Callable[[Stop], Callable
 
 
 def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: int = HEADS) -> list[_Result]:
-    """Return the results of a function for each item. Two or more items are run on threads.
-
-    Raises:
-        Exception: the first error, after which no further item is begun.
-    """
+    """Return the results of a function for each item. Two or more items are run on threads."""
     if len(items) < 2:
         return [function(item) for item in items]
     results: dict[int, _Result] = {}
@@ -123,13 +114,7 @@ def in_order(function: Callable[[_Item], _Result], items: Iterable[_Item], count
 
 
 class _Threads:
-    """Daemon threads that run tasks until there are none, `end` is called or a task fails.
-
-    Args:
-        take: returns the next task, or None at the end; every thread calls it, with the `Stop` of the group.
-        limit: most threads.
-        failed: called in the thread of a task that failed, with the error.
-    """
+    """Daemon threads that run tasks until there are none, `end` is called or a task fails."""
 
     def __init__(
         self,
@@ -234,12 +219,6 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
     The threads start with the first `next`. They end with the last task or the first error, when `close` is called,
     with the last reference to this object, and when the interpreter exits. Running tasks and waiting results take at
     most ``limit`` bytes; a larger task runs alone. Only one thread at a time may take results; any thread may close.
-
-    Args:
-        tasks: advanced in the consumer's thread.
-        limit: in bytes.
-        workers: number of threads: more than one if tasks wait for a network.
-        ordered: False to return results as they become ready.
     """
 
     def __init__(self, tasks: Iterable[Task], limit: int, *, workers: int = 1, ordered: bool = True) -> None:
@@ -363,12 +342,7 @@ class _Queues:
             self.threads.start()
 
     def take(self, first: int) -> tuple[int, Any]:
-        """Return the next result and its number; ``first`` is the first task whose result was not taken.
-
-        Raises:
-            ValueError: the iterator was closed meanwhile, by another thread or by the task.
-            Exception: the error of the task.
-        """
+        """Return the next result and its number; ``first`` is the first task whose result was not taken."""
         entry = self._early.pop(first, None)
         while entry is None and not self.stopped:
             with suppress(Empty):

@@ -31,14 +31,7 @@ def needs_query(url: str) -> bool:
 
 
 def check_allowed(url: str, asked: bool) -> None:
-    """Refuse URLs the caller may not have meant to open.
-
-    Args:
-        asked: whether the caller has passed ``storage_options`` or a filesystem.
-
-    Raises:
-        UnsupportedError: a scheme or a chain that needs ``storage_options``, or a variable forbids the network.
-    """
+    """Refuse URLs the caller may not have meant to open."""
     scheme = scheme_of(url)
     chained = len(links(url)) > 1
     if scheme == "ollama":  # `formats.opening` resolves the names that callers pass themselves
@@ -57,22 +50,14 @@ def check_allowed(url: str, asked: bool) -> None:
 
 
 def check_online(url: str) -> None:
-    """Refuse a URL that needs the network if a variable forbids it.
-
-    Raises:
-        UnsupportedError: the message names the variable.
-    """
+    """Refuse a URL that needs the network if a variable forbids it."""
     variable = offline()
     if variable is not None and any(scheme_of(link) not in _HERE for link in links(url) if "://" in link):
         raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids network access")
 
 
 def check_no_page(url: str) -> None:
-    """Refuse a page of the Hub, which is HTML about a model or a file.
-
-    Raises:
-        UnsupportedError: the message names the URL to open instead.
-    """
+    """Refuse a page of the Hub, which is HTML about a model or a file."""
     plain = shown(url)
     page = of_page(plain)
     if page is not None and "/resolve/" not in plain and "/raw/" not in plain:
@@ -85,11 +70,7 @@ def offline() -> str | None:
 
 
 def public(url: str) -> str:
-    """Return a URL without secrets that still leads to its file.
-
-    Raises:
-        UnsupportedError: the URL leads elsewhere without its secrets.
-    """
+    """Return a URL without secrets that still leads to its file."""
     if needs_query(url):
         raise UnsupportedError(
             f"{shown(url)}: the query of this URL may be a secret and must stay in this process: "
@@ -101,11 +82,7 @@ def public(url: str) -> str:
 
 
 def local_path(url: str) -> str:
-    """Return the path of a ``file://`` URL.
-
-    Raises:
-        UnsupportedError: the URL names another machine, or no file.
-    """
+    """Return the path of a ``file://`` URL."""
     if os.name == "nt":
         # fsspec's `unstrip_protocol` writes two slashes before a drive.
         url = re.sub(r"^(file://)([a-z]:/)", r"\1/\2", url, flags=re.IGNORECASE)

@@ -36,13 +36,7 @@ _KEPT, _FEWEST = 4 << 30, 2
 
 
 class VerifiedStore(RemoteStore):
-    """A file in memory, verified before its bytes are used.
-
-    Args:
-        path: the path in messages.
-        store: the file.
-        source: the manifest, signature or cache, for messages.
-    """
+    """A file in memory, verified before its bytes are used."""
 
     here = True
 
@@ -81,16 +75,7 @@ class VerifiedStore(RemoteStore):
         self._opening = False
 
     def verify(self, *, alone: bool = True) -> None:
-        """Read and hash the file unless that is done.
-
-        Args:
-            alone: True to read ahead of the hash on other threads, because no other file is hashed meanwhile.
-
-        Raises:
-            VerificationError: the file differs from its expected content.
-            FormatError: it ends too early.
-            OSError: it cannot be read.
-        """
+        """Read and hash the file unless that is done."""
         with self._reading.own:
             self._ready(alone=alone)
         self._keep()
@@ -193,12 +178,7 @@ class VerifiedStore(RemoteStore):
 
 
 def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> None:
-    """Fill memory from a store, without the GIL if the file is local.
-
-    Raises:
-        FormatError: the file ends too early.
-        OSError: it cannot be read.
-    """
+    """Fill memory from a store, without the GIL if the file is local."""
     if not isinstance(store, LocalStore) or not hasattr(os, "preadv"):
         store.read_into(offset, memory)
         return
@@ -210,15 +190,7 @@ def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> N
 
 
 def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
-    """Hash the pieces of a file, and compare the digests.
-
-    Args:
-        path: for messages.
-        source: the manifest, signature or cache, for messages.
-
-    Raises:
-        VerificationError: a digest differs.
-    """
+    """Hash the pieces of a file, and compare the digests."""
     ranges = iter(expected.ranges)
     part = next(ranges, None)
     hasher = None if part is None else Hasher(part, size)
@@ -240,11 +212,7 @@ def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: 
 
 
 def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
-    """Compare the size of a file, which is known before it is read.
-
-    Raises:
-        VerificationError: it differs.
-    """
+    """Compare the size of a file, which is known before it is read."""
     last = expected.ranges[-1].end if expected.ranges else 0
     stated = expected.size if last is None else last
     if stated is not None and stated != size:
@@ -255,15 +223,7 @@ def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> 
 def verify_content(
     store: ByteStore, expected: ExpectedFile, *, path: str, source: str, tick: Callable[[int], object]
 ) -> None:
-    """Hash a file without keeping it.
-
-    Args:
-        tick: called with the number of bytes after each piece.
-
-    Raises:
-        VerificationError: the file differs.
-        FormatError, OSError: it cannot be read.
-    """
+    """Hash a file without keeping it."""
     check_size(expected, store.size, path=path, source=source)
     step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
     buffer = memoryview(bytearray(max(1, min(step, store.size))))
@@ -287,11 +247,7 @@ class KeptMemory:
         self._lock = ProcessLock()
 
     def add(self, store: VerifiedStore, *, again: bool) -> None:
-        """Move a store to the end, and drop the memory of others if there is too much.
-
-        Args:
-            again: the store was dropped too early.
-        """
+        """Move a store to the end, and drop the memory of others if there is too much."""
         dropped = []
         with self._lock.own:
             if again:
@@ -320,12 +276,7 @@ def _half_of_memory() -> int:
 
 
 class VerifiedFiles:
-    """Files of which only verified bytes are read.
-
-    Args:
-        files: finds and opens the files.
-        expected: the digests.
-    """
+    """Files of which only verified bytes are read."""
 
     def __init__(self, files: Files, expected: Expected) -> None:
         self._files = files
@@ -355,11 +306,7 @@ class VerifiedFiles:
             raise
 
     def check_missing(self, path: str) -> None:
-        """Refuse the absence of an expected file.
-
-        Raises:
-            VerificationError: the file is expected.
-        """
+        """Refuse the absence of an expected file."""
         if self.expected.covers(path, self._files):
             shown = self._files.shown(path)
             raise error_about(
@@ -400,10 +347,6 @@ class VerifiedFiles:
 
 
 def verify_all(stores: Sequence[VerifiedStore], count: int) -> None:
-    """Read and hash files on several threads, a file on each.
-
-    Raises:
-        VerificationError, FormatError, OSError: see `VerifiedStore.verify`.
-    """
+    """Read and hash files on several threads, a file on each."""
     alone = len(stores) < count
     each(lambda store: store.verify(alone=alone), stores, max(1, count))

@@ -7,12 +7,7 @@ from .store import ByteStore, Memory, read_at
 
 
 class StoreWindow:
-    """A range of a store as a store of its own.
-
-    Args:
-        begin: first byte in the store.
-        size: in bytes.
-    """
+    """A range of a store as a store of its own."""
 
     def __init__(self, store: ByteStore, begin: int, size: int, path: str) -> None:
         self.size = size

@@ -43,11 +43,7 @@ class SpanColumns(NamedTuple):
 
 
 class Spans:
-    """Byte ranges of files or memory, read in order and converted to target dtypes.
-
-    Args:
-        files: None for memory.
-    """
+    """Byte ranges of files or memory, read in order and converted to target dtypes."""
 
     def __init__(self, files: Sequence[WeightFile | None], columns: SpanColumns) -> None:
         self.files = files
@@ -109,15 +105,7 @@ class Spans:
         return Spans(self.files, columns._replace(begins=columns.begins + before, sizes=sizes))
 
     def fill(self, buffer: Array, threads: int | None, check: Check = nothing) -> int:
-        """Read all spans into a buffer, in order, and return the number of bytes.
-
-        Args:
-            buffer: uint8, contiguous, large enough.
-            check: called after each time slice.
-
-        Raises:
-            FormatError, OSError: a file cannot be read.
-        """
+        """Read all spans into a buffer, in order, and return the number of bytes."""
         if not len(self):
             return 0
         ends = np.cumsum(self.lengths)
@@ -142,14 +130,7 @@ class Spans:
         return int(ends[-1])
 
     def read(self, threads: int | None) -> Generator[tuple[int, int]]:
-        """Read all spans in order, ahead of the consumer unless there are few bytes.
-
-        Yields:
-            Address and size of a range of memory, which the next step may overwrite.
-
-        Raises:
-            FormatError, OSError: a file cannot be read.
-        """
+        """Read all spans in order, ahead of the consumer unless there are few bytes."""
         total = int(self.lengths.sum())
         if not total:
             return

@@ -152,22 +152,12 @@ class Filled(NamedTuple):
 
 
 def buffer_size(total: int, count: int | None = None, *, larger: int = 1) -> int:
-    """Return the size of each of ``count`` buffers, by default `BUFFERS`, for tensors of ``total`` bytes.
-
-    Args:
-        larger: a buffer takes at most so many times `BUFFER`.
-    """
+    """Return the size of each of ``count`` buffers, by default `BUFFERS`, for tensors of ``total`` bytes."""
     return max(SMALLEST_BUFFER, min(BUFFER * larger, -(-total // (count or BUFFERS))))
 
 
 class Ring:
-    """Buffers of equal size, each made by the thread that fills it first: pinning memory takes as long as reading it.
-
-    Args:
-        count: at least two, if buffers are filled ahead.
-        make: returns a new array of bytes, aligned to 64, for a buffer number; None for plain memory.
-        wait: called with the number of a buffer before it is filled again; returns once the buffer is free.
-    """
+    """Buffers of equal size, each made by the thread that fills it first: pinning memory takes as long as reading it."""
 
     def __init__(
         self,
@@ -210,19 +200,7 @@ def staged(
     sharing: int | None = None,
     ordered: bool = True,
 ) -> Generator[Filled]:
-    """Fill buffers while the caller uses earlier buffers.
-
-    Args:
-        entries: tensors with a target dtype; empty tensors are skipped.
-        threads: that read an indivisible tensor together.
-        workers: number of buffers to fill at a time.
-        sharing: number of threads that fill a buffer together, by default ``threads``. They wait for each other at its
-            end, which takes longer the more there are.
-        ordered: False to yield buffers as they are filled instead of in the order of the tensors.
-
-    Yields:
-        Filled buffers. Each belongs to the caller until the next step.
-    """
+    """Fill buffers while the caller uses earlier buffers."""
     listed = list(entries)
     tasks = _tasks(listed, ring, threads, threads if sharing is None else sharing)
     if any(entry.file.remote for entry in listed):
@@ -333,11 +311,7 @@ def nothing(*_: object) -> None:
 
 
 class StagedBytes:
-    """The bytes of tensors for writers, read ahead unless there are few.
-
-    Args:
-        entries: the tensors in the order of the requests.
-    """
+    """The bytes of tensors for writers, read ahead unless there are few."""
 
     def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
         total = sum(entry.nbytes for entry in entries)
@@ -352,11 +326,7 @@ class StagedBytes:
         self._array: Any = None
 
     def of_next(self, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the bytes of the next tensor, in order.
-
-        Yields:
-            Address and size of a range, and True if all ranges so far must be used before the next step.
-        """
+        """Yield the bytes of the next tensor, in order."""
         while nbytes:
             if not self._waiting:
                 self._take()

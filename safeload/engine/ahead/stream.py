@@ -321,17 +321,7 @@ def stream(
     threads: int | None,
     progress: Progress,
 ) -> TensorStream[Any] | LayerStream[Any]:
-    """Read tensors one after another; see `Checkpoint.stream`.
-
-    Args:
-        files: all files, in order.
-        by_layer: True to yield layers.
-        dtype: for floating and packed tensors; None to convert nothing.
-        ahead: most bytes to read before they are taken.
-        order: "given" for the order of ``tensors``, else the order of the bytes.
-        out: arrays to fill; None for new arrays.
-        progress: called in the consumer's thread.
-    """
+    """Read tensors one after another; see `Checkpoint.stream`."""
     if order not in get_args(Order):
         raise ValueError(f'order must be "file", "given" or "ready", got {show(order)}')
     if by_layer and order == "ready":

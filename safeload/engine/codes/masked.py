@@ -25,12 +25,7 @@ Read = Callable[[Part, int, "int | None"], Array]
 
 
 def parts_of(packed: Packed, rows: Range, name: str, read: Read) -> Mapping[str, Part]:
-    """Return the parts of a range of rows. The offsets are read unless the range has all rows.
-
-    Raises:
-        FormatError: the row offsets are wrong, or a file ends too early.
-        OSError: a file cannot be read.
-    """
+    """Return the parts of a range of rows. The offsets are read unless the range has all rows."""
     spec, parts = packed
     if rows.rows == spec.rows:
         return parts
@@ -53,15 +48,7 @@ def parts_of(packed: Packed, rows: Range, name: str, read: Read) -> Mapping[str,
 
 
 def fields_of(packed: Packed, rows: Range, name: str, read: Read) -> dict[str, Any]:
-    """Return the fields of an ``sl_packed`` that only sparse tensors have.
-
-    Args:
-        packed: with the parts of the range.
-        name: of the tensor, for errors.
-
-    Raises:
-        FormatError: the row offsets are wrong.
-    """
+    """Return the fields of an ``sl_packed`` that only sparse tensors have."""
     spec, parts = packed
     count = _count(parts[packing.CODES])
     mask = read(parts[packing.MASK], 0, None)
@@ -80,12 +67,7 @@ def fields_of(packed: Packed, rows: Range, name: str, read: Read) -> dict[str, A
 
 
 def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]) -> dict[str, Array]:
-    """Return runs of rows of the mask and of the values.
-
-    Raises:
-        ValueError: ``row_offsets`` do not fit the values.
-        FormatError, OSError: parts of a file cannot be read.
-    """
+    """Return runs of rows of the mask and of the values."""
     mask = {packing.MASK: along(parts[packing.MASK], runs, packed.rows)}
     codes = parts[packing.CODES]
     if packing.OFFSETS not in parts:

@@ -57,10 +57,6 @@ def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]
     """Select runs of rows of a packed tensor along the first axis, and return its packing and parts.
 
     Parts in memory are views if there is a single run.
-
-    Raises:
-        ValueError: a run is not whole blocks, or its values are not stored together.
-        FormatError, OSError: parts of a file cannot be read.
     """
     unit = row_block(packed, parts)
     if not unit:
@@ -228,12 +224,7 @@ def _columns_of(array: Array, runs: Sequence[slice], length: int) -> Array:
 
 
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
-    """Return elements of a packed tensor of a file, dequantizing only the selected rows of the first axis.
-
-    Raises:
-        IndexError: not a basic index of the tensor.
-        FormatError, OSError: the file cannot be read.
-    """
+    """Return elements of a packed tensor of a file, dequantizing only the selected rows of the first axis."""
     shape = packed.packing.shape
     check_index(index, shape, TAKE)
     rows = selected(index, shape)
@@ -258,14 +249,7 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
 
 
 def part_of(rows: Array, index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> Array:
-    """Return the selected elements as a separate array.
-
-    Args:
-        rows: the selected range of the first axis.
-        index: a basic index of the whole tensor.
-        shape: of the whole tensor.
-        first: first index of the range.
-    """
+    """Return the selected elements as a separate array."""
     view: Array = rows[_inside(index, shape, first)]
     return view if view.size == rows.size and view.flags.c_contiguous else view.copy()
 

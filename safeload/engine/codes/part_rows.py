@@ -20,9 +20,9 @@ class PartRows:
     """A part of a file. It is read when rows are selected, and at most once as a whole.
 
     Attributes:
-        shape: of the array over the part.
-        dtype: of its elements.
-        size: number of elements.
+        shape: of the array over the part
+        dtype: of its elements
+        size: number of elements
     """
 
     def __init__(self, part: Part) -> None:

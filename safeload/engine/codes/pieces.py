@@ -31,10 +31,6 @@ def in_order(
     """Return the results of a function that releases the GIL, in the order of its arguments.
 
     A few calls run ahead of the consumer. Closing the iterator stops all calls and aborts their requests.
-
-    Args:
-        threads: the requested number, or None to choose by ``nbytes``.
-        nbytes: bytes that all calls read in total.
     """
     return thread_group.in_order(function, items, thread_count(nbytes, threads))
 
@@ -71,12 +67,7 @@ class Meter:
 
 
 def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
-    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before.
-
-    Raises:
-        FormatError: the file ends too early.
-        OSError: the file cannot be read.
-    """
+    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before."""
     step = WINDOW if file.remote else PIECE
     memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
     for at in range(begin, end, step):
@@ -86,11 +77,7 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
 
 
 def source_pieces(source: Source) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before.
-
-    Raises:
-        FormatError, OSError: see `file_pieces`.
-    """
+    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before."""
     if source.file is not None:
         yield from file_pieces(source.file, source.offset, source.offset + source.size)
     elif source.size:

@@ -280,12 +280,7 @@ class QuantizedTensor:
 
 
 def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
-    """Return elements of a quantized tensor, dequantizing only the selected rows of the first axis.
-
-    Raises:
-        IndexError: not a basic index of the tensor.
-        UnsupportedError: see `QuantizedTensor.dequantize`.
-    """
+    """Return elements of a quantized tensor, dequantizing only the selected rows of the first axis."""
     shape = tensor.shape
     check_index(index, shape, TAKE)
     start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
@@ -308,11 +303,7 @@ def _bytes(array: Array) -> Array:
 def storage_of(
     scheme: str, shape: tuple[int, ...], axis: int | None
 ) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], tuple[np.dtype[Any], tuple[int, ...]] | None]:
-    """Return dtype and shape of a quantized tensor's data, and of its scale (None for blocks).
-
-    Raises:
-        ValueError: an unknown scheme, an axis out of range, or rows that do not fill whole blocks.
-    """
+    """Return dtype and shape of a quantized tensor's data, and of its scale (None for blocks)."""
     if scheme == INT8:
         if axis is not None and not 0 <= axis < len(shape):
             raise ValueError(f"axis {axis} is out of range for shape {list(shape)}")

@@ -33,12 +33,7 @@ _NOT_TERNARY = 3
 
 
 class CodeReader:
-    """The codes of a range. Its scales are read, checked and combined when the job runs.
-
-    Args:
-        name: of the tensor, for errors.
-        stored: the stored parts, for errors, if ``packed`` has parts in memory.
-    """
+    """The codes of a range. Its scales are read, checked and combined when the job runs."""
 
     def __init__(self, packed: Packed, part: Range, name: str, stored: Mapping[str, Part] | None = None) -> None:
         self._packed, self._parts = packed
@@ -87,12 +82,7 @@ class CodeReader:
         return CodeReader(Packed(self._packed, parts), self._part, self._name, self._stored)
 
     def prepare(self) -> dict[str, Any]:
-        """Return the fields of an ``sl_packed``.
-
-        Raises:
-            FormatError: a scale is not finite, a group does not exist, or a file ends too early.
-            OSError: a file cannot be read.
-        """
+        """Return the fields of an ``sl_packed``."""
         packed, part = self._packed, self._part
         fields: dict[str, Any] = {
             "layout": packed.layout,
@@ -341,17 +331,7 @@ class CodeReader:
 def restore_jobs(
     packed: Packed, memory: int, target: int, name: str, *, owner: Any = None, ranges: Iterable[Range] | None = None
 ) -> Iterator[Job]:
-    """Yield the jobs that dequantize a tensor into memory.
-
-    Args:
-        memory: address of the values.
-        target: dtype number of the values.
-        owner: keeps the memory of the parts alive; None for a file.
-        ranges: to dequantize; None for the whole tensor.
-
-    Raises:
-        FormatError, OSError: the row offsets of a sparse range cannot be read.
-    """
+    """Yield the jobs that dequantize a tensor into memory."""
     spec, codes = packed.packing, packed.parts[packing.CODES]
     row = dtypes.of_number(target)
     for part in ranges_of(spec) if ranges is None else ranges:
@@ -397,12 +377,7 @@ def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any
 
 
 def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
-    """Return bytes of a part in the byte order of files: a copy from a file, or a view of an array.
-
-    Args:
-        begin: first byte in the part.
-        size: number of bytes; None for all.
-    """
+    """Return bytes of a part in the byte order of files: a copy from a file, or a view of an array."""
     first = part.begin + begin
     end = part.end if size is None else first + size
     if part.file is None:

@@ -83,11 +83,7 @@ def of_packed(name: str, packed: Packed, owner: Any) -> Source:
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:
-    """Return an array of real numbers as a source: unchanged if the core reads its dtype, else as float32.
-
-    Raises:
-        TypeError: the array does not hold real numbers.
-    """
+    """Return an array of real numbers as a source: unchanged if the core reads its dtype, else as float32."""
     array = as_array(x, name)
     row = dtypes.row_of(array.dtype)
     if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
@@ -108,11 +104,7 @@ def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) 
 
 
 def of_array(name: str, value: Any) -> Source:
-    """Return an array of any dtype of weight files as a source.
-
-    Raises:
-        TypeError: weight files do not have the dtype.
-    """
+    """Return an array of any dtype of weight files as a source."""
     array = as_array(value, name)
     row = dtypes.row_of(array.dtype)
     if row is None or row.packed:

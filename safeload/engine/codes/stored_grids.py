@@ -56,12 +56,7 @@ def all_finite(raw: Array, row: dtypes.Dtype) -> bool:
 def shared_fields(
     packed: Packing, row: dtypes.Dtype, shared: Array, matrices: tuple[int, int]
 ) -> dict[str, Any] | None:
-    """Return the fields of an ``sl_packed`` for finite shared scales; None if a scale could become infinite.
-
-    Args:
-        row: dtype of the stored scales.
-        matrices: first matrix, and number of matrices.
-    """
+    """Return the fields of an ``sl_packed`` for finite shared scales; None if a scale could become infinite."""
     first, count = matrices
     divides = packed.scale_rule == packing.DIVIDED
     if shared.size > 1:
@@ -81,11 +76,7 @@ def shared_fields(
 
 
 def zero_fields(zeros: Zeros, grid: Grid, read: Read, place: Place, table: Array) -> dict[str, Any] | None:
-    """Return the fields of an ``sl_packed`` for packed zero points; None if the core does not look them up.
-
-    Args:
-        table: the value of each code.
-    """
+    """Return the fields of an ``sl_packed`` for packed zero points; None if the core does not look them up."""
     (first, count), (rows, columns) = place
     if zeros.bits != 4 or zeros.permuted or zeros.word_codes not in (0, 8) or columns.start % 8:
         return None

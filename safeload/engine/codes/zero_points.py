@@ -17,12 +17,7 @@ Read = Callable[[int, int], Array]
 
 
 def read_codes(zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
-    """Return codes of the grid as uint32 [matrices, rows, columns].
-
-    Args:
-        matrices: first matrix, and number of matrices.
-        at: rows and columns of the grid.
-    """
+    """Return codes of the grid as uint32 [matrices, rows, columns]."""
     rows, columns = at
     if zeros.layout == COLUMNS:
         low, words = _down(zeros, grid, read, matrices, rows)
@@ -124,13 +119,7 @@ def settled(zeros: Zeros, only: int | None) -> Zeros:
 def read_numbers(
     zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], at: tuple[slice, slice], *, table: Array
 ) -> Array:
-    """Return values of the grid as float32 [matrices, rows, columns].
-
-    Args:
-        matrices: first matrix, and number of matrices.
-        at: rows and columns of the grid.
-        table: the value of each code.
-    """
+    """Return values of the grid as float32 [matrices, rows, columns]."""
     numbers = numbers_of(zeros, np.arange(1 << zeros.bits, dtype=np.uint32), table)
     per_word = 32 // zeros.bits
     if zeros.layout == COLUMNS or 8 % zeros.bits or zeros.word_codes not in (0, per_word):

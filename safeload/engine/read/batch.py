@@ -32,14 +32,7 @@ _F32 = dtypes.BY_CODE["F32"]
 
 
 class Reads:
-    """Collect tensors, then read them in a single batch.
-
-    Args:
-        out: arrays to fill, by name; None for new arrays.
-        memory: allocates new arrays, C-contiguous, aligned to `ALIGNMENT` and without shared bytes; None for
-            `private_array`.
-        direct: True to read past the page cache if the system allows it.
-    """
+    """Collect tensors, then read them in a single batch."""
 
     def __init__(
         self, out: Mapping[str, Array] | None, memory: Recycler | None = None, *, direct: bool = False
@@ -185,13 +178,7 @@ class _Pool(NamedTuple):
 
 
 def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
-    """Return address bits to be zero in an aligned array, and the bytes of a block in the file and in memory.
-
-    Args:
-        source: dtype number in the file.
-        target: dtype number of the array.
-        least: the least alignment.
-    """
+    """Return address bits to be zero in an aligned array, and the bytes of a block in the file and in memory."""
     dtype = dtypes.array_dtype(target)
     mask = max(dtype.alignment, least) - 1
     if source == target:
@@ -203,11 +190,7 @@ def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
 def over(
     buffer: Any, kinds: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
 ) -> list[Array]:
-    """Return arrays in C order over parts of a buffer, at byte offsets ``places``.
-
-    Raises:
-        UnsupportedError: see `array_over`.
-    """
+    """Return arrays in C order over parts of a buffer, at byte offsets ``places``."""
     try:
         return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
     except ValueError:  # again, to find the array
@@ -225,13 +208,7 @@ def read_scale(file: WeightFile, scale: Scale) -> Array:
 
 
 class Block:
-    """A byte range that is read once, for all tensors that share it.
-
-    Args:
-        begin: first byte in the file.
-        end: one past the last byte.
-        members: the tensors, by keys of the caller.
-    """
+    """A byte range that is read once, for all tensors that share it."""
 
     def __init__(self, file: WeightFile, begin: int, end: int, members: dict[int, ArraySpec]) -> None:
         self.members = members
@@ -283,12 +260,6 @@ def group_blocks(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch)
 
     Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
     C-contiguous arrays of their own.
-
-    Args:
-        specs: tensors that are not empty, by keys of the caller.
-
-    Returns:
-        Keys of the tensors that turn out to be plain (contiguous, little-endian, without aliases), and the blocks.
     """
     groups: list[list[int]] = []
     swap, reach = 0, -1

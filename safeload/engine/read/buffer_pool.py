@@ -27,9 +27,6 @@ class Recycler:
 
     Any thread may use it and drop its arrays. The owner should close it, because the arrays refer to it and may live
     much longer than the owner.
-
-    Args:
-        limit: most bytes to keep, less the bytes in use.
     """
 
     def __init__(self, limit: int) -> None:
@@ -42,12 +39,7 @@ class Recycler:
         self._free = short.sl_memory_free  # at exit, globals may disappear before the last array
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a page-aligned array with undefined values. Small arrays bypass the pool, aligned to a cache line.
-
-        Raises:
-            MemoryError: the memory cannot be allocated.
-            UnsupportedError: NumPy does not support an array of this shape.
-        """
+        """Return a page-aligned array with undefined values. Small arrays bypass the pool, aligned to a cache line."""
         size = dtype.itemsize * math.prod(shape)
         if size < POOLED_BELOW:
             return array_over(aligned_bytes(size), dtype, shape, 0)
@@ -80,9 +72,6 @@ class Recycler:
 
         This never waits. An array may be dropped anywhere: by garbage collection in the middle of this method, or in a
         child whose parent forked while another thread was here. The holder of the lock checks again.
-
-        Args:
-            trim: True to check the limit even if nothing was returned.
         """
         while (trim or self._returned) and self._lock.acquire(blocking=False):
             trim = False

@@ -47,16 +47,6 @@ def deliver(
     """Return arrays (or quantized tensors) by name, in any order, and False if a view or direct read was refused.
 
     Refused files are read through the page cache.
-
-    Args:
-        tensors: with distinct names.
-        target: dtype for floating and quantized tensors; None to convert nothing.
-        view: True to return views of mapped files if possible.
-        direct: True to read past the page cache if possible.
-        mappings: mappings to use and to extend; None for new mappings.
-        out: arrays to fill, by name; all are checked before the first byte is written.
-        memory: for new arrays, see `Reads`.
-        progress: if all tensors are views, only the end is reported.
     """
     if len(tensors) == 1 and target is None and out is None and progress is None:
         array = _single(tensors, view, mappings, threads)
@@ -243,11 +233,7 @@ def _check_out(
 
 
 def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> None:
-    """Refuse arrays that map a file to be read: filling such an array would change tensors before they are read.
-
-    Raises:
-        ValueError: names the array and the file.
-    """
+    """Refuse arrays that map a file to be read: filling such an array would change tensors before they are read."""
     mapped = {name: path for name, array in out.items() if (path := _mapped_path(array)) is not None}
     if not mapped:
         return
@@ -284,11 +270,7 @@ def stored_in_parts(name: str, packed: Packed) -> ValueError:
 
 
 def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
-    """Check that ``out`` has an array for a tensor, and that the array fits.
-
-    Raises:
-        ValueError, TypeError: names the tensor and the reason.
-    """
+    """Check that ``out`` has an array for a tensor, and that the array fits."""
     array = out.get(name)
     if array is None:
         raise ValueError(f"out: no array for tensor {show(name)}")

@@ -25,14 +25,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 def views_of(table: Table, buffer: Any) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
-
-    Args:
-        buffer: the file; arrays are writable if it is.
-
-    Raises:
-        UnsupportedError: too many axes for this NumPy.
-    """
+    """Return all tensors, by name in the order of their bytes, as views if they are aligned."""
     if not table.plain:
         return dict(_each(table, buffer))
     if table.count == 1:
@@ -44,25 +37,14 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
 
 
 def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as writable copies; small tensors share memory.
-
-    Args:
-        content: the file.
-
-    Raises:
-        UnsupportedError: too many axes for this NumPy.
-    """
+    """Return all tensors, by name in the order of their bytes, as writable copies; small tensors share memory."""
     if not table.plain:
         return {name: array if array.base is None else array.copy() for name, array in _each(table, content)}
     return views_of(table, _copy(content)) if content.nbytes < HUGE_FROM else _in_pools(table, content)
 
 
 def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
-    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view.
-
-    Raises:
-        UnsupportedError: too many axes for this NumPy.
-    """
+    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
     dtype = dtypes.array_dtype(number)
     if copy and content.nbytes >= HUGE_FROM:
         array = private_array(shape, dtype)

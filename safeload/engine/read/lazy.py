@@ -23,12 +23,7 @@ class Staged(NamedTuple):
 
 
 class Lazy:
-    """An array that is created later.
-
-    Args:
-        create: creates the array, C-contiguous; a call may overwrite the array of the previous call.
-        staged: reads the bytes without `create`; None if only `create` can.
-    """
+    """An array that is created later."""
 
     __slots__ = ("_create", "_written", "dtype", "shape", "staged")  # the garbage collector visits no dict
 
@@ -89,12 +84,7 @@ class LazyQuantized:
 
 
 class LazyPacked:
-    """A packed `QuantizedTensor` that is written unchanged.
-
-    Args:
-        names: names of the parts by role.
-        parts: the parts by role.
-    """
+    """A packed `QuantizedTensor` that is written unchanged."""
 
     def __init__(self, packing: Packing, names: Mapping[str, str], parts: Mapping[str, Lazy]) -> None:
         self.packing = packing
@@ -115,12 +105,7 @@ class LazyPacked:
 
 
 class LazyEncoded:
-    """A weight in the format of another engine, whose ``config.json`` describes it.
-
-    Args:
-        scheme: name of the format.
-        parts: by the ends of their names, after the name of the module.
-    """
+    """A weight in the format of another engine, whose ``config.json`` describes it."""
 
     def __init__(self, scheme: str, shape: tuple[int, ...], parts: Mapping[str, Lazy]) -> None:
         self.scheme = scheme

@@ -85,12 +85,7 @@ def check_backend(backend: object) -> None:
 
 
 def parse_target(dtype: Any) -> dtypes.Dtype | None:
-    """Return the target dtype of a load; None to convert nothing.
-
-    Raises:
-        TypeError: an unknown dtype.
-        UnsupportedError: loading cannot convert to the dtype.
-    """
+    """Return the target dtype of a load; None to convert nothing."""
     if dtype is None:
         return None
     try:
@@ -121,25 +116,7 @@ def load_tensors(
     progress: Progress = None,
     mappings: dict[WeightFile, Any] | None = None,
 ) -> tuple[dict[str, Any], LoadStats]:
-    """Load tensors as arrays (or quantized tensors) by name, in their order.
-
-    Args:
-        tensors: with distinct names.
-        backend: "mmap" for views into a mapping per file, "pread" for private memory, "direct" for private memory that
-            is read past the page cache. Tensors that cannot be views (converted, not aligned in the file, or the system
-            refuses the mapping) are read. Tensors that share bytes share memory with every backend, unless they are
-            converted.
-        dtype: for floating and quantized tensors; None to convert nothing.
-        out: arrays to fill, by name; all are checked before the first byte is written.
-        progress: if all tensors are views, only the end is reported.
-        mappings: mappings to use and to extend; None for new mappings.
-
-    Raises:
-        ValueError, TypeError: invalid arguments, including an array of ``out`` that does not fit.
-        UnsupportedError: an unsupported conversion.
-        FormatError: a file ends too early, with path and offset.
-        OSError: a file cannot be read.
-    """
+    """Load tensors as arrays (or quantized tensors) by name, in their order."""
     check_backend(backend)
     check_threads(threads)
     target = parse_target(dtype)
@@ -182,11 +159,7 @@ def _verify(tensors: Tensors, threads: int | None) -> None:
 
 
 def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
-    """Return all tensors of a file without quantized tensors, by name in the order of their bytes.
-
-    Raises:
-        UnsupportedError, FormatError, OSError: see `load_tensors`.
-    """
+    """Return all tensors of a file without quantized tensors, by name in the order of their bytes."""
     if backend == "mmap" and file.table.plain:
         buffer = mapping_of(file.store)
         if buffer is not None:
@@ -197,15 +170,7 @@ def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
 
 
 def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: str) -> None:
-    """Check that ``out`` has arrays only for these tensors.
-
-    Args:
-        operation: for the message, such as "load".
-
-    Raises:
-        TypeError: ``out`` is not a mapping.
-        ValueError: ``out`` has an array for another name.
-    """
+    """Check that ``out`` has arrays only for these tensors."""
     check_mapping(out, "out")
     unknown = sorted(set(out) - set(names), key=str)
     if unknown:
@@ -225,14 +190,7 @@ class Views:
         return self._arrays.get(name)
 
     def make(self, name: str, aliases: Sequence[FileTensor]) -> Value:
-        """Create the array of a tensor.
-
-        Args:
-            aliases: the tensor, and all tensors that share bytes with it.
-
-        Raises:
-            FormatError, OSError: a file cannot be read.
-        """
+        """Create the array of a tensor."""
         loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
         if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
             loaded = self._groups.setdefault(aliases[0][0], loaded)
@@ -269,12 +227,7 @@ class Window:
         self._next = -1  # end of the last tensor
 
     def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
-        """Return a tensor in its own memory; the file must not change between calls.
-
-        Raises:
-            FormatError: the file ends too early.
-            OSError: the file cannot be read.
-        """
+        """Return a tensor in its own memory; the file must not change between calls."""
         if not file.table.plain:
             return read_small(file, file.layout(index))
         number, shape, begin, end = entry

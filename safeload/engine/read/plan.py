@@ -69,11 +69,7 @@ def viewable(dtype: np.dtype[Any], begin: int) -> bool:
 
 
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
-    """Decide how each tensor of one file becomes an array.
-
-    Raises:
-        UnsupportedError: an unsupported conversion.
-    """
+    """Decide how each tensor of one file becomes an array."""
     file = tensors.files[0]
     table = file.table
     if table.unknown:
@@ -187,14 +183,7 @@ def in_file_order(entries: Iterable[Entry], files: Iterable[WeightFile]) -> list
 
 
 def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> list[Entry]:
-    """Describe tensors one by one, in their order.
-
-    Args:
-        target: dtype for floating and quantized tensors; None to convert nothing.
-
-    Raises:
-        UnsupportedError: an unsupported conversion.
-    """
+    """Describe tensors one by one, in their order."""
     tensors = Tensors.of(tensors)
     entries: dict[str, Entry] = {}
     for file_tensors in tensors.by_file():

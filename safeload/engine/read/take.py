@@ -36,16 +36,7 @@ _CHUNK = 64 << 20
 
 
 def positions_in(rows: Any, count: int, name: str) -> Array:
-    """Return the positions that ``rows`` selects, as int64 from 0 on.
-
-    Args:
-        rows: integers, or a boolean mask.
-        count: rows of the tensor.
-
-    Raises:
-        TypeError: not a sequence of integers or a mask.
-        IndexError: an integer is out of range, or the mask has another length.
-    """
+    """Return the positions that ``rows`` selects, as int64 from 0 on."""
     about = tensor_named(name)
     if isinstance(rows, (slice, str, bytes)) or rows is None or (not isinstance(rows, range) and _is_integer(rows)):
         kind = type(rows).__name__

@@ -34,12 +34,7 @@ class Ranges(NamedTuple):
 
 
 class Tensors(Sequence[FileTensor]):
-    """Tensors of one or more files, as a sequence of `FileTensor`. Columns are decoded on first use.
-
-    Args:
-        indices: positions of the tensors in the tables of their files.
-        file: for each tensor, the position of its file in ``files``; None if all are in the first file.
-    """
+    """Tensors of one or more files, as a sequence of `FileTensor`. Columns are decoded on first use."""
 
     def __init__(
         self,
@@ -63,14 +58,7 @@ class Tensors(Sequence[FileTensor]):
 
     @classmethod
     def located(cls, where: Mapping[str, tuple[WeightFile, int]], names: Sequence[str] | None = None) -> Tensors:
-        """Return the tensors of a mapping from names to files and indices.
-
-        Args:
-            names: of the tensors to return; None for all.
-
-        Raises:
-            KeyError: the mapping does not have a name.
-        """
+        """Return the tensors of a mapping from names to files and indices."""
         places = where.values() if names is None else map(where.__getitem__, names)
         files, indices = [*zip(*places, strict=True)] or [(), ()]
         return cls._in_files([*where] if names is None else names, files, indices)
@@ -82,11 +70,7 @@ class Tensors(Sequence[FileTensor]):
 
     @classmethod
     def in_file(cls, file: WeightFile, names: Iterable[str] | None = None) -> Tensors:
-        """Return the tensors with these names, or all tensors in the order of their bytes.
-
-        Raises:
-            TensorNotFoundError: an unknown name.
-        """
+        """Return the tensors with these names, or all tensors in the order of their bytes."""
         if names is None:
             return cls([file], file.table.names, range(file.table.count))
         chosen = list(distinct(names))
@@ -112,11 +96,7 @@ class Tensors(Sequence[FileTensor]):
         return self.names[k], self.files[0 if self.file is None else self.file[k]], self.indices[k]
 
     def pick(self, rows: Iterable[int], names: Sequence[str] | None = None) -> Tensors:
-        """Return the tensors at these positions, in this order.
-
-        Args:
-            names: the names, if the caller has them.
-        """
+        """Return the tensors at these positions, in this order."""
         rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
         indices, file = self.indices, self.file
         return Tensors(

@@ -42,12 +42,6 @@ class AtomicFile:
 
     A new file gets mode 0666 less the umask. A replaced file keeps its mode and owner, and symbolic links are followed.
     Devices and pipes are written directly, in order.
-
-    Args:
-        size: final size in bytes, reserved before the first byte is written.
-        overwrite: False to raise FileExistsError if the path exists.
-        durable: False to skip the fsync of file and folder.
-        digest: hashes the bytes of `write`.
     """
 
     identity: Identity | None = None  # of the complete file, after `seal`
@@ -210,11 +204,7 @@ class AtomicFile:
             self._close(identify=True)
 
     def put(self, swap: Swap, like: os.stat_result | None = None) -> None:
-        """Put the sealed file in place before the ``with`` block ends; ``swap`` can take it back.
-
-        Args:
-            like: an old file in another place, whose owner and mode the file gets.
-        """
+        """Put the sealed file in place before the ``with`` block ends; ``swap`` can take it back."""
         with self._naming():
             if self._temporary is None:  # a device has no other place
                 return
@@ -368,11 +358,7 @@ def _resolved(path: str) -> str:
 
 
 def check_place(path: str) -> None:
-    """Refuse, like open(2), a new path that realpath would change: "new/", "new/." or "missing/../new".
-
-    Raises:
-        FileNotFoundError, IsADirectoryError: no file can be created at this path.
-    """
+    """Refuse, like open(2), a new path that realpath would change: "new/", "new/." or "missing/../new"."""
     folder, name = os.path.split(path)
     above = folder if name else os.path.dirname(folder)
     if above and not os.path.isdir(above):
@@ -382,11 +368,7 @@ def check_place(path: str) -> None:
 
 
 def reserve(descriptor: int, size: int, path: str) -> None:
-    """Reserve space for a file's bytes if the filesystem can.
-
-    Raises:
-        OSError: not enough space.
-    """
+    """Reserve space for a file's bytes if the filesystem can."""
     error = Error()
     check(lib.sl_file_reserve(_handle(descriptor), size, error), error, path)
 

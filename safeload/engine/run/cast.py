@@ -94,12 +94,7 @@ def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, thread
 
 
 def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
-    """Return ``out`` if it fits a result of this shape and dtype, or a new array for None.
-
-    Raises:
-        TypeError: ``out`` is a masked array.
-        ValueError: ``out`` does not fit.
-    """
+    """Return ``out`` if it fits a result of this shape and dtype, or a new array for None."""
     if out is None:
         return private_array(shape, dtype)
     refuse_masked(out, "out")

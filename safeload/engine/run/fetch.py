@@ -39,13 +39,7 @@ _POLL = 0.05
 
 
 class Fetch:
-    """The jobs of a call.
-
-    Args:
-        execute: runs jobs with sources in memory, given the path of their file for errors. Several threads call it; it
-            checks `stop.current` now and then.
-        threads: limit of the calls of ``execute`` at a time.
-    """
+    """The jobs of a call."""
 
     def __init__(self, jobs: Iterable[Job], execute: Callable[[Sequence[Job], str], object], threads: int) -> None:
         self._local: list[Job] = []
@@ -66,16 +60,7 @@ class Fetch:
         self._request_size = RANGE if sum(job.size for job in remote) < _LONG_FROM else LONG_RANGE
 
     def run(self, report: Callable[[int], object]) -> list[Job]:
-        """Run all jobs that read from the network, and return the remaining jobs.
-
-        Args:
-            report: called regularly in this thread, with the bytes done.
-
-        Raises:
-            FormatError: a file has changed since it was opened.
-            RemoteError, OSError: bytes cannot be read; with the tensor, URL and range.
-            SafeloadError: a job failed.
-        """
+        """Run all jobs that read from the network, and return the remaining jobs."""
         windows = _windows(self._jobs, self._request_size)
         first = list(islice(windows, 2))
         tasks = self._tasks(chain(first, windows))

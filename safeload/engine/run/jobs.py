@@ -66,15 +66,7 @@ _OPEN = frozenset((int, type(None)))
 
 
 class Runner:
-    """Run groups of jobs, one after another.
-
-    Args:
-        total: bytes of all groups.
-        report: called with the number of bytes moved, after each time slice.
-        fail: raises an error, given the status, the core's error and the index of the failed job in all groups.
-        done: bytes moved before the first group.
-        direct: True to read past the page cache if the system allows it.
-    """
+    """Run groups of jobs, one after another."""
 
     def __init__(
         self,
@@ -97,15 +89,7 @@ class Runner:
         self._room: Any = None
 
     def run(self, group: Array, files: Sequence[JobFile]) -> None:
-        """Run a group of jobs, in parts if the process may not open all of their files at once.
-
-        Args:
-            group: the jobs, of dtype `JOB`; the columns of files are filled here.
-            files: the file of each job, opened if its descriptor was closed.
-
-        Raises:
-            OSError: a file cannot be opened again.
-        """
+        """Run a group of jobs, in parts if the process may not open all of their files at once."""
         if _OPEN.issuperset(map(type, files)):
             self._run(group, files, {file: _handle(file) for file in dict.fromkeys(files)})
             return
@@ -188,10 +172,6 @@ class Batch:
     """Jobs to run together. Their memory must stay alive until they have run.
 
     ``Origin.owner`` keeps the memory of a source alive; the caller keeps the rest.
-
-    Args:
-        path: for errors: the file of jobs with a handle instead of a `WeightFile`.
-        direct: True to read files past the page cache if the system allows it.
     """
 
     def __init__(self, jobs: Iterable[Job] = (), path: str | None = None, *, direct: bool = False) -> None:
@@ -220,12 +200,6 @@ class Batch:
 
         Files are opened if their descriptors were closed. If the process may not have enough descriptors, the jobs run
         in groups with fewer files.
-
-        Raises:
-            RangeError: the target cannot represent a value, with tensor and index.
-            FormatError: a file ends too early, with its path and the offset.
-            OSError: a file cannot be read or written.
-            MemoryError: the core's scratch memory cannot be allocated.
         """
         total = sum(job.size for job in self.jobs)
         count = thread_count(total, threads)
@@ -307,20 +281,7 @@ def move(
     threads: int | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> None:
-    """Read ranges of local files, described in columns: faster than a `Batch` if there are many.
-
-    Args:
-        file: for each range, the index of its file.
-        offsets: first bytes in the files.
-        memory: addresses to read to.
-        sizes: bytes in the files.
-        sources: dtype numbers of the elements.
-        targets: dtype numbers of the results. The error of a value that cannot be quantized names no tensor.
-        check: called after each time slice.
-
-    Raises:
-        FormatError, OSError: a file cannot be read.
-    """
+    """Read ranges of local files, described in columns: faster than a `Batch` if there are many."""
     op = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT)
     columns = {"offset": offsets, "memory": memory, "size": sizes, "from": sources, "to": targets, "op": op}
     _run_columns(files, file, columns, threads, report=lambda done: check())
@@ -339,19 +300,7 @@ def work(
     threads: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Run an operation without target dtype on tensors of local files, like `Source.work` for each in a `Batch`.
-
-    Args:
-        file: for each tensor, the index of its file.
-        offsets: first bytes in the files.
-        memory: addresses of the results.
-        sizes: bytes in the files.
-        numbers: dtype numbers.
-        origin: returns the origin of a tensor, for messages.
-
-    Raises:
-        FormatError, OSError: a file cannot be read.
-    """
+    """Run an operation without target dtype on tensors of local files, like `Source.work` for each in a `Batch`."""
     columns = {"offset": offsets, "memory": memory, "size": sizes, "from": numbers, "to": numbers}
     columns["op"] = np.full(len(sizes), op)
     with reporter(progress, int(sizes.sum())) as report:
@@ -390,18 +339,7 @@ def write(
     in_order: bool,
     durable: bool,
 ) -> int:
-    """Write memory to an open file, and return the position after it.
-
-    Args:
-        handle: the C core's handle of the file.
-        position: first byte in the file.
-        pieces: pairs of address and size in bytes.
-        in_order: True for devices and pipes, which have no positions.
-        durable: True if an fsync follows: the system then begins to write to the disk at once.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write memory to an open file, and return the position after it."""
     if len(pieces) == 1 and position + pieces[0][1] <= _SHORT_FILE and not in_order:
         address, size = pieces[0]
         error = Error()

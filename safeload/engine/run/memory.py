@@ -53,15 +53,7 @@ _OWNS_DATA = attrgetter("flags.owndata")
 
 
 def check_disjoint(out: Mapping[str, Array], contents: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Refuse arrays to fill that share memory, except a single array for tied tensors.
-
-    Args:
-        out: C-contiguous arrays by name.
-        contents: returns a value for each name, equal for tensors of the same bytes; called if arrays share memory.
-
-    Raises:
-        ValueError: names both arrays.
-    """
+    """Refuse arrays to fill that share memory, except a single array for tied tensors."""
     arrays = out.values()
     if all(map(_OWNS_DATA, arrays)) and len(set(map(id, arrays))) == len(arrays):
         return
@@ -75,13 +67,7 @@ def check_spans(
     contents: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
     argument: str,
 ) -> None:
-    """Refuse memory that is written under two names, or written and kept; see `check_disjoint`.
-
-    Args:
-        spans: address and size by name.
-        written: names that are written.
-        argument: for messages.
-    """
+    """Refuse memory that is written under two names, or written and kept; see `check_disjoint`."""
     known: Mapping[str, Any] | None = None
     last = {True: (0, 0, ""), False: (0, 0, "")}  # the span that ends last, among written and among kept spans
     for name, (following, size) in sorted(spans.items(), key=itemgetter(1)):
@@ -118,11 +104,7 @@ def aligned_bytes(size: int) -> Array:
 
 
 def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a new array with undefined values, in huge pages if it is large.
-
-    Raises:
-        UnsupportedError: NumPy does not support an array of this shape.
-    """
+    """Return a new array with undefined values, in huge pages if it is large."""
     size = dtype.itemsize
     for dim in shape:
         size *= dim
@@ -133,12 +115,6 @@ def paged_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> Arr
     """Return a new array for direct reads without a copy: pages of the file fill pages of the array.
 
     The array and the tensor in its file begin at the same offset within a page, if the dtype's alignment allows it.
-
-    Args:
-        begin: the tensor's first byte in the file.
-
-    Raises:
-        UnsupportedError: NumPy does not support an array of this shape.
     """
     size = dtype.itemsize
     for dim in shape:

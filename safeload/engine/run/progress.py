@@ -41,12 +41,7 @@ def _in_notebook() -> bool:
 
 @contextmanager
 def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
-    """Show a progress bar. Yields a function that takes the bytes done and the total, which may change.
-
-    Args:
-        label: text before the bar.
-        leave: True to leave the finished bar on the screen.
-    """
+    """Show a progress bar. Yields a function that takes the bytes done and the total, which may change."""
     notebook = _in_notebook()
     if not notebook and not on_terminal():
         with _lines(label) as report:

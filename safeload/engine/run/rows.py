@@ -31,17 +31,7 @@ def read_rows(
     width: int | None = None,
     origin: Origin | None = None,
 ) -> Array:
-    """Return rows as uint8 of shape [positions, width].
-
-    Args:
-        begin: first byte of row 0.
-        pitch: bytes from a row to the next.
-        positions: int64, ascending and distinct.
-        width: bytes of a row; None for all bytes up to the next row.
-
-    Raises:
-        FormatError, OSError: the file ends too early, or cannot be read.
-    """
+    """Return rows as uint8 of shape [positions, width]."""
     width = pitch if width is None else width
     rows = private_array((len(positions), width), np.dtype(np.uint8))
     if not rows.size:

@@ -43,15 +43,7 @@ def as_index(item: Any) -> int | None:
 
 
 def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[list[_SliceAxis], tuple[Any, ...]]:
-    """Return the positions to read along each axis, and the index of the requested array in the elements.
-
-    Args:
-        index: the items of a basic index.
-        advice: how to use any other index, for messages.
-
-    Raises:
-        IndexError: too many indices, an index out of bounds, or not a basic index.
-    """
+    """Return the positions to read along each axis, and the index of the requested array in the elements."""
     count = sum(item is not None and item is not Ellipsis for item in index)
     if count > len(shape):
         raise IndexError(f"too many indices: tensor is {len(shape)}-dimensional, but {count} were indexed")
@@ -91,11 +83,7 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[
 
 
 def check_index(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> None:
-    """Check that an index is a basic index of a tensor of this shape.
-
-    Raises:
-        IndexError: too many indices, an index out of bounds, or not a basic index.
-    """
+    """Check that an index is a basic index of a tensor of this shape."""
     _axes(index, shape, advice)
 
 
@@ -111,12 +99,7 @@ class _Run(NamedTuple):
 
 
 def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
-    """Yield reads of the selected elements of a tensor in C order.
-
-    Args:
-        axes: the selected positions.
-        block: bytes read at once if rows are read with their gaps.
-    """
+    """Yield reads of the selected elements of a tensor in C order."""
     strides = c_strides(shape, itemsize)
 
     def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
@@ -151,12 +134,7 @@ def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: 
 
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: str) -> Array:
-    """Read the selected elements into private memory.
-
-    Raises:
-        IndexError: too many indices, an index out of bounds, or not a basic index.
-        FormatError, OSError: the file ends too early, or cannot be read.
-    """
+    """Read the selected elements into private memory."""
     layout = file.layout(tensor)
     axes, after = _axes(index, layout.shape, advice)
     origin = Origin(file.table.names[tensor], layout.shape)

@@ -63,13 +63,7 @@ def check_threads(threads: int | None) -> None:
 
 
 def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> int:
-    """Return the number of threads for a job: as requested, else ``SAFELOAD_NUM_THREADS``, else by its size.
-
-    Args:
-        nbytes: bytes to move.
-        threads: the requested number, or None to choose.
-        direct: True for direct reads.
-    """
+    """Return the number of threads for a job: as requested, else ``SAFELOAD_NUM_THREADS``, else by its size."""
     check_threads(threads)
     if threads is not None:
         return operator.index(threads)

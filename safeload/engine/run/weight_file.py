@@ -23,13 +23,7 @@ from ...stores.store import WINDOW, ByteStore, read_at
 
 
 class WeightFile:
-    """The tensors of an open file. Any thread may use it.
-
-    Args:
-        path: as messages show it.
-        files: finds the other files of the folder.
-        place: the path in ``files``; a local file has the path of its store.
-    """
+    """The tensors of an open file. Any thread may use it."""
 
     verified = False  # True if its store hands out verified bytes from memory; see `stores.verified`
     _origin: tuple[str, tuple[Any, ...]] | None = None
@@ -48,11 +42,7 @@ class WeightFile:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def stand_for(self, origin: WeightFile, *, unpacked: bool = True) -> None:
-        """Take `place`, `files` and `identity` from the file that opens this content.
-
-        Args:
-            unpacked: False if reopening the file is cheap.
-        """
+        """Take `place`, `files` and `identity` from the file that opens this content."""
         self._origin = origin.place, origin.identity
         self._unpacked = unpacked
         self.files = origin.files
@@ -75,11 +65,7 @@ class WeightFile:
         return self.store.version if self._origin is None else self._origin[1]
 
     def check_identity(self, seen: tuple[Any, ...]) -> None:
-        """Check that the file has not changed since ``seen``, which is an `identity` or its first fields.
-
-        Raises:
-            FormatError: another program has changed the file.
-        """
+        """Check that the file has not changed since ``seen``, which is an `identity` or its first fields."""
         compare(self.identity, seen, self.path)
 
     def read_at(self, offset: int, size: int) -> bytes:
@@ -88,11 +74,7 @@ class WeightFile:
 
     @property
     def local(self) -> LocalStore:
-        """The store, whose file handle jobs and parsers use.
-
-        Raises:
-            UnsupportedError: the store has no handle.
-        """
+        """The store, whose file handle jobs and parsers use."""
         if not isinstance(self.store, LocalStore):
             raise UnsupportedError(f"{self.path} must be a local file", path=self.path)
         return self.store
@@ -153,11 +135,7 @@ class WeightFile:
 def infos_of(
     files: Sequence[WeightFile], where: Mapping[str, tuple[WeightFile, int]] | None
 ) -> Iterable[tuple[str, TensorInfo]]:
-    """Return the name and description of each tensor of files.
-
-    Args:
-        where: file and index of each tensor; None for all tensors of the only file.
-    """
+    """Return the name and description of each tensor of files."""
     if where is None:
         return zip(files[0].table.names, files[0].infos(), strict=True)
     infos = {file: file.infos() for file in files}
@@ -203,16 +181,7 @@ def places_in(file: WeightFile) -> dict[str, tuple[WeightFile, int]]:
 
 
 def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown: str) -> WeightFile:
-    """Write a temporary file, and return it open, without a name and with an empty table.
-
-    Args:
-        prefix: of the temporary name.
-        write: writes the content, given a stream and the path.
-        shown: the path in later messages.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a temporary file, and return it open, without a name and with an empty table."""
     import tempfile  # only here: few loads need it
 
     descriptor, path = tempfile.mkstemp(prefix=prefix)
@@ -228,17 +197,7 @@ def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown
 def open_without_table(
     path: PathLike, *, shown: str | None = None, files: Files = LOCAL, window: int = WINDOW
 ) -> WeightFile:
-    """Open a file with an empty table, for formats that are read in Python.
-
-    Args:
-        shown: the path in later messages, if it differs.
-        files: opens the path.
-        window: see `Files.open`.
-
-    Raises:
-        FormatError: not a regular file.
-        OSError: the file cannot be opened.
-    """
+    """Open a file with an empty table, for formats that are read in Python."""
     if files is not LOCAL:
         place = os.fspath(path)
         store = files.open(place, window)
