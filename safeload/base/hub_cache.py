@@ -25,7 +25,7 @@ def repository(kind: str, name: str) -> str:
 
 
 def snapshot_of(path: str) -> str | None:
-    """Return the snapshot for a repository folder: main's, or the only snapshot."""
+    """Return the snapshot for a repository folder: main's, or the only snapshot. None for any other folder."""
     snapshots = os.path.join(path, "snapshots")
     if not os.path.isdir(snapshots) or not os.path.isdir(os.path.join(path, "blobs")):
         return None

@@ -83,7 +83,7 @@ def _shorten(name: str, parts: Sequence[str], columns: int, count: Mapping[str, 
 
 
 def wrap(text: str, columns: int | None, indent: str = "", hanging: str | None = None) -> list[str]:
-    """Wrap prose into lines."""
+    """Wrap prose into lines. Without ``columns`` it wraps at 80, but never breaks a word, such as a name."""
     wrapper = textwrap.TextWrapper(columns or 80, indent, indent if hanging is None else hanging)
     wrapper.break_long_words = columns is not None
     wrapper.break_on_hyphens = columns is not None
@@ -93,7 +93,10 @@ def wrap(text: str, columns: int | None, indent: str = "", hanging: str | None =
 def table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: frozenset[int], columns: int | None
 ) -> list[str]:
-    """Return the lines of a table; each row takes two lines if the other columns leave too little room for names."""
+    """Return the lines of a table; each row takes two lines if the other columns leave too little room for names.
+
+    The first column holds names, which are shortened if the table is too wide; ``right`` lists right-aligned columns.
+    """
     cells = [list(column) for column in zip(header, *rows, strict=True)]
     names, own_line = cells[0], False
     if columns is not None:

@@ -46,7 +46,11 @@ def unreadable(
 
 
 class ListedTable(Table):
-    """A table built in Python, in the order of the caller; tensors may overlap."""
+    """A table built in Python, in the order of the caller; tensors may overlap.
+
+    The caller has validated the tensors: unique names, byte ranges inside the file, shapes and strides inside the
+    ranges.
+    """
 
     def __init__(
         self,

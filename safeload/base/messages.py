@@ -13,7 +13,10 @@ _Error = TypeVar("_Error", bound=SafeloadError)
 def error_about(
     kind: type[_Error], text: str, *, path: str | None = None, offset: int | None = None, tensor: str | None = None
 ) -> _Error:
-    """Return an error that names its file and tensor, such as "w.gguf: tensor 'x' has 5 dims"."""
+    """Return an error that names its file and tensor, such as "w.gguf: tensor 'x' has 5 dims".
+
+    After a tensor, ``text`` is a predicate ("has 5 dims"), or a clause that begins with a colon.
+    """
     if tensor is not None:
         text = f"{tensor_named(tensor)}{'' if text.startswith(':') else ' '}{text}"
     if path is not None and not issubclass(kind, FormatError):  # a FormatError ends with its path
@@ -22,7 +25,7 @@ def error_about(
 
 
 def encode(text: str, subject: str, errors: str = "strict", *, tensor: str | None = None) -> bytes:
-    """Encode a text as UTF-8."""
+    """Encode a text as UTF-8. "surrogateescape" writes bytes that were not UTF-8 when they were read."""
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError:

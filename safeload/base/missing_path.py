@@ -37,7 +37,7 @@ def dangling(path: object) -> str:
 
 
 def describe(path: str) -> tuple[str, str] | None:
-    """Explain a path that does not exist."""
+    """Explain a path that does not exist. None if there is no explanation."""
     if (url := _of_url(path)) is not None:
         return url
     if path.startswith("hf:") and _REPOSITORY.fullmatch(path[len("hf:") :]) is not None:

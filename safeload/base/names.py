@@ -52,7 +52,10 @@ class NameFamily(NamedTuple):
 
 
 def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[NameFamily]:
-    """Group tensors that differ only in the numbers of their names, in the order of each group's first tensor."""
+    """Group tensors that differ only in the numbers of their names, in the order of each group's first tensor.
+
+    Tensors of a family have equal ``kinds``, such as dtype and shape.
+    """
     groups: dict[Hashable, tuple[int, list[str], list[tuple[int, ...]]]] = {}
     with paused(len(names)):
         for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):

@@ -187,7 +187,10 @@ def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
 def check(
     status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
 ) -> None:
-    """Raise the exception for a status; return if it is ``SL_OK``."""
+    """Raise the exception for a status; return if it is ``SL_OK``.
+
+    ``subject`` replaces the tensor in front of the core's message.
+    """
     if status != lib.SL_OK:
         raise failure(status, error, path, subject, tensor=tensor)
 

@@ -46,7 +46,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def plain(value: Any, *, lossless: bool = False) -> Any:
-    """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hexadecimal, complex to text."""
+    """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hex, complex to text."""
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         value = value.tolist()
     if isinstance(value, float):

@@ -69,7 +69,7 @@ def distinct(names: Iterable[str]) -> Iterable[str]:
 
 
 def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, drop: Patterns) -> list[str]:
-    """Return the names of the tensors to work on."""
+    """Return the names of the tensors to work on. ``names`` are exact, and not looked up."""
     if names is not None and only is not None:
         raise ValueError("names= takes exact names and only= takes patterns: pass only one of them")
     selected = known if names is None else list(distinct(names))
@@ -142,7 +142,7 @@ def _substituted(name: str, pairs: list[_Compiled]) -> str:
 
 
 def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
-    """Return the pairs of an argument, unchanged: an expression, str or compiled, and its replacement, str or callable."""
+    """Return an argument as pairs: an expression, str or compiled, and its replacement, str or callable."""
     if renames is None:
         return []
     if isinstance(renames, (str, bytes)):

@@ -113,9 +113,11 @@ class Table:
 
     Attributes:
         count: number of tensors
-        shaped: whether any tensor can be non-contiguous, big-endian or overlap another tensor (see `strides`, `big_endian` and `together`). If False, all tensors are C-contiguous, little-endian and disjoint.
+        shaped: whether any tensor can be non-contiguous, big-endian or overlap another tensor (see `strides`,
+            `big_endian` and `together`). If False, all tensors are C-contiguous, little-endian and disjoint.
         quantized: whether any tensor can be blocked, packed, or int8 with a scale
-        plain: whether the bytes of every tensor are its array, with no exception above: no tensor is empty, unaligned, or of another byte order than this machine's, and no elements share bytes
+        plain: whether the bytes of every tensor are its array, with no exception above: no tensor is empty,
+            unaligned, or of another byte order than this machine's, and no elements share bytes
     """
 
     shaped = False

@@ -100,7 +100,10 @@ def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
 def load_arrays(
     selected: Selected, *, backend: Backend = "mmap", threads: int | None, progress: Progress
 ) -> dict[str, Any]:
-    """Load arrays by name. F4 and F6 tensors without conversion are raw uint8."""
+    """Load arrays by name. F4 and F6 tensors without conversion are raw uint8.
+
+    Progress is that of the last group, which takes the time: earlier groups are views.
+    """
     checkpoint, merge, names, groups = selected
     arrays: dict[str, Any] = {}
     for group in groups:

@@ -18,7 +18,7 @@ class Handle(Protocol):
     """Convert the tensors of an open file to a framework. Pickles as device and backend."""
 
     def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
-        """Return a tensor."""
+        """Return a tensor. ``read`` returns a writable array that shares memory with no other array."""
 
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]

@@ -158,6 +158,8 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
 
     On a CPU, XLA uses aligned memory as it is, even if ``may_alias`` is False. Such memory is copied if it is borrowed.
     It is also copied below `POOLED_BELOW` bytes, because a small array would keep a whole pool alive.
+
+    Memory that is ``borrowed`` may change later.
     """
     small = [k for k, array in enumerate(arrays) if array.nbytes < _COPIED_BELOW] if place is None else []
     if len(small) == len(arrays):

@@ -18,7 +18,7 @@ from .jax_arrays import Array
 
 
 class JaxHandle:
-    """The `Handle` for JAX."""
+    """The `Handle` for JAX. ``backend`` is ignored, because all arrays have memory of their own."""
 
     def __init__(self, device: Any, backend: str) -> None:
         if device not in ("cpu", None):

@@ -68,7 +68,10 @@ def from_table(table: Table, arrays: dict[str, Array]) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, dtypes.Dtype] | None = None) -> dict[str, Any]:
-    """Return CPU tensors over the memory of arrays, each with a storage of its own size."""
+    """Return CPU tensors over the memory of arrays, each with a storage of its own size.
+
+    The arrays must be writable.
+    """
     from_numpy, views = torch.from_numpy, _views
     tensors = {}
     for name, array in arrays.items():
@@ -83,7 +86,10 @@ def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, dtypes.Dtype] | N
 
 
 def from_array(array: Array, name: str, raw: dtypes.Dtype | None = None) -> Any:
-    """Return a CPU tensor over the memory of an array, or over a copy if the array is read-only."""
+    """Return a CPU tensor over the memory of an array, or over a copy if the array is read-only.
+
+    The array must not have negative strides.
+    """
     view = _view_of(array.dtype, name) if raw is None else (array.dtype, torch_dtype(raw, name))
     if not array.size:  # `from_numpy` would give it strides of 0
         return torch.empty(array.shape, dtype=view[1], device="cpu")
@@ -158,7 +164,10 @@ def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
-    """Return the input of the safetensors writer for a dict of tensors."""
+    """Return the input of the safetensors writer for a dict of tensors.
+
+    ``keep`` receives objects that must live until everything is written.
+    """
     if isinstance(tensors, dict):  # a subclass can make its tensors when asked, and another thread can replace them
         tensors = dict(tensors.items())
     entries = _plain_memory(tensors)
@@ -251,7 +260,10 @@ def _not_a_tensor(name: object, value: Any) -> str:
 
 
 def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
-    """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written."""
+    """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written.
+
+    A conjugate or negative bit is applied: the values that the tensor shows are saved.
+    """
     row = row_of(name, tensor)
     if tensor.device.type != "cpu" and not row.packed:
         return Lazy(dtypes.array_dtype(row.number), tuple(tensor.shape), lambda: to_array(resolved(tensor.to("cpu"))))

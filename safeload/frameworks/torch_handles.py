@@ -29,7 +29,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 class TorchHandle:
-    """The `Handle` for torch."""
+    """The `Handle` for torch. As in safetensors, the device need not be available before a tensor is read."""
 
     def __init__(self, device: Any, backend: str) -> None:
         self._device = torch_arrays.parsed_device(device)

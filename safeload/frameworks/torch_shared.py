@@ -91,6 +91,9 @@ def remove_duplicate_names(
 
     In each group, the candidates to keep are tensors that cover their whole storage. The first candidate in
     ``preferred_names`` is kept, else the first outside ``discard_names``, else the first.
+
+    ``partial`` accepts tensors that cover a group's memory together: on a GPU the weights of an LSTM are parts of one
+    storage.
     """
     preferred, discard = set(preferred_names or ()), set(discard_names or ())
 

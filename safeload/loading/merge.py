@@ -210,7 +210,11 @@ def _scaling(match: _Match, part: str, module: str, rank: tuple[int, ...]) -> fl
 
 
 class Merge:
-    """Adapters fitted to a base."""
+    """Adapters fitted to a base.
+
+    ``among`` limits it to these base tensors; otherwise each module of an adapter needs one. Without ``problems`` the
+    first misfit is raised.
+    """
 
     changes: dict[str, list[Change]]  # by base tensor, in order; untied heads are included even if unchanged
     fits: Sequence[Fit]  # per adapter
@@ -510,7 +514,7 @@ def _run(job: Job, out: Array, threads: int | None) -> None:
 
 
 def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
-    """Change a tile in place."""
+    """Change a tile in place. The rows of ``product`` limit how many rows change at a time."""
     for first in range(begin, begin + len(tile), len(product)):
         part = tile[first - begin : first - begin + len(product)]
         last = first + len(part)

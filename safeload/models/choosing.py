@@ -111,7 +111,10 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> In
 
 
 def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """Find an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0..."."""
+    """Find an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0...".
+
+    None if the names have no prefix, or too few of them match the schema.
+    """
     schema, prefix = choice.schema, _inner_prefix(choice.schema, names)
     if config is None or prefix is None or prefix in schema.prefixes:
         return None

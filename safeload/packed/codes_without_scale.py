@@ -131,7 +131,7 @@ def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
 def find(
     tensors: Mapping[str, Stored], quantization: Quantization | None = None, elsewhere: Collection[str] = ()
 ) -> dict[str, Codes]:
-    """Return the code tensors, in the given order."""
+    """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
     rows, rows_elsewhere = _rows_for(tensors), _rows_for(elsewhere)
     companions = {
         name: _companion(name, stored, tensors, rows) or _companion_elsewhere(name, elsewhere, rows_elsewhere)

@@ -82,7 +82,10 @@ def make_logical(
     config: Mapping[str, Any] | None = None,
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Logical:
-    """Give open files tables in which each packed tensor appears once."""
+    """Give open files tables in which each packed tensor appears once.
+
+    A missing scale is an error if the files are a ``complete`` checkpoint.
+    """
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
     if quantization is None and not in_gguf:
         quantization = find_quantization(files, title)

@@ -32,7 +32,10 @@ def i2_s(group: PackedGroup) -> Packing:
 
 
 def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> Packing:
-    """Return the packing of blocks with a scale."""
+    """Return the packing of blocks with a scale.
+
+    ``blocks`` means that the codes have their logical shape; otherwise their last axis counts bytes.
+    """
     shape, scale = group.shape(), group.shape(SCALE)
     if group.dtype(SCALE) != "F32":
         raise Misfit(f"{group.names[SCALE]} is {group.dtype(SCALE)}, but scales of {label} must be F32")

@@ -60,6 +60,8 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
 
     A single element is the scale of the whole tensor; [rows] or [rows, 1] has an element per row; an axis of 1 is
     broadcast; an axis of ceil(length / block) has an element per block. Experts have a leading axis in both tensors.
+
+    An ``exact`` block comes from the configuration, and contradicts scales per row or column.
     """
     rows, columns = (1, 1, *shape)[-2:]
     whole = Grid(max(1, rows), max(1, columns), 1, 1)

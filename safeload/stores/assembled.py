@@ -89,7 +89,10 @@ class InFile:
 
 
 class BoxedTensor:
-    """A tensor and its boxes."""
+    """A tensor and its boxes.
+
+    ``fill`` is the value of elements outside the boxes; None if the boxes cover the tensor.
+    """
 
     def __init__(
         self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], fill: bytes | None = None
@@ -245,7 +248,7 @@ class UnpackedBoxes:
 
 
 class AssembledStore(RemoteStore):
-    """A file of tensors in boxes; see the module."""
+    """A file of tensors in boxes; see the module. ``stores`` hold the boxes, and are closed with this store."""
 
     here = True
 

@@ -234,7 +234,10 @@ def _lock(descriptor: int, path: str) -> None:
 
 
 def replace_header(file: Locked, old: bytes, new: bytes, *, durable: bool) -> None:
-    """Replace the header of a file in place by one of the same size, under a journal."""
+    """Replace the header of a file in place by one of the same size, under a journal.
+
+    After an error the old header is in place, unless the message says to recover it.
+    """
     identity = file.identity
     write(file.path, Journal(identity.device, identity.inode, identity.size, old, digest(new)), durable=durable)
     try:

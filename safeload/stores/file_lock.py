@@ -13,7 +13,10 @@ _FAR = 1 << 62  # no byte of the file, which others may read
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file until it is closed."""
+    """Lock an open file until it is closed.
+
+    False if somebody else holds the lock, None if the filesystem has no locks.
+    """
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -199,6 +199,8 @@ class HttpStore(RemoteStore):
 
     Attributes:
         commits: commits of the Hub that opened the file, as the host of its URL states them
+
+    ``resolve`` is called from any thread, and again if access to its URL is refused.
     """
 
     def __init__(

@@ -295,6 +295,8 @@ class LocalStore:
         place: the absolute path
         size: in bytes
         gives_way: whether this process may close the file in order to replace it (see `replace`)
+
+    A ``brief`` file gets no `place`, and its descriptor stays open until it is closed.
     """
 
     gives_way = False
@@ -453,7 +455,10 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
 
 
 def of_descriptor(number: int, path: str) -> LocalStore:
-    """Return a store over a duplicate of an open descriptor of a regular file; not on Windows."""
+    """Return a store over a duplicate of an open descriptor of a regular file; not on Windows.
+
+    ``path`` is for messages only: it may lead elsewhere.
+    """
     status = os.fstat(number)
     identity = identity_of(status)
     return LocalStore(path, (os.dup(number), *identity))

@@ -60,7 +60,10 @@ class MemberStore(RemoteStore):
 
 
 class MemberFiles:
-    """The members of a container, as `Files`. A path is a member's name; "" is the folder at the top."""
+    """The members of a container, as `Files`. A path is a member's name; "" is the folder at the top.
+
+    Names are parts joined with "/", none of them empty, "." or "..".
+    """
 
     remote = True  # nothing here is a path of this machine
 

@@ -114,6 +114,8 @@ class RemoteStore(ABC):
         """Fill spans, if possible by a single request from the first span's first byte to the last span's last byte.
 
         Called from any thread; `stop.current` aborts it. Transient failures are retried.
+
+        Spans are ascending and do not overlap.
         """
 
     def confirm(self) -> None:  # noqa: B027  most stores do nothing, because each response states its version

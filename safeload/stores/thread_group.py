@@ -37,7 +37,10 @@ Check = Callable[[], object]
 
 
 def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], object] | None = None) -> None:
-    """Run tasks on up to ``limit`` threads. The first error stops all tasks, and is raised."""
+    """Run tasks on up to ``limit`` threads. The first error stops all tasks, and is raised.
+
+    One thread at a time advances ``tasks``; ``tick`` runs in this thread, and its exception stops the tasks.
+    """
     errors: list[BaseException] = []
     threads = _Threads(_next_of(tasks), limit, errors.append)
     outer = current()  # of a task that calls `run` itself
@@ -219,6 +222,8 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
     The threads start with the first `next`. They end with the last task or the first error, when `close` is called,
     with the last reference to this object, and when the interpreter exits. Running tasks and waiting results take at
     most ``limit`` bytes; a larger task runs alone. Only one thread at a time may take results; any thread may close.
+
+    The consumer's thread advances ``tasks``.
     """
 
     def __init__(self, tasks: Iterable[Task], limit: int, *, workers: int = 1, ordered: bool = True) -> None:

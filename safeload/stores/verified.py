@@ -75,7 +75,7 @@ class VerifiedStore(RemoteStore):
         self._opening = False
 
     def verify(self, *, alone: bool = True) -> None:
-        """Read and hash the file unless that is done."""
+        """Read and hash the file unless that is done. Alone, it reads ahead of the hash on other threads."""
         with self._reading.own:
             self._ready(alone=alone)
         self._keep()

@@ -130,7 +130,10 @@ class Spans:
         return int(ends[-1])
 
     def read(self, threads: int | None) -> Generator[tuple[int, int]]:
-        """Read all spans in order, ahead of the consumer unless there are few bytes."""
+        """Read all spans in order, ahead of the consumer unless there are few bytes.
+
+        The next step may overwrite a range.
+        """
         total = int(self.lengths.sum())
         if not total:
             return

@@ -157,7 +157,10 @@ def buffer_size(total: int, count: int | None = None, *, larger: int = 1) -> int
 
 
 class Ring:
-    """Buffers of equal size, each made by the thread that fills it first: pinning memory takes as long as reading it."""
+    """Buffers of equal size, each made by the thread that fills it first: pinning memory takes as long as reading it.
+
+    ``wait`` returns once the buffer of this number is free.
+    """
 
     def __init__(
         self,
@@ -200,7 +203,10 @@ def staged(
     sharing: int | None = None,
     ordered: bool = True,
 ) -> Generator[Filled]:
-    """Fill buffers while the caller uses earlier buffers."""
+    """Fill buffers while the caller uses earlier buffers.
+
+    A buffer belongs to the caller until the next step. More ``sharing`` threads wait longer for each other at its end.
+    """
     listed = list(entries)
     tasks = _tasks(listed, ring, threads, threads if sharing is None else sharing)
     if any(entry.file.remote for entry in listed):
@@ -326,7 +332,7 @@ class StagedBytes:
         self._array: Any = None
 
     def of_next(self, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the bytes of the next tensor, in order."""
+        """Yield the bytes of the next tensor, in order. True if all ranges so far must be used before the next step."""
         while nbytes:
             if not self._waiting:
                 self._take()

@@ -31,6 +31,8 @@ def in_order(
     """Return the results of a function that releases the GIL, in the order of its arguments.
 
     A few calls run ahead of the consumer. Closing the iterator stops all calls and aborts their requests.
+
+    ``nbytes``, which all calls read together, decides the number of threads.
     """
     return thread_group.in_order(function, items, thread_count(nbytes, threads))
 

@@ -331,7 +331,10 @@ class CodeReader:
 def restore_jobs(
     packed: Packed, memory: int, target: int, name: str, *, owner: Any = None, ranges: Iterable[Range] | None = None
 ) -> Iterator[Job]:
-    """Yield the jobs that dequantize a tensor into memory."""
+    """Yield the jobs that dequantize a tensor into memory.
+
+    ``owner`` keeps the memory of the parts alive; None for a file.
+    """
     spec, codes = packed.packing, packed.parts[packing.CODES]
     row = dtypes.of_number(target)
     for part in ranges_of(spec) if ranges is None else ranges:

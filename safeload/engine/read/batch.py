@@ -32,7 +32,10 @@ _F32 = dtypes.BY_CODE["F32"]
 
 
 class Reads:
-    """Collect tensors, then read them in a single batch."""
+    """Collect tensors, then read them in a single batch.
+
+    ``memory`` must return C-contiguous arrays, aligned to `ALIGNMENT` and without shared bytes.
+    """
 
     def __init__(
         self, out: Mapping[str, Array] | None, memory: Recycler | None = None, *, direct: bool = False
@@ -260,6 +263,8 @@ def group_blocks(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch)
 
     Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
     C-contiguous arrays of their own.
+
+    Empty tensors are not allowed; plain ones (contiguous, little-endian, without aliases) are returned apart.
     """
     groups: list[list[int]] = []
     swap, reach = 0, -1

@@ -47,6 +47,8 @@ def deliver(
     """Return arrays (or quantized tensors) by name, in any order, and False if a view or direct read was refused.
 
     Refused files are read through the page cache.
+
+    All arrays of ``out`` are checked before the first byte is written.
     """
     if len(tensors) == 1 and target is None and out is None and progress is None:
         array = _single(tensors, view, mappings, threads)

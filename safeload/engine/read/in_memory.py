@@ -25,7 +25,10 @@ _BYTES = np.dtype(np.uint8)
 
 
 def views_of(table: Table, buffer: Any) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as views if they are aligned."""
+    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
+
+    The arrays are writable if the buffer is.
+    """
     if not table.plain:
         return dict(_each(table, buffer))
     if table.count == 1:

@@ -23,7 +23,10 @@ class Staged(NamedTuple):
 
 
 class Lazy:
-    """An array that is created later."""
+    """An array that is created later.
+
+    ``create`` may overwrite the array of its previous call; ``staged`` reads the bytes without it.
+    """
 
     __slots__ = ("_create", "_written", "dtype", "shape", "staged")  # the garbage collector visits no dict
 

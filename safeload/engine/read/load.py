@@ -116,7 +116,11 @@ def load_tensors(
     progress: Progress = None,
     mappings: dict[WeightFile, Any] | None = None,
 ) -> tuple[dict[str, Any], LoadStats]:
-    """Load tensors as arrays (or quantized tensors) by name, in their order."""
+    """Load tensors as arrays (or quantized tensors) by name, in their order.
+
+    "mmap" reads what cannot be a view: converted or unaligned tensors, or a mapping that the system refuses. Tensors
+    that share bytes share memory with every backend, unless they are converted.
+    """
     check_backend(backend)
     check_threads(threads)
     target = parse_target(dtype)
@@ -190,7 +194,7 @@ class Views:
         return self._arrays.get(name)
 
     def make(self, name: str, aliases: Sequence[FileTensor]) -> Value:
-        """Create the array of a tensor."""
+        """Create the array of a tensor. ``aliases`` are the tensor and all tensors that share bytes with it."""
         loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
         if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
             loaded = self._groups.setdefault(aliases[0][0], loaded)

@@ -42,6 +42,8 @@ class AtomicFile:
 
     A new file gets mode 0666 less the umask. A replaced file keeps its mode and owner, and symbolic links are followed.
     Devices and pipes are written directly, in order.
+
+    ``size`` bytes are reserved before the first byte is written.
     """
 
     identity: Identity | None = None  # of the complete file, after `seal`
@@ -204,7 +206,10 @@ class AtomicFile:
             self._close(identify=True)
 
     def put(self, swap: Swap, like: os.stat_result | None = None) -> None:
-        """Put the sealed file in place before the ``with`` block ends; ``swap`` can take it back."""
+        """Put the sealed file in place before the ``with`` block ends; ``swap`` can take it back.
+
+        Owner and mode come from the file ``like``, which may lie elsewhere.
+        """
         with self._naming():
             if self._temporary is None:  # a device has no other place
                 return

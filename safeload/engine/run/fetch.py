@@ -39,7 +39,7 @@ _POLL = 0.05
 
 
 class Fetch:
-    """The jobs of a call."""
+    """The jobs of a call. Several threads call ``execute``, which checks `stop.current` now and then."""
 
     def __init__(self, jobs: Iterable[Job], execute: Callable[[Sequence[Job], str], object], threads: int) -> None:
         self._local: list[Job] = []

@@ -66,7 +66,7 @@ _OPEN = frozenset((int, type(None)))
 
 
 class Runner:
-    """Run groups of jobs, one after another."""
+    """Run groups of jobs, one after another. ``fail`` raises the error of a job, whose index counts over all groups."""
 
     def __init__(
         self,
@@ -281,7 +281,10 @@ def move(
     threads: int | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> None:
-    """Read ranges of local files, described in columns: faster than a `Batch` if there are many."""
+    """Read ranges of local files, described in columns: faster than a `Batch` if there are many.
+
+    The error of a value that cannot be quantized names no tensor.
+    """
     op = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT)
     columns = {"offset": offsets, "memory": memory, "size": sizes, "from": sources, "to": targets, "op": op}
     _run_columns(files, file, columns, threads, report=lambda done: check())
@@ -339,7 +342,11 @@ def write(
     in_order: bool,
     durable: bool,
 ) -> int:
-    """Write memory to an open file, and return the position after it."""
+    """Write memory to an open file, and return the position after it.
+
+    Devices and pipes have no positions and need ``in_order``; ``durable`` lets the system begin to write to the disk at
+    once.
+    """
     if len(pieces) == 1 and position + pieces[0][1] <= _SHORT_FILE and not in_order:
         address, size = pieces[0]
         error = Error()

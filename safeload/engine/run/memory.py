@@ -53,7 +53,10 @@ _OWNS_DATA = attrgetter("flags.owndata")
 
 
 def check_disjoint(out: Mapping[str, Array], contents: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Refuse arrays to fill that share memory, except a single array for tied tensors."""
+    """Refuse arrays to fill that share memory, except a single array for tied tensors.
+
+    Tensors of equal bytes have equal ``contents``, and may share memory.
+    """
     arrays = out.values()
     if all(map(_OWNS_DATA, arrays)) and len(set(map(id, arrays))) == len(arrays):
         return

@@ -31,7 +31,7 @@ def read_rows(
     width: int | None = None,
     origin: Origin | None = None,
 ) -> Array:
-    """Return rows as uint8 of shape [positions, width]."""
+    """Return rows as uint8 of shape [positions, width]. ``positions`` are ascending and distinct."""
     width = pitch if width is None else width
     rows = private_array((len(positions), width), np.dtype(np.uint8))
     if not rows.size:

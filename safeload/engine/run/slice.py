@@ -99,7 +99,10 @@ class _Run(NamedTuple):
 
 
 def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
-    """Yield reads of the selected elements of a tensor in C order."""
+    """Yield reads of the selected elements of a tensor in C order.
+
+    Rows closer than ``block`` bytes are read with their gaps.
+    """
     strides = c_strides(shape, itemsize)
 
     def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
