@@ -130,11 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace) -> Output | None:
-    """Return the file of --write-manifest, or None.
-
-    Raises:
-        OSError, ValueError: `Output.check` refuses the file.
-    """
+    """Return the file of --write-manifest, or None."""
     if options.write_manifest is None:
         return None
     from ..operations.folders.output import Output

@@ -34,16 +34,7 @@ def add_dask(parser: Any) -> None:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[Executor | None]:
-    """Return the executor of a Dask cluster, or None without an address.
-
-    Args:
-        address: the scheduler's address, or the path of its scheduler file.
-
-    Raises:
-        SafeloadError: Dask is not installed, no scheduler answers, or the cluster fails.
-        FormatError, OSError: the scheduler file cannot be read.
-        ValueError: the address is invalid.
-    """
+    """Return the executor of a Dask cluster, or None without an address."""
     if address is None:
         yield None
         return
@@ -82,11 +73,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_workers(client: Any, address: str) -> None:
-    """Refuse workers without this version of safeload: they would die at their first piece and leave Dask waiting.
-
-    Raises:
-        SafeloadError: a worker lacks it.
-    """
+    """Refuse workers without this version of safeload: they would die at their first piece and leave Dask waiting."""
     from pkgutil import resolve_name
 
     for worker, version in client.run(resolve_name, "safeload:__version__", on_error="return").items():
@@ -104,12 +91,7 @@ def _is_file(address: str) -> bool:
 
 
 def _address_in(path: str) -> str:
-    """Return the address in a scheduler file, waiting for the file like Dask's own programs.
-
-    Raises:
-        FormatError: not a scheduler file.
-        OSError: the file cannot be read.
-    """
+    """Return the address in a scheduler file, waiting for the file like Dask's own programs."""
     until = time.monotonic() + (_TIMEOUT if path.endswith(".json") else 0)
     while True:
         try:
@@ -125,12 +107,7 @@ def _address_in(path: str) -> str:
 
 
 def _try(address: str) -> None:
-    """Connect to a scheduler and disconnect, because a failing `Client` takes 20 seconds to end.
-
-    Raises:
-        SafeloadError: nothing answers.
-        ValueError: the address is invalid, or needs TLS that is not configured.
-    """
+    """Connect to a scheduler and disconnect, because a failing `Client` takes 20 seconds to end."""
     import asyncio  # imported here: it takes tens of milliseconds
 
     from distributed import Security

@@ -56,13 +56,7 @@ def _matching(path: str) -> list[str]:
 
 
 def add_selection(parser: Any, keys: Sequence[str], rows: int, *, order: str = "the order of the file") -> None:
-    """Add the options that select, sort and limit listed tensors.
-
-    Args:
-        keys: sort keys.
-        rows: maximum number of rows on a terminal.
-        order: default order, for the help text.
-    """
+    """Add the options that select, sort and limit listed tensors."""
     add_patterns(parser)
     parser.add_argument("--sort", choices=keys, help=f"sort by this key, numbers in descending order; default: {order}")
     parser.add_argument("--limit", metavar="N", type=positive, help="show at most N rows")
@@ -174,11 +168,7 @@ def shown(path: str) -> str:
 
 
 def storage_options(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the options of --storage-option, or None. Dots in a key lead into nested options.
-
-    Raises:
-        ValueError: not KEY=VALUE. The message omits the text, which may be a secret.
-    """
+    """Return the options of --storage-option, or None. Dots in a key lead into nested options."""
     texts: list[str] | None = options.storage_option
     if texts is None:
         return None

@@ -253,11 +253,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
 
 
 def _verify(options: argparse.Namespace) -> Any:
-    """Return what to verify the sources against, or None.
-
-    Raises:
-        ValueError: a key without a signature.
-    """
+    """Return what to verify the sources against, or None."""
     if options.verify is None:
         if options.key is not None or options.certificate:
             raise ValueError("--key and --certificate need --verify SIGNATURE")
@@ -266,11 +262,7 @@ def _verify(options: argparse.Namespace) -> Any:
 
 
 def _schemes(texts: list[str] | None) -> Any:
-    """Return a scheme for all matrices, or schemes by pattern, with the scheme without a pattern as the last.
-
-    Raises:
-        ValueError: a pattern or its scheme is missing, or a pattern is repeated.
-    """
+    """Return a scheme for all matrices, or schemes by pattern, with the scheme without a pattern as the last."""
     if not texts:
         return None
     schemes: dict[str, str | None] = {}

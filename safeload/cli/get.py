@@ -103,11 +103,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range | None:
-    """Return the positions of ``rows``, or None for the whole tensor.
-
-    Raises:
-        ValueError: the tensor has no axes, or not this single row.
-    """
+    """Return the positions of ``rows``, or None for the whole tensor."""
     if rows is None:
         return None
     if not shape:

@@ -20,11 +20,7 @@ _DEVICES = frozenset(("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"))
 
 
 def source(path: Any) -> Any:
-    """Return a path unchanged, or stdin as a binary file object for "-".
-
-    Raises:
-        ValueError: stdin is closed or a terminal.
-    """
+    """Return a path unchanged, or stdin as a binary file object for "-"."""
     if not is_stdin(path):
         return path
     if sys.stdin is None or sys.stdin.closed:
@@ -47,11 +43,7 @@ def is_stdin(path: Any) -> bool:
 
 @contextmanager
 def read_again(path: str) -> Iterator[Any]:
-    """Yield the `source` for a command that reads it several times: of a pipe, a temporary copy.
-
-    Raises:
-        FormatError, UnsupportedError: a pipe has another format; it is not read to its end, which may never come.
-    """
+    """Yield the `source` for a command that reads it several times: of a pipe, a temporary copy."""
     stream = source(path)
     if stream is path or _is_file(stream):
         yield stream
@@ -71,24 +63,13 @@ def read_again(path: str) -> Iterator[Any]:
 
 
 def check_once(paths: Sequence[str]) -> None:
-    """Refuse "-" as several sources, because stdin can be read once.
-
-    Raises:
-        ValueError: "-" is repeated.
-    """
+    """Refuse "-" as several sources, because stdin can be read once."""
     if sum(map(is_stdin, paths)) > 1:
         raise ValueError(f"{STANDARD} is repeated, but stdin can be read only once")
 
 
 def refuse(path: str | None, what: str) -> None:
-    """Refuse "-" where a command needs a file.
-
-    Args:
-        what: the command, option or argument, and what it does with files.
-
-    Raises:
-        ValueError: the path is "-", or stdin's device.
-    """
+    """Refuse "-" where a command needs a file."""
     if is_stdin(path):
         raise ValueError(f"{what}, not {path} for a stream" + (f"; {_other()}" if path == STANDARD else ""))
 
@@ -114,11 +95,7 @@ def _is_file(stream: Any) -> bool:
 
 @contextmanager
 def binary_stdout() -> Iterator[BinaryIO]:
-    """Yield stdout for binary data, and flush it at the end.
-
-    Raises:
-        ValueError: stdout is closed or a terminal.
-    """
+    """Yield stdout for binary data, and flush it at the end."""
     if getattr(sys.stdout, "name", None) == os.devnull:  # `main` has replaced a closed stream
         raise ValueError(f"{STANDARD} writes to stdout, which is closed; {_other()}")
     if sys.stdout.isatty():

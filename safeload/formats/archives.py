@@ -30,15 +30,7 @@ _PARTS = (".distcp", ".json")
 
 
 def open_members(container: WeightFile, files: MemberFiles, request: OpenRequest, *, kind: str) -> Opened:
-    """Open the weights in a container.
-
-    Args:
-        kind: of the container, with its article.
-
-    Raises:
-        UnsupportedError: the container holds no weights, or several that ``request.root`` could name.
-        SafeloadError, OSError: see `open_file` and `open_folder`.
-    """
+    """Open the weights in a container."""
     path, request = _choose(container, files, request._replace(files=files), kind)
     if files.is_folder(path):
         shards = folders.open_folder(path, request)
@@ -94,14 +86,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def onto(container: WeightFile, shards: folders.Shards, path: str) -> Opened:
-    """Return members' tensors as those of their container.
-
-    Args:
-        path: of the members, for messages.
-
-    Raises:
-        UnsupportedError: several members must be joined or unpacked.
-    """
+    """Return members' tensors as those of their container."""
     beside = [file for file in shards.files if not isinstance(file.store, MemberStore)]
     if len(beside) > 1:
         for file in beside:

@@ -43,11 +43,7 @@ def assemble(
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return the file of tensors in boxes in the place of ``file``, which is closed and should not be used again.
-
-    Raises:
-        FormatError, LimitError: the boxes of a tensor do not cover it; see `checked`.
-    """
+    """Return the file of tensors in boxes in the place of ``file``, which is closed and should not be used again."""
     path = file.files.shown(folder)
     boxed = boxed_file(file, path, tensors, stores, metadata=metadata, named_globals=named_globals)
     file.close()
@@ -63,11 +59,7 @@ def boxed_file(
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return a file of tensors in boxes, which stands for ``file``; this stays open.
-
-    Raises:
-        FormatError, LimitError: see `assemble`.
-    """
+    """Return a file of tensors in boxes, which stands for ``file``; this stays open."""
     boxed = []
     for name, (row, shape, boxes, flat, _, fill) in tensors.items():
         count = 1

@@ -14,7 +14,7 @@ class ByteReader:
     """Reads fields in order and reports faults with their byte position.
 
     Attributes:
-        position: byte of the next field; assign to it to skip data.
+        position: byte of the next field; assign to it to skip data
     """
 
     def __init__(self, file: WeightFile, first: int = _FIRST) -> None:
@@ -25,11 +25,7 @@ class ByteReader:
         self._step = first
 
     def take(self, size: int, field: str) -> bytes:
-        """Return the next bytes.
-
-        Raises:
-            FormatError: the file ends before.
-        """
+        """Return the next bytes."""
         data = self.peek(size)
         if len(data) < size:
             raise self.fault(f"{field} needs {size} bytes, but the file ends after {len(data)}")

@@ -14,16 +14,7 @@ _SHOWN = 20
 
 
 def names_below(paths: Mapping[str, Sequence[Any]], root: str | None, path: str) -> dict[str, str]:
-    """Return the names of the tensors and values below a container, each with its name there.
-
-    Args:
-        paths: the keys that lead to each tensor or value.
-        path: of the checkpoint, for messages.
-
-    Raises:
-        TensorNotFoundError: the container does not exist; the message lists the containers.
-        FormatError: two names below the container are equal.
-    """
+    """Return the names of the tensors and values below a container, each with its name there."""
     if root is None:
         return {name: name for name in paths}
     names: dict[str, str] = {}
@@ -60,15 +51,7 @@ class _Level(dict[Any, Any]):
 
 
 def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any], path: str) -> dict[str, Any]:
-    """Return values as nested dicts and lists.
-
-    Args:
-        paths: see `names_below`; the first key is text.
-        path: of the checkpoint, for messages.
-
-    Raises:
-        FormatError: a value has the path of another value, or is below one.
-    """
+    """Return values as nested dicts and lists."""
     root = _Level()
     for name, steps in paths.items():
         level = root

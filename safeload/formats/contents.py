@@ -115,8 +115,8 @@ class ContentRange:
     """A range of a content.
 
     Attributes:
-        root: stands for the file or the unpacked bytes in which the range is.
-        begin: its first byte there.
+        root: stands for the file or the unpacked bytes in which the range is
+        begin: its first byte there
     """
 
     def __init__(self, content: Readable, begin: int, size: int) -> None:
@@ -153,12 +153,7 @@ class _Ranges:
 
 
 class PickleFinder:
-    """The search of one file.
-
-    Args:
-        content: the file.
-        name: its name, for the suffix.
-    """
+    """The search of one file."""
 
     def __init__(self, content: Readable, name: str) -> None:
         self._content = ContentRange(content, 0, content.size)
@@ -173,11 +168,7 @@ class PickleFinder:
         self._ranges: dict[tuple[object, str], _Ranges] = {}  # by root, and what was searched for
 
     def find(self) -> Iterator[PickleSite]:
-        """Iterate over the pickles of the file.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Iterate over the pickles of the file."""
         yield from self._enter(self._content, "", self._name, 0)
         if self._members > MAX_MEMBERS:
             yield PickleSite("", 0, None, fault=f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
@@ -257,11 +248,7 @@ class PickleFinder:
     def _pickles(
         self, content: ContentRange, place: str, name: str, level: int, at: int = 0, *, plain: bool
     ) -> Generator[PickleSite, None, int]:
-        """Follow consecutive pickles at an offset, and return the end of the last whole pickle.
-
-        Args:
-            plain: the content is of no other kind, so that its name tells whether a broken pickle is reported.
-        """
+        """Follow consecutive pickles at an offset, and return the end of the last whole pickle."""
         begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not _is_array_file(name)
         while at < content.size:
             traced = self._trace(content, at, strict=True)
@@ -415,11 +402,7 @@ class PickleFinder:
             yield PickleSite(place, 0, None, fault=fault)
 
     def _unpack(self, content: Readable, make: Callable[[], Any], *, members: bool = True) -> tuple[bytes, str, int]:
-        """Return the unpacked bytes as far as the limits and the data allow, the fault, if any, and the bytes used.
-
-        Args:
-            members: other members may follow the first.
-        """
+        """Return the unpacked bytes as far as the limits and the data allow, the fault, if any, and the bytes used."""
         room = min(MAX_UNPACKED, MAX_TOTAL - self._unpacked)
         if room <= 0:
             return b"", f"the file unpacks to more than {MAX_TOTAL:,} bytes", 0
@@ -608,11 +591,7 @@ def _is_array_file(name: str) -> bool:
 
 
 def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
-    """Return the names of a pickle that count: called names, and names too unlikely by chance.
-
-    Args:
-        called: of a pickle with a fault, only those that it calls.
-    """
+    """Return the names of a pickle that count: called names, and names too unlikely by chance."""
     return {
         name: at
         for name, at in traced.names.items()
@@ -704,11 +683,7 @@ def _directories(content: Readable, end: int) -> list[tuple[int, int, int]]:
 
 
 def _directory(content: Readable, end: int, listed: set[tuple[int, int]]) -> Iterator[ArchiveMember]:
-    """Iterate over the entries of the directories of an end record, as far as they can be read.
-
-    Args:
-        listed: offsets of entries and what must be added to theirs; each is read once.
-    """
+    """Iterate over the entries of the directories of an end record, as far as they can be read."""
     for last, size, offset in _directories(content, end):
         for at, shift in ((last - size, last - size - offset), (offset, 0)):
             while at >= 0 and (at, shift) not in listed and len(listed) <= MAX_MEMBERS:

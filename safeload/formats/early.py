@@ -20,14 +20,7 @@ _Second = TypeVar("_Second")
 def together(
     files: Files, first: Callable[[], _First], second: Callable[[], _Second]
 ) -> tuple[_First, Callable[[], _Second]]:
-    """Call two functions, at once if the files are remote.
-
-    Returns:
-        The result of ``first``, and a function that returns the result of ``second``, or raises its error.
-
-    Raises:
-        Exception: the error of ``first``.
-    """
+    """Call two functions, at once if the files are remote."""
     if not files.remote:
         return first(), second
     results: list[_First] = []
@@ -70,12 +63,6 @@ def read_with_shards(
     """Read an ``index.json``, and meanwhile open the shards that the names beside it imply.
 
     The index decides: shards that it does not list are closed, and their errors count for nothing.
-
-    Args:
-        beside: names of the files in its folder, as far as known.
-
-    Raises:
-        FormatError, OSError: the index cannot be read.
     """
     files = request.files
     folder, base = files.split(path)

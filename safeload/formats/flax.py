@@ -83,13 +83,7 @@ class ChunkedArray(NamedTuple):
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file; chunked arrays become a second file.
-
-    Raises:
-        FormatError: the file breaks the format; has the byte position.
-        LimitError: the file exceeds a limit.
-        TensorNotFoundError: ``request.root`` does not exist.
-    """
+    """Read the table of an open file; chunked arrays become a second file."""
     file = candidate.file
     tree = MessagePackReader(file).read()
     tensors, metadata = _flatten(tree, request.root, file.path)
@@ -378,11 +372,7 @@ _NESTED = frozenset((dict, list, StoredArray, ChunkedArray))
 
 
 def _select(tree: Any, root: str, path: str) -> Any:
-    """Return the container or array with a dotted name.
-
-    Raises:
-        TensorNotFoundError: it does not exist; the message lists the containers.
-    """
+    """Return the container or array with a dotted name."""
     waiting = [(tree, root)]
     while waiting:
         value, rest = waiting.pop()

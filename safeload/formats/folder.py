@@ -109,11 +109,7 @@ class Shards(NamedTuple):
 
 @retried
 def open_path(path: str, request: OpenRequest) -> Shards:
-    """Open a folder, an ``index.json`` or a file.
-
-    Raises:
-        FormatError, UnsupportedError, OSError: see `open_folder`, `open_index` and `open_file`.
-    """
+    """Open a folder, an ``index.json`` or a file."""
     files = request.files
     name = files.split(path)[1]
     if files.remote and name.endswith(_FILE_SUFFIXES) and not path.endswith("/"):
@@ -132,12 +128,7 @@ def open_path(path: str, request: OpenRequest) -> Shards:
 
 
 def open_list(paths: Sequence[str], request: OpenRequest) -> Shards:
-    """Open several paths as one checkpoint: the union of their tensors.
-
-    Raises:
-        FormatError: two paths have a tensor of the same name.
-        UnsupportedError: the paths have different formats.
-    """
+    """Open several paths as one checkpoint: the union of their tensors."""
     opened: list[Shards] = []
     where: dict[str, tuple[WeightFile, int]] = {}
     metadata: dict[str, Any] = {}
@@ -165,11 +156,7 @@ def open_list(paths: Sequence[str], request: OpenRequest) -> Shards:
 
 
 def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[WeightFile, int]]) -> None:
-    """Add the tensors of a file to ``where``.
-
-    Raises:
-        FormatError: another file has a tensor of the same name.
-    """
+    """Add the tensors of a file to ``where``."""
     if not where.keys().isdisjoint(places.keys()):
         name = next(name for name in places if name in where)
         first, second = where[name][0].path, places[name][0].path
@@ -205,15 +192,7 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 
 
 def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Shards:
-    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
-
-    Args:
-        beside: names of the files in its folder, if known: remote shards that they imply are opened at once.
-
-    Raises:
-        FormatError: the index is malformed, or a shard lacks a tensor of the index.
-        FileNotFoundError: a shard is missing.
-    """
+    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored."""
     config = partial(read_config, request.files.split(path)[0], request.files)
     listed = read_with_shards(path, beside, request, config)
     seen = [(path, listed.version)]
@@ -331,11 +310,7 @@ def _below(where: Mapping[str, Any], root: str, path: str) -> dict[str, Any]:
 
 
 def parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the tensor names of each shard, and the metadata of the index.
-
-    Raises:
-        FormatError: the index is malformed, or names a file outside its folder.
-    """
+    """Return the tensor names of each shard, and the metadata of the index."""
     shown = files.shown(path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -375,11 +350,7 @@ class ExpectedShards(NamedTuple):
 
 
 def listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
-    """List the shards in the index of this name.
-
-    Raises:
-        FormatError, OSError: the index is malformed, or cannot be read.
-    """
+    """List the shards in the index of this name."""
     path = files.join(folder, base)
     names, metadata = parse_index(read_json(path, "index.json", files), path, files)
     total = metadata.get("total_size")
@@ -392,10 +363,6 @@ def open_folder(path: str, request: OpenRequest) -> Shards:
     The checkpoints of transformers and diffusers, see `whole_checkpoints`; one ``consolidated.*.pth``; the metadata of
     ``*.distcp`` files; one ``*.gguf`` with all of its parts; the file that the row of another format chooses. Sharded
     safetensors of torch.distributed come before a set of other files. ``request.formats`` excludes other formats.
-
-    Raises:
-        FormatError: several indexes, an incomplete set, or two files with a tensor of the same name.
-        UnsupportedError: several candidates, or none; the message lists the files.
     """
     files, shown = request.files, request.files.shown(path)
     visible = files.listing(path)
@@ -491,15 +458,7 @@ def _open_training(
 
 
 def choose(names: Sequence[str], path: str) -> list[str] | None:
-    """Choose the weight files of a folder, or its index, for a listing; None if it has none.
-
-    Args:
-        names: of the files in the folder.
-        path: of the folder, for messages.
-
-    Raises:
-        FormatError, UnsupportedError: see `open_folder`.
-    """
+    """Choose the weight files of a folder, or its index, for a listing; None if it has none."""
     sharded = [name for name in names if name.endswith(DCP_SUFFIX)]
     chosen = choose_whole(names, path, [".safetensors"]) or sharded or choose_whole(names, path, [".bin"])
     return chosen or _choose_parts(names, path) or _choose_gguf(names, path)
@@ -511,11 +470,7 @@ def choose_whole(
     suffixes: Sequence[str],
     folder: Location | None = None,
 ) -> list[str] | None:
-    """Choose the files of transformers' and diffusers' checkpoints, see `whole_checkpoints`.
-
-    Args:
-        folder: where the files are; None to judge by names alone.
-    """
+    """Choose the files of transformers' and diffusers' checkpoints, see `whole_checkpoints`."""
     whole = whole_checkpoints(names, suffixes)
     usual = [each for each in whole if each.kind == SET or (each.kind == FILE and each.stem in STEMS[each.suffix])]
     # Without the index, several files of other names would be refused: do not read it for that.
@@ -780,11 +735,7 @@ def _adapter(config: str, files: Files) -> str:
 def _notes(
     names: Sequence[str], folders: Sequence[str], used: set[str], path: str, files: Files, *, adapted: bool = False
 ) -> list[str]:
-    """Return the kind of an open folder, and its unused weight files.
-
-    Args:
-        adapted: the tensors are those of an adapter; else a complete model can lie beside the adapter's configuration.
-    """
+    """Return the kind of an open folder, and its unused weight files."""
     notes = []
     if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
         notes.append(adapter_note(_adapter(files.join(path, _ADAPTER), files)))

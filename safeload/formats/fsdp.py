@@ -53,14 +53,7 @@ def rank_files(names: Sequence[str]) -> list[str]:
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Open the checkpoint that a rank file belongs to.
-
-    Raises:
-        FormatError: files disagree, or a tensor is malformed.
-        MissingShardError: the file of a process is missing.
-        UnsupportedError: a placement is not supported.
-        ForbiddenError, LimitError, TensorNotFoundError, OSError: see the modules used.
-    """
+    """Open the checkpoint that a rank file belongs to."""
     file = candidate.file
     files = file.files
     folder, _ = files.split(file.place)

@@ -33,12 +33,7 @@ def _is_model(name: str) -> bool:
 
 
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
-    """Open the GGUF in a program; see `open_members`.
-
-    Raises:
-        UnsupportedError: the GGUF is compressed, or there are several.
-        SafeloadError, OSError: see `open_members`.
-    """
+    """Open the GGUF in a program; see `open_members`."""
     file = candidate.file
     archive = Archive(file, appended=True)
     members: dict[str, Member] = {}

@@ -49,12 +49,7 @@ _F16 = dtypes.BY_CODE["F16"]
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the tensors of an open file in file order.
-
-    Raises:
-        FormatError: the file breaks the format; has the byte position.
-        LimitError: the file has more than `MAX_TENSORS` tensors.
-    """
+    """Read the tensors of an open file in file order."""
     file = candidate.file
     reader = ByteReader(file)
     magic, version = _HEAD.unpack(reader.take(_HEAD.size, "the MOON header"))
@@ -138,13 +133,7 @@ def _write(file: AtomicFile, data: bytes) -> None:
 
 
 def _entry(name: Any, value: Any) -> bytes:
-    """Return the bytes before a tensor's elements.
-
-    Raises:
-        TypeError: the name is not a str, or the value is not an array.
-        UnsupportedError: the dtype is not float16.
-        SafeloadError: the name, rank or number of elements exceeds a limit of the format.
-    """
+    """Return the bytes before a tensor's elements."""
     check_name(name)
     if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
         raise not_an_array(tensor_named(name), value)

@@ -96,20 +96,12 @@ def _objects_at(file: WeightFile) -> int | None:
 
 
 def read_table(file: WeightFile) -> ListedTable:
-    """Return the array of an open file as a table of one tensor.
-
-    Raises:
-        FormatError: the file breaks the format; has the byte position.
-    """
+    """Return the array of an open file as a table of one tensor."""
     return ListedTable([read_array(file, NAME, ArraySource("the array", "the file", 0, file.size))])
 
 
 def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
-    """Parse the header of an array and check it against the bytes that follow.
-
-    Raises:
-        FormatError: see `read_table`.
-    """
+    """Parse the header of an array and check it against the bytes that follow."""
     subject, holder, begin, size = source
     try:
         raw, header_size = find_header(file, begin, size)
@@ -183,19 +175,7 @@ def parse_header(head: bytes) -> _Header:
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-    """Write an array in C order and little-endian, atomically.
-
-    Args:
-        tensors: exactly one; its name is not written.
-        path: the destination.
-        overwrite: False to raise FileExistsError if the destination exists.
-        durable: False to skip the fsync of file and folder.
-
-    Raises:
-        SafeloadError: there is not exactly one tensor.
-        UnsupportedError: numpy does not have the tensor's dtype.
-        OSError: the file cannot be written; an existing file is unchanged.
-    """
+    """Write an array in C order and little-endian, atomically."""
     check_mapping(tensors, "tensors")
     if len(tensors) != 1:
         raise SafeloadError(f"an npy file holds one array, got {len(tensors)} tensors: select one by its name")
@@ -217,12 +197,7 @@ write = without_metadata(save)
 
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
-    """Return the array to write, checked.
-
-    Raises:
-        TypeError: the name is not a str, or the value is not an array or is masked.
-        UnsupportedError: numpy's format cannot hold the array.
-    """
+    """Return the array to write, checked."""
     check_name(name)
     if isinstance(value, np.generic):
         value = np.asarray(value)

@@ -58,11 +58,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
-    """Return the file with its table or, if an entry is compressed, an unnamed temporary file.
-
-    Raises:
-        FormatError: an entry breaks the format.
-    """
+    """Return the file with its table or, if an entry is compressed, an unnamed temporary file."""
     names = [name for name in archive.entries if name.endswith(SUFFIX)]
     archive.prefetch(names)
     if any(archive.entries[name].method != STORED for name in names):
@@ -115,20 +111,7 @@ def _read_array(file: WeightFile, entry: str, begin: int, size: int) -> Listing:
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-    """Write an uncompressed npz archive atomically.
-
-    Args:
-        tensors: name to array.
-        path: the destination.
-        overwrite: False to raise FileExistsError if the destination exists.
-        durable: False to skip the fsync of file and folder.
-
-    Raises:
-        TypeError: a name is not a str.
-        UnsupportedError: npz does not have the dtype of a tensor.
-        SafeloadError: npz cannot hold a name.
-        OSError: the file cannot be written; an existing file is unchanged.
-    """
+    """Write an uncompressed npz archive atomically."""
     import zipfile
 
     check_mapping(tensors, "tensors")
@@ -150,11 +133,7 @@ write = without_metadata(save)
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """Return the zip entry for a tensor.
-
-    Raises:
-        SafeloadError: zip cannot hold the name, or other readers would truncate it.
-    """
+    """Return the zip entry for a tensor."""
     size, limit = len(encode(name, "tensor name", tensor=name)), _MAX_NAME - len(SUFFIX)
     if "\0" in name:
         raise SafeloadError(f"tensor name {show(name)} contains NUL, where npz readers would truncate it", tensor=name)

@@ -152,12 +152,7 @@ def _verified(texts: Sequence[str], files: Files, verify: Verify, storage_option
 
 
 def _open_ollama(url: str, recipe: Recipe, verify: Verify = None) -> OpenedPath:
-    """Open the layers of a model of ollama by their paths.
-
-    Raises:
-        UnsupportedError: the layers hold quantized tensors or names that only ollama understands.
-        FormatError, OSError: see `stores.ollama.find`.
-    """
+    """Open the layers of a model of ollama by their paths."""
     from ..stores import ollama
 
     model = ollama.find(url)
@@ -222,11 +217,7 @@ def folder_of(
 
 
 def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:
-    """Return the arguments of `reopen` for another process, without secrets.
-
-    Raises:
-        UnsupportedError: a path cannot be opened without its secrets.
-    """
+    """Return the arguments of `reopen` for another process, without secrets."""
     public = recipe.files.public
     # The other process can be on another machine, where device and inode mean nothing.
     portable = tuple((public(path), tuple(identity[:2])) for path, identity in seen)
@@ -234,12 +225,7 @@ def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:
 
 
 def reopen(recipe: Recipe, seen: Seen) -> OpenedPath:
-    """Open the files of a path again.
-
-    Raises:
-        FormatError: the files have changed.
-        SafeloadError, OSError: see `safeload.open`.
-    """
+    """Open the files of a path again."""
     for path, identity in seen:
         recipe.files.check_unchanged(path, identity)
     with rather_changed(recipe.files, seen):
@@ -269,18 +255,7 @@ def _open_again(recipe: Recipe) -> OpenedPath:
 def reopen_subset(
     seen: Seen, config: dict[str, Any] | None, recipe: Recipe, unlisted: Mapping[str, Sequence[str]]
 ) -> OpenedPath:
-    """Open some files of a checkpoint again, without its index.
-
-    Args:
-        seen: paths and identities of the files.
-        config: the parsed ``config.json`` of the checkpoint.
-        recipe: how the checkpoint was opened; its paths are ignored.
-        unlisted: names of stored tensors outside the checkpoint, by path.
-
-    Raises:
-        FormatError: a file has changed.
-        SafeloadError, OSError: see `safeload.open`.
-    """
+    """Open some files of a checkpoint again, without its index."""
     from . import folder
 
     shards: list[registry.Opened] = []

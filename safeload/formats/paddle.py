@@ -57,16 +57,7 @@ def plain(value: Any) -> None:
 
 
 def adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, whole: bool) -> PickleTables:
-    """Return the tables of a pickle as Paddle means them: bfloat16 by its name, and large arrays joined.
-
-    Args:
-        value: the dict of the pickle.
-        whole: False if a container in the dict was selected, which has no parts.
-
-    Raises:
-        FormatError: the parts of an array do not make up its shape.
-        UnsupportedError: a part is big-endian.
-    """
+    """Return the tables of a pickle as Paddle means them: bfloat16 by its name, and large arrays joined."""
     for table in (tables.table, None if tables.beside is None else tables.beside.table):
         if isinstance(table, ListedTable):
             table.replace_rows(dtypes.BY_CODE["U16"], dtypes.BY_CODE["BF16"])

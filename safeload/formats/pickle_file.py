@@ -56,16 +56,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> PickleTables:
-    """Return the arrays of a file.
-
-    Args:
-        begin: first byte of the pickle; if other bytes precede it, it holds an array of objects of `numpy.save`.
-
-    Raises:
-        UnsupportedError: the pickle holds no array or an array of an unsupported dtype, or bytes follow the pickle.
-        FormatError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
-        OSError: the file cannot be read.
-    """
+    """Return the arrays of a file."""
     path = file.path
     pickled = _unpickle(file, request, begin)
     if type(pickled.value) is NumpyArray and pickled.value.items is not None:

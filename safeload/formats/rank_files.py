@@ -31,22 +31,14 @@ class RankFile(NamedTuple):
 
     @property
     def value(self) -> dict[Any, Any]:
-        """The dict of the pickle.
-
-        Raises:
-            FormatError: it is not a dict.
-        """
+        """The dict of the pickle."""
         value = self.pickled.value
         if type(value) is not dict:
             raise FormatError(f"expected a dict, got {describe(value)}", self.file.path)
         return value
 
     def field(self, name: str, kind: type[Any] | tuple[type[Any], ...], within: Any = None) -> Any:
-        """Return a field of the pickle, or of a dict in it.
-
-        Raises:
-            FormatError: the field is missing or of another type.
-        """
+        """Return a field of the pickle, or of a dict in it."""
         holder = self.value if within is None else within
         value = holder.get(name) if type(holder) is dict else None
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -54,11 +46,7 @@ class RankFile(NamedTuple):
         return value
 
     def listing(self, name: str, tensor: Any) -> Listing:
-        """Return the place of a tensor.
-
-        Raises:
-            FormatError, UnsupportedError: it is not a tensor, or does not fit its storage.
-        """
+        """Return the place of a tensor."""
         if type(tensor) is not PickledTensor:
             raise error_about(
                 FormatError, f"must be a tensor, got {describe(tensor)}", path=self.file.path, tensor=name
@@ -81,17 +69,7 @@ class RankFile(NamedTuple):
 
 
 def open_rank(files: Files, path: str, known: re.Pattern[str], *, inert: bool) -> RankFile:
-    """Open the file of a process and run its pickle.
-
-    Args:
-        known: matches globals outside the allowlist that such files should name; they become placeholders.
-        inert: True to accept all other globals as placeholders, too.
-
-    Raises:
-        FileNotFoundError, OSError: the file cannot be opened.
-        ForbiddenError: the pickle names other globals.
-        SafeloadError: see `read_tensors`.
-    """
+    """Open the file of a process and run its pickle."""
     file = open_without_table(path, files=files)
     try:
         archive = Archive(file)

@@ -127,12 +127,7 @@ RESERVED = frozenset(FORMATS)
 
 
 def row_of(name: str) -> Format:
-    """Return the row of a format, which may be a plug-in's.
-
-    Raises:
-        ValueError: there is no such format.
-        SafeloadError: the plug-in cannot be used.
-    """
+    """Return the row of a format, which may be a plug-in's."""
     row = BY_NAME.get(name) or _plugin(name)
     if row is None:
         raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(FORMATS)}")
@@ -140,12 +135,7 @@ def row_of(name: str) -> Format:
 
 
 def written_suffixes(name: str) -> tuple[str, ...]:
-    """Return the suffixes of files that `convert` writes in a format.
-
-    Raises:
-        ValueError: there is no such format, or it is not written.
-        SafeloadError: the plug-in cannot be used.
-    """
+    """Return the suffixes of files that `convert` writes in a format."""
     row = BY_NAME.get(name) or (None if name in RESERVED else _plugin(name))
     if row is None or not row.writes:
         raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN)}")
@@ -270,13 +260,7 @@ _TABLE_ONLY = (SAFETENSORS, GGUF)
 
 
 def open_file(path: str, request: OpenRequest) -> Opened:
-    """Open a file without reading its tensors.
-
-    Raises:
-        FormatError: the file breaks its format, or ``request`` does not accept its format.
-        UnsupportedError: the format is not supported.
-        OSError: the file cannot be opened or read.
-    """
+    """Open a file without reading its tensors."""
     formats, _, _, files, window = request
     if files is LOCAL and (formats is None or SAFETENSORS in formats):
         opened = _open_safetensors(path, request)
@@ -343,11 +327,7 @@ def _no_containers(format: str) -> str:
 
 
 def check_whole(file: WeightFile, reason: str) -> None:
-    """Refuse to read a whole file over the network, unless the first request returned all of it.
-
-    Raises:
-        UnsupportedError: the message begins with ``reason``.
-    """
+    """Refuse to read a whole file over the network, unless the first request returned all of it."""
     if file.remote and not file.store.here and file.size > WINDOW:  # type: ignore[attr-defined]
         advice = f'safeload.open("filecache::{file.path}", storage_options={{}}) keeps a copy on this machine (fsspec)'
         text = f"{reason}, which safeload does not do over the network: {advice}"
@@ -364,11 +344,7 @@ def _matching(head: bytes) -> Iterator[Format]:
 
 
 def _container(candidate: Candidate) -> Container | None:
-    """Return the kind of container that a file is, or None.
-
-    Raises:
-        UnsupportedError: the container is a member of another.
-    """
+    """Return the kind of container that a file is, or None."""
     head, file = candidate.head, candidate.file
     if foreign.is_safetensors(head) or file.path.endswith(foreign.DCP_SUFFIX):
         return None
@@ -386,11 +362,7 @@ def _is_member(file: WeightFile) -> bool:
 
 
 def find_row(candidate: Candidate, request: OpenRequest) -> Format:
-    """Return the row of a file, which ``request`` must accept.
-
-    Raises:
-        FormatError, UnsupportedError: no row is accepted; the message says what the file is.
-    """
+    """Return the row of a file, which ``request`` must accept."""
     path, head = candidate.file.path, candidate.head
     if path.endswith(foreign.DCP_SUFFIX):
         raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
@@ -481,11 +453,7 @@ def _unknown(head: bytes, path: str) -> FormatError:
 
 
 def check_head(head: bytes, path: str) -> None:
-    """Refuse a file by its first `foreign.HEAD_SIZE` bytes if it cannot have a supported format.
-
-    Raises:
-        FormatError, UnsupportedError: the message names the kind of file, if it is known.
-    """
+    """Refuse a file by its first `foreign.HEAD_SIZE` bytes if it cannot have a supported format."""
     containers = (row for row in CONTAINERS if row.matches(head))
     if not foreign.is_safetensors(head) and not any(_matching(head)) and not any(containers):
         if may_claim(head):

@@ -44,11 +44,7 @@ def retried(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def settled(function: Callable[[], _Result], seen: Seen, files: Files) -> _Result:
-    """Return the result of a function, unless its error is due to a file that has been replaced.
-
-    Raises:
-        ReplacedError: a file has been replaced.
-    """
+    """Return the result of a function, unless its error is due to a file that has been replaced."""
     try:
         return function()
     except (FormatError, FileNotFoundError):
@@ -57,11 +53,7 @@ def settled(function: Callable[[], _Result], seen: Seen, files: Files) -> _Resul
 
 
 def check_same(seen: Seen, files: Files, opened: Iterable[Any] = ()) -> None:
-    """Close open files, and refuse them, if a file that was read has been replaced since.
-
-    Raises:
-        ReplacedError: a file has been replaced.
-    """
+    """Close open files, and refuse them, if a file that was read has been replaced since."""
     for path, identity in seen if files is LOCAL else ():
         try:
             now: tuple[Any, ...] | None = identity_of(os.lstat(path) if identity is None else os.stat(path))

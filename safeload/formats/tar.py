@@ -70,13 +70,7 @@ def claims(candidate: Candidate) -> bool:
 
 
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
-    """Open the weights in an archive; see `open_members`.
-
-    Raises:
-        FormatError: the archive is malformed or cut off.
-        UnsupportedError: a member is a link or sparse; the archive holds no weights, or several.
-        LimitError: the archive has more than `MAX_MEMBERS` members.
-    """
+    """Open the weights in an archive; see `open_members`."""
     file = candidate.file
     members = dict(_members(file))
     return open_members(file, MemberFiles(file.store, file.path, members), request, kind="a tar archive")
@@ -210,12 +204,7 @@ def _extended(file: WeightFile, at: int, size: int) -> bytes:
 
 
 def records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
-    """Parse the records of a pax header.
-
-    Raises:
-        FormatError: a record is malformed.
-        UnsupportedError: a record makes the member sparse, or changes the encoding of names.
-    """
+    """Parse the records of a pax header."""
     parsed: dict[bytes, bytes] = {}
     begin = 0
     while begin < len(content):

@@ -91,18 +91,7 @@ def _reopen_slice(
 
 
 def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
-    """Return a lazy tensor of a checkpoint.
-
-    Args:
-        file: holds the tensor.
-        index: of the tensor in the file's table.
-        request: how the file was opened.
-        dtype: floating dtype of the result for floating and packed tensors. If None, packed tensors are dequantized to
-            float32 and all other tensors keep their dtype.
-
-    Raises:
-        UnsupportedError: ``dtype`` for elements of less than a byte.
-    """
+    """Return a lazy tensor of a checkpoint."""
     file.table.refuse_unknown([index], file.path)
     name, packed, target = file.table.names[index], file.table.packed(index), parse_target(dtype)
     if packed is not None or file.table.is_quantized(index):
@@ -116,13 +105,7 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
 
 
 class QuantizedSlice(TensorSlice):
-    """A lazy quantized tensor: indexing it dequantizes the rows of the first index.
-
-    Args:
-        packed: codes and scales; None for int8 and blocks.
-        row: the dtype of the arrays.
-        checkpoint: is pickled with the slice.
-    """
+    """A lazy quantized tensor: indexing it dequantizes the rows of the first index."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], packed: Packed | None, row: dtypes.Dtype | None, checkpoint: Any

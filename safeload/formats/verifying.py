@@ -51,16 +51,7 @@ _FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz
 def verified_files(
     texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None
 ) -> Files:
-    """Return files that are verified when they are read.
-
-    Args:
-        texts: the paths to open.
-        verify: see `safeload.load`.
-
-    Raises:
-        VerificationError: there is nothing to verify against, or no key.
-        FormatError, OSError: the manifest or signature cannot be read.
-    """
+    """Return files that are verified when they are read."""
     if verify is None or verify is False:
         return files
     return VerifiedFiles(files, expected_of(texts, files, verify, storage_options))
@@ -112,11 +103,7 @@ def _content(text: str, files: Files) -> _Document:
 
 
 def _is_ours(document: _Document) -> bool:
-    """Return True for a manifest by safeload, whatever its first key, and False for a model signature.
-
-    Raises:
-        VerificationError: the document is neither.
-    """
+    """Return True for a manifest by safeload, whatever its first key, and False for a model signature."""
     if is_manifest(document.content[:_START]):
         return True
     try:
@@ -243,16 +230,7 @@ def _is_snapshot(path: str) -> bool:
 def walk(
     root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the relative name and the path of each file below a folder, hidden ones too if they are local.
-
-    Args:
-        failed: called with each folder that cannot be listed, or whose subfolders are left out, and the reason; None to
-            raise it.
-
-    Raises:
-        SafeloadError: folders are nested too deep.
-        OSError: a folder cannot be listed.
-    """
+    """Yield the relative name and the path of each file below a folder, hidden ones too if they are local."""
     visited: set[tuple[int, int]] = set()
     waiting = [("", root, 0)]
     while waiting:
@@ -290,16 +268,7 @@ def _whole_listing(folder: str, files: Files) -> list[tuple[str, bool]]:
 def digests_of(
     path: str, threads: int, read: Collection[str] = (), document: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return size and SHA-256 of the files of a local model by name, for a manifest.
-
-    Args:
-        path: a folder, for all of its files but those of Git; or a file.
-        read: further paths that count: those that opening the path reads, and those beside a file.
-        document: the manifest, which is left out.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return size and SHA-256 of the files of a local model by name, for a manifest."""
     if os.path.isdir(path):
         places = [
             (name, place)

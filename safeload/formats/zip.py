@@ -123,13 +123,7 @@ class Directory(NamedTuple):
 
 
 def read_directory(file: WeightFile) -> Directory:
-    """Read the directory of an archive.
-
-    Raises:
-        FormatError: the file is not a zip archive.
-        LimitError: the directory has more than `MAX_DIRECTORY` bytes.
-        OSError: the file cannot be read.
-    """
+    """Read the directory of an archive."""
     end = _read_end(file)
     if end is not None:
         if end.size > MAX_DIRECTORY:
@@ -235,7 +229,7 @@ class FileStream(io.RawIOBase):
     """A file as a stream for other libraries.
 
     Attributes:
-        failures: the errors of failed reads, because libraries report them as an invalid file.
+        failures: the errors of failed reads, because libraries report them as an invalid file
     """
 
     def __init__(self, file: WeightFile) -> None:
@@ -280,16 +274,7 @@ class FileStream(io.RawIOBase):
 
 
 class Archive:
-    """The entries of an archive by name.
-
-    Args:
-        appended: True if other bytes may precede the first entry, such as a program.
-
-    Raises:
-        FormatError: the file is not exactly one zip archive, has a duplicate name, or has overlapping entries.
-        LimitError: the directory has more than `MAX_DIRECTORY` bytes.
-        OSError: the file cannot be read.
-    """
+    """The entries of an archive by name."""
 
     def __init__(self, file: WeightFile, *, appended: bool = False) -> None:
         self._file = file
@@ -333,12 +318,7 @@ class Archive:
         self._check_apart(list(self.entries), begins, [entry.at + _LOCAL_SIZE + entry.packed for entry in entries])
 
     def locate(self, name: str) -> int:
-        """Return the offset of the first byte of an entry.
-
-        Raises:
-            FormatError: local header and directory disagree, or the entry extends past the data.
-            UnsupportedError: the entry is encrypted.
-        """
+        """Return the offset of the first byte of an entry."""
         sound = self._sound.get(name)
         if sound is not None:
             self._used[name] = sound
@@ -440,12 +420,7 @@ class Archive:
                 raise FormatError(message, self._file.path, min(max(0, begin), self._file.size))
 
     def read(self, name: str) -> tuple[bytes, int | None]:
-        """Return the bytes of an entry, and their offset in the file or None if they are compressed.
-
-        Raises:
-            FormatError, UnsupportedError: see `inflate`.
-            LimitError: the entry inflates to more than `MAX_INFLATED` bytes.
-        """
+        """Return the bytes of an entry, and their offset in the file or None if they are compressed."""
         info, file = self.entries[name], self._file
         begin = self.locate(name)
         if info.method == STORED:
@@ -457,12 +432,7 @@ class Archive:
         return b"".join(self.inflate(name)), None
 
     def check_packed(self, name: str) -> None:
-        """Refuse, before inflating it, an entry that cannot have the size in the directory.
-
-        Raises:
-            FormatError: it is stored with two different sizes, or its size exceeds the largest ratio of deflate.
-            UnsupportedError: its compression is not deflate.
-        """
+        """Refuse, before inflating it, an entry that cannot have the size in the directory."""
         info = self.entries[name]
         if info.method == STORED:
             self.check_stored(name)
@@ -472,12 +442,7 @@ class Archive:
             raise self._fault(name, f"{info.packed} bytes cannot inflate to the {info.size} in the directory", 0)
 
     def inflate(self, name: str) -> Iterator[bytes]:
-        """Iterate over the bytes of an entry in chunks, at most as many bytes as the directory says.
-
-        Raises:
-            FormatError: the entry is damaged.
-            UnsupportedError: its compression is not deflate.
-        """
+        """Iterate over the bytes of an entry in chunks, at most as many bytes as the directory says."""
         info, file = self.entries[name], self._file
         at = self.locate(name)
         end = at + info.packed
@@ -524,13 +489,7 @@ class Archive:
 
 
 def _contents(block: bytes, heads: Any, fields: Columns, lengths: Any) -> Any:
-    """Return the positions of entries' contents; far below 0 if a local header differs from the directory.
-
-    Args:
-        block: bytes of the file.
-        heads: positions of the local headers in ``block``.
-        lengths: of the names; the names themselves are not compared.
-    """
+    """Return the positions of entries' contents; far below 0 if a local header differs from the directory."""
     rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(block, np.uint8), _LOCAL_SIZE)[heads]
     local = rows.view(_LOCAL_FIELDS)[:, 0]
     sound = (local["magic"] == _LOCAL_MAGIC) & (local["method"] == fields["method"]) & (local["name"] == lengths)

@@ -75,13 +75,7 @@ def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
 def decompressed(
     store: ByteStore, begin: int, size: int, limit: int, path: str, *, name: str | None = None
 ) -> bytearray:
-    """Return the content of a frame.
-
-    Raises:
-        FormatError: the frame is malformed or cut off.
-        LimitError: the content has more than ``limit`` bytes.
-        ImportError: see `check_available`.
-    """
+    """Return the content of a frame."""
     read, errors = _reader()
     content = bytearray()
     try:
@@ -151,11 +145,6 @@ class FrameStore:
 
     Reads in ascending order decompress each byte once. A read of earlier bytes begins again at the start of the frame.
     Threads that read neighbouring parts take their turns in the order of the parts.
-
-    Args:
-        begin: first byte of the frame in the store.
-        stored: bytes of the frame.
-        size: bytes of the content.
     """
 
     def __init__(self, store: ByteStore, begin: int, stored: int, size: int, path: str) -> None:
@@ -213,12 +202,7 @@ class FrameStore:
 
 
 def content_of(store: ByteStore, begin: int, size: int, expected: int, path: str) -> Array:
-    """Return the content of a frame, which must have an expected size.
-
-    Raises:
-        FormatError: the frame is malformed, or its content has another size.
-        ImportError: see `check_available`.
-    """
+    """Return the content of a frame, which must have an expected size."""
     memory = np.empty(expected, np.uint8)
     FrameStore(store, begin, size, expected, path).read_into(0, memory)
     return memory

@@ -185,12 +185,7 @@ def _format(name: str) -> str | None:
 
 
 def _weights(names: Sequence[str], folder: str) -> Iterator[_Weights]:
-    """Find the models of a folder: the folder itself if it opens, else each file or set of shards.
-
-    Args:
-        names: of its files.
-        folder: its local path.
-    """
+    """Find the models of a folder: the folder itself if it opens, else each file or set of shards."""
     files = [name for name in names if _format(name) is not None and not name.startswith(_STATE)]
     indexes = [name for name in names if _INDEX.search(name)]
     if not files and not indexes:

@@ -51,7 +51,7 @@ class DataFiles:
     """The files of a folder, opened on first use.
 
     Attributes:
-        stores: the open files by name.
+        stores: the open files by name
     """
 
     def __init__(self, files: Files, folder: str) -> None:
@@ -65,12 +65,7 @@ class DataFiles:
         return self._files.shown(self._files.join(self._folder, name))
 
     def open_all(self, names: Sequence[str]) -> None:
-        """Open files, and keep them open.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            OSError: a file cannot be opened.
-        """
+        """Open files, and keep them open."""
         stores = self._files.each(self.open, names)
         self.stores.update(zip(names, stores, strict=True))
 
@@ -103,12 +98,7 @@ class DataFiles:
 
 
 class StoredChunk:
-    """A chunk of a tensor; see `Stored`.
-
-    Args:
-        name: of the tensor.
-        shape: of the chunk, as torch counts.
-    """
+    """A chunk of a tensor; see `Stored`."""
 
     __slots__ = ("_data", "_name", "_region", "_row", "_shape", "place")
 
@@ -164,11 +154,7 @@ class StoredChunk:
         return Region(store, offset + table.byte_range(index)[0])
 
     def _in_archive(self, store: ByteStore, path: str, offset: int | None) -> Region:
-        """Return the place of the elements in an archive.
-
-        Args:
-            offset: of the archive in the file; None if it was compressed.
-        """
+        """Return the place of the elements in an archive."""
         window = WeightFile(path, store, ListedTable([]))
         try:
             tables = zip_file.read_tables(Archive(window), window, OpenRequest())
@@ -212,11 +198,7 @@ def _moved(error: FormatError, by: int | None) -> FormatError:
 
 
 def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
-    """Return a value other than a tensor, without running code; unknown objects become placeholders.
-
-    Raises:
-        FormatError, LimitError, UnsupportedError, OSError: the value cannot be read.
-    """
+    """Return a value other than a tensor, without running code; unknown objects become placeholders."""
     path = data.path(place.file)
     with closing(data.open(place.file)) as store:
         check_inside(store, name, place, path)
@@ -245,12 +227,7 @@ def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> N
 
 
 def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
-    """Refuse transforms other than zstd, and zstd without its package.
-
-    Raises:
-        UnsupportedError: another transform.
-        ImportError: the package is not installed.
-    """
+    """Refuse transforms other than zstd, and zstd without its package."""
     for text in transforms:
         kind, _, version = text.partition("/")
         if len(transforms) > 1 or kind.partition("@")[0] != _ZSTD or version.partition(".")[0] != _ZSTD_VERSION:

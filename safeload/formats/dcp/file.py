@@ -45,14 +45,7 @@ def claims(candidate: Candidate) -> bool:
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Open the checkpoint that a metadata file or a shard belongs to.
-
-    Raises:
-        FormatError: a file is malformed, missing bytes, or chunks do not cover a tensor.
-        UnsupportedError: a dtype or a transform is not supported.
-        FileNotFoundError: a data file is missing.
-        ForbiddenError, LimitError, TensorNotFoundError, OSError: see the modules used.
-    """
+    """Open the checkpoint that a metadata file or a shard belongs to."""
     file = candidate.file
     folder, name = file.files.split(file.place)
     data = DataFiles(file.files, folder)

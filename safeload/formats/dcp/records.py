@@ -133,12 +133,7 @@ class Description(NamedTuple):
 
 
 def read_records(file: WeightFile, inert: bool) -> tuple[Record, Unpickled]:
-    """Run the pickle of a metadata file.
-
-    Raises:
-        FormatError: the pickle is malformed, or holds another object.
-        ForbiddenError, LimitError: see `unpickle`.
-    """
+    """Run the pickle of a metadata file."""
     pickled = pickle_at(file, 0, None, inert, _TABLE)
     if type(pickled.value) is not Record or pickled.value.kind != METADATA:
         raise FormatError(f"expected the Metadata of a checkpoint, got {describe(pickled.value)}", file.path, 0)
@@ -146,11 +141,7 @@ def read_records(file: WeightFile, inert: bool) -> tuple[Record, Unpickled]:
 
 
 def describe_all(files: Iterable[WeightFile], inert: bool) -> Description:
-    """Return the union of the metadata files of a checkpoint.
-
-    Raises:
-        FormatError: a record is malformed, or two files disagree about a tensor.
-    """
+    """Return the union of the metadata files of a checkpoint."""
     whole = Description({}, {}, {}, [], {})
     for file in files:
         record, pickled = read_records(file, inert)

@@ -20,12 +20,7 @@ SHARDING = "DCP_SHARDING_INFO"
 
 
 def read(data: DataFiles, file: WeightFile, folder: str) -> dict[str, BoxedListing]:
-    """Return the tensors of all shards in the folder of ``file``, and their boxes.
-
-    Raises:
-        FormatError: a header is malformed, or two shards disagree about a tensor.
-        MissingShardError: the files of a process are missing.
-    """
+    """Return the tensors of all shards in the folder of ``file``, and their boxes."""
     names = shards_of([name for name, is_folder in file.files.listing(folder) if not is_folder])
     _check_complete(names, file.files.shown(folder))
     data.open_all(names)

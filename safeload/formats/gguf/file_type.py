@@ -23,12 +23,7 @@ for _row in FILE_TYPES.values():
 
 
 def updated(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any, Any]:
-    """Return metadata with the number for converted tensors, or without it if the type of most weights has no number.
-
-    Args:
-        metadata: of the source; unchanged if it has no such number.
-        tensors: arrays, `Lazy` and `LazyQuantized` to write.
-    """
+    """Return metadata with the number for converted tensors, or without it if the type of most weights has no number."""
     if KEY not in metadata:
         return metadata
     elements: Counter[str] = Counter()

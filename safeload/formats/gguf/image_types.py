@@ -48,17 +48,7 @@ _FOREIGN = (
 
 
 def choose(file_type: str, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, TensorType]:
-    """Return the type of each tensor in a file of a file type, in the order of the tensors.
-
-    Args:
-        file_type: its name, without aliases.
-        shapes: the shapes of all tensors, outermost axis first, in the order of the file: types depend on a tensor's
-            place among its kind.
-        architecture: one of `DIFFUSION_MODELS` whose tensors are quantized.
-
-    Raises:
-        UnsupportedError: ComfyUI-GGUF has no such file type, or the tensors belong to another model.
-    """
+    """Return the type of each tensor in a file of a file type, in the order of the tensors."""
     if file_type in _REFUSED:
         raise UnsupportedError(
             f"file type {file_type} has no rules for diffusion models, expected one of {', '.join(_available())}"

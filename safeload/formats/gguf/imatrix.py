@@ -63,11 +63,7 @@ def _clipped(text: str) -> str:
 
 
 def checked(path: str, vectors: Mapping[str, Array], datasets: tuple[str, ...], chunks: int) -> ImportanceMatrix:
-    """Return the matrix if all its numbers are finite and not negative.
-
-    Raises:
-        FormatError: a number is not.
-    """
+    """Return the matrix if all its numbers are finite and not negative."""
     if not vectors:
         raise FormatError("the importance matrix has no entries", path)
     for name, vector in vectors.items():
@@ -81,11 +77,7 @@ def checked(path: str, vectors: Mapping[str, Array], datasets: tuple[str, ...], 
 
 
 def of_gguf(path: str, tensors: Mapping[str, Array], metadata: Mapping[Any, Any]) -> ImportanceMatrix:
-    """Return the matrix in the tensors of a GGUF file.
-
-    Raises:
-        FormatError: the file is not an importance matrix, or sums and counts do not match.
-    """
+    """Return the matrix in the tensors of a GGUF file."""
     missing = [key for key in KEYS if key not in metadata]
     if missing:
         raise FormatError(f"not an importance matrix: the metadata has no {missing[0]}", path)
@@ -117,11 +109,7 @@ def _of_sums(name: str, sums: Array, counts: Array, path: str) -> Array:
 
 
 def of_dat(path: str, content: bytes) -> ImportanceMatrix:
-    """Return the matrix in a file of the older format.
-
-    Raises:
-        FormatError: the file is cut, or a number is out of range.
-    """
+    """Return the matrix in a file of the older format."""
     reader = _DatReader(path, content)
     count = reader.number("the number of entries")
     if not 1 <= count <= reader.left // _SHORTEST_ENTRY:

@@ -41,7 +41,7 @@ class Metadata(Mapping[str, Any]):
     metadata stays valid after the file is closed.
 
     Attributes:
-        version: of the format, 2 or 3.
+        version: of the format, 2 or 3
         ternary: shapes of the I2_S tensors, which the table lists as bytes. Internal.
         unknown: tensors of types unknown to this version. Internal.
     """
@@ -198,14 +198,7 @@ class GgufTable(Table):
 
 
 def read_table(file: WeightFile) -> GgufTable:
-    """Return the tensors of an open file.
-
-    Raises:
-        FormatError: the file breaks the format; has the byte position.
-        UnsupportedError: unsupported version or byte order.
-        LimitError: the header has more than 128 MiB.
-        OSError: the file cannot be read.
-    """
+    """Return the tensors of an open file."""
     table, gguf, error = ffi.new("sl_table **"), ffi.new("sl_gguf **"), Error()
     if not file.remote:
         status = file.local.use(short.sl_gguf_read, file.size, *map(pointer, (table, gguf, error)))

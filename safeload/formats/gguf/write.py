@@ -119,13 +119,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> _Plan:
-    """Return the header entry and the data of a tensor.
-
-    Raises:
-        TypeError: the name is not a str, or the value is not an array.
-        UnsupportedError: GGUF does not have the dtype or scheme.
-        SafeloadError: GGUF cannot hold the name or the shape.
-    """
+    """Return the header entry and the data of a tensor."""
     check_name(name)
     if isinstance(value, np.generic):
         value = np.asarray(value)
@@ -190,16 +184,7 @@ class _Ternary(NamedTuple):
 
 
 def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Split a packed GGUF tensor into its blocks and their scale; other tensors stay whole.
-
-    Args:
-        tensors: all tensors of the file.
-        metadata: of the file.
-
-    Raises:
-        UnsupportedError: the metadata does not announce I2_S, and readers would misread the tensor.
-        SafeloadError: another tensor has the name of the scale, or no reader would find the scale.
-    """
+    """Split a packed GGUF tensor into its blocks and their scale; other tensors stay whole."""
     packing = value.packing if isinstance(value, (LazyPacked, QuantizedTensor)) else None
     if packing is None or packing.family != GGUF:
         yield name, value
@@ -266,12 +251,7 @@ def _key(key: Any) -> bytes:
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
-    """Return the alignment of tensors in bytes.
-
-    Raises:
-        TypeError: the value in the metadata is not an int.
-        SafeloadError: it is not a power of two up to `MAX_ALIGNMENT`.
-    """
+    """Return the alignment of tensors in bytes."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"metadata {show(ALIGNMENT_KEY)} must be int, got {type(value).__name__}")
@@ -298,16 +278,7 @@ def data_begin(metadata: Metadata) -> int:
 
 
 def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
-    """Return the head of a file, padded to the tensors, with changed metadata.
-
-    Args:
-        metadata: of the file.
-        changes: new values by key; None removes a key. Numbers keep the stored type of the old value.
-
-    Raises:
-        TypeError, SafeloadError: GGUF cannot hold a key or value.
-        UnsupportedError: the alignment would change, so the tensors would have to move apart.
-    """
+    """Return the head of a file, padded to the tensors, with changed metadata."""
     alignment = _alignment(metadata)
     if ALIGNMENT_KEY in changes:
         raise UnsupportedError(f"{ALIGNMENT_KEY} cannot be edited, because the positions of all tensors depend on it")
@@ -341,12 +312,7 @@ def can_hold(value: Any) -> bool:
 
 
 def _pack(value: Any) -> Iterator[bytes]:
-    """Encode the type of a value, then its bytes.
-
-    Raises:
-        TypeError: GGUF has no type for the value.
-        SafeloadError: an integer has more than 64 bits.
-    """
+    """Encode the type of a value, then its bytes."""
     if isinstance(value, str):
         yield _U32.pack(lib.SL_GGUF_STRING)
         yield _text(value)

@@ -29,13 +29,7 @@ _CONFIG, _METADATA = "config.json", "metadata.json"
 
 
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
-    """Open the weights of an archive.
-
-    Raises:
-        FormatError: the archive or its JSON is malformed.
-        UnsupportedError: the weights are not HDF5.
-        SafeloadError, OSError: see `open_members`.
-    """
+    """Open the weights of an archive."""
     file, archive = candidate.file, candidate.archive
     if WEIGHTS not in archive.entries:
         text = f"the weights are {_NPZ}, an npz of pickled dicts: save the model again with h5py installed"

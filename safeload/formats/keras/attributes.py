@@ -49,16 +49,7 @@ class _Message(NamedTuple):
 
 
 def texts_of(file: WeightFile, address: int, names: frozenset[str]) -> dict[str, bytes | list[bytes]]:
-    """Return the attributes of an object that hold text: a text, or a list of texts.
-
-    Args:
-        address: of the object's header.
-        names: of attributes; a number may follow, as in ``layer_names0``.
-
-    Raises:
-        FormatError: a header or a heap is malformed.
-        LimitError: an attribute is too large.
-    """
+    """Return the attributes of an object that hold text: a text, or a list of texts."""
     attributes: dict[str, bytes | list[bytes]] = {}
     for message in _messages(file, address):
         if message.kind == _ATTRIBUTE and not message.flags & _SHARED:

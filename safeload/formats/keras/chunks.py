@@ -39,11 +39,7 @@ class InMemory:
 
 
 class StoredBlock:
-    """A chunk in a file.
-
-    Args:
-        sizes: elements along each axis that are inside the dataset.
-    """
+    """A chunk in a file."""
 
     def __init__(self, file: WeightFile, name: str, dataset: Dataset, chunk: FileChunk, sizes: tuple[int, ...]) -> None:
         self._file, self._name = file, name
@@ -53,11 +49,7 @@ class StoredBlock:
         return None
 
     def unpack(self) -> Array:
-        """Return the elements in C order.
-
-        Raises:
-            FormatError: the chunk is damaged.
-        """
+        """Return the elements in C order."""
         dataset, chunk, itemsize = self._dataset, self._chunk, self._dataset.itemsize
         data = bytearray(chunk.size)
         self._file.store.read_into(chunk.begin, data)
@@ -123,13 +115,7 @@ def fletcher32(content: Array) -> int:
 
 
 def check_filters(dataset: Dataset, path: str, name: str) -> None:
-    """Refuse a dataset whose chunks could not be unpacked, or only into more memory than they justify.
-
-    Raises:
-        LimitError: a chunk is too large, or larger than its stored bytes can unpack to.
-        FormatError: a chunk without filters has another size than its shape.
-        UnsupportedError: it is unclear if the chunks at the edges are shuffled.
-    """
+    """Refuse a dataset whose chunks could not be unpacked, or only into more memory than they justify."""
     nbytes = dataset.chunk_nbytes
     if nbytes > MAX_CHUNK:
         text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"

@@ -53,11 +53,7 @@ class KerasConfig(NamedTuple):
 
 
 def configs(content: Readable) -> Iterator[KerasConfig]:
-    """Iterate over the configs in a content.
-
-    Raises:
-        ValueError: text around a class name is no JSON, or repeats a key.
-    """
+    """Iterate over the configs in a content."""
     begin = at = tries = 0
     while at < content.size:
         match = _KEY.search(content.read_at(at, _CHUNK + _OVERLAP))

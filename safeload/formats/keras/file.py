@@ -38,14 +38,7 @@ _MODEL_WEIGHTS = "model_weights"
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the structure of a file, without its datasets.
-
-    Raises:
-        ImportError: h5py is not installed.
-        FormatError: the structure is malformed, or a listed weight does not exist.
-        UnsupportedError: a group is linked twice.
-        LimitError, TensorNotFoundError, OSError: see the functions used.
-    """
+    """Read the structure of a file, without its datasets."""
     file = candidate.file
     structure = read_structure(file)
     datasets = _named(structure, request.root, file.path)
@@ -71,12 +64,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 def _named(structure: Structure, root: str | None, path: str) -> dict[str, Dataset]:
-    """Return the datasets below a container by their names there.
-
-    Raises:
-        FormatError: two datasets have one name.
-        TensorNotFoundError: the container does not exist; the message lists those at the top.
-    """
+    """Return the datasets below a container by their names there."""
     paths: dict[str, tuple[str, ...]] = {}
     for steps in structure.datasets:
         name = ".".join(steps)

@@ -105,14 +105,7 @@ def _h5py() -> Any:
 
 
 def read_structure(file: WeightFile) -> Structure:
-    """Return the groups and datasets of a file.
-
-    Raises:
-        ModuleNotFoundError: h5py is not installed.
-        FormatError: libhdf5 cannot read the file, or a dataset reaches beyond it.
-        UnsupportedError, LimitError: see the module.
-        OSError: the file cannot be read.
-    """
+    """Return the groups and datasets of a file."""
     h5py = _h5py()
     stream = FileStream(file)
     try:
@@ -205,11 +198,7 @@ class _Walk:
             yield inner, self._h5py.h5o.open(group, name)
 
     def _in_order(self, path: tuple[str, ...], group: Any, names: list[bytes]) -> list[bytes]:
-        """Read the attributes of a group, and return its names in the order of its list.
-
-        Raises:
-            FormatError: the list names an object that does not exist.
-        """
+        """Read the attributes of a group, and return its names in the order of its list."""
         attributes = texts_of(self._file, self._h5py.h5o.get_info(group).addr, _GROUP_TEXTS)
         texts = {key: value.decode("utf-8", "replace") for key, value in attributes.items() if type(value) is bytes}
         if texts and len(path) < 2:

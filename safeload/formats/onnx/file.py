@@ -85,14 +85,7 @@ TYPES = {
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of a model, and open its files of external data.
-
-    Raises:
-        FormatError: the file breaks the format, or a tensor does not fit its elements.
-        LimitError: the file exceeds a limit.
-        TensorNotFoundError: ``request.root`` is not `CONSTANTS`.
-        FileNotFoundError: a file of external data is missing.
-    """
+    """Read the table of a model, and open its files of external data."""
     file = candidate.file
     model = ModelReader(file).read()
     if request.root not in (None, CONSTANTS):
@@ -117,11 +110,7 @@ def _notes(model: OnnxModel, request: OpenRequest) -> list[str]:
 
 
 class TensorPlacer:
-    """Finds the elements of tensors.
-
-    Args:
-        file: the model.
-    """
+    """Finds the elements of tensors."""
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
@@ -302,11 +291,7 @@ class Varints:
         return None
 
     def unpack(self) -> Array:
-        """Return the elements as bytes.
-
-        Raises:
-            FormatError: the numbers are malformed, or there are too few or too many.
-        """
+        """Return the elements as bytes."""
         if not self._varints:
             return self._bytes()
         type_ = self._type

@@ -84,13 +84,7 @@ class OnnxModel(NamedTuple):
 
 
 class ModelReader:
-    """Walks a model.
-
-    Raises:
-        FormatError: the file breaks the format; has the byte position.
-        UnsupportedError: the model has sparse initializers.
-        LimitError: the file exceeds a limit.
-    """
+    """Walks a model."""
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
@@ -162,11 +156,7 @@ class ModelReader:
             self._node(node, k, prefix, 0)
 
     def _graph(self, message: Field, prefix: str, depth: int) -> None:
-        """List the initializers of a graph.
-
-        Args:
-            prefix: of the names; empty for the graph of the model.
-        """
+        """List the initializers of a graph."""
         if depth > MAX_DEPTH:
             text = f"graphs are nested more than {MAX_DEPTH} levels deep"
             raise error_about(LimitError, text, path=self._file.path, offset=message.begin)

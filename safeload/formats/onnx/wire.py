@@ -56,15 +56,7 @@ class WireReader(ByteReader):
         self._fields = self._text = 0
 
     def fields(self, begin: int, end: int, message: str) -> Iterator[Field]:
-        """Iterate over the fields of a message; the caller may read elsewhere in between.
-
-        Args:
-            message: its kind, for messages.
-
-        Raises:
-            FormatError: a field reaches beyond its message, or has no known wire type.
-            LimitError: the file has more than `MAX_FIELDS` fields.
-        """
+        """Iterate over the fields of a message; the caller may read elsewhere in between."""
         at = begin
         while at < end:
             self.position = at
@@ -93,13 +85,7 @@ class WireReader(ByteReader):
             raise error_about(LimitError, text, path=self.file.path, offset=position)
 
     def _end_of(self, tag: int, first: int, value: int, message: str, block: tuple[int, int]) -> int:
-        """Return the end of a field in its block, after checking the field.
-
-        Args:
-            first: first byte of its content in the block; 0 if a number before it is malformed.
-            value: of its varint.
-            block: byte of the field in the file, and the bytes from the start of the block to the end of the message.
-        """
+        """Return the end of a field in its block, after checking the field."""
         position, rest = block
         number, wire = tag >> 3, tag & 7
         if not first:
@@ -116,12 +102,7 @@ class WireReader(ByteReader):
         return first + size
 
     def text(self, field: Field, what: str) -> str:
-        """Return the text of a field.
-
-        Raises:
-            FormatError: not text, or not UTF-8.
-            LimitError: the texts of the file have more than `MAX_TEXT` bytes.
-        """
+        """Return the text of a field."""
         if field.wire != BYTES:
             raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
         self._text += field.end - field.begin
@@ -136,11 +117,7 @@ class WireReader(ByteReader):
             raise self.fault(f"{what} is not UTF-8: {error.reason}", field.begin + error.start) from None
 
     def varints(self, field: Field, what: str, most: int) -> list[int]:
-        """Return the numbers of a repeated field, packed or single, as u64.
-
-        Args:
-            most: limit of the numbers.
-        """
+        """Return the numbers of a repeated field, packed or single, as u64."""
         if field.wire == VARINT:
             return [field.value]
         if field.wire != BYTES:
@@ -173,15 +150,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def decode_varints(data: Array, what: str) -> Array:
-    """Return packed varints as u64.
-
-    Args:
-        data: uint8.
-        what: begins the message of an error.
-
-    Raises:
-        FormatError: a number has more than `MAX_VARINT` bytes, or is cut off.
-    """
+    """Return packed varints as u64."""
     ends = np.flatnonzero(data < 0x80)
     if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
         raise FormatError(f"{what}: the last number is cut off")

@@ -120,11 +120,7 @@ class ShardBytes(ChunkBytes):
         return 16 * count + (_CHECKSUM if checked else 0)
 
     def entry(self, number: int) -> tuple[int, int] | None:
-        """Return the first byte and the length of a chunk; None if it is not stored.
-
-        Raises:
-            FormatError: the index is malformed.
-        """
+        """Return the first byte and the length of a chunk; None if it is not stored."""
         if self._index is None:
             self._index = self._read()
         offset, length = self._index[number].tolist()
@@ -169,12 +165,7 @@ class InShard:
 
 
 class ChunkRules:
-    """What the chunks of a tensor share.
-
-    Args:
-        fill: the bytes of an element that is not stored; None if all chunks should be stored.
-        frames: keeps decompressors; None to unpack chunks as a whole.
-    """
+    """What the chunks of a tensor share."""
 
     def __init__(self, name: str, layout: ChunkLayout, fill: bytes | None, frames: KeptFrames | None) -> None:
         self.name = name
@@ -184,11 +175,7 @@ class ChunkRules:
 
 
 class ZarrChunk:
-    """A chunk of a tensor; see `BoxSource`.
-
-    Args:
-        sizes: elements along each axis inside the tensor; chunks at the border have more.
-    """
+    """A chunk of a tensor; see `BoxSource`."""
 
     __slots__ = ("_region", "_rules", "_sizes", "_stored")
 
@@ -285,14 +272,7 @@ class ZarrChunk:
 
 
 class ChunkFinder:
-    """Finds the chunks of all tensors of a checkpoint.
-
-    Args:
-        values: the place of each key.
-        stored: the open data files.
-        path: of the checkpoint, for messages.
-        filled: True if chunks that are not stored have the fill value.
-    """
+    """Finds the chunks of all tensors of a checkpoint."""
 
     def __init__(
         self, values: Mapping[str, Value], stored: Mapping[str, ChunkBytes], path: str, *, filled: bool
@@ -309,11 +289,7 @@ class ChunkFinder:
         self._used: dict[str, int] = {}  # bytes of chunks in each file
 
     def find(self, name: str, array: ZarrArray) -> list[tuple[tuple[int, ...], Value]]:
-        """Return the first element and the value of each stored chunk.
-
-        Raises:
-            FormatError: a chunk is missing.
-        """
+        """Return the first element and the value of each stored chunk."""
         counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.grid, strict=True)]
         stem = f"{name}/" if name else ""
         total = prod(counts)
@@ -354,17 +330,7 @@ class ChunkFinder:
         return sorted(indices)
 
     def listing(self, name: str, array: ZarrArray, places: Sequence[tuple[tuple[int, ...], Value]]) -> BoxedListing:
-        """Return a tensor with its boxes.
-
-        Args:
-            places: see `find`; their files are open.
-
-        Raises:
-            FormatError: a chunk cannot hold its elements.
-            LimitError: chunks are mostly padding, or too many.
-            UnsupportedError: the fill value is needed and cannot be read.
-            ImportError: zstd is needed, and not installed.
-        """
+        """Return a tensor with its boxes."""
         layout = array.chunk
         if ZSTD in layout.steps:
             check_available()
@@ -391,12 +357,7 @@ class ChunkFinder:
         return BoxedListing(array.row, array.shape, boxes, fill=None if covered else fill_of(array, self._path, name))
 
     def check_claims(self) -> None:
-        """Refuse chunks that share bytes, and fill values that stand for far more than the files hold.
-
-        Raises:
-            FormatError: chunks share bytes, so a small file would claim any size.
-            LimitError: too many elements are not stored.
-        """
+        """Refuse chunks that share bytes, and fill values that stand for far more than the files hold."""
         for file, used in self._used.items():
             data = self._files[file]
             if used > data.length:

@@ -47,15 +47,7 @@ _SHOWN = 5
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Open the checkpoint that a file ``_METADATA`` belongs to.
-
-    Raises:
-        FormatError: a file is malformed, or a chunk is missing.
-        UnsupportedError: a dtype, a codec or a kind of database is not supported.
-        FileNotFoundError: a file is missing.
-        ImportError: zstd is needed, and not installed.
-        LimitError, TensorNotFoundError, OSError: see the modules used.
-    """
+    """Open the checkpoint that a file ``_METADATA`` belongs to."""
     file = candidate.file
     if file.size > MAX_JSON:
         raise FormatError(f"{naming.METADATA} has {file.size:,} bytes, but the limit is {MAX_JSON:,}", file.path)
@@ -74,7 +66,7 @@ class _OpenFiles:
     """The data files of a checkpoint.
 
     Attributes:
-        stored: the open files by their paths in the folder.
+        stored: the open files by their paths in the folder
     """
 
     def __init__(self, files: Files, folder: str) -> None:
@@ -98,12 +90,7 @@ class _OpenFiles:
         self._files.each(self.open, [name for name in names if name not in self.stored])
 
     def open(self, name: str) -> ChunkBytes:
-        """Open a file, or return it if it is open.
-
-        Raises:
-            FileNotFoundError: the file is missing.
-            OSError: it cannot be opened.
-        """
+        """Open a file, or return it if it is open."""
         stored = self.stored.get(name)
         if stored is None:
             try:
@@ -206,11 +193,7 @@ class _OrbaxReader:
         return values
 
     def _values(self, part: str) -> dict[str, Value]:
-        """Return the values of a database.
-
-        Args:
-            part: path of its folder, with a slash at the end; empty for the checkpoint's folder.
-        """
+        """Return the values of a database."""
         manifest = self._opened.open(part + MANIFEST)
         if manifest.length > MAX_MANIFEST:
             text = f"{manifest.path}: the manifest has {manifest.length:,} bytes, more than {MAX_MANIFEST:,}"

@@ -30,11 +30,7 @@ def is_checkpoint(names: Sequence[str]) -> bool:
 
 
 def below(path: str, visible: Sequence[tuple[str, bool]], files: Files) -> str | None:
-    """Return the only checkpoint in a folder of steps or items; None if there is none.
-
-    Raises:
-        UnsupportedError: there are several; the message lists the folders.
-    """
+    """Return the only checkpoint in a folder of steps or items; None if there is none."""
     folders = _looked_into(visible, files)
     listings = _inner_listings(path, visible, files)
     checkpoints: list[str] = []

@@ -64,11 +64,7 @@ class Value(NamedTuple):
 
 
 class _Fields:
-    """The fields of a body, in order.
-
-    Args:
-        offset: of the manifest or node in the file, for messages.
-    """
+    """The fields of a body, in order."""
 
     def __init__(self, body: bytes | bytearray, path: str, offset: int) -> None:
         self.body = body
@@ -230,19 +226,7 @@ def _file(files: Sequence[_DataFile], number: int, fields: _Fields) -> _DataFile
 def read_tree(
     manifest: bytes, path: str, read: Callable[[str, int, int], bytes], shown: Callable[[str], str]
 ) -> dict[str, Value]:
-    """Return the values of the latest version by key.
-
-    Args:
-        path: of the manifest, for messages.
-        read: returns a range of a data file; fewer bytes at its end.
-        shown: returns the path of a data file for messages.
-
-    Raises:
-        FormatError: the manifest or a node is malformed.
-        LimitError: the tree is larger than any checkpoint's.
-        UnsupportedError: another version or kind of the format.
-        ImportError: zstd is needed, and not installed.
-    """
+    """Return the values of the latest version by key."""
     root = _root(manifest, path)
     waiting = [] if root is None else [root]
     values: dict[str, Value] = {}

@@ -50,11 +50,7 @@ class TreeMetadata(NamedTuple):
 
 
 def parse(content: Mapping[str, Any], path: str) -> TreeMetadata:
-    """Return the tree of ``_METADATA``.
-
-    Raises:
-        FormatError: a field is malformed, or two leaves have one name.
-    """
+    """Return the tree of ``_METADATA``."""
     entries = content.get(MARK)
     if type(entries) is not dict:
         raise FormatError(f"{MARK} must be an object, got {show(entries)[:100]}", path)

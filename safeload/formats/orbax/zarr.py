@@ -153,17 +153,7 @@ _KINDS = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 
 def parse(fields: Mapping[str, Any], path: str, name: str, version: int) -> ZarrArray:
-    """Return the array that metadata describes.
-
-    Args:
-        path: of the metadata, for messages.
-        name: of the tensor.
-        version: expected.
-
-    Raises:
-        FormatError: a field is missing or malformed.
-        UnsupportedError: a dtype, a codec or another feature that safeload does not read.
-    """
+    """Return the array that metadata describes."""
     metadata = _Metadata(fields, path, name)
     actual = fields.get("zarr_format")
     if actual != version:
@@ -294,11 +284,7 @@ def _index_codecs(metadata: _Metadata, codecs: Any) -> bool:
 
 
 def fill_of(array: ZarrArray, path: str, name: str) -> bytes:
-    """Return the bytes of an element that is not stored.
-
-    Raises:
-        UnsupportedError: the fill value is in another notation than a number, a bool, a special name or hexadecimal.
-    """
+    """Return the bytes of an element that is not stored."""
     value, row = array.fill, array.row
     dtype = dtypes.array_dtype(row.number)
     special = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}

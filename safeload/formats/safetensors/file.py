@@ -61,16 +61,7 @@ _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
 
 
 def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.load") -> WeightFile:
-    """Open a file and validate its header, without reading tensors.
-
-    Args:
-        brief: see `LocalStore`.
-        folders: the caller's function that loads folders, for the error if the path is a folder.
-
-    Raises:
-        FormatError: the file breaks the format, or has another format.
-        OSError: the file cannot be opened.
-    """
+    """Open a file and validate its header, without reading tensors."""
     text, fields = _loaded(path, 0, folders)
     return WeightFile(text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[LOADED_COLUMNS:]))
 
@@ -87,15 +78,6 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
 
     A small file is read whole with one call, even for "mmap", because a mapping and its first page fault take longer.
     Like a mapping, the memory is private and lives as long as the last array over it.
-
-    Args:
-        folders: see `open_file`.
-
-    Raises:
-        FormatError: the file breaks the format, or has another format.
-        UnsupportedError: a tensor has too many axes for this numpy.
-        OSError: the file cannot be opened.
-        ValueError: SAFELOAD_NUM_THREADS is not a number of threads.
     """
     if backend == "pread":
         thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
@@ -136,12 +118,7 @@ def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> 
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file, such as a remote file.
-
-    Raises:
-        FormatError: the file breaks the format.
-        OSError: the header cannot be read.
-    """
+    """Read the table of an open file, such as a remote file."""
     file = candidate.file
     size = int.from_bytes(file.read_at(0, _LENGTH), "little")
     # The parser refuses an impossible size without more bytes.
@@ -152,11 +129,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 def parse_head(head: bytes, file_size: int, path: str) -> Table:
-    """Return the table of a file of this size, of which the first bytes are known.
-
-    Raises:
-        FormatError: the header breaks the format.
-    """
+    """Return the table of a file of this size, of which the first bytes are known."""
     table, error = ffi.new("sl_table **"), Error()
     status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file_size, table, error)
     check(status, error, path)
@@ -164,11 +137,7 @@ def parse_head(head: bytes, file_size: int, path: str) -> Table:
 
 
 def parse_table(data: Any) -> tuple[memoryview, Table]:
-    """Return the bytes of a file in memory, and their table.
-
-    Raises:
-        FormatError: the bytes break the format.
-    """
+    """Return the bytes of a file in memory, and their table."""
     view, *place = _place(data)
     return view, _table(short.sl_safetensors_table(*place), place)
 
@@ -197,10 +166,6 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
     """Return the tensors of a file in memory, in the order of their bytes, and its table.
 
     A file with a single `Table.plain` tensor is read without a table, because making one takes longer than the rest.
-
-    Args:
-        data: a C-contiguous bytes-like object.
-        copy: False for views, which are read-only if ``data`` is; unaligned tensors are copied anyway.
     """
     view, address, size = _place(data)
     lone = Lone()
@@ -284,12 +249,7 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | Non
 
 
 def source_of(name: str, value: Any) -> TensorToWrite:
-    """Return the tensor to write for an array, `Memory` or `Lazy`.
-
-    Raises:
-        TypeError: the value is not an array.
-        SafetensorError: the format does not have the dtype.
-    """
+    """Return the tensor to write for an array, `Memory` or `Lazy`."""
     if isinstance(value, Memory):
         return TensorToWrite(value.row, value.shape, value)
     if isinstance(value, np.generic):
@@ -328,17 +288,7 @@ def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> Fi
 
 
 class FileWriter:
-    """A file to write: its header is built and its size known, but tensors are not copied yet.
-
-    Args:
-        tensors: arrays, `Memory` or `Lazy` by name.
-        metadata: str to str, written in ascending order of keys.
-        room: spaces after the header; 0 for upstream's bytes.
-
-    Raises:
-        TypeError: a name is not a str, a value is not an array, or metadata is not text.
-        SafetensorError: the format does not have a dtype or cannot hold a name, or the header is too large.
-    """
+    """A file to write: its header is built and its size known, but tensors are not copied yet."""
 
     def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, room: int = 0) -> None:
         check_mapping(tensors, "tensors")
@@ -396,11 +346,7 @@ class FileWriter:
         return bytes(out)
 
     def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-        """Write the file; see `AtomicFile`.
-
-        Raises:
-            OSError: the file cannot be written. The error is also a SafetensorError.
-        """
+        """Write the file; see `AtomicFile`."""
         try:
             with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
                 self.write_to(file)
@@ -421,11 +367,7 @@ class FileWriter:
 
 
 def _together(waiting: list[Any], sources: Iterable[TensorToWrite]) -> Iterator[tuple[Any, int, int, bool]]:
-    """Copy small arrays into buffers, because a system call for each would take longer than the copy.
-
-    Args:
-        waiting: what comes before the arrays.
-    """
+    """Copy small arrays into buffers, because a system call for each would take longer than the copy."""
     size = 0
     for source in sources:
         waiting.append(source.buffer)

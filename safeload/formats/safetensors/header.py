@@ -46,11 +46,7 @@ def head(
     *,
     room: int = 0,
 ) -> Head:
-    """Return a header with upstream's order, and order and sizes as lists; see `Header`.
-
-    Raises:
-        TypeError, SafetensorError: see `Header`.
-    """
+    """Return a header with upstream's order, and order and sizes as lists; see `Header`."""
     if not room and len(names) <= _FEW:
         brief = _brief(names, numbers, shapes, metadata)
         if brief is not None:
@@ -87,24 +83,12 @@ def _brief(
 class Header:
     """A header, and the order of the tensors' bytes after it.
 
-    Args:
-        names: unique names of the tensors.
-        numbers: of their dtypes.
-        shapes: logical shapes.
-        metadata: str to str, written in ascending order of keys.
-        keeps_order: True if the bytes have the order of the names; False for upstream's order.
-        room: spaces after the header, at least.
-
     Attributes:
-        memory: the length of the header and the header itself.
-        address: of the first byte in ``memory``.
-        nbytes: of ``memory``.
-        order: uint32, the tensors in the order of their bytes.
-        sizes: uint64, bytes of each tensor, in the order of the names.
-
-    Raises:
-        TypeError: a name is not a str, or metadata is not text.
-        SafetensorError: UTF-8 cannot write a name, a tensor has no whole number of bytes, or the header is too large.
+        memory: the length of the header and the header itself
+        address: of the first byte in ``memory``
+        nbytes: of ``memory``
+        order: uint32, the tensors in the order of their bytes
+        sizes: uint64, bytes of each tensor, in the order of the names
     """
 
     def __init__(
@@ -217,11 +201,7 @@ def window_for(file_name: str, names: Sequence[str]) -> int:
 
 
 def _metadata_texts(metadata: Mapping[str, str]) -> list[bytes]:
-    """Return keys and values alternately, in ascending order of keys.
-
-    Raises:
-        TypeError, SafetensorError: see `text`.
-    """
+    """Return keys and values alternately, in ascending order of keys."""
     pairs = [*metadata.items()]
     try:
         if all(type(key) is str is type(value) for key, value in pairs):
@@ -233,12 +213,7 @@ def _metadata_texts(metadata: Mapping[str, str]) -> list[bytes]:
 
 
 def text(value: Any, subject: str, *, tensor: str | None = None) -> str:
-    """Check that a value is a text that UTF-8 can write, and return it.
-
-    Raises:
-        TypeError: the value is not a str.
-        SafetensorError: the text holds a lone surrogate.
-    """
+    """Check that a value is a text that UTF-8 can write, and return it."""
     if not isinstance(value, str):
         raise TypeError(f"{subject} must be str, got {type(value).__name__}")
     encode(value, subject, tensor=tensor)

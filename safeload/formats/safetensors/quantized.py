@@ -38,15 +38,7 @@ QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked, LazyEncoded)
 def pack(
     tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, in_folder: bool = False
 ) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
-    """Convert tensors and metadata to plain tensors and text.
-
-    Args:
-        in_folder: True to store the codes of int8 tensors as ``<name>.codes``.
-
-    Raises:
-        TypeError: tensors or metadata are not a mapping.
-        SafetensorError: two tensors or parts would have the same name.
-    """
+    """Convert tensors and metadata to plain tensors and text."""
     check_mapping(tensors, "tensors")
     if metadata is not None:
         check_mapping(metadata, "metadata", "str to str")
@@ -58,12 +50,7 @@ def pack(
 def texts_with(
     metadata: Mapping[str, str] | None, described: Mapping[str, Any], config: str | None = None
 ) -> Mapping[str, str] | None:
-    """Return metadata with the description of a file's quantized tensors instead of another file's.
-
-    Args:
-        described: by the names of quantized tensors.
-        config: quantization of packed tensors; None if there are none.
-    """
+    """Return metadata with the description of a file's quantized tensors instead of another file's."""
     texts = metadata
     if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):
         texts = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
@@ -133,11 +120,7 @@ def packed_in(tensors: Mapping[str, Any], *, in_folder: bool = False) -> PackedT
 
 
 def _name_of(name: str, names: Mapping[str, str], role: str) -> str:
-    """Return the name of a part: its stored name, renamed with its tensor, or a name built from the tensor's.
-
-    Raises:
-        SafetensorError: readers would not recognise the new name, because only the old or the new name ends in .weight.
-    """
+    """Return the name of a part: its stored name, renamed with its tensor, or a name built from the tensor's."""
     stored, own = names.get(role), names.get(NAME, name)
     if stored is None:
         return name if role == CODES else f"{name}_{role}"
@@ -174,14 +157,7 @@ def _add_encoded(packed: dict[str, Any], tensors: Mapping[str, Any], name: str, 
 
 
 def unpack(file: WeightFile) -> dict[str, str]:
-    """Replace the table of an open file by the table in its metadata.
-
-    Returns:
-        The tensors whose codes have a name of their own, by that name.
-
-    Raises:
-        FormatError: the description is malformed, or does not match the stored tensors.
-    """
+    """Replace the table of an open file by the table in its metadata."""
     table = file.table
     metadata = table.metadata() or {}
     text = metadata.get(KEY)
@@ -269,11 +245,7 @@ def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], na
 def unpack_all(
     files: list[WeightFile], where: dict[str, tuple[WeightFile, int]] | None
 ) -> dict[str, tuple[WeightFile, int]] | None:
-    """List the quantized tensors of safetensors files, and no longer list their scales as tensors.
-
-    Raises:
-        FormatError: a description is malformed, or two files have a tensor with the same name.
-    """
+    """List the quantized tensors of safetensors files, and no longer list their scales as tensors."""
     changed = {file: unpack(file) for file in files if KEY in (file.table.metadata() or {})}
     if where is None or not changed:
         return where

@@ -68,13 +68,13 @@ class _Node:
     """Facts about a container.
 
     Attributes:
-        value: the container; the reference keeps its id from being reused.
-        links: steps to tensors, and to containers with tensors below.
-        tensors: number of names below the container.
-        text: characters of these names.
-        values: number of values after expansion, tensors aside.
-        depth: levels below the container.
-        plain: the rest as scalars, list, tuple, dict and set; `_NOTHING` if the container holds only tensors.
+        value: the container; the reference keeps its id from being reused
+        links: steps to tensors, and to containers with tensors below
+        tensors: number of names below the container
+        text: characters of these names
+        values: number of values after expansion, tensors aside
+        depth: levels below the container
+        plain: the rest as scalars, list, tuple, dict and set; `_NOTHING` if the container holds only tensors
     """
 
     __slots__ = ("depth", "links", "plain", "tensors", "text", "value", "values")
@@ -87,17 +87,7 @@ class _Node:
 
 
 class Tree:
-    """The containers of a value.
-
-    Args:
-        value: the object of the pickle.
-        path: of the file, for messages.
-        size: bytes of the pickle.
-
-    Raises:
-        LimitError: the containers are nested too deeply, or expand to too many values.
-        UnsupportedError: a tensor is in a set, where it has no name.
-    """
+    """The containers of a value."""
 
     def __init__(self, value: Any, path: str, size: int) -> None:
         self._root = value
@@ -155,12 +145,7 @@ class Tree:
             self._modules.add(id(value))
 
     def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
-        """Iterate over names of module tensors outside their state dicts.
-
-        Args:
-            named: ids of the tensors that have names.
-            limit: tensors to look at.
-        """
+        """Iterate over names of module tensors outside their state dicts."""
         for name, tensor in islice((pair for node in self._outside for pair in self.tensors(node.value)), limit):
             if id(tensor) not in named:
                 yield name
@@ -266,11 +251,7 @@ class Tree:
         return item if _is_flat(item) else CYCLE
 
     def metadata(self, root: Any = None) -> dict[Any, Any]:
-        """Return everything below a value except tensors, nested as in the pickle; indexes of a sequence become keys.
-
-        Args:
-            root: a result of `select`; None for the whole pickle.
-        """
+        """Return everything below a value except tensors, nested as in the pickle; indexes of a sequence become keys."""
         value = self._root if root is None else root
         if not _is_container(value):
             return {} if type(value) in TENSORS else {"value": self._leaf(value)}
@@ -289,11 +270,7 @@ class Tree:
         return None if plain is _NOTHING else plain
 
     def select(self, root: str) -> Any:
-        """Return the container or tensor with a dotted name.
-
-        Raises:
-            TensorNotFoundError: it does not exist; the message lists the containers with tensors.
-        """
+        """Return the container or tensor with a dotted name."""
         waiting = [(self._root, root)]
         while waiting:
             value, rest = waiting.pop()
@@ -330,11 +307,7 @@ class Tree:
         return [*containers[:limit], *(["..."] if len(containers) > limit else [])]
 
     def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
-        """Iterate over names and tensors in the order of the pickle.
-
-        Args:
-            root: a result of `select`, to which names are relative; None for the root of the pickle.
-        """
+        """Iterate over names and tensors in the order of the pickle."""
         start = self._root if root is None else root
         if type(start) in TENSORS:
             yield "tensor", start

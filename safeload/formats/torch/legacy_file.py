@@ -74,12 +74,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
-    """Return the tensors of a file.
-
-    Raises:
-        FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
-        OSError: the file cannot be read.
-    """
+    """Return the tensors of a file."""
     pickled, begins = _parse(file, request.inert)
 
     def locate(storage: Storage) -> int:
@@ -92,14 +87,7 @@ def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
 
 
 def storage_in(content: bytes, path: str) -> Storage:
-    """Return the storage behind a file in memory.
-
-    Args:
-        path: of the pickle that holds the file, for messages.
-
-    Raises:
-        FormatError, UnsupportedError, ForbiddenError, LimitError: see `read_tables`.
-    """
+    """Return the storage behind a file in memory."""
     file: Any = SimpleNamespace(path=path, size=len(content), read_at=lambda at, size: content[at : at + size])
     pickled, begins = _parse(file, inert=False)
     storage = pickled.value

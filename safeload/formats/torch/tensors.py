@@ -81,18 +81,7 @@ def make_tables(
     *,
     big_endian: bool = False,
 ) -> PickleTables:
-    """Return the tables of a pickle.
-
-    Args:
-        path: of the file, for messages.
-        locate: returns the offset of a storage in the file, or raises an error of this package.
-        big_endian: byte order of elements.
-
-    Raises:
-        FormatError: a tensor does not fit its storage, or two tensors have the same name.
-        LimitError: the pickle exceeds a limit.
-        TensorNotFoundError: ``request.root`` does not exist.
-    """
+    """Return the tables of a pickle."""
     tree = Tree(pickled.value, path, pickled.size)
     root = None if request.root is None else tree.select(request.root)
     by_id: dict[int, Listing] = {}

@@ -86,12 +86,7 @@ def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
 
 
 def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> PickleTables:
-    """Return the tensors of an archive.
-
-    Raises:
-        FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
-        OSError: the file cannot be read.
-    """
+    """Return the tensors of an archive."""
     top = torch_package.top_of(archive)
     if top is not None:
         return _read_package(archive, file, request, top)
@@ -104,21 +99,12 @@ def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Pic
 
 
 def read_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> Unpickled:
-    """Run the pickle of an archive, for values without tensors.
-
-    Raises:
-        FormatError, UnsupportedError, ForbiddenError, LimitError, OSError: see `read_tables`.
-    """
+    """Run the pickle of an archive, for values without tensors."""
     return _run_pickle(archive, file, inert)[0]
 
 
 def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, TensorPlaces]:
-    """Run the pickle of an archive; return it, and the places of its tensors.
-
-    Raises:
-        UnsupportedError: the elements are big-endian.
-        FormatError, ForbiddenError, LimitError, OSError: see `read_tables`.
-    """
+    """Run the pickle of an archive; return it, and the places of its tensors."""
     pickled, prefix = _run_pickle(archive, file, inert)
     if _is_big_endian(archive, prefix, file.path):
         raise error_about(UnsupportedError, "the tensors are big-endian", path=file.path)
@@ -205,12 +191,7 @@ def _make_tables(
 
 
 def _locate(archive: Archive, storage: Storage, name: str, path: str) -> int:
-    """Return the offset of the first byte of a storage in the entry ``name``.
-
-    Raises:
-        FormatError: the entry does not exist or has a different size.
-        UnsupportedError: the entry is compressed or encrypted.
-    """
+    """Return the offset of the first byte of a storage in the entry ``name``."""
     info = archive.entries.get(name)
     if info is None:
         raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)

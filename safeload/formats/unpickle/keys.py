@@ -34,11 +34,7 @@ Watched = dict[int, "KeyTable"]
 
 
 class KeyTable:
-    """The occupied slots of a dict or set: Objects/dictobject.c, Objects/setobject.c.
-
-    Args:
-        of: the dict or set; the reference keeps its id from being reused.
-    """
+    """The occupied slots of a dict or set: Objects/dictobject.c, Objects/setobject.c."""
 
     __slots__ = ("_hashes", "_is_set", "_of", "_steps", "_used")
 

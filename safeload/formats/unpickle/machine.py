@@ -28,12 +28,12 @@ class Global:
     """A row of the table of harmless globals.
 
     Attributes:
-        name: "module.name".
-        kind: for readers of listings.
-        build: makes a value from a tuple of arguments; None if the global cannot be called.
-        code: of a storage or dtype in the table of dtypes; None if no array can represent it.
-        itemsize: bytes of an element, for a storage or dtype.
-        copies: True if the built value holds copies of the arguments.
+        name: "module.name"
+        kind: for readers of listings
+        build: makes a value from a tuple of arguments; None if the global cannot be called
+        code: of a storage or dtype in the table of dtypes; None if no array can represent it
+        itemsize: bytes of an element, for a storage or dtype
+        copies: True if the built value holds copies of the arguments
     """
 
     __slots__ = ("build", "code", "copies", "itemsize", "kind", "name")
@@ -70,7 +70,7 @@ class LargeBytes:
     """Bytes that stay in a mapped pickle.
 
     Attributes:
-        at: of the first byte in the pickle.
+        at: of the first byte in the pickle
     """
 
     __slots__ = ("_data", "_size", "at")
@@ -102,10 +102,10 @@ class Inert:
     """A placeholder for the result of calling a `Foreign`: a record of the call.
 
     Attributes:
-        name: of the global.
-        args: arguments of the call.
-        items: set or appended by the pickle.
-        state: set by BUILD, else None.
+        name: of the global
+        args: arguments of the call
+        items: set or appended by the pickle
+        state: set by BUILD, else None
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -133,18 +133,18 @@ class Machine:
     """State of one run; the opcodes work on it.
 
     Attributes:
-        data: the bytes.
-        at: position of the next byte to read.
-        stack: values since the last mark.
-        marks: the stacks below the last mark.
-        memo: values by number, for numbers in order.
-        far: values by the text of their number, for all other numbers.
-        table: the harmless globals by name.
-        persistent: returns the value for a persistent id.
-        harmless: globals of the pickle in the table.
-        foreign: globals of the pickle outside the table.
-        places: position of bytes objects in the data, by id; an id can have been reused since.
-        watched: tables of dicts and sets with keys of predictable hashes.
+        data: the bytes
+        at: position of the next byte to read
+        stack: values since the last mark
+        marks: the stacks below the last mark
+        memo: values by number, for numbers in order
+        far: values by the text of their number, for all other numbers
+        table: the harmless globals by name
+        persistent: returns the value for a persistent id
+        harmless: globals of the pickle in the table
+        foreign: globals of the pickle outside the table
+        places: position of bytes objects in the data, by id; an id can have been reused since
+        watched: tables of dicts and sets with keys of predictable hashes
     """
 
     __slots__ = (

@@ -48,10 +48,10 @@ class NumpyDtype(Built):
     """A dtype of numpy.
 
     Attributes:
-        name: as numpy prints it.
-        row: row of the table of dtypes; None for dtypes that weights do not have.
-        big_endian: byte order of an element.
-        itemsize: bytes of an element.
+        name: as numpy prints it
+        row: row of the table of dtypes; None for dtypes that weights do not have
+        big_endian: byte order of an element
+        itemsize: bytes of an element
     """
 
     __slots__ = ("big_endian", "itemsize", "name", "row")
@@ -77,11 +77,11 @@ class NumpyArray(Built):
     """A numpy array as the pickle describes it, checked when it is requested.
 
     Attributes:
-        shape: elements per axis.
-        dtype: of its elements; None until the state is set.
-        order: order of its axes in memory, outermost first; None for C order.
-        raw: its bytes.
-        items: its elements, if they are Python objects.
+        shape: elements per axis
+        dtype: of its elements; None until the state is set
+        order: order of its axes in memory, outermost first; None for C order
+        raw: its bytes
+        items: its elements, if they are Python objects
     """
 
     __slots__ = ("dtype", "items", "order", "raw", "shape")
@@ -260,12 +260,7 @@ ROWS = _rows()
 
 
 class ArrayPlaces:
-    """The places of a pickle's arrays: in the file, or in a temporary file.
-
-    Args:
-        path: of the file.
-        big_endian: byte order of the file's other tensors.
-    """
+    """The places of a pickle's arrays: in the file, or in a temporary file."""
 
     def __init__(self, pickled: Unpickled, path: str, *, big_endian: bool) -> None:
         self._pickled = pickled
@@ -316,11 +311,7 @@ class ArrayPlaces:
         self._listings.append(listing)
 
     def put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
-        """Add bytes to the temporary file, once, and return their offset.
-
-        Args:
-            width: bytes of each number to swap.
-        """
+        """Add bytes to the temporary file, once, and return their offset."""
         key = (id(raw), width)
         begin = self._begins.get(key)
         if begin is None:
@@ -335,11 +326,7 @@ class ArrayPlaces:
         return begin
 
     def beside(self) -> WeightFile | None:
-        """Return the temporary file with its table; None if no array needs it.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Return the temporary file with its table; None if no array needs it."""
         if not self._listings:
             return None
         file = open_temporary("safeload-pickle-", self._write, shown=self._path)

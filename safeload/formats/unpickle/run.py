@@ -80,23 +80,7 @@ def unpickle(
     inert: bool = False,
     complete: bool = True,
 ) -> Unpickled:
-    """Run a pickle.
-
-    Args:
-        data: bytes that begin with the pickle, or a mapping, whose large bytes are not copied.
-        table: the harmless globals by name.
-        persistent: returns the value for a persistent id, or raises `Fault`.
-        path: of the file, for messages.
-        base: offset of ``data`` in the file; None if the file stores it compressed.
-        inert: True to accept unknown globals as placeholders.
-        complete: False if the file has more bytes to read after a `TruncatedError`.
-
-    Raises:
-        ForbiddenError: unknown globals; the message lists all of them.
-        FormatError: the pickle is malformed; has the byte position.
-        LimitError: the pickle exceeds a limit.
-        UnsupportedError: the pickle refers to data outside of itself.
-    """
+    """Run a pickle."""
     machine = Machine(data, table, persistent)
     try:
         with paused(len(data)):  # a pickle can make an object per byte
@@ -123,15 +107,7 @@ def unpickle(
 
 
 def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fault: str = "") -> None:
-    """Refuse globals outside the table, unless ``inert``.
-
-    Args:
-        clause: the beginning of the message, before the number of globals.
-        fault: a further fault of the pickle.
-
-    Raises:
-        ForbiddenError: the message lists the globals.
-    """
+    """Refuse globals outside the table, unless ``inert``."""
     if inert or not names:
         return
     shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:MAX_SHOWN])

@@ -683,16 +683,7 @@ def _itemsize(dtype: Any) -> int | None:
 
 
 def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool = False) -> Traced:
-    """Follow the opcodes of a pickle to its STOP or to a fault.
-
-    Args:
-        begin: offset of the pickle.
-        most: maximum number of opcodes.
-        strict: end where a value, a mark or a memo entry is missing, as every reader does.
-
-    Raises:
-        OSError: the content cannot be read.
-    """
+    """Follow the opcodes of a pickle to its STOP or to a fault."""
     tracer = _Tracer(content, begin, strict=strict)
     outer: list[_Tracer] = []
     opcodes = 0

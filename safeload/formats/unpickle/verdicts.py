@@ -98,13 +98,7 @@ def _dangerous() -> dict[str, str]:
 
 
 def judge(name: str, allowed: Mapping[str, Global], *, called: bool) -> JudgedGlobal:
-    """Judge a global.
-
-    Args:
-        name: module and attributes, joined by dots.
-        allowed: the allowlist.
-        called: whether the pickle calls it.
-    """
+    """Judge a global."""
     if name in allowed:
         if not called or allowed[name].build is not None:
             return JudgedGlobal(name, HARMLESS, "on the allowlist")

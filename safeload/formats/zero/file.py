@@ -55,15 +55,7 @@ _WEIGHTS = frozenset(
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Open the checkpoint that a file of model states belongs to.
-
-    Raises:
-        FormatError: files disagree, partitions do not hold the parameters, or a field is malformed.
-        MissingShardError: the file of a process is missing.
-        UnsupportedError: tensor, pipeline or expert parallelism; ``root="module"`` of ZeRO 3.
-        TensorNotFoundError: another ``root``.
-        ForbiddenError, LimitError, OSError: see the modules used.
-    """
+    """Open the checkpoint that a file of model states belongs to."""
     checkpoint = _Zero(candidate.file, request)
     try:
         return checkpoint.read(request.root)

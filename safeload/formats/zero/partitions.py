@@ -19,11 +19,7 @@ class FlatPiece(NamedTuple):
 
 
 class FlatVector:
-    """A vector of elements in pieces, one after another.
-
-    Args:
-        itemsize: bytes of an element.
-    """
+    """A vector of elements in pieces, one after another."""
 
     def __init__(self, pieces: Sequence[FlatPiece], itemsize: int) -> None:
         self._pieces = [piece for piece in pieces if piece.length]
@@ -35,11 +31,7 @@ class FlatVector:
             self.count += piece.length
 
     def boxes(self, first: int, count: int, at: int = 0) -> Iterator[Box]:
-        """Yield the boxes of elements [first, first + count) of the vector; elements beyond its end have none.
-
-        Args:
-            at: position of the first of these elements in their parameter.
-        """
+        """Yield the boxes of elements [first, first + count) of the vector; elements beyond its end have none."""
         end = first + count
         k = max(0, bisect_right(self._starts, first) - 1)
         while first < end and k < len(self._pieces):

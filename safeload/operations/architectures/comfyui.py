@@ -37,11 +37,7 @@ _WIDE = ("F32", "BF16")
 
 
 def recognized(catalog: Catalog) -> DiffusionNames | None:
-    """Return the architecture of a checkpoint that is not a GGUF file, or None if it is no diffusion model.
-
-    Raises:
-        UnsupportedError: the tensors are in the layout of Diffusers, which ComfyUI does not load.
-    """
+    """Return the architecture of a checkpoint that is not a GGUF file, or None if it is no diffusion model."""
     if catalog.format == "gguf":
         return None
     diffusion = recognize(dict.fromkeys(catalog).keys())
@@ -55,11 +51,7 @@ def recognized(catalog: Catalog) -> DiffusionNames | None:
 
 
 def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
-    """Return the tensors and the metadata of a diffusion model as ComfyUI needs them.
-
-    Raises:
-        UnsupportedError: a tensor does not hold floating-point numbers.
-    """
+    """Return the tensors and the metadata of a diffusion model as ComfyUI needs them."""
     model = DIFFUSION_MODELS[diffusion.architecture]
     names = {name: name.removeprefix(diffusion.prefix) for name in catalog if name.startswith(diffusion.prefix)}
     names = {name: bare for name, bare in names.items() if not any(part in bare for part in model.left_out)}
@@ -95,11 +87,7 @@ def _warn_of_rest(catalog: Catalog, names: dict[str, str], diffusion: DiffusionN
 
 
 def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...]:
-    """Return the shape in the file.
-
-    Raises:
-        UnsupportedError: an axis is longer than int32 allows.
-    """
+    """Return the shape in the file."""
     shape, count = tuple(about.shape), math.prod(about.shape)
     divides = model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW
     if divides and max(shape) > _LONGEST_AXIS:
@@ -109,11 +97,7 @@ def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...
 
 
 def _dtype_of(name: str, about: TensorDescription, model: DiffusionModel) -> str:
-    """Return the code of the dtype in the file.
-
-    Raises:
-        UnsupportedError: the tensor does not hold floating-point numbers.
-    """
+    """Return the code of the dtype in the file."""
     if not about.quantized and (not about.floating or about.row.packed):
         text = (
             f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF; raw=True writes the tensors "
@@ -128,11 +112,7 @@ def _dtype_of(name: str, about: TensorDescription, model: DiffusionModel) -> str
 
 
 def from_comfyui(catalog: Catalog) -> Catalog:
-    """Return the tensors of a GGUF file of a diffusion model in their original shapes.
-
-    Raises:
-        FormatError: a key does not hold the shape of its tensor.
-    """
+    """Return the tensors of a GGUF file of a diffusion model in their original shapes."""
     catalog.refuse_codes(catalog, "convert a diffusion model")
     metadata = catalog.metadata
     shapes = {name: original_shape(metadata, name, tuple(catalog.about(name).shape), catalog.title) for name in catalog}

@@ -13,14 +13,7 @@ from ...errors import FormatError
 
 
 class FileKeys:
-    """The metadata of a file.
-
-    Args:
-        title: of the file, for messages.
-
-    Raises:
-        FormatError: a key has another type; the message names it.
-    """
+    """The metadata of a file."""
 
     def __init__(self, metadata: Mapping[Any, Any], title: str) -> None:
         self._metadata = metadata

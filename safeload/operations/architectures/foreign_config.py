@@ -47,12 +47,7 @@ def class_of(catalog: Catalog) -> str:
 
 
 def config_of(catalog: Catalog, name: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of a foreign file, and the settings that the file lacks.
-
-    Raises:
-        FormatError: a key is missing, or has a wrong type.
-        UnsupportedError: a setting has no counterpart.
-    """
+    """Return the config of a foreign file, and the settings that the file lacks."""
     source, keys = SOURCES[name], FileKeys(catalog.metadata, catalog.title)
     config: dict[str, Any] = {"architectures": [name], "model_type": source.model_type}
     for key in source.keys:
@@ -87,11 +82,7 @@ def config_of(catalog: Catalog, name: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _rows_of_embedding(catalog: Catalog) -> int:
-    """Return the number of tokens.
-
-    Raises:
-        FormatError: the embedding is missing, or is not a matrix.
-    """
+    """Return the number of tokens."""
     name = "token_embd.weight"
     if name not in catalog:
         raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
@@ -155,11 +146,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, source: GgufSource, keys
 
 
 def _factors_in(catalog: Catalog, name: str) -> Array:
-    """Return the factors of rotations in a tensor.
-
-    Raises:
-        FormatError: more factors than half of the largest head.
-    """
+    """Return the factors of rotations in a tensor."""
     size = math.prod(catalog.about(name).shape)
     if size > MAX_FACTORS:
         raise error_about(FormatError, f"has {size:,} factors of rotations", path=catalog.title, tensor=name)
@@ -168,11 +155,7 @@ def _factors_in(catalog: Catalog, name: str) -> Array:
 
 
 def _check_rope(catalog: Catalog, config: dict[str, Any], source: GgufSource) -> None:
-    """Compare the settings of rotations with the tensors of the file.
-
-    Raises:
-        UnsupportedError: the tensors need other settings.
-    """
+    """Compare the settings of rotations with the tensors of the file."""
     rope = config["rope_parameters"]
     for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
         if original is not None:

@@ -33,12 +33,7 @@ _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 
 
 def from_llama_cpp(catalog: Catalog) -> Catalog:
-    """Return the tensors, the config and the tokenizer's files of a model.
-
-    Raises:
-        UnsupportedError: the architecture, or a setting of the file, is not supported.
-        FormatError: keys and tensors do not fit together.
-    """
+    """Return the tensors, the config and the tokenizer's files of a model."""
     metadata = catalog.metadata
     architecture = str(metadata[ARCHITECTURE])
     known = sorted({source.architecture for source in SOURCES.values()})

@@ -31,12 +31,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 
 def general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Any]:
-    """Return the general keys of a model.
-
-    Args:
-        folder: of the model.
-        shapes: of the tensors of the result, by name.
-    """
+    """Return the general keys of a model."""
     name = folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
     named = config.values.get("_name_or_path")
     if isinstance(named, str) and named and named.count("/") <= 1:

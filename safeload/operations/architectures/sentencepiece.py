@@ -56,11 +56,7 @@ class SentencePieceModel(NamedTuple):
 
 
 def parse(content: bytes, path: str) -> SentencePieceModel:
-    """Parse a ``tokenizer.model``.
-
-    Raises:
-        FormatError: the content is not a model of SentencePiece.
-    """
+    """Parse a ``tokenizer.model``."""
     pieces: list[VocabularyPiece] = []
     kind, prefix, trims, maps = UNIGRAM, True, True, False
     for number, value, at in _fields(content, path, 0):
@@ -99,11 +95,7 @@ def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
 
 
 def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | float | bytes, int]]:
-    """Yield number, value and position of each field; 8 bytes are skipped, 4 bytes are a float.
-
-    Args:
-        base: position of the content in the file.
-    """
+    """Yield number, value and position of each field; 8 bytes are skipped, 4 bytes are a float."""
     at, end = 0, len(content)
     while at < end:
         begin = at
@@ -146,14 +138,7 @@ _BYTE_FALLBACK = 35
 
 
 def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping[str, int]) -> bytes:
-    """Return a ``tokenizer.model`` of type BPE.
-
-    Args:
-        ids: of special tokens, by the keys of `_ID_FIELDS`.
-
-    Raises:
-        SafeloadError: the text of a piece is not UTF-8.
-    """
+    """Return a ``tokenizer.model`` of type BPE."""
     result = bytearray()
     for piece in pieces:
         text = encode(piece.text, "token")

@@ -43,12 +43,7 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 class ModelConfig:
-    """The values of a ``config.json``, checked as they are read.
-
-    Args:
-        values: parsed.
-        title: of the model, for messages.
-    """
+    """The values of a ``config.json``, checked as they are read."""
 
     def __init__(self, values: Mapping[str, Any], title: str) -> None:
         self.values = values
@@ -73,11 +68,7 @@ class ModelConfig:
         return float(value)
 
     def size(self, names: Names) -> int:
-        """Return a positive integer.
-
-        Raises:
-            FormatError: it is missing, or has another type.
-        """
+        """Return a positive integer."""
         value = self.find(names)
         if value is None:
             raise self.fault(f"{names[0]} is missing")
@@ -118,12 +109,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(config: ModelConfig, source: GgufSource) -> Settings:
-    """Return the metadata of a model, and the tensors that hold settings.
-
-    Raises:
-        FormatError: a value is missing or has a wrong type.
-        UnsupportedError: llama.cpp cannot compute the model.
-    """
+    """Return the metadata of a model, and the tensors that hold settings."""
     _check(config, source)
     architecture = source.architecture
     metadata: dict[str, Any] = {}

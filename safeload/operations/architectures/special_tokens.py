@@ -25,13 +25,7 @@ _MOST_PROCESSORS = 16
 
 
 class SpecialTokens:
-    """The ids and flags of special tokens.
-
-    Args:
-        files: of the tokenizer.
-        config: of the model.
-        vocabulary: of the model.
-    """
+    """The ids and flags of special tokens."""
 
     def __init__(self, files: TokenizerFiles, config: ModelConfig, vocabulary: Vocabulary) -> None:
         self._files = files

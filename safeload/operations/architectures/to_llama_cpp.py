@@ -59,10 +59,6 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     """Return the tensors and the metadata of a model as llama.cpp needs them.
 
     A catalog whose config names no class is returned as it is.
-
-    Raises:
-        UnsupportedError: the class, or one of its settings, is not supported.
-        FormatError: the config, the tokenizer or the tensors do not fit together.
     """
     name = source_of(catalog.config)
     if name is None or catalog.format == "gguf":
@@ -106,11 +102,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
 
 
 def _rows_of_embedding(recipe: TensorRecipe | None, title: str) -> int:
-    """Return the number of tokens, 0 without an embedding.
-
-    Raises:
-        FormatError: the embedding is not a matrix, or has more rows than any vocabulary.
-    """
+    """Return the number of tokens, 0 without an embedding."""
     if recipe is None:
         return 0
     if len(recipe.shape) != 2 or recipe.shape[0] > MAX_PIECES:
@@ -180,11 +172,7 @@ class _Recipes:
         return recipes, next(iter(self._forms), None)
 
     def _placed(self, name: str) -> Iterator[tuple[str, TensorRecipe | None]]:
-        """Yield the results that need a source, with their recipes; None for a stack, whose recipe comes later.
-
-        Args:
-            name: without wrappers.
-        """
+        """Yield the results that need a source, with their recipes; None for a stack, whose recipe comes later."""
         stored = self._stored[name]
         bare = name.removeprefix(_PREFIX)
         module, _, suffix = bare.rpartition(".")
@@ -292,12 +280,7 @@ def some_of(names: Sequence[str]) -> str:
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int, title: str, architecture: str
 ) -> None:
-    """Compare the tensors of a file with those that llama.cpp expects.
-
-    Raises:
-        FormatError: a tensor is missing or has another shape.
-        UnsupportedError: llama.cpp has no such tensor.
-    """
+    """Compare the tensors of a file with those that llama.cpp expects."""
     prefix = f"{architecture}."
     sizes = {
         key.removeprefix(prefix).replace(".", "_"): int(value)

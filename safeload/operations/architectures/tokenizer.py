@@ -76,11 +76,7 @@ class TokenizerFiles:
         return read_if_there((self.folder / name).path, name, self.folder.files)
 
     def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
-        """Return the bytes of a file, or None if there is none.
-
-        Raises:
-            FormatError: the file is too large, or not a regular file.
-        """
+        """Return the bytes of a file, or None if there is none."""
         place = self.folder / name
         if is_missing(place.path, place.files):
             return None
@@ -160,16 +156,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
-    """Return the vocabulary of a model.
-
-    Args:
-        rows: of the embedding; ids without a token are filled up.
-
-    Raises:
-        FormatError: a file is malformed, or the vocabulary does not fit the embedding.
-        UnsupportedError: there is no tokenizer, or llama.cpp has no such tokenizer.
-        ImportError: the library tokenizers is needed, and is not installed.
-    """
+    """Return the vocabulary of a model."""
     if files.model is not None:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
@@ -287,11 +274,7 @@ def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> 
 def _check_scores(
     files: TokenizerFiles, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], ranks: Mapping[str, int]
 ) -> None:
-    """Refuse merges that scores cannot express.
-
-    Raises:
-        UnsupportedError: two tokens form a token without a merge, or other merges come between those of a token.
-    """
+    """Refuse merges that scores cannot express."""
     pairs, last, seen = set(merges), "", set()
     for left, right in merges:
         text = left + right
@@ -394,12 +377,7 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
 
 
 class _Library:
-    """The tokenizer of the library tokenizers.
-
-    Raises:
-        ImportError: the library is not installed.
-        FormatError: the library refuses the file.
-    """
+    """The tokenizer of the library tokenizers."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         try:

@@ -32,14 +32,7 @@ _IDS = {
 
 
 def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files of a model's tokenizer, by name, and the settings that are not recovered.
-
-    Args:
-        name: class of the model.
-
-    Raises:
-        FormatError: keys of the tokenizer do not fit together.
-    """
+    """Return the files of a model's tokenizer, by name, and the settings that are not recovered."""
     metadata, keys = catalog.metadata, FileKeys(catalog.metadata, catalog.title)
     kind = keys.text(f"{_PREFIX}model")
     if kind not in ("llama", "gpt2"):
@@ -148,12 +141,7 @@ class _Tokens:
     # ---- tokenizer.json ----
 
     def json(self, kept: dict[str, Any] | None, scored: bool) -> dict[str, Any] | None:
-        """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown.
-
-        Args:
-            kept: all of the file but vocabulary and merges, from our own metadata.
-            scored: the merges follow from scores.
-        """
+        """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown."""
         content = self._template() if kept is None else kept
         if content is None:
             return None

@@ -154,11 +154,7 @@ class Copies(NamedTuple):
 
 
 def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Copies | None:
-    """Return the conversion in columns, or None unless all tensors are plain or in blocks, and only copied or cast.
-
-    Raises:
-        SafeloadError, ValueError: see `convert`.
-    """
+    """Return the conversion in columns, or None unless all tensors are plain or in blocks, and only copied or cast."""
     options, target = request.options, request.target
     if request.format != SAFETENSORS or options.get("quantize") is not None:
         return None
@@ -187,11 +183,7 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
 def planned_copies(
     catalog: Catalog, piece: ConversionPiece, casts: Mapping[str, int], threads: int | None
 ) -> Copies | None:
-    """Return the conversion of a piece in columns, or None unless all of its tensors are plain or in blocks.
-
-    Args:
-        casts: see `casts_of`.
-    """
+    """Return the conversion of a piece in columns, or None unless all of its tensors are plain or in blocks."""
     targets = np.fromiter(casts.values(), np.int16, len(casts))
     copies = _columns(catalog, catalog.plain(casts, blocks=True), targets, piece.rename, threads)
     return None if copies is None else copies._replace(texts=piece.metadata, room=ROOM if piece.editable else 0)
@@ -225,11 +217,7 @@ def copies_as_decided(
 def _columns(
     catalog: Catalog, tensors: Tensors | None, targets: Array, rename: Renames, threads: int | None
 ) -> Copies | None:
-    """Return the conversion of tensors without metadata, or None if it is not supported.
-
-    Args:
-        targets: see `target_of`.
-    """
+    """Return the conversion of tensors without metadata, or None if it is not supported."""
     spans = None if tensors is None else _spans(tensors, targets)
     if tensors is None or spans is None:
         return None
@@ -238,11 +226,7 @@ def _columns(
 
 
 def _spans(tensors: Tensors, targets: Array) -> Spans | None:
-    """Return the spans of tensors, or None if a conversion is not supported.
-
-    Args:
-        targets: see `target_of`.
-    """
+    """Return the spans of tensors, or None if a conversion is not supported."""
     numbers = tensors.ranges.numbers
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
@@ -288,11 +272,7 @@ class CopyWriter:
             del refused  # it refers to this frame
 
     def _quantize_alone(self) -> None:
-        """Quantize the tensors one by one, in the order of the file, to get the error of the first.
-
-        Raises:
-            RangeError: a value is out of range for the scheme; the message has tensor and index.
-        """
+        """Quantize the tensors one by one, in the order of the file, to get the error of the first."""
         copies, blocks = self._copies, {*self._copies.in_blocks.tolist()}
         for k in self._header.order.tolist():
             source, target = (int(column[k]) for column in copies.spans.columns[3:])

@@ -59,15 +59,7 @@ class Decision(NamedTuple):
 
 
 class Decider:
-    """Decides how tensors are converted, and keeps a record for the summary.
-
-    Args:
-        rules: select the tensors to quantize; None quantizes nothing.
-
-    Raises:
-        TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
-        UnsupportedError: a tensor of codes would be converted as if it held numbers.
-    """
+    """Decides how tensors are converted, and keeps a record for the summary."""
 
     def __init__(self, catalog: Catalog, request: ConvertRequest, rules: Rules | EngineRules | None) -> None:
         self._catalog = catalog
@@ -116,12 +108,7 @@ class Decider:
         return [*self.descriptions, *self._heads]
 
     def config(self, schemes: Collection[str], names: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the ``config.json`` of the result, or None if the source has none.
-
-        Args:
-            schemes: safeload's schemes of quantized tensors in the result.
-            names: of tensors in the result, by their names before ``rename``.
-        """
+        """Return the ``config.json`` of the result, or None if the source has none."""
         config = config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
         return config if self._engine is None else self._engine.config(config, self._quantized, self._kept, names)
 
@@ -132,11 +119,7 @@ class Decider:
         return converts and any(tensor.packed for tensor in self.descriptions.values())
 
     def summary(self, nbytes: int) -> Summary | None:
-        """Return the summary of quantized and kept tensors, or None without ``quantize``.
-
-        Args:
-            nbytes: bytes of the result.
-        """
+        """Return the summary of quantized and kept tensors, or None without ``quantize``."""
         if self._rules is None:
             return None
         before = sum(tensor.nbytes for tensor in self.descriptions.values())
@@ -179,11 +162,7 @@ class Decider:
         return decisions
 
     def _with_partners(self, decisions: dict[str, Decision], engine: EngineRules) -> dict[str, Decision]:
-        """Let weights that the engine fuses share a scale.
-
-        Raises:
-            UnsupportedError: no tensor is quantized.
-        """
+        """Let weights that the engine fuses share a scale."""
         if not self._quantized:
             raise nothing_left(engine.preset, self._kept)
         for name in self._quantized:
@@ -319,12 +298,7 @@ def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
 
 
 def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> tuple[TensorRun, ...]:
-    """Encode tensors that are copied or cast, like `runs_of`.
-
-    Args:
-        sources: uint8, dtype numbers in the source.
-        targets: uint8, dtype numbers in the result.
-    """
+    """Encode tensors that are copied or cast, like `runs_of`."""
     casts = np.where(sources == targets, AS_STORED, targets.astype(np.int16))
     begins = [0, *(np.flatnonzero(casts[1:] != casts[:-1]) + 1).tolist()] if len(casts) else []
     codes = [None if number == AS_STORED else dtypes.BY_NUMBER[number].code for number in casts[begins].tolist()]
@@ -360,11 +334,7 @@ def casts_of(piece: ConversionPiece) -> dict[str, int] | None:
 
 
 def row_of(code: str) -> dtypes.Dtype:
-    """Return the dtype with this code.
-
-    Raises:
-        FormatError: the code is unknown, so the plan is invalid.
-    """
+    """Return the dtype with this code."""
     if code not in dtypes.BY_CODE:
         raise FormatError(f"invalid plan: unknown dtype {show(code)}")
     return dtypes.BY_CODE[code]

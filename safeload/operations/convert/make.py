@@ -183,14 +183,7 @@ class Outputs(NamedTuple):
 def prepare(
     stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None
 ) -> Outputs | Copies:
-    """Merge adapters, decide about every tensor, and name the outputs.
-
-    Args:
-        stack: closes the adapters.
-
-    Raises:
-        SafeloadError, ValueError, OSError: see `convert`.
-    """
+    """Merge adapters, decide about every tensor, and name the outputs."""
     options = request.options
     if options.get("adapters") is not None:
         from .merged import merged  # only here: most conversions merge nothing
@@ -204,11 +197,7 @@ def prepare(
 
 
 def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
-    """Return the tensors that an engine needs, if the result is the file of an engine.
-
-    Raises:
-        ValueError: an option selects or renames tensors, so the result would not be a model.
-    """
+    """Return the tensors that an engine needs, if the result is the file of an engine."""
     options, rules = request.options, request.engine_rules
     if rules is not None and not is_restored(catalog, request):
         chosen = options.get("names") is not None or options.get("only") is not None
@@ -321,11 +310,7 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
 
 
 def _check_rename(name: str, new: str, output: Output) -> None:
-    """Refuse a new name for a packed tensor if the quantization config would describe it differently.
-
-    Raises:
-        UnsupportedError: the config has an entry for the tensor's module.
-    """
+    """Refuse a new name for a packed tensor if the quantization config would describe it differently."""
     if new == name or not isinstance(output, LazyPacked):
         return
     module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
@@ -338,11 +323,7 @@ def _check_rename(name: str, new: str, output: Output) -> None:
 
 
 def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> None:
-    """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file.
-
-    Args:
-        restored: the result is dequantized, or quantized for another engine.
-    """
+    """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
     config = catalog.config
     quantization = quantization_of(config)
     of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
@@ -383,18 +364,7 @@ def _is_mlx(catalog: Catalog, name: str) -> bool:
 
 
 class Maker:
-    """Turns decisions into lazy outputs.
-
-    Args:
-        decisions: by the tensor names to use in messages.
-        format: of the result.
-        descriptions: tensor descriptions that are available already.
-        matrix: importance of the columns, by names in the source.
-
-    Raises:
-        ValueError: the matrix has an entry for none of the tensors to quantize.
-        FormatError: an entry does not fit its tensor.
-    """
+    """Turns decisions into lazy outputs."""
 
     def __init__(
         self,
@@ -425,19 +395,11 @@ class Maker:
             self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
 
     def outputs(self) -> dict[str, Output]:
-        """Return all tensors, in the order of the decisions.
-
-        Raises:
-            UnsupportedError: NumPy or the format does not support a tensor.
-        """
+        """Return all tensors, in the order of the decisions."""
         return {name: self._output(name, decision) for name, decision in self._decisions.items()}
 
     def begin(self, names: Mapping[str, str]) -> None:
-        """Prepare for a writer of tensors: small ones are quantized together, in the order of the file.
-
-        Args:
-            names: names in the decisions, by the names to write.
-        """
+        """Prepare for a writer of tensors: small ones are quantized together, in the order of the file."""
         in_order = sorted(names) if self._format == SAFETENSORS else names
         self._small.begin(names[name] for name in in_order)
 

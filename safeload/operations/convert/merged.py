@@ -69,14 +69,8 @@ def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
 class MergedCatalog(Catalog):
     """A catalog with adapters merged into its tensors, in float32, when a tensor is read.
 
-    Args:
-        adapters: open adapters, in order.
-        among: names of the tensors to consider; None for all, see `Merge`.
-        fits: how each adapter fits the tensors; None to determine the fits here.
-        heads: the tied heads; None to determine the heads here.
-
     Attributes:
-        aliases: the embedding of each head in `Heads.untied` without a stored tensor.
+        aliases: the embedding of each head in `Heads.untied` without a stored tensor
     """
 
     def __init__(
@@ -150,13 +144,7 @@ def merged(
     *,
     with_config: bool = False,
 ) -> Catalog:
-    """Return a catalog with adapters merged, or the catalog itself if there are no adapters.
-
-    Args:
-        stack: closes the adapters.
-        adapters: see `listed`.
-        with_config: True if the result has a ``config.json``, which can untie the head.
-    """
+    """Return a catalog with adapters merged, or the catalog itself if there are no adapters."""
     weighted = listed(adapters)
     if not weighted:
         return catalog
@@ -191,11 +179,7 @@ class PlannedAdapter:
 
 
 def planned_adapters(catalog: Catalog) -> tuple[PlannedAdapter, ...]:
-    """Return the adapters of a catalog for a plan.
-
-    Raises:
-        ValueError: an adapter is not a path.
-    """
+    """Return the adapters of a catalog for a plan."""
     if not isinstance(catalog, MergedCatalog):
         return ()
     adapters = []
@@ -219,22 +203,14 @@ def planned_adapters(catalog: Catalog) -> tuple[PlannedAdapter, ...]:
 
 
 def decode_adapters(plain: Sequence[Any]) -> list[PlannedAdapter]:
-    """Return the adapters of a piece.
-
-    Raises:
-        FormatError: a field is missing, unknown, or has the wrong type.
-    """
+    """Return the adapters of a piece."""
     return [decode(PlannedAdapter, adapter, f"{INVALID_PIECE}: adapters[{k}]") for k, adapter in enumerate(plain)]
 
 
 def reopened(
     stack: ExitStack, catalog: Catalog, adapters: Sequence[PlannedAdapter], among: Container[str]
 ) -> MergedCatalog:
-    """Return a catalog with the adapters of a piece merged.
-
-    Raises:
-        FormatError: a file has changed since the plan was made.
-    """
+    """Return a catalog with the adapters of a piece merged."""
     weighted, fits, heads = [], [], {}
     for adapter in adapters:
         for file in adapter.files:

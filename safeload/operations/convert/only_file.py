@@ -31,17 +31,7 @@ def model_of_file(
     storage_options: Mapping[str, Any] | None,
     verify: Verify,
 ) -> Catalog | None:
-    """Return the open folder of a file, if the folder is a supported model in this file alone; else None.
-
-    Args:
-        catalog: the open file.
-        rules: of the engine; None for llama.cpp.
-        storage_options: of the file.
-        verify: of the file.
-
-    Raises:
-        VerificationError: a file beside it is not covered.
-    """
+    """Return the open folder of a file, if the folder is a supported model in this file alone; else None."""
     if catalog.folder is not None or catalog.config is not None or len(catalog.weight_files) != 1:
         return None
     if catalog.format == "gguf":

@@ -126,11 +126,7 @@ def planned(
 
 
 def _continued(folder: Folder, call: str) -> ConversionPlan | None:
-    """Return the plan of an interrupted conversion of a folder onto itself, with all shards complete.
-
-    Raises:
-        ValueError: a shard is gone.
-    """
+    """Return the plan of an interrupted conversion of a folder onto itself, with all shards complete."""
     note = unfinished.continued(folder, call)
     if note is None or note.pieces is None or note.id is None:
         return None
@@ -261,11 +257,7 @@ def _stored(catalog: Catalog) -> Catalog:
 
 
 def _config(prepared: PlannedConversion, request: ConvertRequest, *, in_place: bool) -> PlannedConfig | None:
-    """Return the origin of the result's ``config.json``, and the changes to it.
-
-    Args:
-        in_place: True if `finalize` replaces the source's ``config.json``, so that the plan must contain it.
-    """
+    """Return the origin of the result's ``config.json``, and the changes to it."""
     if prepared.engine_rules is not None:
         return PlannedConfig(content=prepared.config)
     config = prepared.catalog.config
@@ -331,11 +323,7 @@ def _adapters_of(adapters: Any) -> list[list[Any]] | None:
 
 
 def _texts_of(rename: Any) -> list[list[str]] | None:
-    """Return the pairs of ``rename`` as plain data.
-
-    Raises:
-        ValueError: a replacement is a function, or an expression has flags.
-    """
+    """Return the pairs of ``rename`` as plain data."""
     if rename is None:
         return None
     pairs = []
@@ -367,9 +355,6 @@ def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: boo
     """Return the place of each shard by its usual name.
 
     A complete shard keeps its place. Other shards are written to the destination, or aside if it has other content.
-
-    Raises:
-        FileExistsError, ValueError: see `plan_convert`.
     """
     first = pieces[0]  # there is always a shard
     files = [piece.file for piece in pieces]
@@ -402,17 +387,7 @@ def _check_resumable(
     *,
     begun: bool,
 ) -> None:
-    """Refuse to continue unless the folder's content comes from an interrupted call with the same options.
-
-    Args:
-        present: names in the folder.
-        records: its records by shard name.
-        begun: True if shards of the plan wait aside.
-
-    Raises:
-        ValueError: a shard was written with different options.
-        FileExistsError: the folder is complete, or holds files without records.
-    """
+    """Refuse to continue unless the folder's content comes from an interrupted call with the same options."""
     first, files = pieces[0], [piece.file for piece in pieces]
     ids = {piece.id for piece in pieces}
     foreign = [file for file, record in records.items() if record.piece not in ids]
@@ -438,11 +413,7 @@ def _check_resumable(
 
 
 def _check_unrecorded(folder: Folder, present: Set[str], files: Sequence[str]) -> None:
-    """Refuse to continue in a folder without records if it has more than the leftovers of killed workers.
-
-    Raises:
-        FileExistsError: the folder is complete, or has other files.
-    """
+    """Refuse to continue in a folder without records if it has more than the leftovers of killed workers."""
     if present & {INDEX, SINGLE}:
         _refuse_complete(folder)
     leftovers = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
@@ -457,14 +428,7 @@ def _refuse_complete(folder: Folder) -> None:
 
 
 def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
-    """Refuse to apply a conversion of a folder onto itself twice.
-
-    Args:
-        in_place: the id of the conversion in the records of its result.
-
-    Raises:
-        ValueError: a source is such a result.
-    """
+    """Refuse to apply a conversion of a folder onto itself twice."""
     for file in catalog.weight_files:
         name = file.files.split(file.place)[1]
         record = journal.read(folder, name)
@@ -480,13 +444,7 @@ def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
 def _complete_shards(
     folder: Folder, present: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
 ) -> dict[str, _Place]:
-    """Return the places of complete shards by their usual names.
-
-    Args:
-        present: names in the folder.
-        records: its records by shard name.
-        ids: the usual name of each shard by the id of its piece.
-    """
+    """Return the places of complete shards by their usual names."""
     places: dict[str, _Place] = {}
     # Asides come before the folder: `Replacement.collect` copies the record of a shard before it moves the shard.
     for aside in replacement_of(folder).asides():

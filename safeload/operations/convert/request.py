@@ -109,13 +109,7 @@ class ConvertRequest(NamedTuple):
 
 
 def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
-    """Check all options, as far as possible without opening a source.
-
-    Raises:
-        TypeError, ValueError: invalid arguments.
-        UnsupportedError: the destination cannot be written to.
-        FileNotFoundError: the destination is a repository that does not exist.
-    """
+    """Check all options, as far as possible without opening a source."""
     for key in options.keys() - ConvertOptions.__annotations__.keys():
         raise TypeError(f"unexpected argument {show(key)}")
     options = _repeatable(options)
@@ -147,11 +141,7 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
 
 
 def _check_engine(request: ConvertRequest, rules: EngineRules) -> None:
-    """Refuse options that an engine's format does not have.
-
-    Raises:
-        ValueError: the destination is not a folder, or layout= or dtype= does not fit.
-    """
+    """Refuse options that an engine's format does not have."""
     name, target = rules.preset.name, request.target
     if request.folder is None:
         raise ValueError(
@@ -181,11 +171,7 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
 
 
 def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> str:
-    """Return the format to write: ``format=`` if given, else the format of the destination's suffix.
-
-    Raises:
-        ValueError: the format or suffix is unknown, or the suffix belongs to another format.
-    """
+    """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
     format, path = options.get("format"), place.shown
     usual = () if format is None else written_suffixes(format)
     suffix = os.path.splitext(path)[1].lower()
@@ -224,9 +210,6 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
     """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files.
 
     A file that is the only one of a model stands for its folder if the result is an engine's.
-
-    Args:
-        verify: for a single path, see `safeload.load`.
     """
     if isinstance(src, Catalog):
         return Catalog.of(src, verify=verify)
@@ -264,11 +247,7 @@ _OPTIMIZER = re.compile(
 
 
 def warn_of(catalog: Catalog, request: ConvertRequest) -> None:
-    """Warn if few users want the result: an adapter by itself, optimizer states, or a model in fp8 without scales.
-
-    Raises:
-        UnsupportedError: a source is an adapter of another.
-    """
+    """Warn if few users want the result: an adapter by itself, optimizer states, or a model in fp8 without scales."""
     for path, kind in refuse_adapters((origin.path, origin) for origin in catalog.checkpoints):
         if request.options.get("adapters") is None:
             log.warning("%s: %s", path, adapter_note(kind))
@@ -328,12 +307,7 @@ def extras_for(catalog: Catalog, request: ConvertRequest) -> dict[str, Location]
 
 
 def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]:
-    """Return the metadata of the result: the metadata of the sources, updated with ``metadata=``.
-
-    Raises:
-        TypeError: a key of ``metadata`` is not text, or the format cannot store a value.
-        ValueError: the format has no metadata.
-    """
+    """Return the metadata of the result: the metadata of the sources, updated with ``metadata=``."""
     update, format = request.options.get("metadata"), request.format
     if not update:
         return catalog.metadata

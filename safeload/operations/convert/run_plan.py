@@ -74,12 +74,7 @@ def run(
     storage_options: Mapping[str, Any] | None = None,
     folder: Folder | None = None,
 ) -> dict[str, Any]:
-    """Write the shard of a piece unless it is complete already; see `run_piece`.
-
-    Args:
-        storage_options: options of this process.
-        folder: folder of the piece; None to derive it from the piece.
-    """
+    """Write the shard of a piece unless it is complete already; see `run_piece`."""
     started = time.perf_counter()
     decoded = decode_piece(ConversionPiece, piece)
     plan, file = decoded.plan, decoded.file
@@ -181,11 +176,7 @@ def _writer(
 def _catalog(
     stack: ExitStack, piece: ConversionPiece, reads: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> Catalog:
-    """Open the tensors that the decisions of a piece read.
-
-    Args:
-        reads: distinct names, in the order of the plan, which numbers the first tensor of each file.
-    """
+    """Open the tensors that the decisions of a piece read."""
     if not piece.adapters and not piece.recipes:
         return stack.enter_context(opened(piece.sources, reads, storage_options))
     names = [
@@ -274,12 +265,7 @@ def finalize(
 
 
 def decode_plan(plan: Any) -> ConversionPlan:
-    """Decode a plan from an untrusted source.
-
-    Raises:
-        UnsupportedError: another version of safeload made the plan.
-        FormatError: a field is missing, unknown, or has the wrong type.
-    """
+    """Decode a plan from an untrusted source."""
     check_version(plan)
     return decode(ConversionPlan, plan, INVALID_PLAN)
 
@@ -307,12 +293,7 @@ def complete(
     *,
     at_once: bool = False,
 ) -> ConvertReport:
-    """Complete a folder like `finalize`.
-
-    Args:
-        folder: the folder of the plan.
-        at_once: True in the call that ran the pieces, which skips shards with their reported identity.
-    """
+    """Complete a folder like `finalize`."""
     shards = _shards_of(plan, results, folder, at_once=at_once)
     config = _config_of(plan)
     extras = {name: location_of(planned, storage_options) for name, planned in plan.extras.items()}
@@ -367,11 +348,7 @@ def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.
 def _shards_of(
     plan: ConversionPlan, results: Iterable[Mapping[str, Any]], folder: Folder, *, at_once: bool
 ) -> dict[str, _Shard]:
-    """Return the shard of each piece by file name.
-
-    Raises:
-        ValueError: a piece has no result.
-    """
+    """Return the shard of each piece by file name."""
     by_file = {}
     for plain in results:
         if isinstance(plain, Mapping) and plain.get("plan") == plan.id:
@@ -391,15 +368,7 @@ def _shards_of(
 
 
 def _check_shards(shards: Mapping[str, _Shard], folder: Folder, *, indexed: bool) -> tuple[dict[str, str], int]:
-    """Read the headers of all shards; return the shard of each tensor and the bytes of all tensors.
-
-    Args:
-        folder: the destination.
-        indexed: False to leave out the shards of tensors, which only an index needs.
-
-    Raises:
-        FormatError: a shard is missing, or was changed after its piece.
-    """
+    """Read the headers of all shards; return the shard of each tensor and the bytes of all tensors."""
     for place in {place.place: place for place in (*(shard.folder for shard in shards.values()), folder)}.values():
         with suppress(OSError):
             place.names()  # listing refreshes the NFS client's directory cache, which can be seconds old

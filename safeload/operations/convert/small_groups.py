@@ -63,11 +63,7 @@ class SmallGroups:
                 self._waiting.setdefault((self._tensors[name].scheme, part), OrderedDict())[name] = None
 
     def codes(self, name: str) -> Array:
-        """Return the codes of a tensor.
-
-        Raises:
-            RangeError, FormatError, OSError: see `quantize_source`.
-        """
+        """Return the codes of a tensor."""
         if name not in self._codes:
             self._codes.update(self._in_group(name, "codes", self._quantize))
         codes = self._codes.pop(name)

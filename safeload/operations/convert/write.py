@@ -192,11 +192,7 @@ _Conversion = TypeVar("_Conversion", bound=Conversion)
 def write(
     conversion: Conversion, request: ConvertRequest, *, overwrite: bool, in_place: bool, progress: Progress
 ) -> ConvertReport:
-    """Write a conversion to its destination. All files are put in place together, at the end.
-
-    Args:
-        in_place: True if the folder is also a source.
-    """
+    """Write a conversion to its destination. All files are put in place together, at the end."""
     left_out = warn_of_left_out(conversion)
     path, folder, done = request.path, request.folder, 0
     with reporter(progress, conversion.nbytes) as report:
@@ -225,11 +221,7 @@ def write(
 
 
 def warn_of_left_out(conversion: Conversion) -> tuple[str, ...]:
-    """Warn of what the sources hold besides the converted tensors, and return a sentence each.
-
-    Raises:
-        SafeloadError: there is no tensor to convert; the message repeats the notes of the sources.
-    """
+    """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
     catalog, decider = conversion.catalog, conversion.decider
     objects = {} if decider is None else decider.left_out
     lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
@@ -294,10 +286,6 @@ def config_without_codes(conversion: Conversion, folder: Folder, target: dtypes.
     """Return the destination's old ``config.json`` with the quantization of the new weights, or without any.
 
     None if the new weights can be the codes it describes, if it needs no change, or if it cannot be read.
-
-    Args:
-        folder: the destination.
-        target: dtype that floating tensors were converted to; None if unchanged.
     """
     config = None if conversion.may_hold_codes else _config_in(folder)
     if config is None:

@@ -37,12 +37,7 @@ _PATH_OF_URL = re.compile(rf"({'|'.join(urls.PLAIN)}):[/\\](?![/\\])")
 
 
 def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) -> Location:
-    """Return the location of a destination. ``file://`` URLs are local.
-
-    Raises:
-        TypeError, ValueError: ``dst`` is not a path.
-        UnsupportedError: the URL needs ``storage_options``, or the network is forbidden.
-    """
+    """Return the location of a destination. ``file://`` URLs are local."""
     if not isinstance(dst, (str, os.PathLike)) and is_file_object(dst):
         raise TypeError(f"the destination must be a path, a URL or a store here, got {type(dst).__name__}")
     (text,), files = places_of((dst,), storage_options)
@@ -61,9 +56,6 @@ def is_folder(location: Location, format: str | None = None) -> bool:
     """Return True if a destination is a folder: an existing folder, or a path with a final slash or no suffix.
 
     A URL is a folder unless it has the suffix of a weight file.
-
-    Args:
-        format: the requested format; a format other than safetensors is written to a file without a suffix.
     """
     path = location.path
     if location.files.remote:
@@ -76,13 +68,7 @@ def is_folder(location: Location, format: str | None = None) -> bool:
 
 
 def of(location: Location) -> Folder:
-    """Return the destination folder at a location, without listing it.
-
-    Raises:
-        ValueError: a URL has the suffix of a file.
-        UnsupportedError: the store is read-only.
-        FileNotFoundError: the repository does not exist.
-    """
+    """Return the destination folder at a location, without listing it."""
     files, path = location.files, location.path
     if not files.remote:
         return LocalFolder(path)
@@ -98,12 +84,7 @@ def of(location: Location) -> Folder:
 
 
 def check_writable(location: Location) -> RemoteFiles:
-    """Return the files of a store, and refuse a read-only store.
-
-    Raises:
-        UnsupportedError: the store is read-only.
-        FileNotFoundError: the repository does not exist.
-    """
+    """Return the files of a store, and refuse a read-only store."""
     from ...stores.remote_files import RemoteFiles
 
     files = location.files
@@ -120,12 +101,7 @@ def names_file(location: Location) -> bool:
 
 
 def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreFolder, str]:
-    """Return the folder of a file to be written to a store, and its name there.
-
-    Raises:
-        FileExistsError: the file exists, and ``overwrite`` is False; or an index would hide the file.
-        UnsupportedError: the store is read-only.
-    """
+    """Return the folder of a file to be written to a store, and its name there."""
     from .store_folder import StoreFolder, is_file
 
     files = check_writable(location)

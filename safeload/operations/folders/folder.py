@@ -76,11 +76,7 @@ class Folder(ABC):
         """Identify a file without reading it, in the same way on all machines; None if the file is gone."""
 
     def holds(self, name: str, size: int, sha256: str, identity: list[Any] | None = None) -> bool:
-        """Return True if a file has this content.
-
-        Args:
-            identity: identity of an uploaded object; the object is not read if its identity is unchanged.
-        """
+        """Return True if a file has this content."""
         location = self.location / name
         try:
             with closing(location.files.open(location.path)) as store:
@@ -143,25 +139,13 @@ def homes_of(folder: Folder) -> list[Folder]:
 
 
 def check_free(path: str, overwrite: bool) -> None:
-    """Refuse an existing file before anything is read.
-
-    Raises:
-        FileExistsError: the file exists, and ``overwrite`` is False.
-    """
+    """Refuse an existing file before anything is read."""
     if not overwrite and os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", path)
 
 
 def refuse_inputs(path: Any, inputs: Iterable[Any]) -> None:
-    """Refuse to write over a local file that is read, whatever its spelling, symbolic links or hard links.
-
-    Args:
-        path: the destination; what is neither a path nor exists is allowed.
-        inputs: files, and folders, which stand for the files in them; what is no local path is ignored.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Refuse to write over a local file that is read, whatever its spelling, symbolic links or hard links."""
     place = _local(path)
     if place is None or not os.path.isfile(place):
         return

@@ -112,14 +112,7 @@ def _is_shard(name: str, suffix: str) -> bool:
 
 
 def check_unfinished(folder: Folder, names: Collection[str]) -> None:
-    """Refuse a folder with an unfinished conversion, and say how to continue it.
-
-    Args:
-        names: names in the folder.
-
-    Raises:
-        FileExistsError: the folder has records of shards, and no index.
-    """
+    """Refuse a folder with an unfinished conversion, and say how to continue it."""
     if INDEX in names and unfinished.NAME not in names:
         return
     records = recorded(folder, names)
@@ -144,22 +137,14 @@ def copy(file: str, source: Folder, target: Folder) -> None:
 
 
 def recorded(folder: Folder, names: Iterable[str]) -> dict[str, ShardRecord]:
-    """Return the valid records of a folder by shard name.
-
-    Args:
-        names: names in the folder.
-    """
+    """Return the valid records of a folder by shard name."""
     files = sorted(shards(folder, names))
     records = folder.location.files.each(lambda file: read(folder, file), files)
     return {file: record for file, record in zip(files, records, strict=True) if record is not None}
 
 
 def shards(folder: Folder, names: Iterable[str]) -> set[str]:
-    """Return the names of the shards with records, which can be malformed.
-
-    Args:
-        names: names in the folder.
-    """
+    """Return the names of the shards with records, which can be malformed."""
     old = {name.removesuffix(RECORD) for name in names if name.endswith(RECORD)}
     return old | {name.removesuffix(RECORD) for name in (folder / RESUME).names() if name.endswith(RECORD)}
 
@@ -181,14 +166,7 @@ def superseded(asides: Iterable[Folder], version: str, options: Mapping[str, Any
 
 
 def difference(record: ShardRecord, version: str, options: Mapping[str, Any], sources: Sequence[Sequence[Any]]) -> str:
-    """Explain why a plan cannot keep a recorded shard: a different version, option or source.
-
-    Args:
-        record: record of the shard.
-        version: version of the plan.
-        options: options of the plan.
-        sources: source files of the shard in the plan; see `ShardRecord`.
-    """
+    """Explain why a plan cannot keep a recorded shard: a different version, option or source."""
     if record.version != version:
         return f"with safeload {printable(str(record.version))}, but this is {version}"
     before = record.options if isinstance(record.options, dict) else {}

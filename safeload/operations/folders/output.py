@@ -16,16 +16,7 @@ _HEAD = 4096
 
 
 class Output:
-    """A text file to write. `check` refuses a path before the work starts, `write` checks it again.
-
-    Args:
-        argument: the argument or option that names the file, for messages.
-        path: path of the file.
-        kind: "report" or "manifest", for messages.
-        recognises: True if the first bytes of a file show that safeload wrote this kind of file.
-        overwrite: allow replacing any file except a source.
-        sources: paths that are read.
-    """
+    """A text file to write. `check` refuses a path before the work starts, `write` checks it again."""
 
     def __init__(
         self,
@@ -42,16 +33,7 @@ class Output:
         self._sources = [path for path in sources if path is not None]
 
     def check(self, sources: Iterable[str] = ()) -> bool:
-        """Return True for a file that may be replaced or a device, False if there is no file.
-
-        Args:
-            sources: more paths that are read.
-
-        Raises:
-            FileExistsError: safeload did not write the existing file.
-            ValueError: the file is a source, or the path is a URL.
-            OSError: no file can be created at this path.
-        """
+        """Return True for a file that may be replaced or a device, False if there is no file."""
         path = self._path
         try:
             existing = os.stat(path)
@@ -73,11 +55,7 @@ class Output:
         return True
 
     def write(self, text: str, sources: Iterable[str] = ()) -> int:
-        """Write the file atomically and return its size in bytes.
-
-        Raises:
-            OSError, ValueError: `check` refuses the path.
-        """
+        """Write the file atomically and return its size in bytes."""
         replaces = self.check(sources)
         try:
             return write_text(self._path, text, overwrite=replaces)

@@ -73,22 +73,11 @@ class Replacement(ABC):
 
     @abstractmethod
     def check_free(self, overwrite: bool) -> None:
-        """Refuse a folder with content, before anything is read.
-
-        Raises:
-            FileExistsError: the folder has content and ``overwrite`` is False; or a file has its name.
-        """
+        """Refuse a folder with content, before anything is read."""
 
     @abstractmethod
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List the files of the old checkpoint, and of earlier conversions, to remove once the index names new shards.
-
-        Args:
-            files: names of the new shards.
-
-        Raises:
-            FileExistsError: a foreign file would hide the new index from other programs.
-        """
+        """List the files of the old checkpoint, and of earlier conversions, to remove once the index names new shards."""
 
     @abstractmethod
     def free_names(self, files: Collection[str]) -> dict[str, str]:
@@ -109,12 +98,7 @@ class Replacement(ABC):
         """List the subfolders in which shards of interrupted conversions wait."""
 
     def collected(self, plan: str, places: Mapping[str, Folder]) -> dict[str, Put]:
-        """Return functions that move the shards of a plan, and their records, into the folder; none for a store.
-
-        Args:
-            plan: id of the plan.
-            places: the present folder of each shard.
-        """
+        """Return functions that move the shards of a plan, and their records, into the folder; none for a store."""
         return {}
 
     @abstractmethod
@@ -123,13 +107,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
-        """Remove leftovers of killed processes, and subfolders in which shards waited.
-
-        Args:
-            plan: id of the plan.
-            names: names of all files of the result.
-            places: subfolders with shards of the plan.
-        """
+        """Remove leftovers of killed processes, and subfolders in which shards waited."""
 
     # ---- while files are put in place ----
 
@@ -146,11 +124,7 @@ class Replacement(ABC):
         """
 
     def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
-        """Return a context that must end when only the config, and the index or only shard, are left to upload.
-
-        Args:
-            config: content of the new config; None for none.
-        """
+        """Return a context that must end when only the config, and the index or only shard, are left to upload."""
         return nullcontext()
 
     def after_index(self, outdated: Sequence[str]) -> AbstractContextManager[object]:
@@ -160,13 +134,7 @@ class Replacement(ABC):
     def blocking_index(
         self, config: bytes | None, shards: Collection[str], placed: Collection[str]
     ) -> dict[str, dict[str, str]] | None:
-        """Return an index that keeps readers from the folder during `commit`; None if its config does not change.
-
-        Args:
-            config: content of the new config; None for none.
-            shards: names of the new shards.
-            placed: names of new shards that are in the folder already.
-        """
+        """Return an index that keeps readers from the folder during `commit`; None if its config does not change."""
         return None
 
     def commit(  # noqa: B027
@@ -178,15 +146,7 @@ class Replacement(ABC):
         single: bool,
         block: AtomicFile | None,
     ) -> None:
-        """Put local files in place; see the docstring of the module.
-
-        Args:
-            shards: functions that put the new shards in place.
-            beside: the other new files, sealed.
-            outdated: see `outdated`.
-            single: True if the only shard is ``model.safetensors``.
-            block: see `blocking_index`.
-        """
+        """Put local files in place; see the docstring of the module."""
 
 
 class LocalReplacement(Replacement):
@@ -351,11 +311,7 @@ class LocalReplacement(Replacement):
         return LocalFolder(self._folder.shown(ASIDE + plan))
 
     def _take(self, file: str, source: LocalFolder, swap: Swap, like: os.stat_result | None) -> None:
-        """Move a shard and its record here; at any moment, one of the folders has both.
-
-        Raises:
-            FileExistsError: another conversion has written a shard with this name.
-        """
+        """Move a shard and its record here; at any moment, one of the folders has both."""
         old, new = source.shown(file), self._folder.shown(file)
         if os.path.lexists(new):
             record = journal.read(source, file)
@@ -384,11 +340,7 @@ class LocalReplacement(Replacement):
         return os.path.isfile(self._folder.shown(SINGLE))
 
     def _check_no_single(self) -> None:
-        """Refuse to leave a ``model.safetensors`` beside the index.
-
-        Raises:
-            FileExistsError: the file exists.
-        """
+        """Refuse to leave a ``model.safetensors`` beside the index."""
         if self._has_single():
             message = (
                 f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
@@ -428,13 +380,6 @@ class OldShards:
     """The index and the shards beside a new ``model.safetensors``: safeload would read them instead of the new file.
 
     Write the file in a ``with`` block: its end removes the old shards, unless an error occurred.
-
-    Args:
-        path: path of the new file.
-        overwrite: True if they may be removed.
-
-    Raises:
-        FileExistsError: they exist, and ``overwrite`` is False.
     """
 
     def __init__(self, path: str, overwrite: bool) -> None:
@@ -451,15 +396,7 @@ class OldShards:
             self._shards.append((folder, [INDEX, *shards, *(name + RECORD for name in shards)]))
 
     def check_source(self, paths: Sequence[str], *, every_tensor: bool) -> None:
-        """Refuse to remove shards of the source if the new file does not get all of their tensors.
-
-        Args:
-            paths: source files.
-            every_tensor: True if it writes all of their tensors.
-
-        Raises:
-            FileExistsError: tensors would be lost.
-        """
+        """Refuse to remove shards of the source if the new file does not get all of their tensors."""
         if not self._shards:
             return
         shards = [folder.shown(name) for folder, names in self._shards for name in names]

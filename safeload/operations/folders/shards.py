@@ -60,14 +60,7 @@ def config_with(
     restored: bool = False,
     schemes: Collection[str] = (),
 ) -> dict[str, Any] | None:
-    """Return the ``config.json`` for converted weights; nested configurations change too.
-
-    Args:
-        config: the config of the source, if it has one.
-        target: new dtype of floating tensors; None if it is unchanged.
-        restored: True to remove the quantization, because packed tensors were dequantized.
-        schemes: safeload's schemes of quantized tensors in the result.
-    """
+    """Return the ``config.json`` for converted weights; nested configurations change too."""
     if config is None:
         return None
     if restored or is_own(config):
@@ -120,10 +113,6 @@ def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
     """Return the range of tensors in each shard by file name: ``model.safetensors`` for a single shard.
 
     Without tensors there is a single empty shard.
-
-    Args:
-        sizes: bytes of each tensor.
-        limit: maximum bytes per shard; a larger tensor gets its own shard.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
     bounds, begin, done = [], 0, 0
@@ -138,11 +127,7 @@ def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
 
 
 def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
-    """Return the shard of each stored tensor; a quantized tensor is stored in several parts.
-
-    Raises:
-        SafetensorError: two tensors would be stored under the same name.
-    """
+    """Return the shard of each stored tensor; a quantized tensor is stored in several parts."""
     files: dict[str, str] = {}
     for file, shard in shards.items():
         for name in packed_in(shard, in_folder=True).tensors:
@@ -157,20 +142,12 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
 def writer_of(
     outputs: Mapping[str, Output], metadata: Mapping[str, str] | None, *, editable: bool = True
 ) -> ShardWriter:
-    """Return the writer of a shard with these tensors and metadata.
-
-    Args:
-        editable: False for a header without room for changes, as engines write it.
-    """
+    """Return the writer of a shard with these tensors and metadata."""
     return FileWriter(*pack(outputs, metadata, in_folder=True), room=ROOM if editable else 0)
 
 
 def open_shard(folder: Folder, name: str) -> WeightFile:
-    """Open a shard to read its header.
-
-    Raises:
-        FileNotFoundError: the shard does not exist.
-    """
+    """Open a shard to read its header."""
     location = folder.location / name
     if not location.files.remote:
         return open_file(location.path, brief=True)
@@ -207,12 +184,6 @@ def write_shards(
     """Write shards, config and index, and return the bytes of the shards.
 
     A folder cannot be opened until it is complete; see `Replacement`. If an error occurs, a new folder is removed.
-
-    Args:
-        shards: functions returning the writer of a shard, by file name; each is called when its turn comes.
-        beside: the other files.
-        overwrite: False to refuse existing files.
-        replacing: entered when all files are complete, before the first is put in place.
     """
     written = 0
     replacement = replacement_of(folder)
@@ -248,12 +219,7 @@ def write_shard(
     overwrite: bool,
     digest: Digest | None = None,
 ) -> AtomicFile:
-    """Write a shard and return the sealed file. Leaving the stack puts it in place.
-
-    Args:
-        overwrite: False to refuse an existing file.
-        digest: receives every byte of the file.
-    """
+    """Write a shard and return the sealed file. Leaving the stack puts it in place."""
     file = stack.enter_context(folder.writing(name, writer.size, overwrite=overwrite, digest=digest))
     writer.write_to(file)
     file.seal()  # this closes the file, because there can be more shards than descriptors
@@ -273,11 +239,6 @@ def write_beside(
     """Write the files beside the shards, and return the function that puts local files in place, shards included.
 
     Leaving the stack uploads the files of a store, the index last if there is one.
-
-    Args:
-        overwrite: False to refuse existing files.
-        outdated: files to remove at the end; see `Replacement.outdated`.
-        placed: names of new shards that are in the folder already.
     """
     import json
 

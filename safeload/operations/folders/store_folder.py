@@ -44,15 +44,7 @@ _NUMBERED = "model-00001-of-00001.safetensors"
 
 
 class StoreFolder(Folder):
-    """A folder in a store. Like a plan, its pickle contains no secrets.
-
-    Args:
-        files: file system of the store.
-        path: URL of the folder, secrets included.
-
-    Raises:
-        UnsupportedError: the URL has a query.
-    """
+    """A folder in a store. Like a plan, its pickle contains no secrets."""
 
     _unreadable = (FileNotFoundError, FormatError)
 
@@ -109,11 +101,7 @@ class StoreFolder(Folder):
 
 
 def _bounded(backend: Backend, change: Callable[[], object], nbytes: int, shown: str) -> None:
-    """Change files of a store within a time limit: libraries may wait forever for a silent server.
-
-    Raises:
-        RemoteTimeoutError: the limit has passed.
-    """
+    """Change files of a store within a time limit: libraries may wait forever for a silent server."""
     seconds = _TIMEOUTS * getattr(backend, "timeout", _TIMEOUT) + nbytes / _SLOWEST
     try:
         left_behind(change, seconds)

@@ -93,13 +93,6 @@ def continued(folder: Folder, call: str) -> UnfinishedNote | None:
     """Return the note of this call, if it was interrupted while replacing its own source; None otherwise.
 
     A note is untrusted: it has names, ids and numbers, but no paths.
-
-    Args:
-        call: id of this call.
-
-    Raises:
-        FormatError: the note is malformed.
-        UnsupportedError: another version of safeload wrote the note.
     """
     plain = _read(folder)
     if plain is None or plain.get(KEY) != VERSION or plain.get("call") != call or "pieces" not in plain:
@@ -139,11 +132,7 @@ def _source_id(source: Any) -> Any:
 
 
 def check_unopened(sources: Sequence[Given]) -> None:
-    """Refuse half-replaced local folders before they are opened.
-
-    Raises:
-        ValueError: an interrupted conversion has replaced some files of a source.
-    """
+    """Refuse half-replaced local folders before they are opened."""
     for source in sources:
         is_path = isinstance(source, (str, os.PathLike)) and not hasattr(source, "fs")
         path = os.fspath(source) if is_path else None  # type: ignore[arg-type]
@@ -152,22 +141,14 @@ def check_unopened(sources: Sequence[Given]) -> None:
 
 
 def check_opened(catalog: Catalog) -> None:
-    """Refuse sources with files in half-replaced folders.
-
-    Raises:
-        ValueError: an interrupted conversion has replaced some files of a source.
-    """
+    """Refuse sources with files in half-replaced folders."""
     if len(catalog.weight_files) > 1 or any(checkpoint.index is not None for checkpoint in catalog.checkpoints):
         for folder in sorted({path for checkpoint in catalog.checkpoints for path in _folders(checkpoint)}):
             _check(folder)
 
 
 def check_remote(folder: Folder) -> None:
-    """Refuse a half-replaced folder in a store as both source and destination.
-
-    Raises:
-        ValueError: an interrupted conversion has replaced its index.
-    """
+    """Refuse a half-replaced folder in a store as both source and destination."""
     plain = _read(folder)
     if plain is not None:
         raise _half_replaced(folder, plain)
@@ -185,11 +166,7 @@ def _check(path: str) -> None:
 
 
 def _half_replaced(folder: Folder, plain: Mapping[str, Any]) -> ValueError:
-    """Return the error for a half-replaced source.
-
-    Args:
-        plain: the note, which can be malformed.
-    """
+    """Return the error for a half-replaced source."""
     options = plain.get("options")
     listed = ", ".join(f"{key}={show(value)}" for key, value in options.items()) if isinstance(options, dict) else ""
     with_options = f" ({printable(listed)}; safeload {printable(str(plain.get('version')))})" if listed else ""

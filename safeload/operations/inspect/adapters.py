@@ -83,16 +83,7 @@ Found: TypeAlias = AdapterSummary | str | None
 
 
 def about(path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None = None) -> Found:
-    """Summarize an adapter.
-
-    Args:
-        path: of the adapter, for messages.
-        base: the model to fit the adapter to, if any.
-
-    Raises:
-        ValueError: ``base`` is given, but this is not an adapter.
-        SafeloadError, OSError: the base cannot be opened, or the adapter cannot be merged into it.
-    """
+    """Summarize an adapter."""
     summary: Found = None
     if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
         try:
@@ -152,12 +143,7 @@ def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] |
 
 
 def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
-    """Yield the lines about an adapter.
-
-    Args:
-        rows: maximum number of problems.
-        rest: returns the line that counts hidden problems.
-    """
+    """Yield the lines about an adapter."""
     if found is None:
         return
     if isinstance(found, str):

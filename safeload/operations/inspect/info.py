@@ -99,13 +99,7 @@ def describe(
     adapter: adapters.Found = None,
     memory: bool = True,
 ) -> Info:
-    """Describe an open checkpoint.
-
-    Args:
-        path: as it is shown.
-        names: the selected tensors; None selects all.
-        memory: False leaves ``memory`` empty, to save milliseconds.
-    """
+    """Describe an open checkpoint."""
     infos = opened.tensors
     return Info(
         path=path,

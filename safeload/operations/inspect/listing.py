@@ -41,11 +41,7 @@ KEYS: dict[str, Callable[[Row], Any]] = {
 
 
 def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
-    """Return rows in file order, with equal layers in one row.
-
-    Args:
-        alone: give each tensor its own row, in natural order.
-    """
+    """Return rows in file order, with equal layers in one row."""
     infos = list(infos)
     with paused(len(infos)):
         if alone:
@@ -119,12 +115,7 @@ class _Module:
 
 
 def as_tree(rows: Iterable[Row], key: str | None, depth: int | None) -> list[Row]:
-    """Return rows of modules and tensors, indented by level.
-
-    Args:
-        key: sorts the children of each module, one of `KEYS`; None keeps the order of ``rows``.
-        depth: maximum number of levels to show; sums include all levels.
-    """
+    """Return rows of modules and tensors, indented by level."""
     root = _Module("")
     for row in rows:
         root.add(BETWEEN_PARTS.split(row.name, _LEVELS), row)

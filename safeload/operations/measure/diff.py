@@ -217,11 +217,7 @@ def _compare_values(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorDiff]:
-    """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches.
-
-    Args:
-        resized: tensors with other shapes.
-    """
+    """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches."""
     meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
     differences: dict[str, TensorDiff | None] = dict.fromkeys(shapes)
     columns = [side.columns for side in (a, b) if side.columns is not None and not side.columns.remote]
@@ -361,11 +357,7 @@ def _is_encoded(about: TensorDescription) -> bool:
 
 
 def _pair(name: str, a: _Reader, b: _Reader, shape: _Shape) -> tuple[Source, Source]:
-    """Return the first rows of the next tensor of both checkpoints, with complex numbers as two parts.
-
-    Args:
-        shape: the shape of these rows.
-    """
+    """Return the first rows of the next tensor of both checkpoints, with complex numbers as two parts."""
     values = [_rows(value, shape) for value in (a(name), b(name))]
     if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in values):
         arrays = (

@@ -74,18 +74,7 @@ class Pieces(NamedTuple):
 def compare(
     a: Spans, b: Spans, shapes: Sequence[tuple[int, ...]], threads: int | None, meter: Meter
 ) -> list[TensorDiff | None]:
-    """Compare tensors of the same shapes, and return their differences; None for complex tensors whose bytes differ.
-
-    Args:
-        a: tensors of the first checkpoint, without conversion. A complex number can be passed as two float64.
-        b: tensors of the second checkpoint.
-        shapes: logical shapes.
-        threads: None chooses automatically.
-        meter: gets 8 bytes for each compared element.
-
-    Raises:
-        FormatError, OSError: a file cannot be read.
-    """
+    """Compare tensors of the same shapes, and return their differences; None for complex tensors whose bytes differ."""
     elements = np.array([math.prod(shape) for shape in shapes], np.int64)
     file, begins, _, of_a, _ = a.columns
     of_b = b.columns[3]

@@ -32,16 +32,12 @@ class Sizes(NamedTuple):
 
     A dtype or scheme is missing if the checkpoint cannot be loaded as such, because it holds codes that cannot be
     dequantized or blocks of a type without a kernel.
-
-    Attributes:
-        stored: bytes of the stored tensors, as `safeload.load` loads them without ``dtype``.
-        dtypes: bytes that `safeload.load` needs with this ``dtype``: "float32", "float16", "bfloat16".
-        schemes: bytes that `load_quantized` needs with this scheme and no other arguments. Embeddings, norms and biases
-            are then float32, and a tied head is a separate tensor.
     """
 
-    stored: int
-    dtypes: Mapping[str, int]
+    stored: int  # bytes of the stored tensors, as `safeload.load` loads them without ``dtype``
+    dtypes: Mapping[str, int]  # bytes that `safeload.load` needs with this ``dtype``: "float32", "float16", "bfloat16"
+    # bytes that `load_quantized` needs with this scheme and no other arguments. Embeddings, norms and biases are then
+    # float32, and a tied head is a separate tensor.
     schemes: Mapping[str, int]
 
 
@@ -55,15 +51,6 @@ class _Kind(NamedTuple):
 
 def sizes(source: Given) -> Sizes:
     """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone.
-
-    Args:
-        source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
-
-    Returns:
-        The sizes.
-
-    Raises:
-        SafeloadError, OSError: see `safeload.open`.
 
     Example:
         >>> import numpy as np
@@ -139,14 +126,7 @@ def _converted(kind: _Kind, width: int) -> int:
 
 
 def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, catalog: Catalog) -> int:
-    """Return the bytes of all tensors in the format of an engine.
-
-    Args:
-        catalog: the tensors as the engine names them.
-
-    Raises:
-        UnsupportedError: the engine does not support the model or a weight.
-    """
+    """Return the bytes of all tensors in the format of an engine."""
     schema = ModelRules.of(catalog).schema if isinstance(catalog, EngineCatalog) else model.schema
     rules.set_model(schema, catalog, chosen=model.config is None)
     total, quantized = 0, False

@@ -364,10 +364,6 @@ def _statistics(measured: _Measured, run: Callable[[int, Array, Array], object],
     """Compute the statistics of tensors in a single run.
 
     An allocation holds the bins of each tensor, and a record per segment. The core merges the records at the end.
-
-    Args:
-        run: reads tensors, given the operation, the address of the results of each tensor, and the tensors with
-            elements.
     """
     counts = np.array([*map(math.prod, measured.shapes)], np.int64)
     segments = -(-counts // _SEGMENT)

@@ -118,13 +118,7 @@ class StatsTable(ResultTable[TensorStats]):
 def lines_of(
     rows: Sequence[tuple[str, TensorStats]], columns: int | None, *, histogram: bool = False
 ) -> list[tuple[str, str]]:
-    """Return the lines of a table, each with its colour or "".
-
-    Args:
-        rows: names and statistics.
-        columns: the width; None cuts nothing.
-        histogram: True to add a line with the distribution below each tensor.
-    """
+    """Return the lines of a table, each with its colour or ""."""
     header: tuple[str, ...] = ("tensor", "min", "max", "mean", "std", "bad")
     wide = width() >= _WIDE
     if wide:

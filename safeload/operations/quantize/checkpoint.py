@@ -149,11 +149,7 @@ class ModelRules(NamedTuple):
 
 
 def check_restorable(name: str, scheme: str) -> None:
-    """Refuse to requantize a tensor that cannot be dequantized.
-
-    Raises:
-        UnsupportedError: no kernel dequantizes the scheme.
-    """
+    """Refuse to requantize a tensor that cannot be dequantized."""
     try:
         readable = row_of(scheme).converts_to(_F32)
     except ValueError:  # an unknown ggml type
@@ -166,7 +162,7 @@ class Rules:
     """Selects a scheme for each tensor.
 
     Attributes:
-        schema: schema of the model, which gives the roles of tensors; None falls back to `KEPT_NAMES`.
+        schema: schema of the model, which gives the roles of tensors; None falls back to `KEPT_NAMES`
     """
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:

@@ -75,11 +75,7 @@ class Encoding(NamedTuple):
 
 
 def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
-    """Refuse rows that are not whole blocks, which the engine's kernels do not support.
-
-    Raises:
-        UnsupportedError: the message names the tensor.
-    """
+    """Refuse rows that are not whole blocks, which the engine's kernels do not support."""
     group = preset.group
     if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
         raise UnsupportedError(
@@ -98,17 +94,7 @@ def encode(
     only_scales: bool = False,
     threads: int | None = None,
 ) -> dict[str, Array]:
-    """Return the parts of a matrix by role, except those of `Encoding.constants`.
-
-    Args:
-        weights: the values, in the dtype of the encoding.
-        largest: for NVFP4: the largest magnitude in the weight and its fused partners.
-        codes: memory for the codes; None for new memory.
-        only_scales: True to leave out the codes.
-
-    Raises:
-        RangeError: a value is not finite, or a scale does not fit the dtype; with tensor and index.
-    """
+    """Return the parts of a matrix by role, except those of `Encoding.constants`."""
     preset = encoding.preset
     if only_scales:
         codes = np.empty(0, np.uint8)
@@ -202,11 +188,7 @@ def _threads(encoding: Encoding, weights: Weights, threads: int | None) -> int:
 
 
 class _Tasks:
-    """The fields of ``sl_encoding`` that all tasks share.
-
-    Args:
-        arrays: codes (empty to leave out), scales, biases, zeros, scale codes.
-    """
+    """The fields of ``sl_encoding`` that all tasks share."""
 
     def __init__(self, encoding: Encoding, weights: Weights, tensor_scale: float, arrays: tuple[Array, ...]) -> None:
         self._encoding = encoding

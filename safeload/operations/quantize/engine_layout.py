@@ -40,11 +40,7 @@ class SourcePart(NamedTuple):
 
 
 class EngineCatalog(RestructuredCatalog):
-    """The tensors of a model as an engine names and shapes them.
-
-    Args:
-        recipes: of all tensors.
-    """
+    """The tensors of a model as an engine names and shapes them."""
 
     def __init__(self, base: Catalog, recipes: Mapping[str, TensorRecipe]) -> None:
         super().__init__(base, recipes, constants={}, metadata=base.metadata, config=base.config, format=base.format)
@@ -63,11 +59,7 @@ class EngineCatalog(RestructuredCatalog):
         return self._renamed(name) is not None
 
     def kept(self, keep: Keep) -> Keep:
-        """Return ``keep`` in names of this catalog.
-
-        Raises:
-            UnsupportedError: it selects some experts of a stack; the message names the stack.
-        """
+        """Return ``keep`` in names of this catalog."""
         if keep is None:
             return None
         if callable(keep):
@@ -104,12 +96,7 @@ class EngineCatalog(RestructuredCatalog):
 
 
 def arranged(catalog: Catalog, preset: Preset) -> Catalog:
-    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
-
-    Raises:
-        UnsupportedError: the engine does not load the experts of the model; the message says why.
-        FormatError: an expert is missing.
-    """
+    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay."""
     model_type = None if catalog.config is None else catalog.config.get("model_type")
     if not isinstance(model_type, str):
         return catalog
@@ -135,15 +122,7 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
 
 
 def restored(catalog: Catalog, recipes: Mapping[str, TensorRecipe], names: Iterable[str]) -> Catalog:
-    """Return the catalog of a plan.
-
-    Args:
-        recipes: of the tensors that are not tensors of the source.
-        names: all tensors of a piece.
-
-    Raises:
-        FormatError: a recipe does not fit its sources.
-    """
+    """Return the catalog of a plan."""
     own = {name: TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in names if name not in recipes}
     for name, recipe in recipes.items():
         shapes = {source: tuple(catalog.about(source).shape) for source in recipe.sources}
@@ -180,11 +159,7 @@ def _recipe(part: SourcePart) -> TensorRecipe:
 
 
 class _Stacks:
-    """Builds the recipes of a model for mlx-lm.
-
-    Args:
-        experts: how mlx-lm stores the experts.
-    """
+    """Builds the recipes of a model for mlx-lm."""
 
     def __init__(self, catalog: Catalog, preset: Preset, experts: MlxExperts) -> None:
         self._title, self._preset, self._experts = catalog.title, preset, experts
@@ -261,11 +236,7 @@ class _Stacks:
         }
 
     def _check_layers(self, recipes: Mapping[str, TensorRecipe]) -> None:
-        """Refuse layers that mlx-lm's model does not have.
-
-        Raises:
-            UnsupportedError: a layer lies beyond the last, or has no experts; the message names it.
-        """
+        """Refuse layers that mlx-lm's model does not have."""
         count = self._size("num_hidden_layers")
         layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
         beyond = next((layer for layer in sorted(layers) if layer >= count), None)

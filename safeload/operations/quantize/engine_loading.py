@@ -31,12 +31,7 @@ class EncodedTensors(NamedTuple):
 
 
 def load_encoded(catalog: Catalog, rules: EngineRules, threads: int | None, progress: Progress) -> EncodedTensors:
-    """Load and quantize tensors, one after another.
-
-    Raises:
-        UnsupportedError: the engine does not support the model or a weight.
-        SafeloadError, OSError: see `safeload.load_quantized`.
-    """
+    """Load and quantize tensors, one after another."""
     catalog = arranged(catalog, rules.preset)
     choice = choose(catalog.config, catalog.format, dict.fromkeys(catalog).keys())
     schema = None if choice is None else choice.schema

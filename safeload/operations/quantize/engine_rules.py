@@ -60,7 +60,7 @@ class EngineRules:
     """Select the weights that an engine's tool would quantize.
 
     Attributes:
-        schema: schema of the model; None if the caller has chosen the tensors.
+        schema: schema of the model; None if the caller has chosen the tensors
     """
 
     def __init__(self, preset: Preset, keep: Keep) -> None:
@@ -74,15 +74,7 @@ class EngineRules:
         self._tied: Collection[str] = ()
 
     def set_model(self, schema: Schema | None, catalog: Catalog, *, chosen: bool) -> None:
-        """Set the model.
-
-        Args:
-            catalog: the tensors, as `engine_layout.arranged` returns them.
-            chosen: the caller has chosen the tensors, so that any model is supported.
-
-        Raises:
-            UnsupportedError: the model is not supported.
-        """
+        """Set the model."""
         self._config = config = catalog.config
         if isinstance(catalog, EngineCatalog):
             self.kept = Kept(catalog.kept(self._keep))
@@ -114,11 +106,7 @@ class EngineRules:
         )
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
-        """Decide about a tensor.
-
-        Raises:
-            UnsupportedError: the engine cannot hold the weight as codes; the message names it.
-        """
+        """Decide about a tensor."""
         if not about.floating and about.scheme is None:
             return Planned(None, f"is {about.dtype}, not floating")
         reason = self._reason(name, about.shape)
@@ -204,14 +192,7 @@ class EngineRules:
         kept: Mapping[str, str],
         names: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Return the ``config.json`` of the folder.
-
-        Args:
-            config: of the source, with the dtype of the result.
-            quantized: the format of each quantized tensor, by name before ``rename``.
-            kept: why each unquantized tensor was kept, by name before ``rename``.
-            names: in the result, by name before ``rename``.
-        """
+        """Return the ``config.json`` of the folder."""
         linear = {name: reason for name, reason in kept.items() if reason.startswith(_LINEAR)}
         if self.preset.engine == BITSANDBYTES:  # its reader holds experts as parameters, not as modules
             linear = {name: reason for name, reason in linear.items() if reason != _IS_EXPERT}
@@ -241,22 +222,14 @@ class EngineRules:
 
 
 def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
-    """Return the error for a conversion that quantizes nothing.
-
-    Args:
-        kept: why each tensor is kept.
-    """
+    """Return the error for a conversion that quantizes nothing."""
     name, reason = next(iter(kept.items()), ("", ""))
     why = f": tensor {show(name)} {'is kept by ' if reason.startswith('keep=') else ''}{reason}" if reason else ""
     return UnsupportedError(f"{preset.name}: no tensor is left to quantize{why}")
 
 
 def preset_named(scheme: object) -> Preset | None:
-    """Return the preset that a scheme names, or None for other schemes.
-
-    Raises:
-        ValueError: a group size that MLX does not have; or a dict of schemes has a preset.
-    """
+    """Return the preset that a scheme names, or None for other schemes."""
     if isinstance(scheme, Mapping):
         name = next((value for value in scheme.values() if isinstance(value, str) and value.lower() in PRESETS), None)
         if name is not None:

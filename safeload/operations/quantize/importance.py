@@ -34,12 +34,7 @@ MAX_FILE = 4 << 30
 
 
 def read_importance(path: PathLike) -> ImportanceMatrix:
-    """Read an importance matrix of llama.cpp's, in GGUF or in the older format.
-
-    Raises:
-        FormatError: the file is neither, or damaged.
-        OSError: the file cannot be read.
-    """
+    """Read an importance matrix of llama.cpp's, in GGUF or in the older format."""
     shown = os.fspath(path)
     if not is_url(shown):
         with closing(LOCAL.open(shown)) as store:  # refuses pipes, which could block
@@ -53,11 +48,7 @@ def read_importance(path: PathLike) -> ImportanceMatrix:
 
 
 def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") -> Array:
-    """Return importance as float32 [matrices or 1, columns] for a tensor of this shape.
-
-    Raises:
-        ValueError: the shape differs, or a number is negative or not finite.
-    """
+    """Return importance as float32 [matrices or 1, columns] for a tensor of this shape."""
     with np.errstate(over="ignore"):
         vectors = np.ascontiguousarray(np.asarray(importance), np.float32)
     columns = shape[-1] if shape else 1
@@ -73,12 +64,7 @@ def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") ->
 
 
 def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, threads: int | None) -> Iterator[Job]:
-    """Yield the jobs that quantize a tensor with importance, one for each matrix with an importance of its own.
-
-    Args:
-        memory: address of the result.
-        importance: see `check_importance`.
-    """
+    """Yield the jobs that quantize a tensor with importance, one for each matrix with an importance of its own."""
     target = SCHEMES[scheme].dtype
     columns = source.shape[-1]
     if source.packed is not None and (len(importance) > 1 or not source.in_order):
@@ -109,16 +95,7 @@ def _restored(source: Source, threads: int | None) -> Source:
 def importance_by_name(
     importance: PathLike | Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
-    """Return the importance for each tensor to quantize that has one; see `check_importance`.
-
-    Args:
-        importance: path of an importance matrix, or importance by tensor name.
-        shapes: shapes of the tensors to quantize to types of ggml, by name.
-
-    Raises:
-        FormatError, OSError: see `read_importance` and `vector_for`.
-        ValueError: no tensor has an importance, or a mapping has one for another tensor.
-    """
+    """Return the importance for each tensor to quantize that has one; see `check_importance`."""
     if isinstance(importance, Mapping):
         for name in importance:
             if name not in shapes:
@@ -128,12 +105,7 @@ def importance_by_name(
 
 
 def vectors_for(matrix: ImportanceMatrix, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-    """Return the importance of a matrix for each tensor to quantize that has one.
-
-    Raises:
-        ValueError: the matrix has an entry for none of the tensors.
-        FormatError: an entry does not fit its tensor.
-    """
+    """Return the importance of a matrix for each tensor to quantize that has one."""
     vectors = {name: vector_for(matrix, name, shape) for name, shape in shapes.items()}
     importance = {name: vector for name, vector in vectors.items() if vector is not None}
     if shapes and not importance:
@@ -145,11 +117,7 @@ def vectors_for(matrix: ImportanceMatrix, shapes: Mapping[str, tuple[int, ...]])
 
 
 def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> Array | None:
-    """Return the importance of a tensor's columns, or None if the matrix has no entry for it.
-
-    Raises:
-        FormatError: the entry has another size, except for embeddings, which llama-quantize ignores.
-    """
+    """Return the importance of a tensor's columns, or None if the matrix has no entry for it."""
     vector = matrix.vectors.get(name)
     if vector is None:
         return None

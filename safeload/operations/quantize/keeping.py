@@ -18,11 +18,7 @@ EXPRESSION = "re:"
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern that begins with `EXPRESSION`.
-
-    Raises:
-        ValueError: the expression is not valid.
-    """
+    """Compile a pattern that begins with `EXPRESSION`."""
     try:
         return re.compile(pattern.removeprefix(EXPRESSION))
     except re.error as error:
@@ -40,11 +36,7 @@ class Planned(NamedTuple):
 
 
 class Kept:
-    """The tensors to leave unquantized, by patterns of tensor or module names or by a function.
-
-    Raises:
-        ValueError: an expression is not valid.
-    """
+    """The tensors to leave unquantized, by patterns of tensor or module names or by a function."""
 
     def __init__(self, keep: Keep) -> None:
         self._function = keep if callable(keep) else None
@@ -63,12 +55,7 @@ class Kept:
         return "excluded by keep=" if self._function is not None and self._function(name) else None
 
     def check(self, names: Collection[Any]) -> None:
-        """Refuse patterns that match neither a tensor nor a module.
-
-        Raises:
-            TensorNotFoundError: for the first such pattern.
-            TypeError: a pattern is not a str.
-        """
+        """Refuse patterns that match neither a tensor nor a module."""
         both = {alias for name in names if isinstance(name, str) for alias in (name, name.removesuffix(".weight"))}
         check_matches("keep", [text for text in self._patterns if text not in self._expressions], both)
         for pattern, expression in self._expressions.items():

@@ -129,15 +129,7 @@ def quantize(
 
 
 def weighted_rounding(scheme: Any, rounding: Rounding | None, argument: str = "importance=") -> Rounding:
-    """Return the rounding for a scheme with importance.
-
-    Args:
-        scheme: a name, or schemes by pattern.
-        argument: that gives the importance.
-
-    Raises:
-        ValueError: int8, or another rounding than ggml's.
-    """
+    """Return the rounding for a scheme with importance."""
     if scheme == INT8:
         raise ValueError(f"{argument} applies to ggml's block types, got int8")
     if rounding not in (None, "ggml"):
@@ -164,14 +156,7 @@ def quantize_source(
     threads: int | None,
     importance: Array | None = None,
 ) -> QuantizedTensor:
-    """Quantize a tensor into ``data``.
-
-    Args:
-        importance: see `check_importance`.
-
-    Raises:
-        RangeError: a value is out of range for the scheme; the message has tensor and index.
-    """
+    """Quantize a tensor into ``data``."""
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     reals = source if isinstance(source, Source) else of_reals("", source, threads)
@@ -219,11 +204,7 @@ def new_tensor(source: Source, scheme: str, axis: int | None, data: Array | None
 
 
 def run_requests(requests: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
-    """Fill the results: int8 in two passes over its source, everything else in a single pass.
-
-    Raises:
-        RangeError: a value is out of range for its scheme; the message has tensor and index.
-    """
+    """Fill the results: int8 in two passes over its source, everything else in a single pass."""
     for request in requests:
         if request.by_parts:
             assert isinstance(request.result, QuantizedTensor)
@@ -260,14 +241,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
 def maxima_of(
     tensors: Sequence[tuple[Source, int | None]], threads: int | None, progress: Progress = None
 ) -> list[Array]:
-    """Return the bits of the largest magnitude in each channel of tensors to quantize to int8.
-
-    Args:
-        tensors: sources with their values in order, and their axes.
-
-    Raises:
-        RangeError: a value is not finite; the message has tensor and index.
-    """
+    """Return the bits of the largest magnitude in each channel of tensors to quantize to int8."""
     counts = [1 if axis is None else source.shape[axis] for source, axis in tensors]
     ends = np.cumsum([0, *counts])
     bits = np.zeros(ends[-1], np.uint32)
@@ -327,12 +301,7 @@ _AT_A_TIME = 56 << 20
 
 
 def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None) -> None:
-    """Fill an int8 tensor from packed codes, in parts, so that restored values take bounded memory.
-
-    Raises:
-        RangeError: a value is not finite; the message has tensor and index.
-        FormatError, OSError: the file cannot be read.
-    """
+    """Fill an int8 tensor from packed codes, in parts, so that restored values take bounded memory."""
     assert source.packed is not None
     assert result.scale is not None
     packed = source.packed.packing
@@ -400,11 +369,6 @@ def _quantize_bitnet(x: Any, threads: int | None) -> QuantizedTensor:
 
     This is ``WeightQuant`` of transformers' integrations/bitnet.py in float32. The mean is summed in float64 and
     rounded once, because the order of PyTorch's float32 sum depends on the machine.
-
-    Raises:
-        ValueError: x is not a matrix, or its number of rows is not a multiple of 4.
-        RangeError: a value is NaN or infinite.
-        TypeError: x does not hold real numbers.
     """
     shape = of_reals("", x, threads).shape
     if len(shape) != 2 or shape[0] % 4:

@@ -152,11 +152,7 @@ def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> Stacked
 
 
 def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
-    """Plan the tensors of a layout, checking every name and shape.
-
-    Raises:
-        TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
-    """
+    """Plan the tensors of a layout, checking every name and shape."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a safeload.Layout, got {type(layout).__name__}")
     layers = {entry.source: _layers_of(tensors, entry) for entry in layout.tensors if entry.stacked}
@@ -168,11 +164,7 @@ def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtype
 
 
 def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -> set[int]:
-    """Return the numbers of the layers that match an entry.
-
-    Raises:
-        SafeloadError: a number has leading zeros, or too many digits for any model.
-    """
+    """Return the numbers of the layers that match an entry."""
     prefix, suffix = entry.source.split(LAYER)
     pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
     layers = set()
@@ -202,12 +194,7 @@ def _plan_entry(
     counts: Mapping[str, int],
     target: dtypes.Dtype | None,
 ) -> Stack:
-    """Plan an entry of a layout.
-
-    Args:
-        layers: numbers of the layers that match the entry; None if it has no layer axis.
-        counts: number of layers by the prefix of their names, over all entries.
-    """
+    """Plan an entry of a layout."""
     names = [entry.source]
     if layers is not None:
         prefix, suffix = entry.source.split(LAYER)
@@ -268,11 +255,7 @@ def fill(
     threads: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fill C-contiguous arrays as planned, all in one run.
-
-    Raises:
-        FormatError, OSError: a file cannot be read.
-    """
+    """Fill C-contiguous arrays as planned, all in one run."""
     batch = Batch()
     for stack, array in targets:
         size = math.prod(stack.layer) * array.dtype.itemsize

@@ -79,11 +79,7 @@ def weights_of(
     whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],
     threads: int | None,
 ) -> Weights:
-    """Return the values of a tensor as a dtype.
-
-    Args:
-        whole: returns an array to fill; for values that cannot be read in ranges.
-    """
+    """Return the values of a tensor as a dtype."""
     dtype = dtypes.array_dtype(row.number)
     if not isinstance(value, Source) or value.packed is not None:
         return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))
@@ -113,11 +109,7 @@ def weights_in(
     *,
     threads: int | None,
 ) -> Weights:
-    """Return the values of a weight of a model; weights with a merged adapter are computed first.
-
-    Args:
-        whole: see `weights_of`.
-    """
+    """Return the values of a weight of a model; weights with a merged adapter are computed first."""
     base = catalog.base if isinstance(catalog, EngineCatalog) else catalog
     if isinstance(catalog, EngineCatalog) and not catalog.is_unchanged(name):
         items = catalog.items(name)

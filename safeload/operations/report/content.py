@@ -64,12 +64,7 @@ def findings_section(report: Any) -> str:
 def sections(
     opened: Checkpoint, report: Any, scheme: SchemeName | None, *, threads: int | None, bars: Bars
 ) -> Iterator[str]:
-    """Yield the sections about an open checkpoint.
-
-    Args:
-        report: its `safeload.CheckReport`, with histograms.
-        scheme: also show the quantization error of this scheme.
-    """
+    """Yield the sections about an open checkpoint."""
     infos = opened.tensors
     shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
     metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]

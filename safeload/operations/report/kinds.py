@@ -47,12 +47,7 @@ class ReportContent(NamedTuple):
 
 
 def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent:
-    """Sort tensors into kinds.
-
-    Args:
-        sizes: bytes by name.
-        stats: statistics by name.
-    """
+    """Sort tensors into kinds."""
     tensors = [ReportRow(name, pattern_of(name), _layer(name), n, stats.get(name)) for name, n in sizes.items()]
     layered = _layered(tensors)
     if not layered:

@@ -31,14 +31,7 @@ def breakable(name: str) -> str:
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, label: str, words: int = 1) -> str:
-    """Return a table in a scrolling box, collapsed if it is long.
-
-    Args:
-        title: title with the number of rows.
-        rows: the first cell of each row is a name.
-        label: description for screen readers.
-        words: number of text columns at the left, before numeric columns.
-    """
+    """Return a table in a scrolling box, collapsed if it is long."""
     kinds = ["name mono", *["word"] * (words - 1), *["number"] * (len(header) - words)]
 
     def row(cells: Sequence[str]) -> str:
@@ -58,12 +51,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
 
 
 def finding(first: Finding, *, similar: Sequence[tuple[str, str]], left: int) -> str:
-    """Return a finding.
-
-    Args:
-        similar: subject and message of equal findings about other tensors.
-        left: number of equal findings that are not listed.
-    """
+    """Return a finding."""
     severity, subject = first.severity, first.tensor or "file"
     count = 1 + len(similar) + left
     many = f'<span class="soft small">{plural(count, "tensor")}</span>' if count > 1 else ""
@@ -107,15 +95,7 @@ def facts(pairs: Iterable[tuple[str, str]], kind: str) -> str:
 
 
 def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
-    """Return the head of the page.
-
-    Args:
-        title: name of the file or folder.
-        verdict: verdict of the check, with the number of findings.
-        mood: "good", "calm" (parts are unchecked), "odd" or "bad".
-        checked: extent of the check.
-        about: path, date, size, digest.
-    """
+    """Return the head of the page."""
     return (
         f'<header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
         f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '

@@ -203,17 +203,7 @@ def _plot(
     axis: str,
     caption: str = "",
 ) -> str:
-    """Return a chart with its axes.
-
-    Args:
-        marks: the drawing.
-        width: width of the drawing in SVG units.
-        ticks: positions on the vertical axis, between 0 and 1, and their texts.
-        title: caption above the chart.
-        label: description for screen readers.
-        axis: the horizontal axis.
-        caption: name of the horizontal axis.
-    """
+    """Return a chart with its axes."""
     rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
     scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(text)}</span>' for at, text in ticks)
     return (
@@ -235,11 +225,7 @@ def _layer_axis(layers: Sequence[int], limit: int) -> str:
 
 
 def _axis(ticks: Iterable[tuple[float, str]], *, edges: bool = False) -> str:
-    """Return the texts below a chart; a phone omits every second text if there are many.
-
-    Args:
-        edges: keep the first and the last text within the chart.
-    """
+    """Return the texts below a chart; a phone omits every second text if there are many."""
     listed = list(ticks)
     last = len(listed) - 1
 
@@ -295,12 +281,7 @@ def _power(exponent: int) -> str:
 
 
 def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
-    """Heat map of the values of each kind by binary order of magnitude.
-
-    Args:
-        tensors: tensors with statistics.
-        lowest: exponent of two at the start of the first histogram bin.
-    """
+    """Heat map of the values of each kind by binary order of magnitude."""
     groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
     counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}

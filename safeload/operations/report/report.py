@@ -105,11 +105,7 @@ def report(
 
 
 def page_of(path: PathLike | Located, opening: Mapping[str, Any], request: PageRequest) -> tuple[str, CheckReport]:
-    """Return the page about a checkpoint, and the report of its check.
-
-    Args:
-        opening: keyword arguments of `safeload.open`.
-    """
+    """Return the page about a checkpoint, and the report of its check."""
     date = now()
     with request.bar("report") as progress:
         checks = settings(threads=request.threads, progress=progress, histogram=True)

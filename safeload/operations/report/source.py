@@ -57,11 +57,7 @@ def about(path: str, files: Sequence[File], seconds: int) -> list[tuple[str, str
 
 
 def now() -> int:
-    """Return the time in seconds since 1970, or SOURCE_DATE_EPOCH for reproducible pages.
-
-    Raises:
-        ValueError: the variable is not a time up to the year 9999.
-    """
+    """Return the time in seconds since 1970, or SOURCE_DATE_EPOCH for reproducible pages."""
     text = os.environ.get(_EPOCH)
     if text is None:
         return int(time.time())

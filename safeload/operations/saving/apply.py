@@ -128,12 +128,7 @@ def _own(base: Any, storage_options: Mapping[str, Any] | None) -> Any:
 
 
 def _facts_of(patch: FileSide, *, check: bool) -> PatchFacts | None:
-    """Return the facts of a patch, or None for a patch of TRL.
-
-    Raises:
-        UnsupportedError: digests are to be checked, and there are none.
-        FormatError: the facts are malformed, or the patch is damaged.
-    """
+    """Return the facts of a patch, or None for a patch of TRL."""
     text = patch.metadata.get(KEY)
     if text is None:
         if check:
@@ -164,11 +159,7 @@ class _Sparse(NamedTuple):
 
 
 class _Change:
-    """The tensors of the result: each unchanged, whole, or with new elements.
-
-    Raises:
-        FormatError: base and patch do not fit together.
-    """
+    """The tensors of the result: each unchanged, whole, or with new elements."""
 
     def __init__(self, base: Side, patch: FileSide, facts: PatchFacts | None) -> None:
         self.base, self.patch = base, patch
@@ -213,11 +204,7 @@ class _Change:
             raise self._fault(name, text)
 
     def elements(self, name: str) -> _Sparse:
-        """Return the new elements of a tensor.
-
-        Raises:
-            FormatError: an index is outside the tensor, or occurs twice.
-        """
+        """Return the new elements of a tensor."""
         tensor = self.tensors[name]
         width = self.patch.tensors[name + INDICES].itemsize
         indices = self.patch.whole(name + INDICES).view(f"<i{width}")
@@ -370,11 +357,7 @@ def _new_array(change: _Change, name: str) -> Array:
 
 
 def _writable(name: str, value: Any) -> Callable[[Array, Array], None]:
-    """Return a function that puts unsigned integers into the memory of an array.
-
-    Raises:
-        UnsupportedError: the array cannot change in place.
-    """
+    """Return a function that puts unsigned integers into the memory of an array."""
     if isinstance(value, np.ndarray):
         if not value.flags.c_contiguous or not value.flags.writeable or not value.dtype.isnative:
             text = "must be writable, C-contiguous and of native byte order to change in place"

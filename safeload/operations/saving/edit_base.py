@@ -152,11 +152,7 @@ class Edit(ABC):
 
 
 def local_path(path: PathLike) -> str:
-    """Return a path of this machine.
-
-    Raises:
-        UnsupportedError: the path is a URL.
-    """
+    """Return a path of this machine."""
     text = native_path(path)[0]
     if urls.is_url(text):
         raise UnsupportedError(f"{urls.shown(text)}: only files on this machine can be edited")
@@ -164,11 +160,7 @@ def local_path(path: PathLike) -> str:
 
 
 def resolved(path: str, *, force: bool) -> str:
-    """Return the path of a file without symbolic links.
-
-    Raises:
-        UnsupportedError: it is in the Hub's cache, or has several hard links.
-    """
+    """Return the path of a file without symbolic links."""
     real = os.path.realpath(path, strict=True)
     for place in (os.path.abspath(path), real):
         parts = place.split(os.sep)

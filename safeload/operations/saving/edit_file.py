@@ -36,12 +36,7 @@ class _Stored(NamedTuple):
 
 
 class SafetensorsEdit(Edit):
-    """An edit of a safetensors file.
-
-    Args:
-        path: path for messages.
-        file: the locked file.
-    """
+    """An edit of a safetensors file."""
 
     def __init__(self, path: str, file: Locked, *, durable: bool) -> None:
         super().__init__()

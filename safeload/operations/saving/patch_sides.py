@@ -131,15 +131,7 @@ class DictSide(Side):
 
 @contextmanager
 def side_of(value: Any, place: str, storage_options: Mapping[str, Any] | None) -> Iterator[Side]:
-    """Open a side of a patch.
-
-    Args:
-        place: name of a dict in messages.
-
-    Raises:
-        UnsupportedError: a folder, or a file of another format.
-        FormatError, OSError: the file cannot be read.
-    """
+    """Open a side of a patch."""
     if isinstance(value, Mapping):
         yield DictSide(value, place)
         return

@@ -84,11 +84,7 @@ class TensorBytes:
 
 
 class Spool:
-    """A safetensors file with its tensors in order of arrival, and its header written last.
-
-    Args:
-        file: a new file.
-    """
+    """A safetensors file with its tensors in order of arrival, and its header written last."""
 
     size = 0  # bytes of the complete file; 0 before `write_to`, because nothing must be reserved
 
@@ -114,11 +110,7 @@ class Spool:
         self.nbytes += source.nbytes
 
     def complete(self, metadata: Mapping[str, str] | None) -> None:
-        """Write the header. The tensors move if it does not fit before them, or if some are not aligned.
-
-        Raises:
-            SafetensorError: the header is too large.
-        """
+        """Write the header. The tensors move if it does not fit before them, or if some are not aligned."""
         self._bytes.flush()
         keeps_order = self._aligned and self.nbytes > _SMALL
         header = Header(self.names, bytes(self._numbers), self._shapes, metadata, keeps_order=keeps_order)
@@ -156,12 +148,7 @@ class Spool:
 
 
 class DeclaredFile:
-    """A safetensors file whose names, dtypes and shapes are known before its tensors come.
-
-    Args:
-        tensors: dtype and shape by name.
-        in_order: True if the tensors come in the order of ``tensors``, for a file that cannot seek.
-    """
+    """A safetensors file whose names, dtypes and shapes are known before its tensors come."""
 
     def __init__(
         self, tensors: Mapping[str, tuple[dtypes.Dtype, Sequence[int]]], metadata: Mapping[str, str] | None
@@ -188,11 +175,7 @@ class DeclaredFile:
         self._file, self._bytes = file, TensorBytes(file)
 
     def check(self, name: str, source: TensorToWrite) -> None:
-        """Compare a tensor with its declaration.
-
-        Raises:
-            ValueError: it was not declared, or differently.
-        """
+        """Compare a tensor with its declaration."""
         declared = self._tensors.get(name)
         if declared is None:
             raise ValueError(f"tensor {show(name)} is not in tensors=")

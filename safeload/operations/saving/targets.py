@@ -235,13 +235,7 @@ class FolderTarget:
 
 
 def target_of(dst: SaveDestination, options: SaveOptions) -> FileTarget | FolderTarget:
-    """Return the checked target of a save.
-
-    Raises:
-        FileExistsError: it exists, and ``overwrite`` is False.
-        ValueError: the suffix belongs to another format.
-        UnsupportedError: the store is read-only.
-    """
+    """Return the checked target of a save."""
     if is_written_to(dst):
         if options.max_shard_size is not None:
             raise ValueError("max_shard_size writes a folder, but the destination is a file object")

@@ -20,15 +20,7 @@ _RESERVED = "__metadata__"
 
 
 def value_of(name: str, value: Any, keep: list[Any]) -> Any:
-    """Return a NumPy array, a `QuantizedTensor`, or the writer's input for a tensor of another library.
-
-    Args:
-        keep: receives objects that must live until the value is written.
-
-    Raises:
-        TypeError, ValueError: not an array, or an array without values.
-        SafetensorError: the format has no such dtype.
-    """
+    """Return a NumPy array, a `QuantizedTensor`, or the writer's input for a tensor of another library."""
     if isinstance(value, (np.ndarray, np.generic, QuantizedTensor)):
         return value
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
@@ -44,12 +36,7 @@ def value_of(name: str, value: Any, keep: list[Any]) -> Any:
 
 
 def check_name(name: Any) -> str:
-    """Check that a tensor can have this name, and return it.
-
-    Raises:
-        TypeError: the name is not a str.
-        SafetensorError: UTF-8 cannot write the name, or it is reserved.
-    """
+    """Check that a tensor can have this name, and return it."""
     text(name, "a tensor name", tensor=name if isinstance(name, str) else None)
     if name == _RESERVED:
         raise error_about(SafetensorError, ": this name is reserved for the metadata of safetensors", tensor=name)
@@ -66,11 +53,7 @@ class Packer:
         self._config: str | None = None  # the quantization of packed tensors
 
     def parts(self, name: str, value: Any) -> dict[str, Any]:
-        """Return the plain tensors that store a value, by name.
-
-        Raises:
-            SafetensorError: packed tensors have different quantization configurations.
-        """
+        """Return the plain tensors that store a value, by name."""
         import json
 
         packed, texts = pack({name: value}, None, in_folder=self._in_folder)

@@ -238,12 +238,7 @@ class Writer:
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
-    """Return metadata with text only.
-
-    Raises:
-        TypeError: not a mapping of text.
-        SafetensorError: UTF-8 cannot write a text.
-    """
+    """Return metadata with text only."""
     if metadata is None:
         return None
     check_mapping(metadata, "metadata", "str to str")

@@ -75,13 +75,7 @@ class TensorPlace(NamedTuple):
 
 
 class Catalog:
-    """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files.
-
-    Args:
-        origins: open checkpoints, and dicts of arrays and quantized tensors.
-        mapped: False to read packed tensors even if they stay packed; by default their files are mapped.
-        names: the tensors to include from a single checkpoint; None for all.
-    """
+    """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files."""
 
     def __init__(
         self,
@@ -126,19 +120,7 @@ class Catalog:
         storage_options: Mapping[str, Any] | None = None,
         verify: Verify = None,
     ) -> Catalog:
-        """Return the catalog of an operation's input.
-
-        Args:
-            source: a path or URL, which the catalog opens and closes; an open `Checkpoint`; a dict of arrays and
-                quantized tensors; a catalog, which stays open; or a list of these.
-            storage_options: for URLs, see `safeload.open`.
-            verify: for paths, see `safeload.open`.
-
-        Raises:
-            SafeloadError: two origins have a tensor of the same name; or see `safeload.open`.
-            ValueError: the list is empty.
-            OSError: see `safeload.open`.
-        """
+        """Return the catalog of an operation's input."""
         if isinstance(source, Catalog) and not verify:
             return cls(source._origins, source.mapped)
         sources: Sequence[Given] = source if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item]
@@ -166,11 +148,7 @@ class Catalog:
         return catalog
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
-        """Return a catalog with tensors under second names.
-
-        Args:
-            aliases: names of tensors by alias.
-        """
+        """Return a catalog with tensors under second names."""
         origins: list[Checkpoint | Mapping[str, Any]] = []
         for origin in self._origins:
             names = {alias: name for alias, name in aliases.items() if name in origin}
@@ -181,11 +159,7 @@ class Catalog:
         return Catalog(origins, self.mapped)
 
     def among(self, names: Collection[str]) -> Catalog:
-        """Return a catalog with some tensors of a checkpoint, so that the rest of its files is not decoded.
-
-        Args:
-            names: distinct and in the catalog.
-        """
+        """Return a catalog with some tensors of a checkpoint, so that the rest of its files is not decoded."""
         return Catalog(self._origins, self.mapped, names)
 
     def __enter__(self) -> Catalog:
@@ -232,12 +206,7 @@ class Catalog:
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
 
     def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
-        """Return tensors if all tensors are plain tensors of checkpoints; else None.
-
-        Args:
-            names: of the tensors to return, distinct and in the catalog; None for all.
-            blocks: True to accept tensors in blocks of known types.
-        """
+        """Return tensors if all tensors are plain tensors of checkpoints; else None."""
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
         tables = [file.table for file in self.weight_files]
@@ -258,11 +227,7 @@ class Catalog:
         return self._places[name]
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse unknown names.
-
-        Raises:
-            TensorNotFoundError: a name is unknown; the message suggests similar names.
-        """
+        """Refuse unknown names."""
         if isinstance(self._known, Checkpoint):
             check_names(self._known, [*names])
             return
@@ -273,18 +238,7 @@ class Catalog:
     def choose(
         self, names: Iterable[str] | None, only: Patterns = None, drop: Patterns = None, more: Iterable[str] = ()
     ) -> list[str]:
-        """Return the names of the tensors for an operation.
-
-        Args:
-            names: exact names; None for all.
-            only: patterns of names to include, instead of ``names``.
-            drop: patterns of names to exclude.
-            more: additional names for patterns to match.
-
-        Raises:
-            TensorNotFoundError: a name is unknown, or a pattern matches no name.
-            ValueError: both ``names`` and ``only`` are set.
-        """
+        """Return the names of the tensors for an operation."""
         if names is None:
             return choose([*self, *more], None, only, drop)
         exact = choose((), names, only, None)
@@ -294,11 +248,7 @@ class Catalog:
     # ---- single tensors ----
 
     def about(self, name: str) -> TensorDescription:
-        """Describe a tensor without reading it.
-
-        Raises:
-            TypeError: the tensor is a masked array.
-        """
+        """Describe a tensor without reading it."""
         origin, file, index = self._places[name]
         if file is None:
             return about_value(name, origin[name])
@@ -339,11 +289,7 @@ class Catalog:
         return dict(zip(tensors.names, tensors.ranges.sizes.tolist(), strict=True))
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
-        """Refuse to read unreadable entries.
-
-        Raises:
-            UnsupportedError: the message names the entry and the reason.
-        """
+        """Refuse to read unreadable entries."""
         for name in names:
             _, file, index = self._places[name]
             if file is not None and file.table.unknown:
@@ -365,36 +311,19 @@ class Catalog:
         """Refuse a tensor if it cannot stay as it is stored; here every tensor can."""
 
     def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
-        """Return a tensor as it is stored; file tensors are read into private memory.
-
-        Raises:
-            FormatError, OSError: the file cannot be read.
-        """
+        """Return a tensor as it is stored; file tensors are read into private memory."""
         value: Array | QuantizedTensor = self._load(name, None, threads)
         return value
 
     def array(self, name: str, threads: int | None = None) -> Array:
-        """Return the values of a tensor; quantized and packed tensors are dequantized to float32.
-
-        Raises:
-            UnsupportedError: there is no kernel to dequantize the tensor.
-            FormatError, OSError: the file cannot be read.
-        """
+        """Return the values of a tensor; quantized and packed tensors are dequantized to float32."""
         about = self.about(name)
         packed = self._places[name].file is not None and about.row.packed
         value = self._load(name, np.float32 if packed else None, threads)
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
-        """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored.
-
-        Args:
-            called: name in messages, if it differs.
-
-        Raises:
-            TypeError: weight files do not support the dtype of an array.
-            FormatError, OSError: the file cannot be read.
-        """
+        """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
         origin, file, index = self._places[name]
         source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
@@ -405,14 +334,7 @@ class Catalog:
         return source if called is None else source._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        """Return read plans for the tensors stored in files; tensors in memory are skipped.
-
-        Args:
-            target: dtype to convert to; None to keep the stored dtypes.
-
-        Raises:
-            UnsupportedError: the conversion is not supported.
-        """
+        """Return read plans for the tensors stored in files; tensors in memory are skipped."""
         places = ((name, self._places[name]) for name in names)
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
@@ -443,11 +365,7 @@ class Catalog:
         return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
-        """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors.
-
-        Args:
-            called: name in messages, if it differs.
-        """
+        """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
         return None if packed is None else of_packed(name if called is None else called, packed, self)
@@ -476,11 +394,7 @@ class Catalog:
         return False
 
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
-        """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype.
-
-        Raises:
-            FormatError, OSError: the file cannot be read.
-        """
+        """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
         if self.fill(name, row, out, threads):
             return
         ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
@@ -516,11 +430,7 @@ class Catalog:
         return self._codes
 
     def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
-        """Return `codes`.
-
-        Args:
-            quantization: applies to origins without a configuration.
-        """
+        """Return `codes`."""
         if len(self.checkpoints) == 1 and not self.in_memory:
             return codes_of(self.checkpoints[0])
         recognized = {name: codes for checkpoint in self.checkpoints for name, codes in codes_of(checkpoint).items()}
@@ -533,15 +443,7 @@ class Catalog:
         return {**codes_without_scale.find(stored, quantization), **recognized}
 
     def refuse_codes(self, names: Iterable[str], operation: str) -> None:
-        """Refuse to treat codes as numbers.
-
-        Args:
-            names: tensors of the operation.
-            operation: name of the operation, for messages.
-
-        Raises:
-            UnsupportedError: a tensor holds codes; the message names tensor, scale and quant_method.
-        """
+        """Refuse to treat codes as numbers."""
         codes_without_scale.refuse(self.codes, names, operation, self._where)
 
 

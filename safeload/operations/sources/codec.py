@@ -52,17 +52,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[_T], plain: Any, prefix: str, *, extra: bool = False) -> _T:
-    """Return a record from plain data; the inverse of `encode`.
-
-    Args:
-        cls: a dataclass or a NamedTuple; the annotations of its fields can use str, int, float, bool, Any, list, tuple,
-            dict, unions and other records.
-        prefix: beginning of messages, such as "invalid plan".
-        extra: True to ignore unknown fields, which records of later releases can have.
-
-    Raises:
-        FormatError: a field is missing, unknown or of the wrong type.
-    """
+    """Return a record from plain data; the inverse of `encode`."""
     record: _T = _Decoder(prefix, extra).value(cls, plain, "")
     return record
 
@@ -76,11 +66,7 @@ def rows_of(cls: type[_Row], columns: Iterable[Iterable[Any]]) -> list[_Row]:
 
 
 def lists_of(rows: Mapping[str, tuple[Any, ...]], functions: _Functions) -> dict[str, list[Any]]:
-    """Return NamedTuples as plain data, by name, like `encode`.
-
-    Args:
-        functions: encode fields other than numbers and texts, by the position of the field; None stays.
-    """
+    """Return NamedTuples as plain data, by name, like `encode`."""
     with paused(len(rows)):
         return dict(zip(rows, map(list, zip(*_changed(rows, functions), strict=True)), strict=True))
 
@@ -111,12 +97,7 @@ class _Decoder:
         self._extra = extra
 
     def value(self, kind: Any, value: Any, path: str) -> Any:
-        """Return a decoded value.
-
-        Args:
-            kind: annotation of the value.
-            path: path of the value in the record: "sources[0].files".
-        """
+        """Return a decoded value."""
         form, arguments = _form_of(kind)
         if form is Any:
             return value

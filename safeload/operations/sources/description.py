@@ -40,11 +40,7 @@ class TensorDescription(NamedTuple):
 
     @property
     def row(self) -> dtypes.Dtype:
-        """The row of the dtype table.
-
-        Raises:
-            SafeloadError: weight files do not support the dtype.
-        """
+        """The row of the dtype table."""
         if self.element is None:
             raise dtypes.not_stored(self.dtype, self.name)
         return self.element
@@ -62,11 +58,7 @@ def stored_as(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
 
 
 def about_value(name: str, value: Any) -> TensorDescription:
-    """Describe a tensor in memory.
-
-    Raises:
-        TypeError: the value is a dict.
-    """
+    """Describe a tensor in memory."""
     if isinstance(value, Mapping):
         raise not_an_array(tensor_named(name), value)
     if isinstance(value, QuantizedTensor):

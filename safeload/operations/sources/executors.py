@@ -65,15 +65,6 @@ def run(
 
     Retrying is up to the executor: its first exception ends the run. Pending pieces are cancelled,
     running pieces are awaited.
-
-    Args:
-        function: must be importable by name, because executors pickle it.
-        pieces: plain data.
-        executor: None to run the pieces in this thread.
-        sizes: bytes of each piece.
-        threads: per piece. If None, pieces get a single thread on an executor, which can run several pieces per
-            machine, and all threads here.
-        progress: see `convert`.
     """
     with reporter(progress, sum(sizes)) as report:
         if executor is None:
@@ -99,16 +90,7 @@ def by_tensor(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run an operation on groups of tensors and return its results by tensor name, in the order of ``sizes``.
-
-    Args:
-        function: see `run`. Its result holds "tensors": plain data by tensor name, of some or all of them.
-        piece_of: returns the piece of tensor names and their sources.
-        sizes: bytes of each tensor.
-
-    Raises:
-        ValueError: a tensor is in memory, where other processes cannot read it.
-    """
+    """Run an operation on groups of tensors and return its results by tensor name, in the order of ``sizes``."""
     sources = Sources(catalog, EXECUTOR)
     names = [*sizes]
     pieces, nbytes = [], []
@@ -129,10 +111,6 @@ def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int
 
     Only small files share a piece. A file that must be unpacked is not divided, and a piece should take no less time
     than opening its file again.
-
-    Args:
-        sizes: bytes of each tensor.
-        file: for each tensor, the index of its file.
     """
     costs = np.array(sizes, np.float64) + _TENSOR_COST
     limit = max(_SMALLEST, min(_LARGEST, int(costs.sum()) // _PIECES))
@@ -175,11 +153,7 @@ def _by_place(files: Sequence[WeightFile], file: Array) -> Iterator[tuple[Weight
 
 
 def check_executor(executor: Any) -> None:
-    """Refuse an object if it is neither an executor nor None.
-
-    Raises:
-        TypeError: it has no ``submit``.
-    """
+    """Refuse an object if it is neither an executor nor None."""
     usable = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
     if executor is not None and not usable:
         raise TypeError(

@@ -27,25 +27,13 @@ from .catalog import Catalog
 
 
 def check_paths(catalog: Catalog, argument: str) -> None:
-    """Refuse tensors in memory, which other processes cannot read.
-
-    Args:
-        argument: the argument in need of files, for messages.
-
-    Raises:
-        ValueError: a tensor is in memory.
-    """
+    """Refuse tensors in memory, which other processes cannot read."""
     if catalog.in_memory:
         raise in_memory("the tensors of a dict are", argument)
 
 
 def in_memory(tensors_are: str, argument: str) -> ValueError:
-    """Return the error for tensors in memory.
-
-    Args:
-        tensors_are: subject and verb of the message.
-        argument: see `check_paths`.
-    """
+    """Return the error for tensors in memory."""
     return ValueError(f"{argument} needs the path of a checkpoint, or an open one: {tensors_are} only in this process")
 
 
@@ -65,11 +53,7 @@ class FileVersion(NamedTuple):
         return cls(absolute(path), *identity_of(os.stat(path))[:2])
 
     def check_unchanged(self) -> None:
-        """Refuse a changed file.
-
-        Raises:
-            FormatError: the file has changed.
-        """
+        """Refuse a changed file."""
         check_path(self.path)
         check_unchanged(self.path, (self.size, self.version))  # type: ignore[arg-type]
 
@@ -134,11 +118,7 @@ def version_of(path: str, size: int, version: Any) -> list[Any]:
 
 
 def check_path(path: str) -> None:
-    """Refuse a path or name that no system can have.
-
-    Raises:
-        FormatError: it has a NUL or a lone surrogate, or is too long.
-    """
+    """Refuse a path or name that no system can have."""
     try:
         native_path(path)
     except (ValueError, OSError) as error:
@@ -146,15 +126,7 @@ def check_path(path: str) -> None:
 
 
 class Sources:
-    """The files of a catalog, for pieces.
-
-    Args:
-        catalog: open checkpoints.
-        argument: see `check_paths`.
-
-    Raises:
-        ValueError: a tensor is in memory, or `safeload.open` did not open a checkpoint.
-    """
+    """The files of a catalog, for pieces."""
 
     def __init__(self, catalog: Catalog, argument: str) -> None:
         check_paths(catalog, argument)
@@ -186,11 +158,7 @@ class Sources:
         return list(dict.fromkeys((place.file, *(part.file for part in parts))))
 
     def of(self, names: Iterable[str]) -> tuple[PieceSource, ...]:
-        """Return the sources of a piece with these tensors, one per checkpoint.
-
-        Raises:
-            UnsupportedError: a URL cannot be opened without its secret query, or a store exists in this process only.
-        """
+        """Return the sources of a piece with these tensors, one per checkpoint."""
         names = [*names]
         tensors = self._catalog.plain(names)
         if tensors is not None:
@@ -198,21 +166,13 @@ class Sources:
         return self.of_files((file, k) for k, name in enumerate(names) for file in self.files_of(name))
 
     def of_columns(self, files: Sequence[Any], file: Array) -> tuple[PieceSource, ...]:
-        """Return the sources of a piece with plain tensors, like `of`.
-
-        Args:
-            file: for each tensor, the index of its file.
-        """
+        """Return the sources of a piece with plain tensors, like `of`."""
         distinct, first = np.unique(file, return_index=True)
         numbered = sorted(zip(first.tolist(), distinct.tolist(), strict=True))
         return self.of_files((files[number], k) for k, number in numbered)
 
     def of_files(self, numbered: Iterable[tuple[WeightFile, int]]) -> tuple[PieceSource, ...]:
-        """Return the sources of a piece with tensors in these files, like `of`.
-
-        Args:
-            numbered: files, each with the index of a tensor of the piece, in ascending order of indices.
-        """
+        """Return the sources of a piece with tensors in these files, like `of`."""
         first: dict[str, tuple[WeightFile, int]] = {}  # a path can have several files, each with a part of its bytes
         for file, k in numbered:
             first.setdefault(file.place, (file, k))
@@ -222,11 +182,7 @@ class Sources:
         return tuple(map(self._source_of, by_checkpoint.values()))
 
     def _source_of(self, numbered: Sequence[tuple[WeightFile, int]]) -> PieceSource:
-        """Return the source for files of the same checkpoint.
-
-        Args:
-            numbered: files, each with the index of its first tensor.
-        """
+        """Return the source for files of the same checkpoint."""
         owner = self._owners[numbered[0][0]]
         recipe = self._recipes[id(owner)]
         folder, config, beside, files, unlisted = None, None, [], [], {}
@@ -290,12 +246,7 @@ def _beside(file: WeightFile) -> list[FileVersion]:
 
 
 def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
-    """Return the file system of a path or URL in a plan.
-
-    Args:
-        planned: storage options of the plan, without secrets.
-        storage_options: of this process; they take precedence.
-    """
+    """Return the file system of a path or URL in a plan."""
     check_path(path)
     if not urls.is_url(path):
         return LOCAL
@@ -315,21 +266,13 @@ def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def path_in_plan(location: Location) -> str | PlannedPath:
-    """Return a location as plans carry it; see `location_of`.
-
-    Raises:
-        UnsupportedError: see `Sources.of`.
-    """
+    """Return a location as plans carry it; see `location_of`."""
     path, options = location.files.public(location.files.absolute(location.path)), location.files.public_options()
     return path if options is None else PlannedPath(path, options)
 
 
 def location_of(planned: str | PlannedPath, storage_options: Mapping[str, Any] | None = None) -> Location:
-    """Return the location of a path in a plan.
-
-    Args:
-        storage_options: of this process; they take precedence.
-    """
+    """Return the location of a path in a plan."""
     path, options = (planned, None) if isinstance(planned, str) else (planned.path, planned.storage_options)
     return Location(files_at(path, options, storage_options), path)
 
@@ -341,16 +284,7 @@ def location_of(planned: str | PlannedPath, storage_options: Mapping[str, Any] |
 def opened(
     sources: Iterable[PieceSource], names: Sequence[str], storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[Catalog]:
-    """Open the sources of a piece. Files are read through descriptors, never through a mapping.
-
-    Args:
-        names: the tensors of the piece.
-        storage_options: of this process; they take precedence over the options of the sources.
-
-    Raises:
-        FormatError: a file has changed since the plan was made, or is gone.
-        SafeloadError, OSError: see `safeload.open`.
-    """
+    """Open the sources of a piece. Files are read through descriptors, never through a mapping."""
     with ExitStack() as stack:
         checkpoints = [stack.enter_context(Checkpoint(_find(source, names, storage_options))) for source in sources]
         catalog = Catalog.of(checkpoints or {})
@@ -395,12 +329,7 @@ def _find(source: PieceSource, names: Sequence[str], storage_options: Mapping[st
 
 @contextmanager
 def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
-    """Name a tensor in errors if its file is gone or has changed.
-
-    Args:
-        tensors: the first tensor of each file, by path as in messages.
-        names: all tensors of the piece.
-    """
+    """Name a tensor in errors if its file is gone or has changed."""
     more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
     try:
         yield
@@ -419,12 +348,7 @@ def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[
 
 
 def config_from(config: FileVersion | dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the content of a configuration in a plan.
-
-    Raises:
-        FormatError: the file has changed, or holds no configuration.
-        OSError: the file cannot be read.
-    """
+    """Return the content of a configuration in a plan."""
     if not isinstance(config, FileVersion):
         return config
     from ...stores.json_file import read_json

@@ -65,11 +65,7 @@ class Plan(dict[str, Any]):
 
 
 def bare_name(name: str) -> str:
-    """Return a file name, unless it leads out of its folder.
-
-    Raises:
-        FormatError: the name leads elsewhere.
-    """
+    """Return a file name, unless it leads out of its folder."""
     if not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
         raise FormatError(f"{INVALID_PLAN}: files must have bare names, got {show(name)}")
     check_path(name)
@@ -77,15 +73,7 @@ def bare_name(name: str) -> str:
 
 
 def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
-    """Refuse a plan, piece or note of another version of safeload.
-
-    Args:
-        prefix: beginning of the message.
-
-    Raises:
-        UnsupportedError: another version made it.
-        FormatError: the version is missing.
-    """
+    """Refuse a plan, piece or note of another version of safeload."""
     version = plan.get("version") if isinstance(plan, Mapping) else None
     if not isinstance(version, str):
         raise FormatError(f"{prefix}: version must be a string, got {show(version)}")
@@ -113,12 +101,7 @@ class TensorPiece(PlannedPiece):
 
 
 def decode_piece(cls: type[_AnyPiece], plain: Any) -> _AnyPiece:
-    """Return a piece from untrusted plain data.
-
-    Raises:
-        UnsupportedError: another version of safeload planned it.
-        FormatError: a field is missing, unknown or of the wrong type.
-    """
+    """Return a piece from untrusted plain data."""
     check_version(plain, INVALID_PIECE)
     return decode(cls, plain, INVALID_PIECE)
 

@@ -30,19 +30,10 @@ _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
 class RestructuredCatalog(Catalog):
     """Tensors made by recipes when they are read.
 
-    Args:
-        base: the tensors of the recipes.
-        recipes: by the names of the results.
-        constants: further tensors.
-        metadata: of the result.
-        config: of the result.
-        format: of the structure: "gguf" for names of llama.cpp.
-        restored: dtype of dequantized tensors; None for that of the config, else bfloat16.
-
     Attributes:
-        kept_f32: names that stay float32 whatever dtype is requested.
-        texts: further files of the result, by name.
-        notes: facts of the source that the result does not have.
+        kept_f32: names that stay float32 whatever dtype is requested
+        texts: further files of the result, by name
+        notes: facts of the source that the result does not have
     """
 
     def __init__(
@@ -111,11 +102,7 @@ class RestructuredCatalog(Catalog):
         return TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
 
     def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
-        """Return the dtype of the values of a source.
-
-        Raises:
-            FormatError: the values are not real numbers.
-        """
+        """Return the dtype of the values of a source."""
         if source.quantized:
             return self._restored
         row = source.row

@@ -29,26 +29,7 @@ def sign(
     ignore: Sequence[str] = (),
     overwrite: bool = False,
 ) -> str:
-    """Sign the files of a folder, or a file, and return the path of the signature.
-
-    Args:
-        path: the model.
-        key: file with a private elliptic-curve key, in PEM.
-        certificate: file with the signer's certificate, which the signature then holds.
-        chain: files with the certificates between ``certificate`` and the one that others trust.
-        password: of the key.
-        output: the signature; None for ``model.sig`` in the folder, or beside the file with ".sig" appended.
-        shard_size: bytes of the ranges of files to sign one by one; None to sign whole files.
-        symlinks: True to sign the files that symbolic links lead to; otherwise links are refused.
-        ignore: paths of files and folders, relative to the model, to leave out.
-        overwrite: True to replace a file that is not a signature.
-
-    Raises:
-        SafeloadError: the library refuses the key or a file.
-        ModuleNotFoundError: model-signing is not installed.
-        FileExistsError: the output exists and is not a signature.
-        OSError: a file cannot be read or written.
-    """
+    """Sign the files of a folder, or a file, and return the path of the signature."""
     if certificate is not None and password is not None:
         raise ValueError("model-signing takes no password for the key of a certificate: decrypt the key first")
     if chain and certificate is None:

@@ -54,12 +54,7 @@ def find_causes(
     names: Sequence[str],
     expected: _Expected,
 ) -> Causes:
-    """Find keys of the config on which all tensors agree that they have another value.
-
-    Args:
-        names: the tensors of the schema.
-        expected: the tensors of the config.
-    """
+    """Find keys of the config on which all tensors agree that they have another value."""
     findings: list[Finding] = []
     current = dict(config or {})
     wrong = _wrong(tensors, names, expected)

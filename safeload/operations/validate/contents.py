@@ -84,11 +84,7 @@ class Contents:
         yield from holes.check_zeros(self._catalog, stats, model.role, reported)
 
     def outliers(self, stats: Mapping[str, TensorStats]) -> dict[str, float]:
-        """Return the tensors with a value far beyond the rest, each with a bound of 99.9 % of the values.
-
-        Args:
-            stats: statistics of the tensors with large values.
-        """
+        """Return the tensors with a value far beyond the rest, each with a bound of 99.9 % of the values."""
         return values.find_outliers(self._catalog, stats, self._options.threads)
 
     def tied(self, head: str, embedding: str) -> Finding | None:
@@ -105,16 +101,7 @@ def check_contents(
     pairs: Mapping[str, str],
     zero: set[str],
 ) -> None:
-    """Run all checks of contents, and add findings and statistics to the report as they come.
-
-    Args:
-        names: tensors with values to check.
-        pairs: tied heads and their embeddings.
-        zero: tensors already reported as zero.
-
-    Raises:
-        FormatError, OSError: a file cannot be read.
-    """
+    """Run all checks of contents, and add findings and statistics to the report as they come."""
     report.add(contents.crc())
     bad = set()
     for name in names:
@@ -168,16 +155,7 @@ def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], ba
 
 
 class GatheredContents(Contents):
-    """Contents read by the pieces of an executor.
-
-    Args:
-        names: tensors with values to read.
-        pairs: tied heads and their embeddings.
-
-    Raises:
-        ValueError: tensors are in memory.
-        Exception: any error of the executor, and any error of a piece except for unreadable files.
-    """
+    """Contents read by the pieces of an executor."""
 
     def __init__(
         self, catalog: Catalog, options: CheckSettings, names: Sequence[str], pairs: Mapping[str, str]

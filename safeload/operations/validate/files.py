@@ -116,11 +116,7 @@ class FileEntry(NamedTuple):
 
 
 def entries_of(catalog: Catalog) -> list[FileEntry]:
-    """Return all entries of zip archives, compressed entries last.
-
-    Raises:
-        FormatError, OSError: a directory cannot be read.
-    """
+    """Return all entries of zip archives, compressed entries last."""
     entries = [entry for file in catalog.weight_files for entry in _entries(file, catalog.format)]
     return sorted(entries, key=lambda entry: not entry.stored)
 
@@ -143,15 +139,7 @@ def crc_finding(entry: FileEntry, fault: str) -> Finding:
 
 @contextmanager
 def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]) -> Iterator[list[FileEntry]]:
-    """Open an archive to check the named entries; their tensors are not looked up.
-
-    Args:
-        identity: size and version of the archive when it was first opened.
-
-    Raises:
-        FormatError: the archive has changed, is not an archive, or lacks an entry.
-        SafeloadError, OSError: see `open_without_table`.
-    """
+    """Open an archive to check the named entries; their tensors are not looked up."""
     with closing(open_without_table(location.path, files=location.files)) as file:
         file.check_identity(identity)
         archive = Archive(file)
@@ -219,12 +207,7 @@ class Tail(NamedTuple):
 def check_tails(
     catalog: Catalog, role: Callable[[str], str | None], *, values: bool
 ) -> Iterator[tuple[Finding, list[str]]]:
-    """Find files with an unwritten tail, and yield findings with the names of their zero tensors.
-
-    Args:
-        role: returns the role of a tensor in the schema.
-        values: False skips files without a hole at the end.
-    """
+    """Find files with an unwritten tail, and yield findings with the names of their zero tensors."""
     # Compressed arrays of an npz are in a temporary file of our own.
     for file in catalog.weight_files if catalog.format != NPZ else ():
         tail = tail_of(file, values=values)
@@ -258,9 +241,6 @@ def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
     """Return the zeros at the end of the tensors of a file, or None if there are none.
 
     Archives return None: they end with a nonzero directory, and their entries have a CRC-32.
-
-    Raises:
-        FormatError, OSError: the file cannot be read.
     """
     table = file.table
     ranges = [(*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True)]

@@ -265,12 +265,7 @@ def _files(catalog: Catalog) -> Iterator[tuple[WeightFile, str]]:
 def check_unwritten(
     catalog: Catalog, role: Callable[[str], str | None], reported: Iterable[str]
 ) -> Iterator[tuple[Finding, list[str]]]:
-    """Find long holes of the file system inside files; yield findings with the names of their zero tensors.
-
-    Args:
-        role: returns the role of a tensor in the schema.
-        reported: tensors in a reported tail.
-    """
+    """Find long holes of the file system inside files; yield findings with the names of their zero tensors."""
     known = set(reported)
     for weights, where in _files(catalog):
         holes = _holes_of(weights)
@@ -320,11 +315,6 @@ def check_zeros(
     """Find runs of zeros inside files, and yield findings with the names of their zero tensors.
 
     Only tensors with many zeros are read again, and the parts of packed tensors in local files.
-
-    Args:
-        stats: statistics of the tensors.
-        role: returns the role of a tensor in the schema.
-        reported: tensors in a reported hole.
     """
     known = set(reported)
     tensors_of: dict[WeightFile, dict[str, str]] = {}  # names by stored name

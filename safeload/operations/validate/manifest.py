@@ -53,22 +53,7 @@ def make(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Make the manifest of a checkpoint, reading tensors in pieces on several threads.
-
-    Args:
-        given: see `Catalog.of`.
-        storage_options: options of the filesystem behind a URL, see `open`.
-        executor: hashes groups of tensors in other processes or on other machines with access to the same files: any
-            object with the ``submit`` of `concurrent.futures.Executor`. The manifest is identical to that of a single
-            process.
-        threads: None chooses automatically; pieces of an executor get a single thread.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
-
-    Raises:
-        ValueError: ``executor`` is given, but tensors are in memory.
-        FormatError: a file ends too early (with path and offset), or changed before an executor could read it.
-        OSError: a file cannot be read.
-    """
+    """Make the manifest of a checkpoint, reading tensors in pieces on several threads."""
     check_threads(threads)
     executors.check_executor(executor)
     with Catalog.of(given, storage_options) as catalog:
@@ -158,12 +143,7 @@ def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
 
 
 def read(path: PathLike) -> dict[str, Any]:
-    """Read a manifest.
-
-    Raises:
-        FormatError: the file is not a manifest.
-        OSError: it cannot be read.
-    """
+    """Read a manifest."""
     from ...stores.json_file import read_json
 
     text = native_path(path)[0]

@@ -164,9 +164,6 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     """Return the params.json beside a single file in the original format of Llama or Mistral, or None.
 
     Slices of a model-parallel checkpoint return None, because their shapes differ from the shapes of the model.
-
-    Raises:
-        FormatError, OSError: see `read_json`.
     """
     if len(weights) != 1:
         return None
@@ -186,11 +183,7 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
 
 
 def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options: CheckSettings) -> CheckReport:
-    """Validate the checkpoint at a path or URL.
-
-    Args:
-        opening: keyword arguments of `safeload.open`.
-    """
+    """Validate the checkpoint at a path or URL."""
     (place,), where = places_of([path], opening.get("storage_options"))
     text = where.shown(place)
     report = CheckReport(text)
@@ -292,11 +285,7 @@ def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSetti
 
 
 class _Validation:
-    """All checks of the tensors of a catalog, which add their findings to a report.
-
-    Args:
-        selected: tensors with values to check.
-    """
+    """All checks of the tensors of a catalog, which add their findings to a report."""
 
     def __init__(self, report: CheckReport, catalog: Catalog, selected: frozenset[str], options: CheckSettings) -> None:
         self._report, self._catalog, self._options = report, catalog, options
@@ -385,11 +374,7 @@ class _Validation:
         return (choice if inner is None else inner.choice), inner
 
     def _read(self, model: Model, pairs: Mapping[str, str]) -> None:
-        """Run the checks of contents.
-
-        Args:
-            pairs: tied heads and their embeddings.
-        """
+        """Run the checks of contents."""
         report, options = self._report, self._options
         zero: set[str] = set()
         with self._readable_files():

@@ -65,11 +65,7 @@ class ShardCheck(NamedTuple):
 
     @classmethod
     def of(cls, path: str, files: Files, opening: Mapping[str, Any]) -> ShardCheck | None:
-        """Check each shard that a path needs; return None if it does not need several files.
-
-        Args:
-            opening: keyword arguments of `safeload.open`.
-        """
+        """Check each shard that a path needs; return None if it does not need several files."""
         try:
             expected = expected_shards(path, files)
         except (SafeloadError, OSError):  # the error of opening says it
@@ -149,11 +145,7 @@ def _advice(
 
 
 def expected_shards(path: str, files: Files) -> ExpectedShards | None:
-    """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file.
-
-    Raises:
-        FormatError, OSError: the index or the folder cannot be read.
-    """
+    """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file."""
     path = path if files.remote else hub_cache.snapshot_of(path) or path
     folder, base = files.split(path)
     numbered: NumberedFiles | None

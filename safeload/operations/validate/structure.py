@@ -95,10 +95,6 @@ def quantized_parts(
     """Return the tensors of quantized weights, or None if there are none.
 
     Their names, shapes and values depend on the quantization method, so a schema does not apply.
-
-    Args:
-        quantization: from the config.
-        codes: tensors known to hold codes.
     """
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
     if quantization is not None:  # includes methods with plain integers as codes
@@ -139,11 +135,7 @@ def _last(name: str) -> str:
 
 
 def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
-    """Find gaps in layer numbers, and layers without some tensors of most other layers.
-
-    Args:
-        modules: modules with quantized weights; their tensors can differ between layers.
-    """
+    """Find gaps in layer numbers, and layers without some tensors of most other layers."""
     for prefix, layers in _stacks(tensors).items():
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
             continue
@@ -230,13 +222,7 @@ def check_schema(
     quantized: Quantized | None = None,
     inner: Inner | None = None,
 ) -> Comparison:
-    """Compare names and shapes with a schema: find missing and unexpected tensors, and wrong shapes.
-
-    Args:
-        config: parsed config.json, or its part for the language model if the schema only covers that part.
-        quantized: tensors outside the schema.
-        inner: the part of the model covered by the schema; None for the whole model.
-    """
+    """Compare names and shapes with a schema: find missing and unexpected tensors, and wrong shapes."""
     schema = choice.schema
     parts: frozenset[str] = frozenset() if quantized is None else quantized.names
     modules: frozenset[str] = frozenset() if quantized is None else quantized.modules

@@ -69,15 +69,7 @@ def check_values(
     zero: Collection[str] = (),
     outliers: Mapping[str, float] | None = None,
 ) -> Iterator[Finding]:
-    """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings).
-
-    Args:
-        skip: tensors to skip because of bad scales.
-        role: returns the role of a tensor in the schema, or None.
-        codes: parts of quantized weights, which can have any finite value.
-        zero: tensors already reported as zero.
-        outliers: tensors with outliers, see `find_outliers`.
-    """
+    """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
     outliers = outliers or {}
     for name, values in stats.items():
         about = tensors[name]
@@ -118,12 +110,6 @@ def find_outliers(catalog: Catalog, stats: Mapping[str, TensorStats], threads: i
     """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below.
 
     The bound is a power of two, or the largest magnitude that is not an outlier divided by 10,000.
-
-    Args:
-        stats: statistics of the tensors with large values.
-
-    Raises:
-        FormatError, OSError: a file cannot be read.
     """
     bounds = {}
     for name, counted in measure(catalog, list(stats), True, threads).items():
@@ -162,14 +148,7 @@ def _count_from(values: Array, limit: float) -> int:
 
 
 def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | None = None) -> Iterator[Finding]:
-    """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read.
-
-    Args:
-        limits: expected scales of int8.
-
-    Raises:
-        FormatError, OSError: the file cannot be read.
-    """
+    """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read."""
     about, place = catalog.about(name), catalog.place(name)
     packed = None if place.file is None else packed_of(place.file, place.number)
     if packed is not None:
@@ -273,11 +252,7 @@ def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> I
 
 
 def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
-    """Return a finding if a head differs from the embedding that the config ties it to.
-
-    Raises:
-        FormatError, OSError: a file cannot be read.
-    """
+    """Return a finding if a head differs from the embedding that the config ties it to."""
     a, b = _source(catalog, head), _source(catalog, embedding)
     if a is None or b is None or a.row is not b.row or a.shape != b.shape:
         return None
