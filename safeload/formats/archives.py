@@ -30,7 +30,7 @@ _PARTS = (".distcp", ".json")
 
 
 def open_members(container: WeightFile, files: MemberFiles, request: OpenRequest, *, kind: str) -> Opened:
-    """Open the weights in a container."""
+    """Open the weights in a container; ``kind`` names it in messages, with its article."""
     path, request = _choose(container, files, request._replace(files=files), kind)
     if files.is_folder(path):
         shards = folders.open_folder(path, request)

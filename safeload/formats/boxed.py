@@ -59,7 +59,7 @@ def boxed_file(
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return a file of tensors in boxes, which stands for ``file``; this stays open."""
+    """Return a file of tensors in boxes, which stands for ``file``; ``file`` stays open."""
     boxed = []
     for name, (row, shape, boxes, flat, _, fill) in tensors.items():
         count = 1

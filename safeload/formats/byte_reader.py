@@ -11,15 +11,11 @@ _FIRST, _MOST = 4096, 1 << 20
 
 
 class ByteReader:
-    """Reads fields in order and reports faults with their byte position.
-
-    Attributes:
-        position: byte of the next field; assign to it to skip data
-    """
+    """Reads fields in order and reports faults with their byte position."""
 
     def __init__(self, file: WeightFile, first: int = _FIRST) -> None:
         self.file = file
-        self.position = 0
+        self.position = 0  # byte of the next field; assign to it to skip data
         self._first = first
         self._window, self._window_at = b"", 0
         self._step = first

@@ -51,7 +51,7 @@ class _Level(dict[Any, Any]):
 
 
 def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any], path: str) -> dict[str, Any]:
-    """Return values as nested dicts and lists."""
+    """Return values as nested dicts and lists; the first key of each path is text."""
     root = _Level()
     for name, steps in paths.items():
         level = root

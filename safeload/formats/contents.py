@@ -112,16 +112,12 @@ class MemoryContent:
 
 
 class ContentRange:
-    """A range of a content.
-
-    Attributes:
-        root: stands for the file or the unpacked bytes in which the range is
-        begin: its first byte there
-    """
+    """A range of a content."""
 
     def __init__(self, content: Readable, begin: int, size: int) -> None:
         self._content, self._at = content, max(0, begin)
         self.size = max(0, min(size, content.size - self._at))
+        # The file or the unpacked bytes in which the range is, and its first byte there.
         self.root: object = getattr(content, "root", content)
         self.begin: int = self._at + getattr(content, "begin", 0)
 
@@ -249,6 +245,7 @@ class PickleFinder:
         self, content: ContentRange, place: str, name: str, level: int, at: int = 0, *, plain: bool
     ) -> Generator[PickleSite, None, int]:
         """Follow consecutive pickles at an offset, and return the end of the last whole pickle."""
+        # Only in `plain` content, of no other kind, does the name decide whether a broken pickle is reported.
         begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not _is_array_file(name)
         while at < content.size:
             traced = self._trace(content, at, strict=True)
@@ -411,7 +408,7 @@ class PickleFinder:
         at = count = 0
         step = _FIRST
         try:
-            while count <= room and (members or not machine.eof):
+            while count <= room and (members or not machine.eof):  # further members, unless there can be none
                 if not data and (machine.eof or (len(chunk) < _CHUNK and getattr(machine, "needs_input", True))):
                     data = content.read_at(at, step)
                     at, step = at + len(data), min(4 * step, _CHUNK)
@@ -592,6 +589,7 @@ def _is_array_file(name: str) -> bool:
 
 def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
     """Return the names of a pickle that count: called names, and names too unlikely by chance."""
+    # Of a pickle with a fault, only the called names count if `called`.
     return {
         name: at
         for name, at in traced.names.items()
@@ -642,13 +640,10 @@ class ArchiveMember(NamedTuple):
 
 
 def _listed(content: Readable) -> list[ArchiveMember]:
-    """Return the entries that the directories of the archives in a content list.
-
-    Checkpoints of torch.distributed have an archive for each chunk, one right after another.
-    """
+    """Return the entries that archives in a content list: torch.distributed writes an archive for each chunk."""
     end = content.size
     entries: list[ArchiveMember] = []
-    listed: set[tuple[int, int]] = set()
+    listed: set[tuple[int, int]] = set()  # offsets and shifts of entries, to read each once
     while len(listed) <= MAX_MEMBERS and (records := _ends_of_zip(content, end)):
         before = len(entries)
         for record in records:

@@ -27,10 +27,7 @@ def _table() -> Array:
 
 
 def crc32c(data: bytes | bytearray | memoryview | Array) -> int:
-    """Return the checksum of bytes.
-
-    Long data is divided into lanes, which NumPy advances together; a linear map then joins their remainders.
-    """
+    """Checksum bytes; the lanes of long data advance together, then a linear map joins the remainders."""
     content = np.frombuffer(data, np.uint8)
     table = _table()
     length = isqrt(len(content)) if len(content) >= _FEW else 0

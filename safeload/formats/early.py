@@ -20,8 +20,8 @@ _Second = TypeVar("_Second")
 def together(
     files: Files, first: Callable[[], _First], second: Callable[[], _Second]
 ) -> tuple[_First, Callable[[], _Second]]:
-    """Call two functions, at once if the files are remote."""
-    if not files.remote:
+    """Return the result of ``first``, and a function that returns the result of ``second`` or raises its error."""
+    if not files.remote:  # nothing to gain from calling both at once
         return first(), second
     results: list[_First] = []
     attempts: list[Callable[[], _Second]] = []
@@ -60,10 +60,7 @@ class Listed(NamedTuple):
 def read_with_shards(
     path: str, beside: Sequence[str], request: OpenRequest, read_config: Callable[[], dict[str, Any] | None]
 ) -> Listed:
-    """Read an ``index.json``, and meanwhile open the shards that the names beside it imply.
-
-    The index decides: shards that it does not list are closed, and their errors count for nothing.
-    """
+    """Read an ``index.json``, and meanwhile open the shards that the names ``beside`` it imply."""
     files = request.files
     folder, base = files.split(path)
     names = implied_shards(base, beside) if files.remote else []
@@ -77,6 +74,7 @@ def read_with_shards(
     def open_shard(name: str) -> None:
         shards[name] = attempt(lambda: open_file(files.join(folder, name), early))
 
+    # The index decides: shards that it does not list are closed, and their errors are ignored.
     tasks: list[Callable[[], object]] = [
         lambda: indexes.append(read_version(path, "index.json", files)),
         lambda: configs.append(attempt(read_config)),

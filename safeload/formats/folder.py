@@ -192,7 +192,10 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 
 
 def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Shards:
-    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored."""
+    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
+
+    The names ``beside`` it, if given, only let remote shards open before the index is read.
+    """
     config = partial(read_config, request.files.split(path)[0], request.files)
     listed = read_with_shards(path, beside, request, config)
     seen = [(path, listed.version)]
@@ -470,7 +473,7 @@ def choose_whole(
     suffixes: Sequence[str],
     folder: Location | None = None,
 ) -> list[str] | None:
-    """Choose the files of transformers' and diffusers' checkpoints, see `whole_checkpoints`."""
+    """Choose the files of a checkpoint, see `whole_checkpoints`; by names alone without ``folder``."""
     whole = whole_checkpoints(names, suffixes)
     usual = [each for each in whole if each.kind == SET or (each.kind == FILE and each.stem in STEMS[each.suffix])]
     # Without the index, several files of other names would be refused: do not read it for that.
@@ -737,6 +740,7 @@ def _notes(
 ) -> list[str]:
     """Return the kind of an open folder, and its unused weight files."""
     notes = []
+    # A complete model can lie beside the configuration of an adapter.
     if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
         notes.append(adapter_note(_adapter(files.join(path, _ADAPTER), files)))
     if _PIPELINE in names:

@@ -255,7 +255,7 @@ def _open_again(recipe: Recipe) -> OpenedPath:
 def reopen_subset(
     seen: Seen, config: dict[str, Any] | None, recipe: Recipe, unlisted: Mapping[str, Sequence[str]]
 ) -> OpenedPath:
-    """Open some files of a checkpoint again, without its index."""
+    """Open some files of a checkpoint again, without its index; only the paths of ``recipe`` are ignored."""
     from . import folder
 
     shards: list[registry.Opened] = []

@@ -57,7 +57,8 @@ def plain(value: Any) -> None:
 
 
 def adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, whole: bool) -> PickleTables:
-    """Return the tables of a pickle as Paddle means them: bfloat16 by its name, and large arrays joined."""
+    """Return the tables of a dict as Paddle means them: bfloat16 by its name, and large arrays joined."""
+    # A container selected in the dict is not `whole` and has no parts to join.
     for table in (tables.table, None if tables.beside is None else tables.beside.table):
         if isinstance(table, ListedTable):
             table.replace_rows(dtypes.BY_CODE["U16"], dtypes.BY_CODE["BF16"])

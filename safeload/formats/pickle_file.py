@@ -56,7 +56,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> PickleTables:
-    """Return the arrays of a file."""
+    """Return the arrays of the pickle at ``begin``; bytes before it belong to an object array of `numpy.save`."""
     path = file.path
     pickled = _unpickle(file, request, begin)
     if type(pickled.value) is NumpyArray and pickled.value.items is not None:

@@ -70,7 +70,7 @@ def _source(point: EntryPoint) -> str:
 
 
 def find(name: str, reserved: frozenset[str]) -> Format | None:
-    """Return the plug-in of a name, or None if there is none."""
+    """Return the plug-in of a name, or None if there is none; ``reserved`` are the names of safeload's own formats."""
     if disabled() or name in reserved or name not in _entry_points():
         return None
     row = _load(name, reserved)

@@ -69,7 +69,7 @@ class RankFile(NamedTuple):
 
 
 def open_rank(files: Files, path: str, known: re.Pattern[str], *, inert: bool) -> RankFile:
-    """Open the file of a process and run its pickle."""
+    """Open the file of a process and run its pickle; ``known`` globals become placeholders, and all if ``inert``."""
     file = open_without_table(path, files=files)
     try:
         archive = Archive(file)

@@ -91,7 +91,7 @@ def _reopen_slice(
 
 
 def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
-    """Return a lazy tensor of a checkpoint."""
+    """Return a lazy tensor; ``dtype`` converts floating and packed tensors, and packed tensors default to float32."""
     file.table.refuse_unknown([index], file.path)
     name, packed, target = file.table.names[index], file.table.packed(index), parse_target(dtype)
     if packed is not None or file.table.is_quantized(index):
@@ -111,6 +111,7 @@ class QuantizedSlice(TensorSlice):
         self, name: str, shape: tuple[int, ...], packed: Packed | None, row: dtypes.Dtype | None, checkpoint: Any
     ) -> None:
         assert row is not None
+        # `packed` is None for int8 and blocks; the checkpoint is pickled with the slice.
         self._name, self._packed, self._row, self._checkpoint = name, packed, row, checkpoint
         self.shape = shape
         self.dtype = dtypes.array_dtype(row.number)

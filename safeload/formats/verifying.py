@@ -230,7 +230,8 @@ def _is_snapshot(path: str) -> bool:
 def walk(
     root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the relative name and the path of each file below a folder, hidden ones too if they are local."""
+    """Yield the relative name and the path of each file below a folder, hidden files too if they are local."""
+    # `failed` gets each folder that cannot be listed, or is too deep, and the error; None raises the error.
     visited: set[tuple[int, int]] = set()
     waiting = [("", root, 0)]
     while waiting:
@@ -268,8 +269,8 @@ def _whole_listing(folder: str, files: Files) -> list[tuple[str, bool]]:
 def digests_of(
     path: str, threads: int, read: Collection[str] = (), document: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return size and SHA-256 of the files of a local model by name, for a manifest."""
-    if os.path.isdir(path):
+    """Return size and SHA-256 of the files of a local model by name, for a manifest at ``document``."""
+    if os.path.isdir(path):  # Git's files count only if the model `read` them
         places = [
             (name, place)
             for name, place in walk(path, LOCAL)

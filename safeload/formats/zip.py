@@ -226,14 +226,10 @@ def _entry_of(info: Any) -> ZipEntry:
 
 
 class FileStream(io.RawIOBase):
-    """A file as a stream for other libraries.
-
-    Attributes:
-        failures: the errors of failed reads, because libraries report them as an invalid file
-    """
+    """A file as a stream for other libraries."""
 
     def __init__(self, file: WeightFile) -> None:
-        self.failures: list[Exception] = []
+        self.failures: list[Exception] = []  # of reads, because libraries report them as an invalid file
         self._file = file
         self._at = 0
 
@@ -278,7 +274,7 @@ class Archive:
 
     def __init__(self, file: WeightFile, *, appended: bool = False) -> None:
         self._file = file
-        self._appended = appended
+        self._appended = appended  # True if other bytes, such as a program, can precede the first entry
         self._used: dict[str, int] = {}  # first byte of each located entry
         self._sound: dict[str, int] = {}  # first byte of each entry, its local header checked by `prefetch`
         self._window, self._window_at = b"", 0
@@ -294,7 +290,7 @@ class Archive:
         self._check_whole(end)
 
     def _check_whole(self, end: End | None) -> None:
-        """Refuse overlapping entries and archives that are not the whole file, because other readers could differ.
+        """Refuse overlapping entries and archives that are not the whole file, because readers differ.
 
         zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
         """
@@ -491,6 +487,7 @@ class Archive:
 def _contents(block: bytes, heads: Any, fields: Columns, lengths: Any) -> Any:
     """Return the positions of entries' contents; far below 0 if a local header differs from the directory."""
     rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(block, np.uint8), _LOCAL_SIZE)[heads]
+    # Of the names, only the lengths are compared.
     local = rows.view(_LOCAL_FIELDS)[:, 0]
     sound = (local["magic"] == _LOCAL_MAGIC) & (local["method"] == fields["method"]) & (local["name"] == lengths)
     sound &= (local["flags"] | fields["flags"]) & _ENCRYPTED == 0

@@ -141,7 +141,7 @@ class _FrameReader:
 
 
 class FrameStore:
-    """The content of a frame as a store, for frames whose content should not be in memory as a whole.
+    """The content (``size`` bytes) of a frame (``stored`` bytes) as a store, if it should not be in memory as a whole.
 
     Reads in ascending order decompress each byte once. A read of earlier bytes begins again at the start of the frame.
     Threads that read neighbouring parts take their turns in the order of the parts.

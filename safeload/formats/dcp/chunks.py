@@ -48,17 +48,13 @@ _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 
 
 class DataFiles:
-    """The files of a folder, opened on first use.
-
-    Attributes:
-        stores: the open files by name
-    """
+    """The files of a folder, opened on first use."""
 
     def __init__(self, files: Files, folder: str) -> None:
         self._files = files
         self._folder = folder
         self._parts: dict[tuple[str, int], Table] = {}
-        self.stores: dict[str, ByteStore] = {}
+        self.stores: dict[str, ByteStore] = {}  # the open files by name
 
     def path(self, name: str) -> str:
         """Return the path of a file for messages."""
@@ -108,7 +104,7 @@ class StoredChunk:
         self._data = data
         self._name = name
         self._row = row
-        self._shape = shape
+        self._shape = shape  # as torch counts
         self._region: Region | None = None
         self.place = place
 
@@ -154,7 +150,7 @@ class StoredChunk:
         return Region(store, offset + table.byte_range(index)[0])
 
     def _in_archive(self, store: ByteStore, path: str, offset: int | None) -> Region:
-        """Return the place of the elements in an archive."""
+        """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
         window = WeightFile(path, store, ListedTable([]))
         try:
             tables = zip_file.read_tables(Archive(window), window, OpenRequest())

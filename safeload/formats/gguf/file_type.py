@@ -23,13 +23,14 @@ for _row in FILE_TYPES.values():
 
 
 def updated(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any, Any]:
-    """Return metadata with the number for converted tensors, or without it if the type of most weights has no number."""
+    """Return metadata with its file type number, if it has one, updated for the tensors to write."""
     if KEY not in metadata:
         return metadata
     elements: Counter[str] = Counter()
     for tensor in tensors:
         if len(tensor.shape) > 1:
             elements[getattr(tensor, "scheme", None) or tensor.dtype.name] += math.prod(tensor.shape)
+    # The type of most weights decides. If it has no number, the metadata loses the key.
     commonest = max(elements, key=elements.__getitem__, default=None)
     number = None if commonest is None else _NUMBERS.get(commonest)
     if number is not None and model_of(metadata) is not None:

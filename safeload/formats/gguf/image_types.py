@@ -48,7 +48,7 @@ _FOREIGN = (
 
 
 def choose(file_type: str, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, TensorType]:
-    """Return the type of each tensor in a file of a file type, in the order of the tensors."""
+    """Return the type of each tensor; it depends on the place among its kind, so ``shapes`` must be in file order."""
     if file_type in _REFUSED:
         raise UnsupportedError(
             f"file type {file_type} has no rules for diffusion models, expected one of {', '.join(_available())}"

@@ -39,25 +39,20 @@ class Metadata(Mapping[str, Any]):
     ``bool``, strings ``str``. Arrays of numbers and bools are 1-D NumPy arrays of their type, arrays of strings lists
     of ``str``, arrays of arrays lists of arrays. Bytes outside UTF-8 become lone surrogates, as in `os.fsdecode`. The
     metadata stays valid after the file is closed.
-
-    Attributes:
-        version: of the format, 2 or 3
-        ternary: shapes of the I2_S tensors, which the table lists as bytes. Internal.
-        unknown: tensors of types unknown to this version. Internal.
     """
 
     def __init__(self, gguf: Any) -> None:
         self._owner = kept(gguf, short.sl_gguf_free)
         self._bytes = ffi.buffer(gguf.bytes, gguf.size)
-        self.version: int = gguf.version
+        self.version: int = gguf.version  # of the format, 2 or 3
         self._entries: dict[str, tuple[int, int, int]] = {}
         for k in range(gguf.count):
             entry = gguf.entries[k]
             key = str(self._bytes[entry.key_begin : entry.key_end], "utf-8")
             self._entries[key] = entry.type, entry.begin, entry.end
         self._values: dict[str, Any] = {}
-        self.ternary: dict[str, tuple[int, ...]] = {}
-        self.unknown: dict[str, Unknown] = {}
+        self.ternary: dict[str, tuple[int, ...]] = {}  # shapes of I2_S tensors, which the table lists as bytes
+        self.unknown: dict[str, Unknown] = {}  # tensors of unknown types
         for k in range(gguf.listed_count):
             tensor = gguf.listed[k]
             name = str(self._bytes[tensor.name_begin : tensor.name_end], "utf-8")

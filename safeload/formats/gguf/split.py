@@ -31,7 +31,7 @@ def is_part(file: WeightFile) -> bool:
 
 
 def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tuple[list[WeightFile], Mapping[str, Any]]:
-    """Return all parts in order and the metadata of the model."""
+    """Return all parts in order, given any part, and the metadata of the model."""
     count, number = _value(file, _COUNT), _value(file, _NUMBER)
     if not 1 <= count <= MAX_PARTS or not 0 <= number < count:
         raise FormatError(f"{_NUMBER} is {number} and {_COUNT} is {count}, expected 0 to count - 1", file.path)

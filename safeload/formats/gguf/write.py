@@ -278,7 +278,7 @@ def data_begin(metadata: Metadata) -> int:
 
 
 def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
-    """Return the head of a file, padded to the tensors, with changed metadata."""
+    """Return the head of a file, padded to the tensors, with changed metadata; None removes a key."""
     alignment = _alignment(metadata)
     if ALIGNMENT_KEY in changes:
         raise UnsupportedError(f"{ALIGNMENT_KEY} cannot be edited, because the positions of all tensors depend on it")
@@ -287,7 +287,7 @@ def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
         if key not in changes:
             entries.append(_key(key) + metadata.stored(key))
         elif changes[key] is not None:
-            value = changes[key]
+            value = changes[key]  # a number keeps the stored type of the old value
             kind = NUMBERS.get(metadata.type_of(key)) if key in metadata else None
             if (
                 kind is not None

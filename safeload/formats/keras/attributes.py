@@ -49,7 +49,7 @@ class _Message(NamedTuple):
 
 
 def texts_of(file: WeightFile, address: int, names: frozenset[str]) -> dict[str, bytes | list[bytes]]:
-    """Return the attributes of an object that hold text: a text, or a list of texts."""
+    """Return the attributes that hold a text or a list of texts; a number can follow a name, as in ``layer_names0``."""
     attributes: dict[str, bytes | list[bytes]] = {}
     for message in _messages(file, address):
         if message.kind == _ATTRIBUTE and not message.flags & _SHARED:

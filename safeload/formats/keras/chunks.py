@@ -43,7 +43,7 @@ class StoredBlock:
 
     def __init__(self, file: WeightFile, name: str, dataset: Dataset, chunk: FileChunk, sizes: tuple[int, ...]) -> None:
         self._file, self._name = file, name
-        self._dataset, self._chunk, self._sizes = dataset, chunk, sizes
+        self._dataset, self._chunk, self._sizes = dataset, chunk, sizes  # sizes inside the dataset
 
     def region(self) -> Region | None:
         return None

@@ -156,7 +156,7 @@ class ModelReader:
             self._node(node, k, prefix, 0)
 
     def _graph(self, message: Field, prefix: str, depth: int) -> None:
-        """List the initializers of a graph."""
+        """List the initializers of a graph; ``prefix`` begins their names, and is empty for the model's graph."""
         if depth > MAX_DEPTH:
             text = f"graphs are nested more than {MAX_DEPTH} levels deep"
             raise error_about(LimitError, text, path=self._file.path, offset=message.begin)

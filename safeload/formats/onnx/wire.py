@@ -86,9 +86,9 @@ class WireReader(ByteReader):
 
     def _end_of(self, tag: int, first: int, value: int, message: str, block: tuple[int, int]) -> int:
         """Return the end of a field in its block, after checking the field."""
-        position, rest = block
+        position, rest = block  # the field's byte in the file; bytes from the block's start to the message's end
         number, wire = tag >> 3, tag & 7
-        if not first:
+        if not first:  # else the first byte of the content in the block
             self.position = position
             raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
         if not 0 < number < 1 << 29:

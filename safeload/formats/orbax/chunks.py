@@ -165,13 +165,13 @@ class InShard:
 
 
 class ChunkRules:
-    """What the chunks of a tensor share."""
+    """The rules that all chunks of a tensor share."""
 
     def __init__(self, name: str, layout: ChunkLayout, fill: bytes | None, frames: KeptFrames | None) -> None:
         self.name = name
         self.layout = layout
-        self.fill = fill
-        self.frames = frames
+        self.fill = fill  # bytes of an element that is not stored; None if all chunks should be stored
+        self.frames = frames  # keeps decompressors; None to unpack chunks as a whole
 
 
 class ZarrChunk:
@@ -182,7 +182,7 @@ class ZarrChunk:
     def __init__(self, rules: ChunkRules, stored: ChunkBytes | InShard, sizes: tuple[int, ...]) -> None:
         self._rules = rules
         self._stored = stored
-        self._sizes = sizes
+        self._sizes = sizes  # elements along each axis inside the tensor; chunks at the border have more
         self._region: Region | None = None
 
     def region(self) -> Region | None:
@@ -277,10 +277,10 @@ class ChunkFinder:
     def __init__(
         self, values: Mapping[str, Value], stored: Mapping[str, ChunkBytes], path: str, *, filled: bool
     ) -> None:
-        self._values = values
-        self._files = stored
+        self._values = values  # by key
+        self._files = stored  # open
         self._path = path
-        self._filled = filled
+        self._filled = filled  # True if chunks that are not stored have the fill value
         self._in_shards = 0
         self._sorted: list[str] | None = None  # all keys
         self._frames = KeptFrames()
@@ -330,7 +330,7 @@ class ChunkFinder:
         return sorted(indices)
 
     def listing(self, name: str, array: ZarrArray, places: Sequence[tuple[tuple[int, ...], Value]]) -> BoxedListing:
-        """Return a tensor with its boxes."""
+        """Return a tensor with its boxes; the files of ``places`` must be open."""
         layout = array.chunk
         if ZSTD in layout.steps:
             check_available()

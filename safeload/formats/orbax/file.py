@@ -63,16 +63,12 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 class _OpenFiles:
-    """The data files of a checkpoint.
-
-    Attributes:
-        stored: the open files by their paths in the folder
-    """
+    """The data files of a checkpoint."""
 
     def __init__(self, files: Files, folder: str) -> None:
         self._files = files
         self._folder = folder
-        self.stored: dict[str, ChunkBytes] = {}
+        self.stored: dict[str, ChunkBytes] = {}  # the open files by their paths in the folder
 
     def join(self, name: str) -> str:
         """Return the path of a file in the folder."""
@@ -193,7 +189,7 @@ class _OrbaxReader:
         return values
 
     def _values(self, part: str) -> dict[str, Value]:
-        """Return the values of a database."""
+        """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty one."""
         manifest = self._opened.open(part + MANIFEST)
         if manifest.length > MAX_MANIFEST:
             text = f"{manifest.path}: the manifest has {manifest.length:,} bytes, more than {MAX_MANIFEST:,}"

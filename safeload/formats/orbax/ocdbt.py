@@ -70,7 +70,7 @@ class _Fields:
         self.body = body
         self._at = 0
         self.path = path
-        self.offset = offset
+        self.offset = offset  # of the manifest or node in the file
 
     def error(self, text: str) -> FormatError:
         """Return an error about this manifest or node."""
@@ -226,7 +226,7 @@ def _file(files: Sequence[_DataFile], number: int, fields: _Fields) -> _DataFile
 def read_tree(
     manifest: bytes, path: str, read: Callable[[str, int, int], bytes], shown: Callable[[str], str]
 ) -> dict[str, Value]:
-    """Return the values of the latest version by key."""
+    """Return the values of the latest version by key; ``read`` can return fewer bytes at a data file's end."""
     root = _root(manifest, path)
     waiting = [] if root is None else [root]
     values: dict[str, Value] = {}

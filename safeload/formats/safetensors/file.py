@@ -61,7 +61,7 @@ _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
 
 
 def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.load") -> WeightFile:
-    """Open a file and validate its header, without reading tensors."""
+    """Open a file and validate its header, without reading tensors; ``folders`` names the loader for folders."""
     text, fields = _loaded(path, 0, folders)
     return WeightFile(text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[LOADED_COLUMNS:]))
 
@@ -74,18 +74,16 @@ class Resident(NamedTuple):
 
 
 def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -> Resident | WeightFile:
-    """Return the tensors of a small file, or an open file if it is larger than the limit of the backend.
-
-    A small file is read whole with one call, even for "mmap", because a mapping and its first page fault take longer.
-    Like a mapping, the memory is private and lives as long as the last array over it.
-    """
+    """Return the tensors of a small file, or an open file if it is larger than the limit of the backend."""
     if backend == "pread":
         thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
+    # One read even for "mmap": a mapping and its first page fault take longer.
     text, fields = _loaded(path, _SMALL[backend], folders)
     _, size, _, _, _, address, content, *_ = fields
     table = Table(address, fields[LOADED_COLUMNS:])
     if not content:
         return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
+    # Like a mapping, the memory is private and lives as long as the last array over it.
     return Resident(table, in_memory.views_of(table, content_buffer(ffi.cast("void *", content), size)))
 
 
@@ -163,20 +161,17 @@ def _table(address: int | None, place: Sequence[Any]) -> Table:
 
 
 def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
-    """Return the tensors of a file in memory, in the order of their bytes, and its table.
-
-    A file with a single `Table.plain` tensor is read without a table, because making one takes longer than the rest.
-    """
+    """Return the tensors of a file in memory, in the order of their bytes, and its table."""
     view, address, size = _place(data)
     lone = Lone()
     table = short.sl_safetensors_brief(address, size, lone)
-    if table is None and _LITTLE:
+    if table is None and _LITTLE:  # a single plain tensor: making a table would take longer than the rest
         numbers = lone_numbers(lone)
         if numbers[0]:
             _, dtype, begin, length, rank = numbers[:5]
             name = lone[LONE_NAME : LONE_NAME + length].decode()
             return {name: in_memory.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
-    columns = _table(table, (address, size))
+    columns = _table(table, (address, size))  # unaligned tensors are copied in any case
     return in_memory.copies_of(columns, view) if copy else in_memory.views_of(columns, view), columns
 
 
@@ -301,6 +296,7 @@ class FileWriter:
         sources = self._sources = [source_of(name, tensors[name]) for name in names]
         shapes = [source.shape for source in sources]
         numbers = bytes([source.row.number for source in sources])
+        # `room` spaces follow the header; 0 gives the bytes of upstream.
         self._head, self._order, sizes = head(names, numbers, shapes, metadata, room=room)
         for name, source, size in zip(names, sources, sizes, strict=True):
             if isinstance(source.data, Memory):
@@ -367,7 +363,7 @@ class FileWriter:
 
 
 def _together(waiting: list[Any], sources: Iterable[TensorToWrite]) -> Iterator[tuple[Any, int, int, bool]]:
-    """Copy small arrays into buffers, because a system call for each would take longer than the copy."""
+    """Join ``waiting`` and small arrays in buffers, because a system call for each would take longer than the copy."""
     size = 0
     for source in sources:
         waiting.append(source.buffer)

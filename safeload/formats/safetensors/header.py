@@ -81,25 +81,17 @@ def _brief(
 
 
 class Header:
-    """A header, and the order of the tensors' bytes after it.
-
-    Attributes:
-        memory: the length of the header and the header itself
-        address: of the first byte in ``memory``
-        nbytes: of ``memory``
-        order: uint32, the tensors in the order of their bytes
-        sizes: uint64, bytes of each tensor, in the order of the names
-    """
+    """A header, and the order of the tensors' bytes after it."""
 
     def __init__(
         self,
         names: Sequence[str],
-        numbers: bytes,
-        shapes: Sequence[Sequence[int]],
+        numbers: bytes,  # of the dtypes
+        shapes: Sequence[Sequence[int]],  # logical
         metadata: Mapping[str, str] | None,
         *,
-        keeps_order: bool = False,
-        room: int = 0,
+        keeps_order: bool = False,  # bytes in the order of the names, not in upstream's
+        room: int = 0,  # least number of spaces after the header
     ) -> None:
         columns = ffi.new("sl_columns *")
         columns.keeps_order = keeps_order
@@ -114,8 +106,8 @@ class Header:
             columns.has_metadata = 1
             columns.metadata_count = len(texts) // 2
             keep.texts("metadata_text", "metadata_ends", texts, separator=b"")
-        self.order: Array = np.empty(count, np.uint32)
-        self.sizes: Array = np.empty(count, np.uint64)
+        self.order: Array = np.empty(count, np.uint32)  # the tensors in the order of their bytes
+        self.sizes: Array = np.empty(count, np.uint64)  # bytes of each tensor, in the order of the names
         memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
         check(
             lib.sl_safetensors_header(
@@ -129,7 +121,7 @@ class Header:
             error,
             subject="Error while serializing",
         )
-        self.memory = ffi.gc(memory[0], lib.sl_free)
+        self.memory = ffi.gc(memory[0], lib.sl_free)  # the length of the header and the header itself
         self.address = pointer(self.memory)
         self.nbytes: int = size[0]
         if room:

@@ -38,7 +38,7 @@ QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked, LazyEncoded)
 def pack(
     tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, in_folder: bool = False
 ) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
-    """Convert tensors and metadata to plain tensors and text."""
+    """Convert tensors and metadata to plain tensors and text; in a folder, int8 codes are named ``<name>.codes``."""
     check_mapping(tensors, "tensors")
     if metadata is not None:
         check_mapping(metadata, "metadata", "str to str")
@@ -157,7 +157,7 @@ def _add_encoded(packed: dict[str, Any], tensors: Mapping[str, Any], name: str, 
 
 
 def unpack(file: WeightFile) -> dict[str, str]:
-    """Replace the table of an open file by the table in its metadata."""
+    """Replace the table of an open file by the table in its metadata; return tensor names by names of their codes."""
     table = file.table
     metadata = table.metadata() or {}
     text = metadata.get(KEY)
@@ -166,7 +166,7 @@ def unpack(file: WeightFile) -> dict[str, str]:
     described = _parse(text, file.path)
     listings = {}
     scales = set()
-    named: dict[str, str] = {}
+    named: dict[str, str] = {}  # only tensors with another name than their codes
     for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
         listings[name] = Listing(name, row, shape, begin, end)
     for name, entry in described.items():

@@ -65,29 +65,20 @@ Link = tuple[Any, Any]
 
 
 class _Node:
-    """Facts about a container.
-
-    Attributes:
-        value: the container; the reference keeps its id from being reused
-        links: steps to tensors, and to containers with tensors below
-        tensors: number of names below the container
-        text: characters of these names
-        values: number of values after expansion, tensors aside
-        depth: levels below the container
-        plain: the rest as scalars, list, tuple, dict and set; `_NOTHING` if the container holds only tensors
-    """
+    """Facts about a container."""
 
     __slots__ = ("depth", "links", "plain", "tensors", "text", "value", "values")
 
     def __init__(self, value: Any) -> None:
-        self.value = value
-        self.links: Sequence[Link] = ()
+        self.value = value  # keeps its id from being reused
+        self.links: Sequence[Link] = ()  # to tensors, and to containers with tensors below
+        # Names below, characters of these names, values after expansion without tensors, levels below.
         self.tensors = self.text = self.values = self.depth = 0
-        self.plain: Any = None
+        self.plain: Any = None  # the rest as scalars, list, tuple, dict, set; `_NOTHING` if all values are tensors
 
 
 class Tree:
-    """The containers of a value."""
+    """The containers of a value; its limits grow with the ``size`` of the pickle in bytes."""
 
     def __init__(self, value: Any, path: str, size: int) -> None:
         self._root = value
@@ -145,7 +136,7 @@ class Tree:
             self._modules.add(id(value))
 
     def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
-        """Iterate over names of module tensors outside their state dicts."""
+        """Iterate over the names of module tensors outside their state dicts, without those with an id in ``named``."""
         for name, tensor in islice((pair for node in self._outside for pair in self.tensors(node.value)), limit):
             if id(tensor) not in named:
                 yield name
@@ -251,7 +242,7 @@ class Tree:
         return item if _is_flat(item) else CYCLE
 
     def metadata(self, root: Any = None) -> dict[Any, Any]:
-        """Return everything below a value except tensors, nested as in the pickle; indexes of a sequence become keys."""
+        """Return everything below a value except tensors, nested as in the pickle; sequence indexes become keys."""
         value = self._root if root is None else root
         if not _is_container(value):
             return {} if type(value) in TENSORS else {"value": self._leaf(value)}
@@ -307,7 +298,7 @@ class Tree:
         return [*containers[:limit], *(["..."] if len(containers) > limit else [])]
 
     def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
-        """Iterate over names and tensors in the order of the pickle."""
+        """Iterate over names, relative to ``root``, and tensors in the order of the pickle."""
         start = self._root if root is None else root
         if type(start) in TENSORS:
             yield "tensor", start

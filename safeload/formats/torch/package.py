@@ -59,7 +59,7 @@ class Package:
         self._read = [0, 0]  # bytes of compressed and of stored pickles
 
     def read(self, root: str | None, inert: bool) -> tuple[Unpickled, str | None]:
-        """Return the objects of the pickles, by name if there are several, and ``root`` without the name of a pickle."""
+        """Return the objects of the pickles, by name if several, and ``root`` without the name of a pickle."""
         names = self._find()
         if not names:
             raise error_about(UnsupportedError, f"this is {KIND} without a pickle", path=self._path)

@@ -77,7 +77,7 @@ def make_tables(
     pickled: Unpickled,
     request: OpenRequest,
     path: str,
-    locate: Callable[[Storage], int],
+    locate: Callable[[Storage], int],  # returns the offset of a storage in the file
     *,
     big_endian: bool = False,
 ) -> PickleTables:

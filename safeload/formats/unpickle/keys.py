@@ -34,12 +34,12 @@ Watched = dict[int, "KeyTable"]
 
 
 class KeyTable:
-    """The occupied slots of a dict or set: Objects/dictobject.c, Objects/setobject.c."""
+    """The occupied slots of a dict or set, as in Objects/dictobject.c and Objects/setobject.c."""
 
     __slots__ = ("_hashes", "_is_set", "_of", "_steps", "_used")
 
     def __init__(self, of: Any) -> None:
-        self._of = of
+        self._of = of  # keeps the id from being reused
         self._is_set = type(of) is set
         self._hashes: list[int] = []
         self._used = bytearray(8)

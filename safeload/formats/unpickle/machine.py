@@ -25,16 +25,7 @@ _COPIED_FREE = 1 << 16
 
 
 class Global:
-    """A row of the table of harmless globals.
-
-    Attributes:
-        name: "module.name"
-        kind: for readers of listings
-        build: makes a value from a tuple of arguments; None if the global cannot be called
-        code: of a storage or dtype in the table of dtypes; None if no array can represent it
-        itemsize: bytes of an element, for a storage or dtype
-        copies: True if the built value holds copies of the arguments
-    """
+    """A row of the table of harmless globals."""
 
     __slots__ = ("build", "code", "copies", "itemsize", "kind", "name")
 
@@ -48,12 +39,12 @@ class Global:
         itemsize: int = 0,
         copies: bool = False,
     ) -> None:
-        self.name = name
-        self.kind = kind
-        self.build = build
-        self.code = code
-        self.itemsize = itemsize
-        self.copies = copies
+        self.name = name  # "module.name"
+        self.kind = kind  # for readers of listings
+        self.build = build  # makes a value from a tuple of arguments; None if the global cannot be called
+        self.code = code  # of a storage or dtype in the table of dtypes; None if no array can represent it
+        self.itemsize = itemsize  # bytes of an element, for a storage or dtype
+        self.copies = copies  # True if the built value holds copies of the arguments
 
 
 class Built:
@@ -67,16 +58,12 @@ class Built:
 
 
 class LargeBytes:
-    """Bytes that stay in a mapped pickle.
-
-    Attributes:
-        at: of the first byte in the pickle
-    """
+    """Bytes that stay in a mapped pickle."""
 
     __slots__ = ("_data", "_size", "at")
 
     def __init__(self, data: Any, at: int, size: int) -> None:
-        self._data, self.at, self._size = data, at, size
+        self._data, self.at, self._size = data, at, size  # `at`: of the first byte in the pickle
 
     def __len__(self) -> int:
         return self._size
@@ -99,22 +86,15 @@ class Foreign:
 
 
 class Inert:
-    """A placeholder for the result of calling a `Foreign`: a record of the call.
-
-    Attributes:
-        name: of the global
-        args: arguments of the call
-        items: set or appended by the pickle
-        state: set by BUILD, else None
-    """
+    """A placeholder for the result of calling a `Foreign`: a record of the call."""
 
     __slots__ = ("args", "items", "name", "state")
 
     def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        self.name = name
+        self.name = name  # of the global
         self.args = args
-        self.items: dict[Any, Any] = {}
-        self.state: Any = None
+        self.items: dict[Any, Any] = {}  # set or appended by the pickle
+        self.state: Any = None  # set by BUILD
 
 
 class Fault(Exception):  # noqa: N818 - becomes a FormatError or `kind` once the position is known
@@ -130,22 +110,7 @@ class PickleEnd(Exception):  # noqa: N818 - not an error
 
 
 class Machine:
-    """State of one run; the opcodes work on it.
-
-    Attributes:
-        data: the bytes
-        at: position of the next byte to read
-        stack: values since the last mark
-        marks: the stacks below the last mark
-        memo: values by number, for numbers in order
-        far: values by the text of their number, for all other numbers
-        table: the harmless globals by name
-        persistent: returns the value for a persistent id
-        harmless: globals of the pickle in the table
-        foreign: globals of the pickle outside the table
-        places: position of bytes objects in the data, by id; an id can have been reused since
-        watched: tables of dicts and sets with keys of predictable hashes
-    """
+    """State of one run; the opcodes work on it."""
 
     __slots__ = (
         *("at", "data", "foreign", "harmless", "marks", "memo", "persistent", "places", "stack", "table", "watched"),
@@ -154,18 +119,18 @@ class Machine:
 
     def __init__(self, data: bytes, table: Mapping[str, Global], persistent: Callable[[Any], Any]) -> None:
         self.data = data
-        self.at = 0
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self.table = table
-        self.persistent = persistent
-        self.harmless: dict[str, Global] = {}
-        self.foreign: dict[str, Foreign] = {}
-        self.watched: dict[int, Any] = {}
-        self.places: dict[int, int] = {}
+        self.at = 0  # position of the next byte to read
+        self.stack: list[Any] = []  # values since the last mark
+        self.marks: list[list[Any]] = []  # the stacks below the last mark
+        self.memo: dict[int, Any] = {}  # values by number, for numbers in order
+        self.table = table  # the harmless globals by name
+        self.persistent = persistent  # returns the value for a persistent id
+        self.harmless: dict[str, Global] = {}  # globals of the pickle in the table
+        self.foreign: dict[str, Foreign] = {}  # globals of the pickle outside the table
+        self.watched: dict[int, Any] = {}  # tables of dicts and sets with keys of predictable hashes
+        self.places: dict[int, int] = {}  # position of bytes objects in the data, by id, which can be reused since
         self._copied = 0
-        self.far: dict[str, Any] = {}
+        self.far: dict[str, Any] = {}  # values by the text of their number, for all other numbers
 
     def charge(self, size: int) -> None:
         """Count bytes before copying them from values that the pickle can refer to again."""
@@ -174,14 +139,10 @@ class Machine:
             raise Fault(f"copied values take more than {MAX_COPIED} times the pickle's own bytes", LimitError)
 
     def remember(self, number: int, value: Any) -> None:
-        """Set a memo entry.
-
-        Consecutive numbers are keys as they are. A pickle could choose other numbers to collide in the dict, so they
-        become str keys, which have randomized hashes.
-        """
+        """Set a memo entry."""
         if number <= len(self.memo) + NEAR:
             self.memo[number] = value
-        else:
+        else:  # str keys have random hashes; ints out of order could be chosen to collide
             self.far[str(number)] = value
 
     def recall(self, number: int) -> Any:

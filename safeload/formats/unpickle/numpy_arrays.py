@@ -45,20 +45,13 @@ _NUMPY_TYPES = (
 
 
 class NumpyDtype(Built):
-    """A dtype of numpy.
-
-    Attributes:
-        name: as numpy prints it
-        row: row of the table of dtypes; None for dtypes that weights do not have
-        big_endian: byte order of an element
-        itemsize: bytes of an element
-    """
+    """A dtype of NumPy."""
 
     __slots__ = ("big_endian", "itemsize", "name", "row")
 
     def __init__(self, name: str, row: dtypes.Dtype | None, *, big_endian: bool = False) -> None:
-        self.name = name
-        self.row = row
+        self.name = name  # as NumPy prints it
+        self.row = row  # of the table of dtypes; None for dtypes that weights do not have
         self.big_endian = big_endian
         self.itemsize = row.bits // 8 if row is not None else 0
 
@@ -74,24 +67,16 @@ class NumpyDtype(Built):
 
 
 class NumpyArray(Built):
-    """A numpy array as the pickle describes it, checked when it is requested.
-
-    Attributes:
-        shape: elements per axis
-        dtype: of its elements; None until the state is set
-        order: order of its axes in memory, outermost first; None for C order
-        raw: its bytes
-        items: its elements, if they are Python objects
-    """
+    """A NumPy array as the pickle describes it, checked when it is requested."""
 
     __slots__ = ("dtype", "items", "order", "raw", "shape")
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
-        self.dtype: NumpyDtype | None = None
-        self.order: tuple[int, ...] | None = None
+        self.dtype: NumpyDtype | None = None  # None until the state is set
+        self.order: tuple[int, ...] | None = None  # axes in memory, outermost first; None for C order
         self.raw: bytes | bytearray | LargeBytes = b""
-        self.items: list[Any] | None = None
+        self.items: list[Any] | None = None  # the elements, if they are Python objects
 
     def build(self, state: Any) -> None:
         """Set a state of (version, shape, dtype, True for Fortran order, bytes); the oldest states have no version."""
@@ -265,7 +250,7 @@ class ArrayPlaces:
     def __init__(self, pickled: Unpickled, path: str, *, big_endian: bool) -> None:
         self._pickled = pickled
         self._path = path
-        self._big_endian = big_endian
+        self._big_endian = big_endian  # byte order of the file's other tensors
         self._chunks: list[bytes] = []
         self._size = 64  # leading zeros: the temporary file must not look like another format
         self._begins: dict[tuple[int, int], int] = {}
@@ -311,7 +296,7 @@ class ArrayPlaces:
         self._listings.append(listing)
 
     def put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
-        """Add bytes to the temporary file, once, and return their offset."""
+        """Add bytes to the temporary file, once, and return their offset; numbers of ``width`` bytes are swapped."""
         key = (id(raw), width)
         begin = self._begins.get(key)
         if begin is None:

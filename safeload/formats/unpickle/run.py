@@ -71,16 +71,16 @@ class Unpickled(NamedTuple):
 
 
 def unpickle(
-    data: Any,
+    data: Any,  # bytes that begin with the pickle, or a mapping, in which large bytes stay
     table: Mapping[str, Global],
-    persistent: Callable[[Any], Any],
+    persistent: Callable[[Any], Any],  # returns the value for a persistent id, or raises `Fault`
     *,
     path: str,
-    base: int | None = 0,
+    base: int | None = 0,  # offset of `data` in the file; None if the file stores it compressed
     inert: bool = False,
-    complete: bool = True,
+    complete: bool = True,  # False if the file has more bytes to read after a `TruncatedError`
 ) -> Unpickled:
-    """Run a pickle."""
+    """Run a pickle; if ``inert``, unknown globals become placeholders instead of a `ForbiddenError` that lists all."""
     machine = Machine(data, table, persistent)
     try:
         with paused(len(data)):  # a pickle can make an object per byte
@@ -107,7 +107,7 @@ def unpickle(
 
 
 def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fault: str = "") -> None:
-    """Refuse globals outside the table, unless ``inert``."""
+    """Refuse globals outside the table, unless ``inert``; ``clause`` begins the message, ``fault`` names a fault."""
     if inert or not names:
         return
     shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:MAX_SHOWN])
@@ -121,10 +121,7 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fau
 
 
 def _run(machine: Machine, path: str, base: int | None) -> Any:
-    """Run the opcodes, return the value on the stack, and turn exceptions into errors with a position.
-
-    Opcodes of tensors are cases here, which work on local variables; the rest are functions in opcodes.py.
-    """
+    """Run the opcodes, return the value on the stack, and turn exceptions into errors with a position."""
     data, size = machine.data, len(machine.data)
     stack, marks, memo = machine.stack, machine.marks, machine.memo
     call, persistent = machine.call, machine.persistent

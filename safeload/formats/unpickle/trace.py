@@ -683,7 +683,8 @@ def _itemsize(dtype: Any) -> int | None:
 
 
 def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool = False) -> Traced:
-    """Follow the opcodes of a pickle to its STOP or to a fault."""
+    """Follow the opcodes of a pickle, at most ``most``, to its STOP or to a fault."""
+    # If `strict`, a missing value, mark or memo entry is a fault too, as for every reader.
     tracer = _Tracer(content, begin, strict=strict)
     outer: list[_Tracer] = []
     opcodes = 0

@@ -98,7 +98,7 @@ def _dangerous() -> dict[str, str]:
 
 
 def judge(name: str, allowed: Mapping[str, Global], *, called: bool) -> JudgedGlobal:
-    """Judge a global."""
+    """Judge a global by its dotted name: module and attributes."""
     if name in allowed:
         if not called or allowed[name].build is not None:
             return JudgedGlobal(name, HARMLESS, "on the allowlist")

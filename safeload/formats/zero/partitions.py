@@ -32,7 +32,7 @@ class FlatVector:
 
     def boxes(self, first: int, count: int, at: int = 0) -> Iterator[Box]:
         """Yield the boxes of elements [first, first + count) of the vector; elements beyond its end have none."""
-        end = first + count
+        end = first + count  # `at` is the position of `first` in the parameter
         k = max(0, bisect_right(self._starts, first) - 1)
         while first < end and k < len(self._pieces):
             store, begin, size = self._pieces[k]
