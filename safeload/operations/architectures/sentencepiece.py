@@ -95,7 +95,7 @@ def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
 
 
 def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | float | bytes, int]]:
-    """Yield number, value and position of each field; 8 bytes are skipped, 4 bytes are a float."""
+    """Yield number, value and position of each field in the message at ``base``; 8 bytes are skipped, 4 are a float."""
     at, end = 0, len(content)
     while at < end:
         begin = at
@@ -138,7 +138,7 @@ _BYTE_FALLBACK = 35
 
 
 def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping[str, int]) -> bytes:
-    """Return a ``tokenizer.model`` of type BPE."""
+    """Return a ``tokenizer.model`` of type BPE; ``ids`` of special tokens have the keys of `_ID_FIELDS`."""
     result = bytearray()
     for piece in pieces:
         text = encode(piece.text, "token")

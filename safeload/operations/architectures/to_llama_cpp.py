@@ -56,10 +56,7 @@ def source_of(config: Mapping[str, Any] | None) -> str | None:
 
 
 def to_llama_cpp(catalog: Catalog) -> Catalog:
-    """Return the tensors and the metadata of a model as llama.cpp needs them.
-
-    A catalog whose config names no class is returned as it is.
-    """
+    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
     name = source_of(catalog.config)
     if name is None or catalog.format == "gguf":
         return catalog
@@ -173,7 +170,7 @@ class _Recipes:
 
     def _placed(self, name: str) -> Iterator[tuple[str, TensorRecipe | None]]:
         """Yield the results that need a source, with their recipes; None for a stack, whose recipe comes later."""
-        stored = self._stored[name]
+        stored = self._stored[name]  # `name` is without wrappers
         bare = name.removeprefix(_PREFIX)
         module, _, suffix = bare.rpartition(".")
         if module in ENDS and suffix == "weight" and (module == "lm_head") == (bare == name):

@@ -156,7 +156,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
-    """Return the vocabulary of a model."""
+    """Return the vocabulary of a model, with ids up to the ``rows`` of the embedding filled up."""
     if files.model is not None:
         return _from_pieces(files, files.model, rows)
     if files.json is None:

@@ -142,7 +142,7 @@ class _Tokens:
 
     def json(self, kept: dict[str, Any] | None, scored: bool) -> dict[str, Any] | None:
         """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown."""
-        content = self._template() if kept is None else kept
+        content = self._template() if kept is None else kept  # our own metadata keep all but vocabulary and merges
         if content is None:
             return None
         model = content.get("model")

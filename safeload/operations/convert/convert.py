@@ -307,11 +307,9 @@ def _paths_of(adapters: Adapters) -> list[Any]:
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
-    """Let the result replace sources opened by this call, because Windows does not replace files that are in use.
-
-    The caller's checkpoints stay open.
-    """
+    """Let the result replace sources opened by this call, because Windows does not replace files that are in use."""
     catalog.mapped = False
+    # Checkpoints of the caller stay open.
     passed = {id(source) for source in (src if isinstance(src, (list, tuple)) else [src])}
     for checkpoint in catalog.checkpoints:
         for file in checkpoint.weight_files if id(checkpoint) not in passed else ():

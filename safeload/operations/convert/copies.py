@@ -217,7 +217,7 @@ def copies_as_decided(
 def _columns(
     catalog: Catalog, tensors: Tensors | None, targets: Array, rename: Renames, threads: int | None
 ) -> Copies | None:
-    """Return the conversion of tensors without metadata, or None if it is not supported."""
+    """Return the conversion of tensors without metadata, or None if it is not supported; see `target_of`."""
     spans = None if tensors is None else _spans(tensors, targets)
     if tensors is None or spans is None:
         return None

@@ -65,7 +65,7 @@ class Decider:
         self._catalog = catalog
         self._target = request.target
         self._format = request.format
-        self._rules = rules
+        self._rules = rules  # None quantizes nothing
         self._diffusion = model_of(catalog.metadata) is not None
         self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
         options = request.options
@@ -108,7 +108,7 @@ class Decider:
         return [*self.descriptions, *self._heads]
 
     def config(self, schemes: Collection[str], names: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the ``config.json`` of the result, or None if the source has none."""
+        """Return the ``config.json`` of the result, or None if the source has none; ``names`` maps old to new names."""
         config = config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
         return config if self._engine is None else self._engine.config(config, self._quantized, self._kept, names)
 
@@ -137,10 +137,7 @@ class Decider:
         return PlannedSummary(before=summary.bytes_before, kept=kept)
 
     def of_tensors(self) -> dict[str, Decision]:
-        """Decide about tensors under their own names, and about tied heads.
-
-        Activation scales are copied only if all tensors stay packed.
-        """
+        """Decide about tensors under their own names, and about tied heads."""
         self._catalog.refuse_unknown(self.descriptions)
         names: Iterable[str] = self.descriptions
         if isinstance(self._rules, FileTypeRules):
@@ -149,7 +146,7 @@ class Decider:
         if self._engine is not None:
             return self._with_partners(decisions, self._engine)
         if self._rules is None and self._target is None and self._format in (SAFETENSORS, "gguf"):
-            decisions.update((name, Decision((name,))) for name in self.ignored)
+            decisions.update((name, Decision((name,))) for name in self.ignored)  # activation scales: all stays packed
         for head, embedding in self._heads.items():
             tensor = self._catalog.about(embedding)
             if tensor.quantized or not tensor.floating:
@@ -224,12 +221,10 @@ class Decider:
         return Decision((name,), None if unchanged else row.code, kept=kept)
 
     def _is_kept_f32(self, name: str, tensor: TensorDescription) -> bool:
-        """Return True if a tensor of a GGUF file is float32 whatever dtype is requested.
-
-        llama.cpp aborts on norms of any other dtype, ComfyUI does not.
-        """
+        """Return True if a tensor of a GGUF file is float32 whatever dtype is requested."""
         if name in self._kept_f32:
             return True
+        # llama.cpp aborts on norms of any other dtype, ComfyUI does not.
         return len(tensor.shape) < 2 and (not self._diffusion or tensor.row is _F32)
 
 
@@ -298,7 +293,7 @@ def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
 
 
 def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> tuple[TensorRun, ...]:
-    """Encode tensors that are copied or cast, like `runs_of`."""
+    """Encode tensors that are copied or cast, by their dtype numbers, like `runs_of`."""
     casts = np.where(sources == targets, AS_STORED, targets.astype(np.int16))
     begins = [0, *(np.flatnonzero(casts[1:] != casts[:-1]) + 1).tolist()] if len(casts) else []
     codes = [None if number == AS_STORED else dtypes.BY_NUMBER[number].code for number in casts[begins].tolist()]

@@ -183,7 +183,7 @@ class Outputs(NamedTuple):
 def prepare(
     stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None
 ) -> Outputs | Copies:
-    """Merge adapters, decide about every tensor, and name the outputs."""
+    """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
     options = request.options
     if options.get("adapters") is not None:
         from .merged import merged  # only here: most conversions merge nothing
@@ -327,6 +327,7 @@ def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> 
     config = catalog.config
     quantization = quantization_of(config)
     of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
+    # `restored`: the result is dequantized, or quantized for another engine.
     if not restored or not of_mlx or request.options.get("raw") or not changed_by_mlx(config):
         return
     why = not_as_in_mlx((config or {}).get("model_type"))
@@ -369,12 +370,12 @@ class Maker:
     def __init__(
         self,
         catalog: Catalog,
-        decisions: Mapping[str, Decision],
+        decisions: Mapping[str, Decision],  # by the names for messages
         format: str,
         *,
         threads: int | None,
-        descriptions: Mapping[str, TensorDescription] | None = None,
-        matrix: ImportanceMatrix | None = None,
+        descriptions: Mapping[str, TensorDescription] | None = None,  # available already
+        matrix: ImportanceMatrix | None = None,  # by names in the source
     ) -> None:
         self._importance: dict[str, Array] = {}
         self._catalog = catalog
@@ -400,6 +401,7 @@ class Maker:
 
     def begin(self, names: Mapping[str, str]) -> None:
         """Prepare for a writer of tensors: small ones are quantized together, in the order of the file."""
+        # `names` leads from names to write to names in the decisions.
         in_order = sorted(names) if self._format == SAFETENSORS else names
         self._small.begin(names[name] for name in in_order)
 
@@ -532,11 +534,9 @@ class Maker:
         return LazyEncoded(encoding.preset.name, tensor.shape, parts)
 
     def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
-        """Return a part of a quantized weight.
-
-        Files hold all codes before all scales, or after them. Scales are kept from one to the other as long as they
-        take little memory, and computed again otherwise.
-        """
+        """Return a part of a quantized weight."""
+        # Files hold all codes before all scales, or after them. Scales are kept from one to the other as long as they
+        # take little memory, and computed again otherwise.
         name = encoding.name
         kept = self._kept_parts.get(name, {})
         if role in kept:

@@ -67,23 +67,20 @@ def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
 
 
 class MergedCatalog(Catalog):
-    """A catalog with adapters merged into its tensors, in float32, when a tensor is read.
-
-    Attributes:
-        aliases: the embedding of each head in `Heads.untied` without a stored tensor
-    """
+    """A catalog with adapters merged into its tensors, in float32, when a tensor is read."""
 
     def __init__(
         self,
         catalog: Catalog,
         adapters: Sequence[Adapter],
         *,
-        among: Container[str] | None = None,
-        fits: Sequence[Fit] | None = None,
-        heads: Heads | None = None,
+        among: Container[str] | None = None,  # names of the tensors to consider, see `Merge`
+        fits: Sequence[Fit] | None = None,  # of each adapter; None to find the fits here
+        heads: Heads | None = None,  # None to find the tied heads here
     ) -> None:
         if heads is None:
             heads = heads_of(adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
+        # The embedding of each untied head that is not stored.
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
@@ -137,12 +134,12 @@ class MergedCatalog(Catalog):
 
 
 def merged(
-    stack: ExitStack,
+    stack: ExitStack,  # closes the adapters
     catalog: Catalog,
     adapters: Any,
     storage_options: Mapping[str, Any] | None = None,
     *,
-    with_config: bool = False,
+    with_config: bool = False,  # True if the result has a config.json, which can untie the head
 ) -> Catalog:
     """Return a catalog with adapters merged, or the catalog itself if there are no adapters."""
     weighted = listed(adapters)

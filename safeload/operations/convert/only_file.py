@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def model_of_file(
     catalog: Catalog,
-    rules: EngineRules | None,
+    rules: EngineRules | None,  # None for llama.cpp
     *,
     storage_options: Mapping[str, Any] | None,
     verify: Verify,

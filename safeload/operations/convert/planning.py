@@ -268,7 +268,7 @@ def _config(prepared: PlannedConversion, request: ConvertRequest, *, in_place: b
     folder = next(
         (folder_of(checkpoint) for checkpoint in prepared.catalog.checkpoints if checkpoint.config is config), None
     )
-    if folder is None or folder.files.remote or in_place:
+    if folder is None or folder.files.remote or in_place:  # `finalize` replaces the config of a source in place
         return PlannedConfig(content=config, dtype=dtype, restored=restored)
     return PlannedConfig(source=FileVersion.of((folder / CONFIG).path), dtype=dtype, restored=restored)
 
@@ -352,10 +352,7 @@ class _Place(NamedTuple):
 
 
 def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool, resume: bool) -> dict[str, _Place]:
-    """Return the place of each shard by its usual name.
-
-    A complete shard keeps its place. Other shards are written to the destination, or aside if it has other content.
-    """
+    """Return the place of each shard by its usual name: in the folder, or aside if the folder has other content."""
     first = pieces[0]  # there is always a shard
     files = [piece.file for piece in pieces]
     present, replacement = folder.names(), replacement_of(folder)
@@ -376,7 +373,7 @@ def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: boo
     if begun or (overwrite and (first.in_place is not None or models)):
         asides = replacement.asides_of(files, first.plan)
         places = {file: _Place(*place) for file, place in asides.items()}
-    return {**places, **_complete_shards(folder, present, records, ids)}
+    return {**places, **_complete_shards(folder, present, records, ids)}  # a complete shard keeps its place
 
 
 def _check_resumable(
@@ -385,7 +382,7 @@ def _check_resumable(
     present: Set[str],
     records: Mapping[str, journal.ShardRecord],
     *,
-    begun: bool,
+    begun: bool,  # True if shards of the plan wait aside
 ) -> None:
     """Refuse to continue unless the folder's content comes from an interrupted call with the same options."""
     first, files = pieces[0], [piece.file for piece in pieces]
@@ -428,7 +425,7 @@ def _refuse_complete(folder: Folder) -> None:
 
 
 def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
-    """Refuse to apply a conversion of a folder onto itself twice."""
+    """Refuse to apply a conversion onto itself twice; ``in_place`` is its id in the records of its result."""
     for file in catalog.weight_files:
         name = file.files.split(file.place)[1]
         record = journal.read(folder, name)
@@ -444,7 +441,7 @@ def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
 def _complete_shards(
     folder: Folder, present: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
 ) -> dict[str, _Place]:
-    """Return the places of complete shards by their usual names."""
+    """Return the places of complete shards by their usual names; ``ids`` gives these by piece id."""
     places: dict[str, _Place] = {}
     # Asides come before the folder: `Replacement.collect` copies the record of a shard before it moves the shard.
     for aside in replacement_of(folder).asides():

@@ -207,10 +207,7 @@ def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> 
 
 
 def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: Verify = None) -> Catalog:
-    """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files.
-
-    A file that is the only one of a model stands for its folder if the result is an engine's.
-    """
+    """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files."""
     if isinstance(src, Catalog):
         return Catalog.of(src, verify=verify)
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
@@ -223,6 +220,7 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
         single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
         if single and (request.format == "gguf" or request.options.get("raw")) and is_rearranged(catalog.metadata):
             catalog = catalog.as_stored()  # with the rows and the keys of the file
+        # A file that is the only one of a model stands for its folder.
         if request.needs_model and len(sources) == 1 and is_path(sources[0]):
             from .only_file import model_of_file  # only here: most results need no model
 

@@ -55,10 +55,7 @@ def run_all(
     threads: int | None,
     progress: Progress,
 ) -> ConvertReport:
-    """Run all pieces of a plan and complete its folder.
-
-    Each shard is put in place and recorded as soon as it is complete.
-    """
+    """Run all pieces of a plan, each of which puts its shard in place and records it, and complete the folder."""
     pieces, sizes = [encode(piece) for piece in plan.pieces], [piece.nbytes for piece in plan.pieces]
     run = PieceRunner(folder, storage_options)
     with ExitStack() as stack:
@@ -72,7 +69,7 @@ def run(
     piece: Mapping[str, Any],
     threads: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    folder: Folder | None = None,
+    folder: Folder | None = None,  # None to derive it from the piece
 ) -> dict[str, Any]:
     """Write the shard of a piece unless it is complete already; see `run_piece`."""
     started = time.perf_counter()
@@ -176,7 +173,7 @@ def _writer(
 def _catalog(
     stack: ExitStack, piece: ConversionPiece, reads: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> Catalog:
-    """Open the tensors that the decisions of a piece read."""
+    """Open the tensors that a piece reads; ``reads`` has plan order, which numbers the first tensor of each file."""
     if not piece.adapters and not piece.recipes:
         return stack.enter_context(opened(piece.sources, reads, storage_options))
     names = [
@@ -291,7 +288,7 @@ def complete(
     folder: Folder,
     storage_options: Mapping[str, Any] | None,
     *,
-    at_once: bool = False,
+    at_once: bool = False,  # True in the call that ran the pieces: trust shards with their reported identity
 ) -> ConvertReport:
     """Complete a folder like `finalize`."""
     shards = _shards_of(plan, results, folder, at_once=at_once)
@@ -368,7 +365,7 @@ def _shards_of(
 
 
 def _check_shards(shards: Mapping[str, _Shard], folder: Folder, *, indexed: bool) -> tuple[dict[str, str], int]:
-    """Read the headers of all shards; return the shard of each tensor and the bytes of all tensors."""
+    """Read the headers of all shards; return the shard of each tensor, if ``indexed``, and the bytes of all tensors."""
     for place in {place.place: place for place in (*(shard.folder for shard in shards.values()), folder)}.values():
         with suppress(OSError):
             place.names()  # listing refreshes the NFS client's directory cache, which can be seconds old

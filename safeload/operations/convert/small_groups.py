@@ -34,11 +34,7 @@ class SmallTensor(NamedTuple):
 
 
 class SmallGroups:
-    """Quantizes small tensors in groups: a writer asks for tensors in order, and a group is those that come next.
-
-    If a group fails, all other tensors are quantized one by one, so that the writer gets the error of the tensor it
-    has asked for.
-    """
+    """Quantizes small tensors in groups: a writer asks for tensors in order, and a group is the next few."""
 
     def __init__(self, threads: int | None) -> None:
         self._threads = threads
@@ -47,6 +43,7 @@ class SmallGroups:
         self._codes: dict[str, Array] = {}
         self._maxima: dict[str, Array] = {}
         self._maxima_bytes = 0
+        # After a failure all tensors are quantized alone, so that the writer gets the error of the tensor it asked for.
         self._failed = False
 
     def add(self, name: str, tensor: SmallTensor) -> None:

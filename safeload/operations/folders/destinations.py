@@ -53,18 +53,15 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def is_folder(location: Location, format: str | None = None) -> bool:
-    """Return True if a destination is a folder: an existing folder, or a path with a final slash or no suffix.
-
-    A URL is a folder unless it has the suffix of a weight file.
-    """
+    """Return True if a destination is a folder: an existing folder, or a path with a final slash or no suffix."""
     path = location.path
     if location.files.remote:
-        return not names_file(location)
+        return not names_file(location)  # a URL is a folder unless it has the suffix of a weight file
     if os.path.isdir(path) or not os.path.basename(path):
         return True
     suffix = os.path.splitext(path)[1].lower()
     named = suffix in WEIGHT_SUFFIXES or suffix in SUFFIXES or _SUFFIX.fullmatch(suffix) is not None
-    return not named and format in (None, SAFETENSORS)
+    return not named and format in (None, SAFETENSORS)  # other formats are files, even without a suffix
 
 
 def of(location: Location) -> Folder:

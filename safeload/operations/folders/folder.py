@@ -76,7 +76,7 @@ class Folder(ABC):
         """Identify a file without reading it, in the same way on all machines; None if the file is gone."""
 
     def holds(self, name: str, size: int, sha256: str, identity: list[Any] | None = None) -> bool:
-        """Return True if a file has this content."""
+        """Return True if a file has this content; an uploaded object is not read if its ``identity`` is unchanged."""
         location = self.location / name
         try:
             with closing(location.files.open(location.path)) as store:
@@ -145,7 +145,7 @@ def check_free(path: str, overwrite: bool) -> None:
 
 
 def refuse_inputs(path: Any, inputs: Iterable[Any]) -> None:
-    """Refuse to write over a local file that is read, whatever its spelling, symbolic links or hard links."""
+    """Refuse to write over a local file that is read, whatever its spelling or links; a folder stands for its files."""
     place = _local(path)
     if place is None or not os.path.isfile(place):
         return

@@ -20,13 +20,13 @@ class Output:
 
     def __init__(
         self,
-        argument: str,
+        argument: str,  # or option, that names the file
         path: str,
-        kind: str,
-        recognises: Callable[[bytes], bool],
+        kind: str,  # "report" or "manifest", for messages
+        recognises: Callable[[bytes], bool],  # tells by the first bytes if safeload wrote this kind of file
         *,
-        overwrite: bool,
-        sources: Iterable[str | None],
+        overwrite: bool,  # allows to replace any file except a source
+        sources: Iterable[str | None],  # paths that are read
     ) -> None:
         self._argument, self._path, self._kind, self._recognises = argument, path, kind, recognises
         self._overwrite = overwrite

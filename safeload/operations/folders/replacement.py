@@ -77,7 +77,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List the files of the old checkpoint, and of earlier conversions, to remove once the index names new shards."""
+        """List the files of the old checkpoint and earlier conversions, to remove once the index names new shards."""
 
     @abstractmethod
     def free_names(self, files: Collection[str]) -> dict[str, str]:
@@ -117,11 +117,8 @@ class Replacement(ABC):
 
     @abstractmethod
     def shard(self, stack: ExitStack, file: str) -> AbstractContextManager[ExitStack]:
-        """Return a context with a stack for putting a shard in place.
-
-        All local shards wait for each other in ``stack``. Shards for a store are uploaded immediately, to save disk
-        space on this machine.
-        """
+        """Return a context with a stack for putting a shard in place: ``stack``, or one that uploads at once."""
+        # Local shards wait for each other. Uploading each at once saves disk space on this machine.
 
     def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
         """Return a context that must end when only the config, and the index or only shard, are left to upload."""
@@ -140,11 +137,11 @@ class Replacement(ABC):
     def commit(  # noqa: B027
         self,
         shards: Mapping[str, Put],
-        beside: Mapping[str, AtomicFile],
+        beside: Mapping[str, AtomicFile],  # sealed
         outdated: Sequence[str],
         *,
-        single: bool,
-        block: AtomicFile | None,
+        single: bool,  # True if the only shard is model.safetensors
+        block: AtomicFile | None,  # see `blocking_index`
     ) -> None:
         """Put local files in place; see the docstring of the module."""
 
@@ -165,10 +162,7 @@ class LocalReplacement(Replacement):
             check_free(path, overwrite)
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List ``model.safetensors``, indexed shards, recorded shards, and records; the only index of another name too.
-
-        Without an index and a ``model.safetensors``, the only complete set of shards is the old checkpoint.
-        """
+        """List ``model.safetensors``, indexed and recorded shards, and records; the only index of another name too."""
         names = self._folder.names()
         indexes = sorted(name for name in names if name.endswith(_INDEX_SUFFIX) and not name.startswith("."))
         old_index = INDEX if INDEX in indexes or len(indexes) != 1 else indexes[0]
@@ -177,7 +171,7 @@ class LocalReplacement(Replacement):
             self._check_no_single()
         shards = {name for name in indexed if _NUMBERED.fullmatch(name)}
         shards.update(name for name in journal.shards(self._folder, names) & names if _NUMBERED.fullmatch(name))
-        if not names & {INDEX, SINGLE, *indexes}:
+        if not names & {INDEX, SINGLE, *indexes}:  # the only complete set of shards is the old checkpoint
             shards.update(filter(_NUMBERED.fullmatch, _complete_set(names - {*files})))
         single = {SINGLE} if self._has_single() else set()
         hidden_indexes = self.leftovers([INDEX]) if names else []  # a conversion was killed while they were hidden
@@ -377,10 +371,9 @@ def _complete_set(names: Iterable[str]) -> list[str]:
 
 
 class OldShards:
-    """The index and the shards beside a new ``model.safetensors``: safeload would read them instead of the new file.
+    """The index and the shards beside a new ``model.safetensors``: safeload would read them instead of the new file."""
 
-    Write the file in a ``with`` block: its end removes the old shards, unless an error occurred.
-    """
+    # The end of a `with` block that writes the file removes the old shards, unless an error occurred.
 
     def __init__(self, path: str, overwrite: bool) -> None:
         self._shards: list[tuple[LocalFolder, list[str]]] = []

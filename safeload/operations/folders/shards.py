@@ -60,7 +60,7 @@ def config_with(
     restored: bool = False,
     schemes: Collection[str] = (),
 ) -> dict[str, Any] | None:
-    """Return the ``config.json`` for converted weights; nested configurations change too."""
+    """Return the ``config.json`` for converted weights, nested parts included; ``restored`` if dequantized."""
     if config is None:
         return None
     if restored or is_own(config):
@@ -110,17 +110,15 @@ def divide(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Out
 
 
 def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
-    """Return the range of tensors in each shard by file name: ``model.safetensors`` for a single shard.
-
-    Without tensors there is a single empty shard.
-    """
+    """Return the range of tensors in each shard by file name: ``model.safetensors`` for a single shard."""
     ends = np.cumsum(sizes, dtype=np.int64)
     bounds, begin, done = [], 0, 0
     while begin < len(ends):
+        # A tensor larger than the limit gets its own shard.
         end = max(begin + 1, int(np.searchsorted(ends, done + limit, side="right")))
         bounds.append(slice(begin, end))
         begin, done = end, int(ends[end - 1])
-    bounds = bounds or [slice(0, 0)]
+    bounds = bounds or [slice(0, 0)]  # an empty shard
     if len(bounds) == 1:
         return {SINGLE: bounds[0]}
     return {f"model-{k + 1:05}-of-{len(bounds):05}.safetensors": rows for k, rows in enumerate(bounds)}
@@ -142,7 +140,7 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
 def writer_of(
     outputs: Mapping[str, Output], metadata: Mapping[str, str] | None, *, editable: bool = True
 ) -> ShardWriter:
-    """Return the writer of a shard with these tensors and metadata."""
+    """Return the writer of a shard; an ``editable`` header has room for changes, unlike the headers of engines."""
     return FileWriter(*pack(outputs, metadata, in_folder=True), room=ROOM if editable else 0)
 
 
@@ -174,18 +172,16 @@ class ShardWriter(Protocol):
 
 
 def write_shards(
-    shards: Mapping[str, Callable[[], ShardWriter]],
+    shards: Mapping[str, Callable[[], ShardWriter]],  # each is called when its turn comes
     beside: Beside,
     folder: Folder,
     *,
     overwrite: bool,
-    replacing: AbstractContextManager[object] | None = None,
+    replacing: AbstractContextManager[object] | None = None,  # entered before the first complete file is put in place
 ) -> int:
-    """Write shards, config and index, and return the bytes of the shards.
-
-    A folder cannot be opened until it is complete; see `Replacement`. If an error occurs, a new folder is removed.
-    """
+    """Write shards, config and index, and return the bytes of the shards."""
     written = 0
+    # A folder cannot be opened until it is complete. If an error occurs, a new folder is removed.
     replacement = replacement_of(folder)
     outdated = replacement.outdated([*shards, *([INDEX] if beside.indexed else [])]) if overwrite else []
     with replacement.undone(), ExitStack() as stack:  # a store gets the first file last
@@ -217,7 +213,7 @@ def write_shard(
     name: str,
     *,
     overwrite: bool,
-    digest: Digest | None = None,
+    digest: Digest | None = None,  # receives every byte of the file
 ) -> AtomicFile:
     """Write a shard and return the sealed file. Leaving the stack puts it in place."""
     file = stack.enter_context(folder.writing(name, writer.size, overwrite=overwrite, digest=digest))
@@ -227,19 +223,16 @@ def write_shard(
 
 
 def write_beside(
-    stack: ExitStack,
+    stack: ExitStack,  # its end uploads the files of a store, the index last if there is one
     beside: Beside,
     folder: Folder,
     replacement: Replacement,
     *,
     overwrite: bool,
     outdated: Sequence[str] = (),
-    placed: Collection[str] = (),
+    placed: Collection[str] = (),  # new shards that are in the folder already
 ) -> Callable[[Mapping[str, Put]], None]:
-    """Write the files beside the shards, and return the function that puts local files in place, shards included.
-
-    Leaving the stack uploads the files of a store, the index last if there is one.
-    """
+    """Write the files beside the shards, and return the function that puts local files in place, shards included."""
     import json
 
     config = None if beside.config is None else (json.dumps(dict(beside.config), indent=2) + "\n").encode()

@@ -44,7 +44,7 @@ _NUMBERED = "model-00001-of-00001.safetensors"
 
 
 class StoreFolder(Folder):
-    """A folder in a store. Like a plan, its pickle contains no secrets."""
+    """A folder in a store. The path holds secrets; like a plan, the pickle holds none."""
 
     _unreadable = (FileNotFoundError, FormatError)
 

@@ -90,14 +90,12 @@ def forget(folder: Folder) -> None:
 
 
 def continued(folder: Folder, call: str) -> UnfinishedNote | None:
-    """Return the note of this call, if it was interrupted while replacing its own source; None otherwise.
-
-    A note is untrusted: it has names, ids and numbers, but no paths.
-    """
+    """Return the note of this call, if it was interrupted while replacing its own source; None otherwise."""
     plain = _read(folder)
     if plain is None or plain.get(KEY) != VERSION or plain.get("call") != call or "pieces" not in plain:
         return None
     prefix = f"invalid {NAME}"
+    # A note is untrusted: it has names, ids and numbers, but no paths.
     check_version(plain, prefix)
     content = decode(UnfinishedNote, plain, prefix)
     if content.id is None:
@@ -166,7 +164,7 @@ def _check(path: str) -> None:
 
 
 def _half_replaced(folder: Folder, plain: Mapping[str, Any]) -> ValueError:
-    """Return the error for a half-replaced source."""
+    """Return the error for a half-replaced source; its note ``plain`` can be malformed."""
     options = plain.get("options")
     listed = ", ".join(f"{key}={show(value)}" for key, value in options.items()) if isinstance(options, dict) else ""
     with_options = f" ({printable(listed)}; safeload {printable(str(plain.get('version')))})" if listed else ""

@@ -143,7 +143,7 @@ def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] |
 
 
 def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
-    """Yield the lines about an adapter."""
+    """Yield the lines about an adapter, with at most ``rows`` problems; ``rest`` returns a line for the rest."""
     if found is None:
         return
     if isinstance(found, str):

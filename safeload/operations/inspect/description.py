@@ -18,10 +18,7 @@ _TEXT, _NUMBER = 80, 10**12
 
 
 def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
-    """Describe the model, such as "llama, 12 layers, hidden 512, vocabulary 32,000, bfloat16"; "" if unknown.
-
-    Values of unexpected types are left out.
-    """
+    """Describe the model, such as "llama, 12 layers, hidden 512, vocabulary 32,000, bfloat16"; "" if unknown."""
     if config is None:
         name = metadata.get(ARCHITECTURE)
         if not isinstance(name, str):
@@ -35,6 +32,7 @@ def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
         return _line(name, layers=layers, experts=experts, hidden=hidden, words=vocabulary)
     from ...models.choosing import LANGUAGE  # imported here: most files have no config.json
 
+    # Values of unexpected types are left out.
     inner = next((part for key in LANGUAGE if isinstance(part := config.get(key), Mapping)), {})
     both = {**inner, **config}
     return _line(

@@ -99,7 +99,7 @@ def describe(
     adapter: adapters.Found = None,
     memory: bool = True,
 ) -> Info:
-    """Describe an open checkpoint."""
+    """Describe an open checkpoint; its ``memory`` takes milliseconds to compute."""
     infos = opened.tensors
     return Info(
         path=path,

@@ -41,7 +41,7 @@ KEYS: dict[str, Callable[[Row], Any]] = {
 
 
 def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
-    """Return rows in file order, with equal layers in one row."""
+    """Return rows in file order, with equal layers in one row; if ``alone``, a row per tensor in natural order."""
     infos = list(infos)
     with paused(len(infos)):
         if alone:
@@ -115,7 +115,7 @@ class _Module:
 
 
 def as_tree(rows: Iterable[Row], key: str | None, depth: int | None) -> list[Row]:
-    """Return rows of modules and tensors, indented by level."""
+    """Return rows of modules and tensors, indented by level and sorted by ``key``; sums include all levels."""
     root = _Module("")
     for row in rows:
         root.add(BETWEEN_PARTS.split(row.name, _LEVELS), row)

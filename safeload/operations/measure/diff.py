@@ -212,7 +212,7 @@ def _compare_values(
     a: _Checkpoint,
     b: _Checkpoint,
     shapes: Mapping[str, _Shape],
-    resized: Collection[str],
+    resized: Collection[str],  # tensors with other shapes
     *,
     threads: int | None,
     progress: Progress,

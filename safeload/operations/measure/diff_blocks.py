@@ -75,6 +75,7 @@ def compare(
     a: Spans, b: Spans, shapes: Sequence[tuple[int, ...]], threads: int | None, meter: Meter
 ) -> list[TensorDiff | None]:
     """Compare tensors of the same shapes, and return their differences; None for complex tensors whose bytes differ."""
+    # A complex number can be passed as two float64. `meter` gets 8 bytes for each compared element.
     elements = np.array([math.prod(shape) for shape in shapes], np.int64)
     file, begins, _, of_a, _ = a.columns
     of_b = b.columns[3]
@@ -130,17 +131,14 @@ class _Buffers(local):
 
 
 def _unequal(a: Spans, b: Spans, elements: Array, threads: int | None, meter: Meter) -> Array:
-    """Return a mask of the tensors with different bytes, for two sides with equal dtypes.
-
-    A large tensor is compared up to the first block that differs.
-    """
+    """Return a mask of the tensors with different bytes, for two sides with equal dtypes."""
     differs = np.zeros(len(a), bool)
     pieces = Pieces.of(a.lengths, BYTES)
     total = int(a.lengths.sum())
     a, b = a.divided(BYTES), b.divided(BYTES)
     buffers = _Buffers(min(total, 2 * BYTES))
 
-    def blocks() -> Iterator[slice]:
+    def blocks() -> Iterator[slice]:  # of a large tensor, up to the first that differs
         for block in pieces.blocks(BYTES):
             if block.stop - block.start > 1 or not differs[pieces.tensors[block.start]]:
                 yield block

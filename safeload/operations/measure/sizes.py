@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
     stored: int  # bytes of the stored tensors, as `safeload.load` loads them without ``dtype``
     dtypes: Mapping[str, int]  # bytes that `safeload.load` needs with this ``dtype``: "float32", "float16", "bfloat16"
-    # bytes that `load_quantized` needs with this scheme and no other arguments. Embeddings, norms and biases are then
+    # Bytes that `load_quantized` needs with this scheme and no other arguments. Embeddings, norms and biases are then
     # float32, and a tied head is a separate tensor.
     schemes: Mapping[str, int]
 
@@ -126,7 +126,7 @@ def _converted(kind: _Kind, width: int) -> int:
 
 
 def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, catalog: Catalog) -> int:
-    """Return the bytes of all tensors in the format of an engine."""
+    """Return the bytes of all tensors in the format of an engine; the catalog has the names of the engine."""
     schema = ModelRules.of(catalog).schema if isinstance(catalog, EngineCatalog) else model.schema
     rules.set_model(schema, catalog, chosen=model.config is None)
     total, quantized = 0, False

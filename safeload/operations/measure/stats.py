@@ -171,16 +171,13 @@ def measure(
     threads: int | None,
     progress: Progress = None,
 ) -> dict[str, TensorStats]:
-    """Compute statistics of tensors that are not codes; see `stats`.
-
-    Tensors that can be read in place share a run. The rest run separately, because each needs a copy.
-    """
+    """Compute statistics of tensors that are not codes; see `stats`."""
     with paused(len(names)):
         tensors = catalog.plain(names)
         if tensors is not None and not tensors.remote:
             return _measure_plain(tensors, histogram, threads, progress)
         ready: dict[str, _Part] = {}
-        to_copy: list[str] = []
+        to_copy: list[str] = []  # these run separately, because each needs a copy
         for name in names:
             source = catalog.in_place(name)
             if source is None:
@@ -298,12 +295,9 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
 
 
 def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
-    """Return a wider dtype that the core supports, or None if the dtype does not hold real numbers.
-
-    Conversion is exact, except for long double.
-    """
+    """Return a wider dtype that the core supports, or None if the dtype does not hold real numbers."""
     if dtype.kind == "f" and dtype.itemsize > 8:
-        return dtypes.BY_CODE["F64"]
+        return dtypes.BY_CODE["F64"]  # not exact for long double
     # The small types of ml_dtypes: nothing else registers dtypes with NumPy.
     return dtypes.BY_CODE["F32"] if row is not None or (dtype.isbuiltin == 2 and dtype.itemsize == 1) else None
 
@@ -361,10 +355,9 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
 
 
 def _statistics(measured: _Measured, run: Callable[[int, Array, Array], object], histogram: bool) -> list[TensorStats]:
-    """Compute the statistics of tensors in a single run.
-
-    An allocation holds the bins of each tensor, and a record per segment. The core merges the records at the end.
-    """
+    """Compute the statistics of tensors in a single run."""
+    # An allocation holds the bins of each tensor, and a record per segment. The core merges the records at the end.
+    # `run` gets the operation, the address of the results of each tensor, and the tensors with elements.
     counts = np.array([*map(math.prod, measured.shapes)], np.int64)
     segments = -(-counts // _SEGMENT)
     bins = _BINS if histogram else 0

@@ -118,7 +118,7 @@ class StatsTable(ResultTable[TensorStats]):
 def lines_of(
     rows: Sequence[tuple[str, TensorStats]], columns: int | None, *, histogram: bool = False
 ) -> list[tuple[str, str]]:
-    """Return the lines of a table, each with its colour or ""."""
+    """Return the lines of a table, each with its colour or "", cut to ``columns`` characters if given."""
     header: tuple[str, ...] = ("tensor", "min", "max", "mean", "std", "bad")
     wide = width() >= _WIDE
     if wide:

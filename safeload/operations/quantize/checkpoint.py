@@ -159,14 +159,10 @@ def check_restorable(name: str, scheme: str) -> None:
 
 
 class Rules:
-    """Selects a scheme for each tensor.
-
-    Attributes:
-        schema: schema of the model, which gives the roles of tensors; None falls back to `KEPT_NAMES`
-    """
+    """Selects a scheme for each tensor."""
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
-        self.schema: Schema | None = None
+        self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
         schemes = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
         self._schemes = {pattern: None if value is None else parse(value) for pattern, value in schemes.items()}
         self.kept = Kept(keep)

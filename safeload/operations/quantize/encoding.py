@@ -89,8 +89,8 @@ def encode(
     encoding: Encoding,
     weights: Weights,
     *,
-    largest: float | None = None,
-    codes: Array | None = None,
+    largest: float | None = None,  # for NVFP4: the largest magnitude in the weight and its fused partners
+    codes: Array | None = None,  # memory for the codes
     only_scales: bool = False,
     threads: int | None = None,
 ) -> dict[str, Array]:
@@ -194,7 +194,7 @@ class _Tasks:
         self._encoding = encoding
         self._weights = weights
         self._scale = tensor_scale
-        self._arrays = arrays
+        self._arrays = arrays  # codes (empty to leave out), scales, biases, zeros, scale codes
         self._table = np.array(encoding.preset.table, np.float32)
         types = ("uint8_t *", "float *", "float *", "int8_t *", "uint8_t *")
         self._parts = [_pointer(array, kind) for array, kind in zip(arrays, types, strict=True)]

@@ -40,7 +40,7 @@ class SourcePart(NamedTuple):
 
 
 class EngineCatalog(RestructuredCatalog):
-    """The tensors of a model as an engine names and shapes them."""
+    """The tensors of a model as an engine names and shapes them, each with a recipe."""
 
     def __init__(self, base: Catalog, recipes: Mapping[str, TensorRecipe]) -> None:
         super().__init__(base, recipes, constants={}, metadata=base.metadata, config=base.config, format=base.format)
@@ -122,7 +122,7 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
 
 
 def restored(catalog: Catalog, recipes: Mapping[str, TensorRecipe], names: Iterable[str]) -> Catalog:
-    """Return the catalog of a plan."""
+    """Return the catalog of a piece with all its ``names``; a name without a recipe is a tensor of the source."""
     own = {name: TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in names if name not in recipes}
     for name, recipe in recipes.items():
         shapes = {source: tuple(catalog.about(source).shape) for source in recipe.sources}

@@ -57,24 +57,20 @@ EngineFormat: TypeAlias = Literal[
 
 
 class EngineRules:
-    """Select the weights that an engine's tool would quantize.
-
-    Attributes:
-        schema: schema of the model; None if the caller has chosen the tensors
-    """
+    """Select the weights that an engine's tool would quantize."""
 
     def __init__(self, preset: Preset, keep: Keep) -> None:
         self.preset = preset
         self.engine = ENGINES[preset.engine]
         self._keep = keep
         self.kept = Kept(keep)
-        self.schema: Schema | None = None
+        self.schema: Schema | None = None  # None if the caller has chosen the tensors
         self._config: Mapping[str, Any] | None = None
         self._experts: MlxExperts | None = None
         self._tied: Collection[str] = ()
 
     def set_model(self, schema: Schema | None, catalog: Catalog, *, chosen: bool) -> None:
-        """Set the model."""
+        """Set the model, arranged for the engine; any model is supported if the caller has ``chosen`` the tensors."""
         self._config = config = catalog.config
         if isinstance(catalog, EngineCatalog):
             self.kept = Kept(catalog.kept(self._keep))
@@ -187,10 +183,10 @@ class EngineRules:
 
     def config(
         self,
-        config: Mapping[str, Any] | None,
-        quantized: Mapping[str, str],
-        kept: Mapping[str, str],
-        names: Mapping[str, str],
+        config: Mapping[str, Any] | None,  # of the source, with the dtype of the result
+        quantized: Mapping[str, str],  # format of each quantized tensor, by name before `rename`
+        kept: Mapping[str, str],  # why each other tensor was kept, by name before `rename`
+        names: Mapping[str, str],  # in the result, by name before `rename`
     ) -> dict[str, Any]:
         """Return the ``config.json`` of the folder."""
         linear = {name: reason for name, reason in kept.items() if reason.startswith(_LINEAR)}

@@ -64,7 +64,7 @@ def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") ->
 
 
 def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, threads: int | None) -> Iterator[Job]:
-    """Yield the jobs that quantize a tensor with importance, one for each matrix with an importance of its own."""
+    """Yield the jobs that quantize a tensor to ``memory`` (address), one for each matrix with its own importance."""
     target = SCHEMES[scheme].dtype
     columns = source.shape[-1]
     if source.packed is not None and (len(importance) > 1 or not source.in_order):
@@ -125,7 +125,7 @@ def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> A
     if vector.size == columns * matrices:
         return vector.reshape(matrices, columns)
     if name in EMBEDDINGS:
-        return None
+        return None  # llama-quantize ignores such an entry
     raise FormatError(
         f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
         + (f" in {matrices:,} matrices" if matrices > 1 else ""),

@@ -241,7 +241,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
 def maxima_of(
     tensors: Sequence[tuple[Source, int | None]], threads: int | None, progress: Progress = None
 ) -> list[Array]:
-    """Return the bits of the largest magnitude in each channel of tensors to quantize to int8."""
+    """Return the bits of the largest magnitude in each channel of tensors with ordered values, to quantize to int8."""
     counts = [1 if axis is None else source.shape[axis] for source, axis in tensors]
     ends = np.cumsum([0, *counts])
     bits = np.zeros(ends[-1], np.uint32)
@@ -365,14 +365,12 @@ _BITNET_CONFIG = '{"quantization_config": {"linear_class": "bitlinear", "quant_m
 
 
 def _quantize_bitnet(x: Any, threads: int | None) -> QuantizedTensor:
-    """Return ternary codes of a matrix: clip(round(x * s), -1, 1) with s = 1 / mean(abs(x)), value code / s.
-
-    This is ``WeightQuant`` of transformers' integrations/bitnet.py in float32. The mean is summed in float64 and
-    rounded once, because the order of PyTorch's float32 sum depends on the machine.
-    """
+    """Return ternary codes of a matrix: clip(round(x * s), -1, 1) with s = 1 / mean(abs(x)), value code / s."""
     shape = of_reals("", x, threads).shape
     if len(shape) != 2 or shape[0] % 4:
         raise ValueError(f"bitnet packs four rows of a matrix into one, but the shape is {list(shape)}")
+    # Like `WeightQuant` of transformers' integrations/bitnet.py, in float32. The mean is summed in float64 and rounded
+    # once, because the order of PyTorch's float32 sum depends on the machine.
     values: Array = np.asarray(astype(x, np.float32, threads=threads))
     step = max(1, _BLOCK // max(1, shape[1]))
     total = sum(float(np.abs(values[k : k + step], dtype=np.float64).sum()) for k in range(0, shape[0], step))

@@ -190,8 +190,8 @@ def _clipped(name: str) -> str:
 def _plan_entry(
     entry: StackedTensor,
     tensors: Mapping[str, TensorDescription],
-    layers: set[int] | None,
-    counts: Mapping[str, int],
+    layers: set[int] | None,  # that match the entry; None if it has no layer axis
+    counts: Mapping[str, int],  # of layers, by the prefix of their names, over all entries
     target: dtypes.Dtype | None,
 ) -> Stack:
     """Plan an entry of a layout."""

@@ -29,11 +29,9 @@ _MOST_BYTES = 32 << 20
 
 
 class Weights(NamedTuple):
-    """The values of a weight, in C order and little-endian.
+    """The values of a weight, in C order and little-endian."""
 
-    ``read`` returns a range, valid until its context ends; any thread may call it.
-    """
-
+    # Returns a range, valid until its context ends; any thread may call it.
     read: Callable[[int, int], AbstractContextManager[Array]]
     step: int  # values to read at once
     readers: int | None = None  # most threads
@@ -76,7 +74,7 @@ def weights_of(
     value: Source | QuantizedTensor,
     row: dtypes.Dtype,
     scratch: ScratchBuffers,
-    whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],
+    whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],  # an array for values that have no ranges
     threads: int | None,
 ) -> Weights:
     """Return the values of a tensor as a dtype."""

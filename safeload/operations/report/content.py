@@ -64,7 +64,7 @@ def findings_section(report: Any) -> str:
 def sections(
     opened: Checkpoint, report: Any, scheme: SchemeName | None, *, threads: int | None, bars: Bars
 ) -> Iterator[str]:
-    """Yield the sections about an open checkpoint."""
+    """Yield the sections about an open checkpoint; ``scheme`` adds its quantization error."""
     infos = opened.tensors
     shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
     metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]

@@ -97,15 +97,12 @@ def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
 
 
 def _modules(names: Sequence[str]) -> dict[str, str]:
-    """Map names to modules, cutting names until there are at most `KINDS` modules.
-
-    If even the first parts are too many, ``{}`` replaces their digits: "t{}" for "t1234".
-    """
+    """Map names to modules, cutting names until there are at most `KINDS` modules."""
     modules = {name: name for name in names}
     depth = min(_DEPTH, max((name.count(".") for name in names), default=0))
     while len(set(modules.values())) > KINDS and depth > 0:
         modules = {name: ".".join(name.split(".", depth)[:depth]) for name in names}
         depth -= 1
-    if len(set(modules.values())) > KINDS:
+    if len(set(modules.values())) > KINDS:  # "t{}" for "t1234"
         return {name: _DIGITS.sub("{}", module) for name, module in modules.items()}
     return modules

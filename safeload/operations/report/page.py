@@ -31,7 +31,7 @@ def breakable(name: str) -> str:
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, label: str, words: int = 1) -> str:
-    """Return a table in a scrolling box, collapsed if it is long."""
+    """Return a table in a scrolling box, collapsed if it is long; ``words`` columns are text, the rest numbers."""
     kinds = ["name mono", *["word"] * (words - 1), *["number"] * (len(header) - words)]
 
     def row(cells: Sequence[str]) -> str:
@@ -51,7 +51,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
 
 
 def finding(first: Finding, *, similar: Sequence[tuple[str, str]], left: int) -> str:
-    """Return a finding."""
+    """Return a finding, with ``similar`` findings by subject and message, and the number of findings ``left`` out."""
     severity, subject = first.severity, first.tensor or "file"
     count = 1 + len(similar) + left
     many = f'<span class="soft small">{plural(count, "tensor")}</span>' if count > 1 else ""
@@ -95,7 +95,7 @@ def facts(pairs: Iterable[tuple[str, str]], kind: str) -> str:
 
 
 def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
-    """Return the head of the page."""
+    """Return the head of the page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
     return (
         f'<header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
         f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '

@@ -195,13 +195,13 @@ def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[fl
 
 def _plot(
     marks: str,
-    width: int,
-    ticks: Sequence[tuple[float, str]],
+    width: int,  # of the marks in SVG units
+    ticks: Sequence[tuple[float, str]],  # positions on the vertical axis, between 0 and 1, and their texts
     *,
     title: str = "",
-    label: str,
+    label: str,  # for screen readers
     axis: str,
-    caption: str = "",
+    caption: str = "",  # of the horizontal axis
 ) -> str:
     """Return a chart with its axes."""
     rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
@@ -231,7 +231,7 @@ def _axis(ticks: Iterable[tuple[float, str]], *, edges: bool = False) -> str:
 
     def span(k: int, at: float, text: str) -> str:
         kinds = ["between"] if last > 3 and k % 2 and not (edges and k == last) else []
-        if edges and k in (0, last):
+        if edges and k in (0, last):  # stay within the chart
             at, kind = (0, "first") if k == 0 else (1, "last")
             kinds.append(kind)
         chosen = f' class="{" ".join(kinds)}"' if kinds else ""
@@ -248,14 +248,10 @@ def _steps(top: float, limit: int) -> list[float]:
 
 
 def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tuple[float, str]]]:
-    """Return the ends of the vertical axis, and its ticks as positions between 0 and 1 with texts.
-
-    On a logarithmic scale, values and ends are exponents of ten. Ticks are at 1, 10, 100; if these are
-    fewer than two, at 1, 2, 5, 10.
-    """
+    """Return the ends of the vertical axis, and its ticks as positions between 0 and 1 with texts."""
     room = max(0.06 * (high - low), 0.05 if log else 1e-3 * max(abs(low), abs(high), 1e-3))
     bottom, top = low - room, high + room
-    if log:
+    if log:  # values and ends are exponents of ten; ticks at 1, 10, 100 or, if fewer than two, at 1, 2, 5, 10
         decades = range(math.ceil(bottom), int(top // 1) + 1)
         step = -(-len(decades) // 4) or 1
         at = [float(power) for power in decades if power % step == 0]
@@ -281,7 +277,7 @@ def _power(exponent: int) -> str:
 
 
 def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
-    """Heat map of the values of each kind by binary order of magnitude."""
+    """Heat map of the values of each kind by binary order of magnitude; histograms begin at 2**``lowest``."""
     groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
     counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}

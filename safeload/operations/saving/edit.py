@@ -77,7 +77,8 @@ def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:
 def recover_edit(path: PathLike) -> str:
     """Complete an interrupted edit of a file, or of the shards of a folder or index.
 
-    Their temporary files that killed processes left are removed, unless a process is writing in the folder.
+    Return "nothing" if no edit was interrupted, "old" if a file has its old header again, else "new". Temporary files
+    that killed processes left are removed, unless a process is writing in the folder.
     """
     text = local_path(path)
     folder = text if os.path.isdir(text) else os.path.dirname(text) if text.endswith(".index.json") else None

@@ -40,7 +40,7 @@ class SafetensorsEdit(Edit):
 
     def __init__(self, path: str, file: Locked, *, durable: bool) -> None:
         super().__init__()
-        self.path, self._file, self._durable = path, file, durable
+        self.path, self._file, self._durable = path, file, durable  # the path is for messages
         opened = open_file(file.path, brief=True)
         try:
             table = opened.table
@@ -204,7 +204,7 @@ class GgufEdit(Edit):
 
     def __init__(self, path: str, file: Locked, *, durable: bool) -> None:
         super().__init__()
-        self.path, self._file, self._durable = path, file, durable
+        self.path, self._file, self._durable = path, file, durable  # the path is for messages
         opened = open_without_table(file.path)
         try:
             table = gguf_reading.read_table(opened)

@@ -158,7 +158,7 @@ class DeclaredFile:
         self._missing = dict.fromkeys(tensors)
 
     def begin(self, in_order: bool) -> int:
-        """Lay out the file and return its size."""
+        """Lay out the file and return its size; ``in_order`` if tensors come as declared and the file cannot seek."""
         rows, shapes = zip(*self._tensors.values(), strict=True) if self._tensors else ((), ())
         numbers = bytes(row.number for row in rows)
         self._header = Header([*self._tensors], numbers, shapes, self._metadata, keeps_order=in_order, room=ROOM)

@@ -20,7 +20,7 @@ _RESERVED = "__metadata__"
 
 
 def value_of(name: str, value: Any, keep: list[Any]) -> Any:
-    """Return a NumPy array, a `QuantizedTensor`, or the writer's input for a tensor of another library."""
+    """Return the writer's input for a tensor; ``keep`` receives objects that must live until the value is written."""
     if isinstance(value, (np.ndarray, np.generic, QuantizedTensor)):
         return value
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")

@@ -80,8 +80,8 @@ class Catalog:
     def __init__(
         self,
         origins: Sequence[Checkpoint | Mapping[str, Any]],
-        mapped: bool = True,
-        names: Collection[str] | None = None,
+        mapped: bool = True,  # False to read packed tensors even if they stay packed, instead of mapping their files
+        names: Collection[str] | None = None,  # to include from a single checkpoint
     ) -> None:
         checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
         titles = [origin.path if isinstance(origin, Checkpoint) else "dict" for origin in origins]
@@ -120,7 +120,7 @@ class Catalog:
         storage_options: Mapping[str, Any] | None = None,
         verify: Verify = None,
     ) -> Catalog:
-        """Return the catalog of an operation's input."""
+        """Return the catalog of an operation's input; it closes files that it opens, but no checkpoint or catalog."""
         if isinstance(source, Catalog) and not verify:
             return cls(source._origins, source.mapped)
         sources: Sequence[Given] = source if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item]
@@ -148,7 +148,7 @@ class Catalog:
         return catalog
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
-        """Return a catalog with tensors under second names."""
+        """Return a catalog with tensors under second names, the keys of ``aliases``."""
         origins: list[Checkpoint | Mapping[str, Any]] = []
         for origin in self._origins:
             names = {alias: name for alias, name in aliases.items() if name in origin}
@@ -159,7 +159,7 @@ class Catalog:
         return Catalog(origins, self.mapped)
 
     def among(self, names: Collection[str]) -> Catalog:
-        """Return a catalog with some tensors of a checkpoint, so that the rest of its files is not decoded."""
+        """Return a catalog with distinct ``names`` of a checkpoint, so that the rest of its files is not decoded."""
         return Catalog(self._origins, self.mapped, names)
 
     def __enter__(self) -> Catalog:
@@ -206,7 +206,7 @@ class Catalog:
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
 
     def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
-        """Return tensors if all tensors are plain tensors of checkpoints; else None."""
+        """Return tensors if all are plain tensors of checkpoints, or ``blocks`` of known types; else None."""
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
         tables = [file.table for file in self.weight_files]
@@ -238,7 +238,7 @@ class Catalog:
     def choose(
         self, names: Iterable[str] | None, only: Patterns = None, drop: Patterns = None, more: Iterable[str] = ()
     ) -> list[str]:
-        """Return the names of the tensors for an operation."""
+        """Return the names of the tensors for an operation; patterns can also match the names in ``more``."""
         if names is None:
             return choose([*self, *more], None, only, drop)
         exact = choose((), names, only, None)
@@ -340,11 +340,7 @@ class Catalog:
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
-        """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first.
-
-        An array must be copied if it is not in C order, has the wrong byte order, or has elements that are not whole
-        bytes. A packed tensor must be copied if its codes are not in the order of its values.
-        """
+        """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
         origin, file, index = self._places[name]
         if file is not None:
             restoring = self.restoring(name)
@@ -360,6 +356,7 @@ class Catalog:
             data = value.data
         else:
             data = as_array(value, name)
+        # Elements must be whole bytes, and in C order; codes in the order of their values.
         if about.element is None or not (data.flags.c_contiguous and data.dtype.isnative):
             return None
         return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
@@ -402,13 +399,10 @@ class Catalog:
             out[...] = ordered
 
     def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
-        """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized.
-
-        Only the item is read if the tensor is stored in a file.
-        """
+        """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized."""
         origin, file, _ = self._places[name] if item is not None else TensorPlace({})
         if item is not None and file is not None and isinstance(origin, Checkpoint) and not self.is_computed(name):
-            array: Array = origin.take(name, [item], row.name)[0]
+            array: Array = origin.take(name, [item], row.name)[0]  # reads the item only
             return array
         out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
         self.read_into(name, row, out, threads)
@@ -430,7 +424,7 @@ class Catalog:
         return self._codes
 
     def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
-        """Return `codes`."""
+        """Return `codes`; ``quantization`` applies to origins without a configuration."""
         if len(self.checkpoints) == 1 and not self.in_memory:
             return codes_of(self.checkpoints[0])
         recognized = {name: codes for checkpoint in self.checkpoints for name, codes in codes_of(checkpoint).items()}

@@ -52,21 +52,20 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[_T], plain: Any, prefix: str, *, extra: bool = False) -> _T:
-    """Return a record from plain data; the inverse of `encode`."""
+    """Return a record from plain data; the inverse of `encode`. Records of later releases can have ``extra`` fields."""
+    # Fields can be str, int, float, bool, Any, list, tuple, dict, unions and other dataclasses and NamedTuples.
     record: _T = _Decoder(prefix, extra).value(cls, plain, "")
     return record
 
 
 def rows_of(cls: type[_Row], columns: Iterable[Iterable[Any]]) -> list[_Row]:
-    """Return a NamedTuple for each row of columns, without running Python code for each.
-
-    Nothing is checked, because results of our own pieces can be trusted and come in large numbers.
-    """
+    """Return a NamedTuple for each row of columns, unchecked and without Python code for each."""
+    # Results of our own pieces can be trusted and come in large numbers.
     return list(map(tuple.__new__, repeat(cls), zip(*columns, strict=True)))
 
 
 def lists_of(rows: Mapping[str, tuple[Any, ...]], functions: _Functions) -> dict[str, list[Any]]:
-    """Return NamedTuples as plain data, by name, like `encode`."""
+    """Return NamedTuples as plain data, by name, like `encode`; ``functions`` encode fields by position."""
     with paused(len(rows)):
         return dict(zip(rows, map(list, zip(*_changed(rows, functions), strict=True)), strict=True))
 
@@ -97,7 +96,7 @@ class _Decoder:
         self._extra = extra
 
     def value(self, kind: Any, value: Any, path: str) -> Any:
-        """Return a decoded value."""
+        """Return a decoded value; ``path`` is its place in the record, such as "sources[0].files"."""
         form, arguments = _form_of(kind)
         if form is Any:
             return value

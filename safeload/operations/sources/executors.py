@@ -53,12 +53,12 @@ class Executor(Protocol):
 
 
 def run(
-    function: Callable[[Mapping[str, Any], int | None], _T],
+    function: Callable[[Mapping[str, Any], int | None], _T],  # importable by name, because executors pickle it
     pieces: Sequence[Mapping[str, Any]],
-    executor: Executor | None,
+    executor: Executor | None,  # None to run the pieces in this thread
     *,
-    sizes: Sequence[int],
-    threads: int | None,
+    sizes: Sequence[int],  # bytes of each piece
+    threads: int | None,  # per piece; None: one on an executor, which can run several pieces per machine, and all here
     progress: Progress,
 ) -> list[_T]:
     """Call ``function(piece, threads)`` for each piece and return the results in order.
@@ -102,7 +102,7 @@ def by_tensor(
     results = run(function, pieces, executor, sizes=nbytes, threads=threads, progress=progress)
     by_name: dict[str, Any] = {}
     for result in results:
-        by_name.update(result["tensors"])
+        by_name.update(result["tensors"])  # of some or all tensors of the piece
     return by_name if [*by_name] == names else {name: by_name[name] for name in names if name in by_name}
 
 

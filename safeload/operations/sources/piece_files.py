@@ -33,7 +33,7 @@ def check_paths(catalog: Catalog, argument: str) -> None:
 
 
 def in_memory(tensors_are: str, argument: str) -> ValueError:
-    """Return the error for tensors in memory."""
+    """Return the error for tensors in memory; ``tensors_are`` is the subject and the verb of its message."""
     return ValueError(f"{argument} needs the path of a checkpoint, or an open one: {tensors_are} only in this process")
 
 
@@ -166,13 +166,13 @@ class Sources:
         return self.of_files((file, k) for k, name in enumerate(names) for file in self.files_of(name))
 
     def of_columns(self, files: Sequence[Any], file: Array) -> tuple[PieceSource, ...]:
-        """Return the sources of a piece with plain tensors, like `of`."""
+        """Return the sources of a piece with plain tensors, like `of`; ``file`` numbers the file of each tensor."""
         distinct, first = np.unique(file, return_index=True)
         numbered = sorted(zip(first.tolist(), distinct.tolist(), strict=True))
         return self.of_files((files[number], k) for k, number in numbered)
 
     def of_files(self, numbered: Iterable[tuple[WeightFile, int]]) -> tuple[PieceSource, ...]:
-        """Return the sources of a piece with tensors in these files, like `of`."""
+        """Return the sources of a piece, like `of`, from files with indexes of its tensors, in ascending order."""
         first: dict[str, tuple[WeightFile, int]] = {}  # a path can have several files, each with a part of its bytes
         for file, k in numbered:
             first.setdefault(file.place, (file, k))
@@ -182,7 +182,7 @@ class Sources:
         return tuple(map(self._source_of, by_checkpoint.values()))
 
     def _source_of(self, numbered: Sequence[tuple[WeightFile, int]]) -> PieceSource:
-        """Return the source for files of the same checkpoint."""
+        """Return the source for files of the same checkpoint, each with the index of its first tensor."""
         owner = self._owners[numbered[0][0]]
         recipe = self._recipes[id(owner)]
         folder, config, beside, files, unlisted = None, None, [], [], {}
@@ -246,7 +246,7 @@ def _beside(file: WeightFile) -> list[FileVersion]:
 
 
 def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
-    """Return the file system of a path or URL in a plan."""
+    """Return the file system of a path or URL in a plan; options of this process override ``planned`` options."""
     check_path(path)
     if not urls.is_url(path):
         return LOCAL
@@ -329,7 +329,7 @@ def _find(source: PieceSource, names: Sequence[str], storage_options: Mapping[st
 
 @contextmanager
 def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
-    """Name a tensor in errors if its file is gone or has changed."""
+    """Name a tensor in errors if its file is gone or has changed; ``tensors`` holds the first of each path."""
     more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
     try:
         yield

@@ -28,34 +28,28 @@ _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
 
 
 class RestructuredCatalog(Catalog):
-    """Tensors made by recipes when they are read.
-
-    Attributes:
-        kept_f32: names that stay float32 whatever dtype is requested
-        texts: further files of the result, by name
-        notes: facts of the source that the result does not have
-    """
+    """Tensors made by recipes when they are read."""
 
     def __init__(
         self,
         base: Catalog,
         recipes: Mapping[str, TensorRecipe],
         *,
-        constants: Mapping[str, Array],
+        constants: Mapping[str, Array],  # further tensors
         metadata: Mapping[str, Any],
         config: dict[str, Any] | None = None,
-        format: str | None = None,
+        format: str | None = None,  # of the structure: "gguf" for names of llama.cpp
         kept_f32: Iterable[str] = (),
-        restored: dtypes.Dtype | None = None,
+        restored: dtypes.Dtype | None = None,  # of dequantized tensors; None for that of the config, else bfloat16
     ) -> None:
         super().__init__(base._origins, base.mapped)
         self._base = base
         self._recipes = recipes
         self._constants = constants
         self._restored = restored or dtype_in(base.config) or _BF16
-        self.kept_f32 = frozenset(kept_f32)
-        self.texts: dict[str, bytes] = {}
-        self.notes: list[str] = []
+        self.kept_f32 = frozenset(kept_f32)  # names that stay float32 whatever dtype is requested
+        self.texts: dict[str, bytes] = {}  # further files of the result, by name
+        self.notes: list[str] = []  # facts of the source that the result does not have
         self.own_metadata = metadata
         self.config = config
         self.format = format

@@ -19,15 +19,15 @@ from ..folders.output import Output
 def sign(
     path: str,
     *,
-    key: str,
-    certificate: str | None = None,
-    chain: Sequence[str] = (),
-    password: str | None = None,
-    output: str | None = None,
-    shard_size: int | None = None,
-    symlinks: bool = False,
-    ignore: Sequence[str] = (),
-    overwrite: bool = False,
+    key: str,  # file with a private elliptic-curve key, in PEM
+    certificate: str | None = None,  # file with the signer's certificate, which the signature then holds
+    chain: Sequence[str] = (),  # files with the certificates between `certificate` and a trusted one
+    password: str | None = None,  # of the key
+    output: str | None = None,  # None for model.sig in the folder, or beside the file with .sig appended
+    shard_size: int | None = None,  # bytes of the ranges to sign one by one; None to sign whole files
+    symlinks: bool = False,  # True to sign the files that symbolic links lead to; otherwise links are refused
+    ignore: Sequence[str] = (),  # paths of files and folders, relative to the model
+    overwrite: bool = False,  # True to replace a file that is not a signature
 ) -> str:
     """Sign the files of a folder, or a file, and return the path of the signature."""
     if certificate is not None and password is not None:

@@ -96,10 +96,10 @@ def check_contents(
     report: CheckReport,
     contents: Contents,
     model: Model,
-    names: Sequence[str],
+    names: Sequence[str],  # of tensors with values to check
     *,
-    pairs: Mapping[str, str],
-    zero: set[str],
+    pairs: Mapping[str, str],  # tied heads and their embeddings
+    zero: set[str],  # tensors already reported as zero
 ) -> None:
     """Run all checks of contents, and add findings and statistics to the report as they come."""
     report.add(contents.crc())
@@ -155,7 +155,7 @@ def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], ba
 
 
 class GatheredContents(Contents):
-    """Contents read by the pieces of an executor."""
+    """Contents read by the pieces of an executor; only errors about unreadable files become findings."""
 
     def __init__(
         self, catalog: Catalog, options: CheckSettings, names: Sequence[str], pairs: Mapping[str, str]

@@ -139,7 +139,7 @@ def crc_finding(entry: FileEntry, fault: str) -> Finding:
 
 @contextmanager
 def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]) -> Iterator[list[FileEntry]]:
-    """Open an archive to check the named entries; their tensors are not looked up."""
+    """Open an archive, unchanged since it had ``identity``, to check named entries; tensors are not looked up."""
     with closing(open_without_table(location.path, files=location.files)) as file:
         file.check_identity(identity)
         archive = Archive(file)
@@ -210,7 +210,7 @@ def check_tails(
     """Find files with an unwritten tail, and yield findings with the names of their zero tensors."""
     # Compressed arrays of an npz are in a temporary file of our own.
     for file in catalog.weight_files if catalog.format != NPZ else ():
-        tail = tail_of(file, values=values)
+        tail = tail_of(file, values=values)  # without `values`, only a hole at the end counts
         if tail is None:
             continue
         where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
@@ -238,10 +238,7 @@ def _description(tail: Tail) -> str:
 
 
 def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
-    """Return the zeros at the end of the tensors of a file, or None if there are none.
-
-    Archives return None: they end with a nonzero directory, and their entries have a CRC-32.
-    """
+    """Return the zeros at the end of the tensors of a file, or None if there are none or the file is an archive."""
     table = file.table
     ranges = [(*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True)]
     ends = [end for begin, end, _ in ranges if begin < end]
@@ -257,6 +254,7 @@ def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
         return None
     end = min(file.size, max(ends))
     hole = min(end, hole_begin(file))
+    # Archives end with a nonzero directory, and their entries have a CRC-32.
     if (hole == end and not values) or is_zip(file.read_at(0, 4)):
         return None
     begin = zeros_begin(file, ranges[0][0], hole)
@@ -285,14 +283,11 @@ def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
 
 
 def hole_begin(file: WeightFile) -> int:
-    """Return the offset of the hole at the end of a file, or the size of the file without such a hole.
-
-    Without a hole, this takes three system calls. Systems without support for holes report none.
-    """
+    """Return the offset of the hole at the end of a file, or the size of the file without such a hole."""
     store = file.store
     if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
         return file.size
-    return store.use(_hole_begin, file.size)
+    return store.use(_hole_begin, file.size)  # three system calls if there is no hole
 
 
 def _hole_begin(descriptor: int, size: int) -> int:

@@ -266,7 +266,7 @@ def check_unwritten(
     catalog: Catalog, role: Callable[[str], str | None], reported: Iterable[str]
 ) -> Iterator[tuple[Finding, list[str]]]:
     """Find long holes of the file system inside files; yield findings with the names of their zero tensors."""
-    known = set(reported)
+    known = set(reported)  # in a reported tail
     for weights, where in _files(catalog):
         holes = _holes_of(weights)
         file = _File.of(weights) if holes else None
@@ -312,11 +312,9 @@ def check_zeros(
     role: Callable[[str], str | None],
     reported: Iterable[str],
 ) -> Iterator[tuple[Finding, list[str]]]:
-    """Find runs of zeros inside files, and yield findings with the names of their zero tensors.
-
-    Only tensors with many zeros are read again, and the parts of packed tensors in local files.
-    """
-    known = set(reported)
+    """Find runs of zeros inside files, and yield findings with the names of their zero tensors."""
+    # Only tensors with many zeros are read again, and the parts of packed tensors in local files.
+    known = set(reported)  # in a reported hole
     tensors_of: dict[WeightFile, dict[str, str]] = {}  # names by stored name
     if _has_many_zeros(stats):
         for name, weights, k in catalog.entries():

@@ -53,7 +53,7 @@ def make(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Make the manifest of a checkpoint, reading tensors in pieces on several threads."""
+    """Make the manifest of a checkpoint; an executor reads groups of tensors elsewhere, with an identical result."""
     check_threads(threads)
     executors.check_executor(executor)
     with Catalog.of(given, storage_options) as catalog:
@@ -114,10 +114,8 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
 
 
 def _settings_digest(packed: Packed) -> str:
-    """Return the SHA-256 of the settings for decoding a packed tensor.
-
-    Fields with default values are left out: a new field must not change existing digests.
-    """
+    """Return the SHA-256 of the settings for decoding a packed tensor."""
+    # Default values are left out: a new field must not change existing digests.
     settings = {key: _plain(value) for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
     parts = {
         role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin] for role, part in packed.parts.items()
@@ -166,12 +164,9 @@ def _is_digest(value: Any) -> bool:
 
 
 def compare(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the differences between a manifest and the manifest of the current file.
-
-    Early manifests lack digests of settings. A single note reports them all.
-    """
+    """Yield the differences between a manifest and the manifest of the current file."""
     before, now = expected["tensors"], actual["tensors"]
-    without_settings = 0
+    without_settings = 0  # early manifests lack digests of settings: a single note reports them all
     for name, entry in before.items():
         current = now.get(name)
         if current is None:

@@ -161,10 +161,7 @@ validate = check
 
 
 def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
-    """Return the params.json beside a single file in the original format of Llama or Mistral, or None.
-
-    Slices of a model-parallel checkpoint return None, because their shapes differ from the shapes of the model.
-    """
+    """Return the params.json beside a single file in the original format of Llama or Mistral, or None."""
     if len(weights) != 1:
         return None
     files = weights[0].files
@@ -179,7 +176,7 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     except (UnsupportedError, RemotePermissionError):  # https lists no folders
         listed = []
     slices = [name for name, _ in listed if fnmatchcase(name, f"{_CONSOLIDATED}*.pth")]
-    return params if len(slices) < 2 else None
+    return params if len(slices) < 2 else None  # slices of a model-parallel checkpoint have other shapes
 
 
 def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options: CheckSettings) -> CheckReport:
@@ -289,7 +286,7 @@ class _Validation:
 
     def __init__(self, report: CheckReport, catalog: Catalog, selected: frozenset[str], options: CheckSettings) -> None:
         self._report, self._catalog, self._options = report, catalog, options
-        self._selected = selected
+        self._selected = selected  # tensors with values to check
         self._unreadable = False
         self._tensors = catalog.descriptions([*catalog])
         self._named = self._tensors  # under the names of the schema

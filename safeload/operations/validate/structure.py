@@ -92,10 +92,8 @@ def quantized_parts(
     tensors: Mapping[str, TensorDescription],
     codes: Mapping[str, Codes],
 ) -> Quantized | None:
-    """Return the tensors of quantized weights, or None if there are none.
-
-    Their names, shapes and values depend on the quantization method, so a schema does not apply.
-    """
+    """Return the tensors of quantized weights, or None if there are none; a schema does not apply to any."""
+    # Their names, shapes and values depend on the quantization method.
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
     if quantization is not None:  # includes methods with plain integers as codes
         for name in tensors:
@@ -135,7 +133,7 @@ def _last(name: str) -> str:
 
 
 def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
-    """Find gaps in layer numbers, and layers without some tensors of most other layers."""
+    """Find gaps in layer numbers, and layers without some tensors of most layers; quantized ``modules`` can differ."""
     for prefix, layers in _stacks(tensors).items():
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
             continue
@@ -216,11 +214,11 @@ class Comparison(NamedTuple):
 
 def check_schema(
     choice: Choice,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,  # its part for the language model if the schema covers that part only
     tensors: Mapping[str, TensorDescription],
     *,
-    quantized: Quantized | None = None,
-    inner: Inner | None = None,
+    quantized: Quantized | None = None,  # tensors outside the schema
+    inner: Inner | None = None,  # the part of the model that the schema covers; None for the whole model
 ) -> Comparison:
     """Compare names and shapes with a schema: find missing and unexpected tensors, and wrong shapes."""
     schema = choice.schema
@@ -409,12 +407,10 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
 
 
 def _heads_of(choice: Choice, expected: Mapping[str, ExpectedTensor]) -> Callable[[str], bool]:
-    """Return a predicate for the names of head tensors outside the schema.
-
-    If the schema covers only a part of the model, everything outside is a head. Otherwise the name decides.
-    """
+    """Return a predicate for the names of head tensors outside the schema."""
     if choice.complete:
         return lambda name: _HEAD.fullmatch(name) is not None
+    # The schema covers a part of the model: everything outside is a head.
     inside = {w.name.partition(".")[0] for w in expected.values() if w.entry.role != "head"}
     return lambda name: name.partition(".")[0] not in inside
 

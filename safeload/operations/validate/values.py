@@ -62,12 +62,12 @@ def check_values(
     stats: Mapping[str, TensorStats],
     tensors: Mapping[str, TensorDescription],
     limits: Limits,
-    skip: Collection[str],
+    skip: Collection[str],  # tensors with bad scales
     *,
-    role: Callable[[str], str | None] = lambda name: None,
-    codes: Collection[str] = (),
-    zero: Collection[str] = (),
-    outliers: Mapping[str, float] | None = None,
+    role: Callable[[str], str | None] = lambda name: None,  # of a tensor in the schema
+    codes: Collection[str] = (),  # parts of quantized weights, which can have any finite value
+    zero: Collection[str] = (),  # tensors already reported as zero
+    outliers: Mapping[str, float] | None = None,  # see `find_outliers`
 ) -> Iterator[Finding]:
     """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
     outliers = outliers or {}
@@ -107,10 +107,7 @@ def is_real(about: TensorDescription) -> bool:
 
 
 def find_outliers(catalog: Catalog, stats: Mapping[str, TensorStats], threads: int | None = None) -> dict[str, float]:
-    """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below.
-
-    The bound is a power of two, or the largest magnitude that is not an outlier divided by 10,000.
-    """
+    """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below."""
     bounds = {}
     for name, counted in measure(catalog, list(stats), True, threads).items():
         histogram = counted.histogram
@@ -123,6 +120,7 @@ def find_outliers(catalog: Catalog, stats: Mapping[str, TensorStats], threads: i
         first = int(np.searchsorted(HISTOGRAM_EDGES, limit, side="right")) - 1  # the bin of the limit
         bins = len(histogram)
         if first >= 0 and int(histogram[min(first, bins - 1) :].sum()) <= allowed:
+            # A power of two, or the largest magnitude that is not an outlier divided by 10,000.
             bounds[name] = _bound(histogram, allowed, limit)
         elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
             array = catalog.array(name, threads).reshape(-1)
