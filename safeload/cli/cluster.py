@@ -34,7 +34,7 @@ def add_dask(parser: Any) -> None:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[Executor | None]:
-    """Return the executor of a Dask cluster, or None without an address."""
+    """Return the executor of a Dask cluster, by address or by path of a scheduler file, or None without an address."""
     if address is None:
         yield None
         return

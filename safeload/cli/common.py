@@ -177,6 +177,7 @@ def storage_options(options: argparse.Namespace) -> dict[str, Any] | None:
         key, sign, value = text.partition("=")
         *outer, last = key.split(".")
         if not sign or not all((*outer, last)):
+            # The message omits the text, which can be a secret.
             raise ValueError("--storage-option takes KEY=VALUE, such as anon=true or client_kwargs.endpoint_url=URL")
         inner = nested
         for name in outer:
@@ -281,13 +282,10 @@ def log_to_stderr(*, verbose: bool) -> Iterator[None]:
 
 
 def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
-    """Return a function that colours text by kind: "error", "warning", "good", "head" or "dim".
-
-    Text stays plain without a terminal, if NO_COLOR is set (https://no-color.org), or if TERM is "dumb".
-    """
+    """Return a function that colours text by kind: "error", "warning", "good", "head" or "dim"."""
     stream = sys.stdout if stream is None else stream
     if not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return lambda text, kind: text
+        return lambda text, kind: text  # see https://no-color.org
     return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text else text
 
 

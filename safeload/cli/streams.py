@@ -55,7 +55,7 @@ def read_again(path: str) -> Iterator[Any]:
 
     head = stream.read(HEAD_SIZE)
     if len(head) == HEAD_SIZE:
-        check_head(head, STDIN)
+        check_head(head, STDIN)  # other formats are not read to their end, which may never come
     with temporary_copy(stream, head, STDIN) as copy, open(copy.fileno(), "rb", buffering=0, closefd=False) as again:
         again.seek(0)
         vars(again)["name"] = STDIN
@@ -69,7 +69,7 @@ def check_once(paths: Sequence[str]) -> None:
 
 
 def refuse(path: str | None, what: str) -> None:
-    """Refuse "-" where a command needs a file."""
+    """Refuse "-" for a command that needs a file; ``what`` begins the message."""
     if is_stdin(path):
         raise ValueError(f"{what}, not {path} for a stream" + (f"; {_other()}" if path == STANDARD else ""))
 
