@@ -39,6 +39,6 @@ class ByteReader:
         return self._window[start : start + size]
 
     def fault(self, message: str, position: int | None = None, tensor: str | None = None) -> FormatError:
-        """Return the error for a fault at a byte, or at the next one."""
+        """Return the error for a fault at a byte, by default the next byte."""
         at = self.position if position is None else position
         return error_about(FormatError, message, path=self.file.path, offset=min(at, self.file.size), tensor=tensor)

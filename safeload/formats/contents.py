@@ -182,7 +182,7 @@ class PickleFinder:
         return self._most() - self._opcodes
 
     def _is_new(self, content: ContentRange, kind: int) -> bool:
-        """Return whether a range was not entered as this kind, or only a part of it from its beginning or end."""
+        """Return True if a range was not entered as this kind, or only a part of it from its beginning or end."""
         key = (content.root, content.begin + (content.size if kind == _BY_END else 0), kind)
         if self._entered.get(key, -1) >= content.size:
             return False
@@ -275,7 +275,7 @@ class PickleFinder:
     def _rest(
         self, content: ContentRange, place: str, at: int, level: int, *, search: bool = True
     ) -> Iterator[PickleSite]:
-        """Enter a tensor, or what follows pickles and arrays, if it is of another kind, and search it."""
+        """Enter and search a tensor, or the bytes after pickles and arrays, if these are of another kind."""
         rest = ContentRange(content, at, content.size - at)
         head = rest.read_at(0, _HEAD) if at or not search else b""
         unpack = _unpacker(head)
@@ -458,7 +458,7 @@ class PickleFinder:
         yield from self._between(content, place, level, at, content.size)
 
     def _between(self, content: ContentRange, place: str, level: int, begin: int, end: int) -> Iterator[PickleSite]:
-        """Enter local headers that no directory lists, and search what else is there."""
+        """Enter local headers that no directory lists, and search the bytes between entries."""
         if end - begin < 30:
             return
         gap = ContentRange(content, begin, end - begin)
@@ -568,22 +568,22 @@ def _is_npy(content: Readable) -> bool:
 
 
 def _is_json(head: bytes) -> bool:
-    """Return whether a content begins as JSON does, in any encoding."""
+    """Return True if a content begins as JSON does, in any encoding."""
     return head[:64].lstrip(b"\0\xff\xfe\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
 
 
 def _is_text(head: bytes) -> bool:
-    """Return whether bytes are plain text."""
+    """Return True if bytes are plain text."""
     return all(byte >= 32 or byte in b"\t\r\n" for byte in head)
 
 
 def _is_binary(head: bytes) -> bool:
-    """Return whether a content begins as pickles of protocols 2 to 5 do."""
+    """Return True if a content begins as pickles of protocols 2 to 5 do."""
     return len(head) > 1 and head[0] == 0x80 and head[1] <= 5
 
 
 def _is_array_file(name: str) -> bool:
-    """Return whether a name has a suffix that other files have as well."""
+    """Return True if a name has a suffix that other files have as well."""
     return name.endswith((".bin", ".dat", ".data", ".model", ".p"))
 
 
@@ -602,12 +602,12 @@ def _is_harmless(traced: Traced) -> bool:
 
 
 def _attacks(traced: Traced) -> bool:
-    """Return whether a pickle calls something dangerous before its fault."""
+    """Return True if a pickle calls something dangerous before its fault."""
     return any(judge(name, ALLOWED, called=True).verdict == DANGEROUS for name in traced.called & traced.names.keys())
 
 
 def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:
-    """Return what unpacks a content that begins like this, and whether it must be compressed; None if it cannot be."""
+    """Return the decompressor for a content that begins like this, and True if it must be compressed; else None."""
     if head[:2] == b"\x1f\x8b":
         return lambda: zlib.decompressobj(31), True
     if head[:3] == b"BZh":
@@ -716,7 +716,7 @@ def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:
 
 
 def _local(content: Readable, entry: ArchiveMember, *, listed: bool = True) -> tuple[int, list[ArchiveMember]]:
-    """Return the first byte of an entry, and what the directory and, if it differs, the local header say of it."""
+    """Return the first byte of an entry, its entry in the directory and, if different, its local header."""
     head = content.read_at(entry.at, 30) if 0 <= entry.at < content.size else b""
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
         return entry.at + 30, [entry]
@@ -741,7 +741,7 @@ def _local(content: Readable, entry: ArchiveMember, *, listed: bool = True) -> t
 
 
 def _is_tar(header: bytes) -> bool:
-    """Return whether 512 bytes have the checksum of a tar header."""
+    """Return True if 512 bytes have the checksum of a tar header."""
     checksum = _tar_number(header[148:156])
     if len(header) < 512 or not checksum:
         return False

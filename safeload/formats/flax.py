@@ -317,7 +317,7 @@ class MessagePackReader:
 
 
 def _in_order(numbered: Any) -> list[Any] | None:
-    """Return the values of a map with the keys "0", "1" and so on; None if it is none."""
+    """Return the values of a map with the keys "0", "1" and so on; None for other maps."""
     if not isinstance(numbered, dict) or any(str(k) not in numbered for k in range(len(numbered))):
         return None
     return [numbered[str(k)] for k in range(len(numbered))]

@@ -192,12 +192,9 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 
 
 def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Shards:
-    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
-
-    The names ``beside`` it, if given, only let remote shards open before the index is read.
-    """
+    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored."""
     config = partial(read_config, request.files.split(path)[0], request.files)
-    listed = read_with_shards(path, beside, request, config)
+    listed = read_with_shards(path, beside, request, config)  # remote shards that `beside` implies open at once
     seen = [(path, listed.version)]
     with closing(listed):
         shards = settled(partial(_open_listed, listed, path, request), seen, request.files)

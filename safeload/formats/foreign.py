@@ -147,13 +147,11 @@ def is_text_pickle(head: bytes) -> bool:
 
 
 def is_onnx(head: bytes) -> bool:
-    """Return True if a file begins like an ONNX model.
-
-    Field 1 of ModelProto (ir_version) is a small integer; then come texts (fields 2, 3, 4 and 6: producer, version,
-    domain, doc_string), numbers (field 5) and messages (fields 7 and 8: graph and opset_import).
-    """
+    """Return True if a file begins like an ONNX model."""
     import re
 
+    # Field 1 of ModelProto (ir_version) is a small integer; then come texts (fields 2, 3, 4 and 6: producer, version,
+    # domain, doc_string), numbers (field 5) and messages (fields 7 and 8: graph and opset_import).
     first_text = rb"[\x12\x1a\x22][\x01-\x7f][\w.+-]"
     return (
         re.match(rb"\x08[\x01-\x7f](?:[\x12\x1a\x22]\0)*(?:" + first_text + rb"|[\x28\x32\x3a\x42])", head) is not None
@@ -272,11 +270,8 @@ def describe_text(head: bytes) -> Kind | None:
 
 
 def unfinished(file: WeightFile) -> FormatError | None:
-    """Return the error for a file that has only zeros after some byte of its header, or None.
-
-    Downloaders that allocate a file first leave it like this if they are interrupted. The middle of a large file is not
-    read.
-    """
+    """Return the error for a file that has only zeros after some byte of its header, or None."""
+    # An interrupted download leaves such a file if it was allocated first. The middle of a large file is not read.
     length = int.from_bytes(file.read_at(0, 8), "little")
     head = file.read_at(0, min(8 + length, file.size) if length <= _HEADER_LIMIT else HEAD_SIZE)
     begin = len(head.rstrip(b"\0"))

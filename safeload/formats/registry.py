@@ -208,7 +208,7 @@ class Container(NamedTuple):
     suffix: str = ""
 
     def claims(self, candidate: Candidate) -> bool:
-        """Return True if a file with these first bytes is one."""
+        """Return True if a file with these first bytes is a container of this kind."""
         if self.entries or self.suffix:
             names = candidate.archive.entries
             if any(name in names for name in self.entries):

@@ -208,7 +208,7 @@ def manifests_in(folder: str) -> list[str]:
 
 
 def starts_as_manifest(path: str) -> bool:
-    """Return whether a local file is a manifest by safeload, judging by its first bytes."""
+    """Return True if a local file is a manifest by safeload, judging by its first bytes."""
     if not os.path.isfile(path):  # a pipe could block
         return False
     try:
@@ -219,7 +219,7 @@ def starts_as_manifest(path: str) -> bool:
 
 
 def _is_snapshot(path: str) -> bool:
-    """Return whether a local path leads into a snapshot of the Hub's cache, or is one of its files."""
+    """Return True if a local path leads into a snapshot of the Hub's cache, or to a file in it."""
     parts = os.path.abspath(path).split(os.sep)
     for k in range(len(parts) - 1):
         if parts[k] == "snapshots" and os.path.isdir(os.sep.join([*parts[:k], "blobs"])):
@@ -284,7 +284,7 @@ def digests_of(
 
 
 def is_same(path: str, document: str | None) -> bool:
-    """Return whether a local file is a manifest or signature, which may not exist."""
+    """Return True if a local file is this manifest or signature, which can be missing."""
     return (
         document is not None and os.path.exists(document) and os.path.exists(path) and os.path.samefile(path, document)
     )

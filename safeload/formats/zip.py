@@ -290,13 +290,11 @@ class Archive:
         self._check_whole(end)
 
     def _check_whole(self, end: End | None) -> None:
-        """Refuse overlapping entries and archives that are not the whole file, because readers differ.
-
-        zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
-        """
+        """Refuse overlapping entries and archives that are not the whole file, because readers differ."""
         path = self._file.path
         if end is None:
             raise FormatError("the file continues after the zip archive's end", path)
+        # zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
         if end.offset + end.size != end.at:
             message = f"the zip archive's directory must end at byte {end.at}, but it says {end.offset + end.size}: "
             raise FormatError(message + "there are extra bytes before the archive, or within it", path, end.at)

@@ -45,7 +45,7 @@ _COMPUTING = re.compile(
 
 
 class KerasConfig(NamedTuple):
-    """What a config runs."""
+    """The code and the imports of a config."""
 
     at: int  # offset of its first class
     code: list[str]  # descriptions of the code in it

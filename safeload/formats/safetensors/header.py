@@ -182,13 +182,11 @@ class _Columns:
 
 
 def window_for(file_name: str, names: Sequence[str]) -> int:
-    """Return the size of the first request for a shard that an index lists: its header should fit.
-
-    A small request spares the round trips in which a new connection reaches its speed; a header that does not fit takes
-    a second request.
-    """
+    """Return the size of the first request for a shard that an index lists: its header should fit."""
     if not file_name.endswith(".safetensors"):
         return WINDOW
+    # A small request spares the round trips in which a new connection reaches its speed; a header that does not fit
+    # takes a second request.
     return min(_BASE + len(names) * _ENTRY + sum(map(len, names)), _MOST)
 
 

@@ -64,7 +64,7 @@ def texts_with(
 
 
 class PackedTensors(NamedTuple):
-    """Plain tensors, and what the metadata says about them."""
+    """Plain tensors, and their description in the metadata."""
 
     tensors: Mapping[str, Any]  # arrays and `Lazy` by stored name
     described: Mapping[str, Any]  # by the names of quantized tensors

@@ -52,7 +52,7 @@ class Readable(Protocol):
 
 
 class Traced(NamedTuple):
-    """What a pickle names."""
+    """The globals that a pickle names and calls."""
 
     names: dict[str, int]  # its globals, with the offset of the first opcode that names each
     called: frozenset[str]  # those that it calls
@@ -643,7 +643,7 @@ def _index(t: _Tracer) -> int:
 
 
 def _wraps(value: _Computed) -> bool:
-    """Return whether a call makes joblib's description of an array, whose bytes follow the BUILD opcode."""
+    """Return True if a call makes joblib's description of an array, after which come BUILD and the bytes."""
     if value.name == _WRAPPER:
         return True
     args: tuple[Any, ...] = value.args or ()  # copyreg._reconstructor, in protocols 0 and 1
