@@ -354,7 +354,7 @@ def _of_folder(root: str, source: str, failures: list[OSError]) -> Iterator[Loca
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry leads to a folder; a link to itself leads nowhere."""
+    """Return True if an entry leads to a folder; a link to itself leads nowhere."""
     try:
         return entry.is_dir()
     except OSError:

@@ -102,7 +102,7 @@ def _fits_f32(value: float) -> bool:
 
 
 class Settings(NamedTuple):
-    """What llama.cpp needs of a config."""
+    """The settings that llama.cpp needs of a config."""
 
     metadata: dict[str, Any]  # by key, in types of GGUF
     tensors: dict[str, Array]  # f32 factors of rotations

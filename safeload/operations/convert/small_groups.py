@@ -82,7 +82,7 @@ class SmallGroups:
     def _in_group(
         self, name: str, part: str, run: Callable[[Mapping[str, SmallTensor]], dict[str, Array]]
     ) -> dict[str, Array]:
-        """Call a function with a tensor and those that come next, or with the tensor alone if they fail together."""
+        """Call a function with a tensor and its successors, or with the tensor alone if they fail together."""
         group = self._next(name, part)
         if len(group) > 1:
             try:
@@ -93,7 +93,7 @@ class SmallGroups:
         return run({name: self._tensors[name]})
 
     def _next(self, name: str, part: str) -> dict[str, SmallTensor]:
-        """Return a tensor and those that the writer asks for next; the tensor alone if it is out of order."""
+        """Return a tensor and its successors in the order of the writer; the tensor alone if it is out of order."""
         group, size = {name: self._tensors[name]}, self._tensors[name].nbytes
         waiting = self._waiting.get((group[name].scheme, part), OrderedDict())
         if self._failed or next(iter(waiting), None) != name:

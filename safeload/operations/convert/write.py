@@ -104,7 +104,7 @@ class Conversion(Protocol):
 
     @property
     def decider(self) -> Decider | None:
-        """What has decided; None if every tensor is copied or cast."""
+        """The decider; None if every tensor is copied or cast."""
 
     @property
     def tensor_count(self) -> int:

@@ -49,7 +49,7 @@ Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
 
 
 def is_extra(name: str) -> bool:
-    """Return whether a file beside weights is copied by a conversion, for other libraries."""
+    """Return True if a conversion copies a file beside weights, for other libraries."""
     return any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
 
 

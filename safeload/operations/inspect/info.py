@@ -123,7 +123,7 @@ def describe(
 
 
 def _size_of(file: WeightFile, opened: Checkpoint) -> int:
-    """Return the size on disk: of the file itself if it holds tensors of another one, such as external data of ONNX."""
+    """Return the size on disk: of the file itself if it holds tensors of others, such as external data of ONNX."""
     size: int = file.identity[0]
     return size if file.unpacked or file.path == opened.weight_files[0].path else file.size
 

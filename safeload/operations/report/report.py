@@ -25,7 +25,7 @@ from .source import File, about, files_of, now
 
 
 class PageRequest(NamedTuple):
-    """What a page has besides the findings and the contents."""
+    """Options of a page besides the findings and the contents."""
 
     scheme: SchemeName | None = None  # show the error of quantizing to this scheme
     digest: bool = True  # show the SHA-256 of local files

@@ -209,6 +209,6 @@ class DeclaredFile:
             raise ValueError(f"the file is incomplete: tensors= declares {names}; add every tensor before the end")
 
     def finish(self) -> None:
-        """Write what waits."""
+        """Check that the file is complete, and write small tensors that wait."""
         self.check_complete()
         self._bytes.flush()

@@ -107,11 +107,9 @@ def by_tensor(
 
 
 def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int]) -> list[list[int]]:
-    """Divide tensors, or entries of archives, into pieces of similar size, and return their positions.
-
-    Only small files share a piece. A file that must be unpacked is not divided, and a piece should take no less time
-    than opening its file again.
-    """
+    """Divide tensors, or entries of archives, into pieces of similar size, and return their positions."""
+    # Only small files share a piece. A file that must be unpacked is not divided, and a piece should take no less time
+    # than opening its file again.
     costs = np.array(sizes, np.float64) + _TENSOR_COST
     limit = max(_SMALLEST, min(_LARGEST, int(costs.sum()) // _PIECES))
     divided: list[list[int]] = []

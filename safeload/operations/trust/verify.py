@@ -304,7 +304,7 @@ def _exists(place: str, files: Files) -> bool:
 
 
 def _left_out(name: str, path: str, expected: ListedFiles, files: Files, is_read: bool) -> bool:
-    """Return whether a file does not belong to the model: ignored by the signature, or the document itself."""
+    """Return True if a file does not belong to the model: ignored by the signature, or the document itself."""
     if name in expected.files:
         return False
     if is_read:

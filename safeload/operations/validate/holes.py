@@ -174,7 +174,7 @@ def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], st
 
 
 class _File:
-    """A file whose zeros are looked for."""
+    """A file to search for zeros."""
 
     @classmethod
     def of(cls, file: WeightFile) -> _File | None:

@@ -81,7 +81,7 @@ class Quantized(NamedTuple):
     configured: bool  # True if the config declares them
 
     def unwrapped(self) -> Quantized:
-        """Return the same under names without wrappers."""
+        """Return the weights under names without wrappers."""
         names, modules = (frozenset(map(unwrapped, texts)) for texts in (self.names, self.modules))
         return self._replace(names=names, modules=modules)
 
