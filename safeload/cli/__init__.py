@@ -102,10 +102,8 @@ def _near(word: str, names: Sequence[str]) -> str:
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Replace a missing stdout or stderr (daemons, pythonw, ``>&-``) by the null device.
-
-    Otherwise `print` to a missing stderr goes to stdout, and the next opened file becomes stdout's descriptor.
-    """
+    """Replace a missing stdout or stderr (daemons, pythonw, ``>&-``) by the null device."""
+    # Otherwise `print` to a missing stderr goes to stdout, and the next opened file becomes stdout's descriptor.
     with ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)

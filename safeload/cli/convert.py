@@ -144,7 +144,7 @@ def _add_quantizing(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_destination(parser: argparse.ArgumentParser) -> None:
-    """Add the options for what is written, and how."""
+    """Add the options for the result: its place, format and contents."""
     parser.add_argument(
         "--metadata",
         metavar="KEY[=VALUE]",
@@ -253,7 +253,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
 
 
 def _verify(options: argparse.Namespace) -> Any:
-    """Return what to verify the sources against, or None."""
+    """Return the manifest or signature to verify the sources against, or None."""
     if options.verify is None:
         if options.key is not None or options.certificate:
             raise ValueError("--key and --certificate need --verify SIGNATURE")

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _against(options: argparse.Namespace) -> Any:
-    """Return what to verify against; with a key and without a file, the signature beside the model."""
+    """Return the document to verify against; with a key and without a file, the signature beside the model."""
     if options.against is None and (options.key is not None or options.certificate):
         from ..formats.verifying import signature_beside
 
