@@ -458,7 +458,7 @@ def _open_training(
 
 
 def choose(names: Sequence[str], path: str) -> list[str] | None:
-    """Choose the weight files of a folder, or its index, for a listing; None if it has none."""
+    """Choose the weight files of a folder, or its index, for a listing, like `open_folder`; None if it has none."""
     sharded = [name for name in names if name.endswith(DCP_SUFFIX)]
     chosen = choose_whole(names, path, [".safetensors"]) or sharded or choose_whole(names, path, [".bin"])
     return chosen or _choose_parts(names, path) or _choose_gguf(names, path)

@@ -53,7 +53,7 @@ class KerasConfig(NamedTuple):
 
 
 def configs(content: Readable) -> Iterator[KerasConfig]:
-    """Iterate over the configs in a content."""
+    """Iterate over the configs in a content; ValueError if text around a class name is no JSON, or repeats a key."""
     begin = at = tries = 0
     while at < content.size:
         match = _KEY.search(content.read_at(at, _CHUNK + _OVERLAP))
