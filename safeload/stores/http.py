@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..base.forking import ProcessLock
 from ..base.log import debug
 from ..base.text import show
-from ..base.url import WebUrl, divided
+from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
-from .connections import Exchange
-from .http_client import Client, RequestTarget, redirected, target_of
+from .http_client import Client, Exchange, RequestTarget, redirected, target_of
 from .local import compare
 from .remote import RemoteStore, is_weak
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status, requested_wait
 from .stop import current
 from .store import WINDOW, Span
 
-# The end of the name of an index: its shards are requested at once when it has been read.
-INDEX_SUFFIX = ".index.json"
 # Maximum number of redirects per request.
 MOST_REDIRECTS = 10
 # A server without range support returns whole files: files up to this size are kept in memory.
@@ -46,14 +42,12 @@ class Web:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
-        self.connections = self._client.connections
+        self.kept = self._client.kept
 
     def open(self, url: str, window: int = WINDOW) -> HttpStore:
         """Open a file. The user and password of a URL are sent only to its host."""
         target = target_of(url, self._client.headers)
-        is_index = divided(url).path.endswith(INDEX_SUFFIX)
-        with self.connections.followed(target.url) if is_index else nullcontext():
-            return HttpStore(urls.shown(url), lambda: target, self._client, window)
+        return HttpStore(urls.shown(url), lambda: target, self._client, window)
 
     def is_folder(self, url: str) -> bool:
         return False  # HTTP has only files
@@ -122,12 +116,18 @@ class _Transfer:
 
     def receive(self, exchange: Exchange) -> bool:
         """Receive the body of a response, and return whether it was complete."""
+        begin = self.at
         with current().filling():
             while self.at < self.end:
                 count = exchange.receive(self.memory())
                 if not count:
                     return False
                 self.at += count
+        try:
+            exchange.finish()
+        except TRANSPORT_ERRORS:  # chunks with a wrong size: no byte of the response is certain
+            self.at, self._k = begin, 0
+            raise
         return True
 
 
@@ -152,7 +152,7 @@ def follow(
             return Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
         seen.add(url)
         try:
-            with client.connections.exchange(url, headers(url)) as exchange:
+            with client.exchange(url, headers(url)) as exchange:
                 note(exchange, url)
                 if exchange.status not in _REDIRECTS:
                     return use(exchange, url)
@@ -179,7 +179,7 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
         return use(exchange)
 
     tries = Tries(client.retries)
-    client.connections.join(tries)
+    client.join(tries)
     try:
         while True:
             result = follow(client, target.url, target.headers_at, path, take, origin=target.url.origin, note=note)
@@ -191,7 +191,7 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
             finally:
                 del result  # its error refers to this frame
     finally:
-        client.connections.leave(tries)
+        client.leave(tries)
 
 
 class HttpStore(RemoteStore):
@@ -219,7 +219,7 @@ class HttpStore(RemoteStore):
         self._client = client
         self._renewing = ProcessLock()
         self._version: _Version | None = None  # until the file is open
-        client.connections.join(self)
+        client.join(self)
         try:
             self._target = resolve()
             self._route = _Route(self._target.url)
@@ -227,7 +227,7 @@ class HttpStore(RemoteStore):
             self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]), self._opened)
             self._retries = client.retries
         except BaseException:
-            client.connections.leave(self)
+            client.leave(self)
             raise
 
     def __repr__(self) -> str:
@@ -235,7 +235,7 @@ class HttpStore(RemoteStore):
 
     def close(self) -> None:
         super().close()
-        self._client.connections.leave(self)
+        self._client.leave(self)
 
     def pin(self, resolve: Callable[[], RequestTarget]) -> None:
         """Read from another URL of this version from now on, if the current one can lead to another version."""
@@ -351,10 +351,7 @@ class HttpStore(RemoteStore):
             return failure
         if not known:
             self._route = _Route(url, url != self._target.url, True)
-        if not transfer.receive(exchange):
-            return broken_off(self.path)
-        exchange.finish()
-        return None
+        return None if transfer.receive(exchange) else broken_off(self.path)
 
 
 def refusal(exchange: Exchange, path: str, credentials: str) -> Failure | None:
@@ -391,19 +388,18 @@ def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]
     failure = _misplaced(exchange, 0, len(window), path)
     if failure is not None:
         return failure
-    if not _Transfer([Span(0, memoryview(window))]).receive(exchange):
-        return broken_off(path)
-    exchange.finish()
-    return total, bytes(window)
+    complete = _Transfer([Span(0, memoryview(window))]).receive(exchange)
+    return (total, bytes(window)) if complete else broken_off(path)
 
 
 def _whole(exchange: Exchange, path: str) -> tuple[int, bytes] | Failure:
     """Return the size and the content of a small file, from a server without range support."""
     length = exchange.headers.get("Content-Length", "")
     size = int(length) if _LENGTH.fullmatch(length) else None
-    content = bytearray(WHOLE + 1 if size is None else size if size <= WHOLE else 0)
+    content = bytearray(min(WHOLE + 1, size if size is not None else WHOLE + 1))
     transfer = _Transfer([Span(0, memoryview(content))])
-    transfer.receive(exchange)
+    if (size or 0) <= WHOLE and not transfer.receive(exchange) and size is not None:
+        return broken_off(path)
     if (size or 0) > WHOLE or transfer.at > WHOLE:
         return Failure(
             UnsupportedError(
@@ -411,8 +407,6 @@ def _whole(exchange: Exchange, path: str) -> tuple[int, bytes] | Failure:
                 "with storage_options={}, which lets fsspec download it"
             )
         )
-    if size is not None and transfer.at < size:
-        return broken_off(path)
     return transfer.at, bytes(content[: transfer.at])
 
 

@@ -19,7 +19,7 @@ from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign_errors import retried
-from .http import INDEX_SUFFIX, HttpStore
+from .http import HttpStore
 from .http_client import Client, RequestTarget
 from .hub_api import HubApi, is_transient_write
 from .hub_cache import COMMIT, CachedRepository
@@ -55,7 +55,7 @@ class Hub:
     def __init__(self, options: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
         self._client = Client(rest, "hf", other_options=_OPTIONS)
-        self.connections, self.timeout = self._client.connections, self._client.timeout
+        self.kept, self.timeout = self._client.kept, self._client.timeout
         self._secrets = secrets_of(options)
         self._api = HubApi(options, self._client, self._secrets)
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
@@ -105,8 +105,7 @@ class Hub:
         raise UnsupportedError(f"{shown}: names have an owner: open hf://{full}{match['revision'] or ''}")
 
     def _ask(self, place: HubPlace, shown: str) -> Snapshot:
-        is_first = (not place.path or place.path.endswith(INDEX_SUFFIX)) and not _is_cached(place)
-        info = self._api.info(place, shown, ahead=is_first)
+        info = self._api.info(place, shown)
         commit, siblings = info.get("sha"), info.get("siblings") or []
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise RemoteError("the Hub did not report the commit", shown)
@@ -294,7 +293,7 @@ def _is_cached(place: HubPlace) -> bool:
     if cached is None or commit is None:
         return False
     return cached.file(commit, place.path) is not None or (
-        (not place.path or place.path.endswith(INDEX_SUFFIX)) and cached.is_complete(commit)
+        (not place.path or place.path.endswith(".index.json")) and cached.is_complete(commit)
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 from urllib.parse import quote
@@ -23,10 +22,9 @@ from ..base.absent import not_installed
 from ..base.log import debug
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
-from .connections import Exchange
 from .foreign_errors import cleaned, is_transient, retried, translated
 from .http import refusal, request
-from .http_client import Client, RequestTarget, checked_headers, target_of
+from .http_client import Client, Exchange, RequestTarget, checked_headers, target_of
 from .hub_place import HubPlace, place_of
 from .json_file import MAX_JSON, parse_json
 from .retries import Failure, broken_off, of_status, requested_wait
@@ -85,15 +83,14 @@ class HubApi:
 
     # ---- requests ----
 
-    def info(self, place: HubPlace, shown: str, *, ahead: bool = False) -> dict[str, Any]:
+    def info(self, place: HubPlace, shown: str) -> dict[str, Any]:
         """Return the Hub's description of a revision."""
 
         def content_of(exchange: Exchange) -> bytes | Failure:
             return self._refusal(exchange, place, shown) or _content(exchange, shown)
 
         target = self._target(lambda: self._address(place, "revision", place.revision), shown)
-        with self._client.connections.followed(target.url) if ahead else nullcontext():
-            content = request(self._client, target, shown, content_of)
+        content = request(self._client, target, shown, content_of)
         try:
             return parse_json(content, "the Hub's response", shown)
         except FormatError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 from ..base.absent import not_installed
@@ -11,7 +12,6 @@ from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError
 from . import url as urls
-from .dialing import dialled
 from .files import LOCAL
 from .options import public_options
 from .store import WINDOW, ByteStore
@@ -79,23 +79,12 @@ class RemoteFiles:
     @contextmanager
     def kept(self, path: str) -> Iterator[None]:
         """Keep the connections to the store of a path while the block opens one file after another."""
-        connections, dialling = None, self._dialled(path)
-        with dialling:
-            if urls.is_url(path):
-                with suppress(Exception):  # opening the path raises the error
-                    connections = getattr(self.backend(path), "connections", None)
-            with nullcontext() if connections is None else connections.kept():
-                yield
-
-    def _dialled(self, path: str) -> AbstractContextManager[None]:
-        """Connect to the host of a URL that may be opened, while the HTTP client is imported."""
-        if self._backend is not None or not path.startswith(("https://", "http://")) or len(urls.links(path)) > 1:
-            return nullcontext()
-        with suppress(UnsupportedError):
-            urls.check_allowed(path, self._options is not None)
-            urls.check_no_page(path)
-            return dialled(path)
-        return nullcontext()
+        kept = None
+        if urls.is_url(path):
+            with suppress(Exception):  # opening the path raises the error
+                kept = getattr(self.backend(path), "kept", None)
+        with nullcontext() if kept is None else kept():
+            yield
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if not urls.is_url(path):
@@ -160,12 +149,16 @@ def _key(url: str) -> tuple[str, str]:
 
 
 def _check_urllib3() -> None:
-    """Name the missing package before one of the modules that use it is imported."""
+    """Name the missing or old package before one of the modules that use it is imported."""
     try:
-        import urllib3  # noqa: F401
+        from urllib3 import __version__ as version
     except ImportError as error:
         text = "http, https and hf URLs need urllib3, which is not installed: pip install urllib3"
         raise not_installed(error, text, "urllib3") from None
+    if [*map(int, re.findall(r"\d+", version)[:2])] < [2, 3]:
+        raise UnsupportedError(
+            f"http, https and hf URLs need urllib3 2.3 or later, but {version} is installed: pip install -U urllib3"
+        )
 
 
 def _backend(url: str, options: Mapping[str, Any]) -> Backend:

@@ -16,7 +16,7 @@ import urllib3
 
 from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError
-from .http_framing import BadResponse
+from .sockets import BadResponse
 from .stop import current
 
 # Maximum number of consecutive retries of a range without progress.
@@ -151,7 +151,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _is_certificate_error(error: BaseException) -> bool:
-    """Return whether the server's certificate was rejected; urllib3 1 has its own class, in varying modules."""
+    """Return whether the server's certificate was rejected; urllib3 has a class of its own for other hosts."""
     return isinstance(error, ssl.CertificateError) or type(error).__name__ == "CertificateError"
 
 

@@ -1,6 +1,7 @@
 """Files behind https: whom secrets are sent to, redirects, URLs that expire, proxies, TLS, options."""
 
 import base64
+import contextlib
 import functools
 import logging
 import os
@@ -9,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 
@@ -435,9 +437,66 @@ def test_proxies_that_refuse_are_named(monkeypatch):
         with pytest.raises(RemoteError, match="the proxy: the connection failed") as caught:
             Web({"retries": 0}).open("https://weights.example/a")
         assert "s3cr3t" not in in_all_words(caught.value)
-        monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
-        with pytest.raises(UnsupportedError, match="proxies must use http or https, got socks5"):
+        monkeypatch.setenv("http_proxy", "ftp://127.0.0.1:1")
+        with pytest.raises(UnsupportedError, match="proxies must use http, https or socks, got ftp"):
             Web({}).open("http://weights.example/a")
+
+
+def test_a_socks_proxy_needs_a_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "socks", None)
+    monkeypatch.setenv("http_proxy", "socks5://us3r:s3cr3t@127.0.0.1:1")
+    with pytest.raises(ModuleNotFoundError, match="SOCKS proxies need PySocks, which is not installed: pip install"):
+        Web({}).open("http://weights.example/a")
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_socks_proxy_is_used(monkeypatch, tls):
+    pytest.importorskip("socks")
+    with serve(tls=tls) as there, SocksProxy() as proxy:
+        monkeypatch.setenv("https_proxy" if tls else "http_proxy", f"socks5h://127.0.0.1:{proxy.port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        store = Web({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
+        assert read(store) == CONTENT[WINDOW:]
+        assert proxy.hosts == ["localhost"]
+        store.close()
+
+
+class SocksProxy:
+    """A SOCKS 5 proxy without a password, which connects every name to this machine (RFC 1928)."""
+
+    def __init__(self):
+        self.hosts, self._listening = [], socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+
+    def __enter__(self):
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self._listening.close()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._connect, args=self._listening.accept()[:1], daemon=True).start()
+
+    def _connect(self, client):
+        stream = client.makefile("rb")
+        stream.read(stream.read(2)[1])
+        client.sendall(b"\5\0")
+        *_, kind, length = stream.read(5)
+        assert kind == 3  # a name
+        self.hosts.append(stream.read(length).decode())
+        there = socket.create_connection(("127.0.0.1", int.from_bytes(stream.read(2), "big")))
+        client.sendall(b"\5\0\0\1" + bytes(6))
+        threading.Thread(target=self._copy, args=(client, there), daemon=True).start()
+        self._copy(there, client)
+
+    @staticmethod
+    def _copy(source, target):
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(1 << 16):
+                target.sendall(data)
 
 
 # ---- packages ----
@@ -458,3 +517,10 @@ def test_without_urllib3_the_error_names_what_to_install():
     done = subprocess.run([sys.executable, "-I", "-c", WITHOUT], capture_output=True, text=True, check=True)
     text = "http, https and hf URLs need urllib3, which is not installed: pip install urllib3 urllib3"
     assert done.stdout.splitlines() == [text] * 3
+
+
+@pytest.mark.parametrize("version", ["1.26.20", "2.2.3"])
+def test_an_old_urllib3_is_named(monkeypatch, version):
+    monkeypatch.setattr(urllib3, "__version__", version)
+    with pytest.raises(UnsupportedError, match=rf"need urllib3 2.3 or later, but {version} is installed: pip install"):
+        RemoteFiles({}).open("https://127.0.0.1:1/a")

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import ExitStack
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -27,7 +26,6 @@ from safeload.errors import RemoteError
 
 urllib3 = pytest.importorskip("urllib3")
 retries = inside.retries
-connections = inside.http_connections
 http = inside.http
 Web = http.Web
 
@@ -235,7 +233,7 @@ def test_a_read_goes_on_where_another_thread_closes_the_last_file(monkeypatch):
     pools = urllib3.connectionpool.HTTPConnectionPool
     with serve() as there:
         store = Web({}).open(there.url("/a"))
-        close = functools.partial(connections._close, store._client.connections._managers)
+        close = functools.partial(inside.http_client._close, store._client._managers)
         closing, urlopen = iter([close]), pools.urlopen
 
         def late(self, *arguments, **options):
@@ -275,83 +273,3 @@ def test_the_first_error_ends_all_reads():
         assert time.monotonic() - begun < SOON
         slow.close()
         bad.close()
-
-
-# ---- batches ----
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the option is used on Linux")
-LARGE = {"/large": os.urandom(8 * MIB)}
-
-
-def woken(monkeypatch):
-    """Count the reads of bodies, and note the least number of bytes for which each may wait."""
-    framing = inside.http_framing
-    plain, least = framing.Response.receive, []
-
-    def receive(self, memory):
-        count = plain(self, memory)
-        if (connected := self._connected()) is not None:
-            least.append(connected.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
-        return count
-
-    monkeypatch.setattr(framing.Response, "receive", receive)
-    return framing, least
-
-
-@LINUX
-@pytest.mark.parametrize("tls", [False, True])
-def test_a_thread_wakes_up_for_batches(monkeypatch, tls):
-    """A slow link of 16 MB/s gives pieces of 64 KiB."""
-    framing, least = woken(monkeypatch)
-    monkeypatch.setattr(framing, "_PATIENCE", 5)
-    options = {"verify": str(CERTIFICATE)} if tls else {}
-    with serve(files=LARGE, tls=tls, bandwidth=16e6) as there:
-        opened = Web(options).open(there.url("/large", host="localhost"))
-        memory = bytearray(len(LARGE["/large"]))
-        least.clear()
-        opened.read_into(0, memory)
-        assert memory == LARGE["/large"]
-        assert len(least) <= (96 if tls else 48)  # of 128 pieces
-        assert set(least) == {1}  # an answer after it may have a single byte
-        opened.close()
-
-
-@LINUX
-def test_bytes_that_are_no_batch_are_taken_after_a_moment(monkeypatch):
-    """A link of 400 kB/s needs longer for a batch than a thread waits for it."""
-    framing, least = woken(monkeypatch)
-    content = {"/slow": os.urandom(framing._BATCH + framing._RECORD + WINDOW)}
-    with serve(files=content, bandwidth=4e5) as there:
-        opened = Web({"timeout": 0.5}).open(there.url("/slow"))  # a batch takes longer
-        assert read(opened) == content["/slow"][WINDOW:]
-        assert len(least) > 2
-        opened.close()
-
-
-def test_each_process_has_its_own_slots_for_decrypting(monkeypatch):
-    """A forked child lacks the threads that hold its parent's."""
-    framing = inside.http_framing
-    monkeypatch.setattr(framing, "_slots", {})
-    monkeypatch.setattr(framing, "_PATIENCE", 0.001)
-
-    def free(process):
-        slots = framing._slots[process]
-        count = 0
-        while slots.acquire(blocking=False):
-            count += 1
-        for _ in range(count):
-            slots.release()
-        return count
-
-    own, most = os.getpid(), os.cpu_count() or 1
-    with ExitStack() as holds:
-        for count in range(most):
-            holds.enter_context(framing._decrypting())
-            assert free(own) == most - count - 1
-        with framing._decrypting():  # after a moment, without a slot
-            assert free(own) == 0
-        assert free(own) == 0
-        monkeypatch.setattr(framing.os, "getpid", lambda: -1)
-        with framing._decrypting():
-            assert free(-1) == most - 1
-    assert free(own) == most

@@ -222,8 +222,8 @@ def test_an_empty_etag_is_none():
 
 def test_heads_without_end_before_an_answer_are_an_error():
     """http.client would skip them for ever."""
-    raw = b"HTTP/1.1 100 Continue\r\n\r\n" * 5000
-    with serve(server.garbage(raw)) as there, pytest.raises(RemoteError, match="not HTTP; tried 5 times"):
+    raw = b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000
+    with serve(server.garbage(raw)) as there, pytest.raises(RemoteError, match="sends more bytes than the response"):
         Web({}).open(there.url("/a"))
 
 

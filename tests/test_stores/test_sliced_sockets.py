@@ -1,4 +1,4 @@
-"""Sockets whose reads end where no shutdown ends them, as on Windows: soon, and otherwise like any other."""
+"""Sockets whose reads end with their call: soon, and otherwise like any other."""
 
 import socket
 import ssl
@@ -16,7 +16,7 @@ from builders.terminal import press_ctrl_c
 from builders.threads import threads
 
 pytest.importorskip("urllib3")
-from builders.inside import SlicedSocket, SlicedTlsSocket, http_connections
+from builders.inside import SlicedSocket, SlicedTlsSocket
 
 pytestmark = pytest.mark.inner
 
@@ -26,7 +26,7 @@ SOON = 15
 
 @pytest.fixture(autouse=True)
 def _short_slices(monkeypatch):
-    monkeypatch.setattr(http_connections, "SLICE", 0.01)
+    inside.tune(monkeypatch, socket_slice=0.01)
 
 
 @contextmanager
@@ -159,20 +159,13 @@ def test_a_socket_that_never_waits_never_does():
 # ---- in connections ----
 
 
-@pytest.fixture
-def connections(monkeypatch, quick_web):
-    """As on Windows: what is shut stays as it was for those who wait."""
-    monkeypatch.setattr(http_connections, "_SHUT_WAKES", False)
-    monkeypatch.setattr(http_connections._Line, "shut", lambda self: None)
-    return http_connections
-
-
 class EndError(Exception):
     pass
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
-def test_a_read_ends_at_once_where_no_shutdown_ends_it(tls, connections):
+@pytest.mark.usefixtures("quick_web")
+def test_a_read_ends_with_its_call(tls):
     content = bytes(range(256)) * 1024
     with Server({"/a": content}, faults=[server.stall(1000, first=1, times=1)], tls=tls) as there:
         web = inside.Web({"verify": CERTIFICATE} if tls else {})
@@ -192,12 +185,12 @@ def test_a_read_ends_at_once_where_no_shutdown_ends_it(tls, connections):
         store.close()
 
 
-def test_a_class_that_the_caller_has_given_its_context_is_kept(connections):
+def test_a_class_that_the_caller_has_given_its_context_is_kept():
     class Own(ssl.SSLSocket):
         pass
 
     for cls in (Own, ssl.SSLSocket):
         context = client()
         context.sslsocket_class = cls
-        connections.Connections(lambda context=context: context, 1, 1)._make("https", None).clear()
+        inside.http_client.Client({"ssl_context": context})._make("https", None).clear()
         assert context.sslsocket_class is (Own if cls is Own else SlicedTlsSocket)
