@@ -26,8 +26,6 @@ _TICK = 0.05
 _POLL = 0.1
 # Seconds that the threads of `run` get to end. A thread whose read cannot be aborted then continues without effect.
 _GRACE = 1.0
-# Seconds that the threads of `begin` get: they end at once unless they wait for the system, as for a host's address.
-_MOMENT = 0.05
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -81,22 +79,6 @@ def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: in
 
     run((partial(work, k) for k in range(len(items))), min(limit, len(items)))
     return [results[k] for k in range(len(items))]
-
-
-def begin(tasks: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """Start optional tasks, each on a thread, and return a function that stops the tasks, and hardly waits for them.
-
-    Their errors are ignored.
-    """
-
-    def attempt(task: Callable[[], object]) -> None:
-        with suppress(Exception):
-            task()
-
-    threads = _Threads(_next_of([partial(attempt, task) for task in tasks]), len(tasks), lambda error: None)
-    with suppress(RuntimeError):  # the system has no more threads
-        threads.start()
-    return partial(threads.end, _MOMENT)
 
 
 def in_order(function: Callable[[_Item], _Result], items: Iterable[_Item], count: int) -> Iterator[_Result]:
