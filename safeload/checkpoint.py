@@ -21,7 +21,7 @@ from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, Views,
 from .engine.read.tensors import FileTensor, Tensors
 from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
-from .errors import FormatError, SafeloadError, cut_traceback
+from .errors import FormatError, public
 from .formats import opening
 from .formats.opening import OpenedPath, Recipe, Seen, pickled, reopen, seen_of
 from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
@@ -143,14 +143,11 @@ class Checkpoint(Mapping[str, TensorLike]):
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
+    @public
     def __getitem__(self, name: str) -> TensorLike:
-        try:
-            self._check_open()
-            array: TensorLike | None = self._views.find(name)
-            return self._views.make(name, self._aliases(name)) if array is None else array
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        self._check_open()
+        array: TensorLike | None = self._views.find(name)
+        return self._views.make(name, self._aliases(name)) if array is None else array
 
     def _aliases(self, name: str) -> list[FileTensor]:
         """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
@@ -208,6 +205,7 @@ class Checkpoint(Mapping[str, TensorLike]):
             self._tensors = TensorInfos(infos_of(self.weight_files, self._where))
         return self._tensors
 
+    @public
     def get_slice(self, name: str, *, dtype: Any = None) -> TensorSlice:
         """Return a lazy tensor: indexing it reads only the selected part, as in ``ckpt.get_slice("h.0.w")[:128]``.
 
@@ -224,21 +222,18 @@ class Checkpoint(Mapping[str, TensorLike]):
             UnsupportedError: ``dtype`` is given for codes of a scheme without dequantization, or for elements smaller
                 than a byte.
         """
-        try:
-            self._check_open()
-            file, index = self._locate(name)
-            if dtype is not None:
-                codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
-            options = OpenRequest() if self._recipe is None else self._recipe.options
-            return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        self._check_open()
+        file, index = self._locate(name)
+        if dtype is not None:
+            codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
+        options = OpenRequest() if self._recipe is None else self._recipe.options
+        return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
     @overload
     def take(self, name: str, rows: Rows, dtype: None = None) -> Any: ...
     @overload
     def take(self, name: str, rows: Rows, dtype: DtypeLike) -> Array: ...
+    @public
     def take(self, name: str, rows: Rows, dtype: Any = None) -> Any:
         """Return rows of a tensor by index: ``ckpt.take("model.embed_tokens.weight", [5, 2, -1])``.
 
@@ -269,17 +264,13 @@ class Checkpoint(Mapping[str, TensorLike]):
             ...     checkpoint.take("model.embed_tokens.weight", [5, 2, 5], dtype="float32").shape
             (3, 64)
         """
-        try:
-            from .engine.read.take import take_rows  # only here: most programs take no rows
+        from .engine.read.take import take_rows  # only here: most programs take no rows
 
-            self._check_open()
-            file, index = self._locate(name)
-            if dtype is not None:
-                codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
-            return take_rows(file, index, rows, dtype, name)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        self._check_open()
+        file, index = self._locate(name)
+        if dtype is not None:
+            codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
+        return take_rows(file, index, rows, dtype, name)
 
     @overload
     def load(
@@ -289,6 +280,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     def load(
         self, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[LoadOptions]
     ) -> dict[str, Array]: ...
+    @public
     def load(
         self,
         names: Iterable[str] | None = None,
@@ -334,16 +326,12 @@ class Checkpoint(Mapping[str, TensorLike]):
             FormatError: a file ends too early; the message has path and byte.
             OSError: a file cannot be read.
         """
-        try:
-            parts = chosen(self, names, only, drop, dtype)
-            arrays, self.last_load = load_tensors(
-                parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
-            )
-            log.debug("loaded %s: %s", self.path, self.last_load)
-            return arrays
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        parts = chosen(self, names, only, drop, dtype)
+        arrays, self.last_load = load_tensors(
+            parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
+        )
+        log.debug("loaded %s: %s", self.path, self.last_load)
+        return arrays
 
     @overload
     def stream(
@@ -399,6 +387,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         dtype: DtypeLike,
         **options: Unpack[StreamOptions],
     ) -> TensorStream[Array] | LayerStream[Array]: ...
+    @public
     def stream(
         self,
         names: Iterable[str] | None = None,
@@ -457,24 +446,20 @@ class Checkpoint(Mapping[str, TensorLike]):
             ...     {layer: len(tensors) for layer, tensors in checkpoint.stream(by_layer=True)}
             {'': 3, 'model.layers.0': 9, 'model.layers.1': 9, 'model.layers.2': 9}
         """
-        try:
-            from .engine.ahead.stream import stream  # only here: most programs stream nothing
+        from .engine.ahead.stream import stream  # only here: most programs stream nothing
 
-            parts = chosen(self, names, only, drop, dtype)
-            return stream(
-                parts,
-                self.weight_files,
-                by_layer=by_layer,
-                dtype=dtype,
-                ahead=ahead,
-                order=order,
-                out=out,
-                threads=threads,
-                progress=progress,
-            )
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        parts = chosen(self, names, only, drop, dtype)
+        return stream(
+            parts,
+            self.weight_files,
+            by_layer=by_layer,
+            dtype=dtype,
+            ahead=ahead,
+            order=order,
+            out=out,
+            threads=threads,
+            progress=progress,
+        )
 
     def close(self) -> None:
         """Close the files. Arrays stay valid, because a mapping lives as long as its last array."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 __all__ = [
     "ForbiddenError",
@@ -28,6 +30,9 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_GENERATOR = 0x20  # inspect.CO_GENERATOR; importing inspect takes milliseconds
 
 
 class SafeloadError(Exception):
@@ -343,10 +348,38 @@ class RemotePermissionError(RemoteError, PermissionError):
     """A remote store refused access: credentials are missing, wrong or expired."""
 
 
-def cut_traceback(error: BaseException) -> None:
-    """End an error's traceback at the caller; public functions should call this before they raise the error again."""
+def public(function: _Function) -> _Function:
+    """Decorate a public function, method or generator: tracebacks of SafeloadErrors end at its own frame."""
+    if function.__code__.co_flags & _GENERATOR:
+
+        @wraps(function)
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return (yield from function(*args, **kwargs))
+            except BaseException as error:
+                _trim(error)
+                raise
+
+    else:
+
+        @wraps(function)
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                _trim(error)
+                raise
+
+    return boundary  # type: ignore[return-value]
+
+
+def _trim(error: BaseException) -> None:
+    """Remove the frame of `boundary` (CPython 3.10 keeps it), and every frame after the next of a SafeloadError."""
     if error.__traceback__ is not None:
-        error.__traceback__.tb_next = None
+        frames = error.__traceback__.tb_next
+        if frames is not None and isinstance(error, SafeloadError):
+            frames.tb_next = None
+        error.__traceback__ = frames
 
 
 def one_line(error: BaseException) -> str:

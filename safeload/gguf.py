@@ -11,12 +11,13 @@ from typing import Any
 from .base.arrays import Array
 from .base.paths import PathLike
 from .engine.codes.quantized_tensor import QuantizedTensor
-from .errors import SafeloadError, cut_traceback
+from .errors import public
 from .formats.gguf import write as gguf_writing
 
 __all__ = ["save_file"]
 
 
+@public
 def save_file(
     tensors: Mapping[str, Array | QuantizedTensor],
     path: PathLike,
@@ -60,11 +61,7 @@ def save_file(
         >>> safeload.open("w.gguf").metadata["general.architecture"]
         'llama'
     """
-    try:
-        gguf_writing.save(tensors, path, metadata, overwrite=overwrite, durable=durable)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    gguf_writing.save(tensors, path, metadata, overwrite=overwrite, durable=durable)
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ from .engine.read.load import Backend, check_backend, parse_target
 from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
-from .errors import SafeloadError, cut_traceback
+from .errors import public
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName, OpenRequest
 from .formats.safetensors import file as safetensors
@@ -39,6 +39,7 @@ _FOLDERS = "safeload.jax.load_checkpoint"
 _LATER = {"Array": ("frameworks.jax_arrays", "Array")}
 
 
+@public
 def load_file(
     filename: PathLike,
     *,
@@ -83,41 +84,38 @@ def load_file(
         >>> load_file("model.safetensors")["conv1.bias"].shape
         (128,)
     """
+    from .frameworks import jax_loading
+
+    check_backend(backend)
+    check_threads(threads)
+    target = parse_target(dtype)
+    everything = names is None and target is None and threads is None and progress is None
+    if everything and sharding is None and backend in ("mmap", "pread"):
+        opened = safetensors.load_or_open(filename, backend, _FOLDERS)
+        if isinstance(opened, safetensors.Resident):
+            return jax_loading.copied(opened.arrays)
+        file = opened
+    else:
+        file = safetensors.open_file(filename, folders=_FOLDERS)
     try:
-        from .frameworks import jax_loading
+        tensors = Tensors.in_file(file, names)
+        if target is not None:
+            from .packed import codes_without_scale  # only here: most loads do not need it
 
-        check_backend(backend)
-        check_threads(threads)
-        target = parse_target(dtype)
-        everything = names is None and target is None and threads is None and progress is None
-        if everything and sharding is None and backend in ("mmap", "pread"):
-            opened = safetensors.load_or_open(filename, backend, _FOLDERS)
-            if isinstance(opened, safetensors.Resident):
-                return jax_loading.copied(opened.arrays)
-            file = opened
-        else:
-            file = safetensors.open_file(filename, folders=_FOLDERS)
-        try:
-            tensors = Tensors.in_file(file, names)
-            if target is not None:
-                from .packed import codes_without_scale  # only here: most loads do not need it
-
-                codes_without_scale.refuse_floating(file, tensors, "load_file")
-            options = jax_loading.Options(
-                lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
-                sharding,
-                backend,
-                checked=False,
-                threads=threads,
-            )
-            return jax_loading.load([(tensors, target)], options, progress)
-        finally:
-            file.close()
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+            codes_without_scale.refuse_floating(file, tensors, "load_file")
+        options = jax_loading.Options(
+            lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
+            sharding,
+            backend,
+            checked=False,
+            threads=threads,
+        )
+        return jax_loading.load([(tensors, target)], options, progress)
+    finally:
+        file.close()
 
 
+@public
 def load(data: Any) -> dict[str, Array]:
     """Load the tensors of a safetensors file in memory as JAX arrays.
 
@@ -139,17 +137,14 @@ def load(data: Any) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    try:
-        from .frameworks.jax_loading import copied
+    from .frameworks.jax_loading import copied
 
-        if isinstance(data, (str, os.PathLike)):
-            raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
-        return copied(safetensors.parse(data, copy=False)[0])
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    if isinstance(data, (str, os.PathLike)):
+        raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
+    return copied(safetensors.parse(data, copy=False)[0])
 
 
+@public
 def load_checkpoint(
     path: Paths,
     *,
@@ -225,31 +220,28 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         dtype(bfloat16)
     """
-    try:
-        from .frameworks import jax_loading
-        from .frameworks.checkpoints import selecting
+    from .frameworks import jax_loading
+    from .frameworks.checkpoints import selecting
 
-        check_threads(threads)
-        with selecting(
-            path,
-            names=names,
-            only=only,
-            drop=drop,
-            dtype=dtype,
-            adapters=adapters,
-            storage_options=storage_options,
-            format=format,
-            root=root,
-            unknown_globals=unknown_globals,
-            stored=stored,
-            verify=verify,
-        ) as selected:
-            return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    check_threads(threads)
+    with selecting(
+        path,
+        names=names,
+        only=only,
+        drop=drop,
+        dtype=dtype,
+        adapters=adapters,
+        storage_options=storage_options,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+        verify=verify,
+    ) as selected:
+        return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
 
 
+@public
 def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
     """Serialize JAX arrays to the bytes of a safetensors file.
 
@@ -273,15 +265,12 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
         >>> load(save({"weight": jnp.ones((2, 2))}))["weight"].sum()
         Array(4., dtype=float32)
     """
-    try:
-        from .frameworks.jax_arrays import to_write
+    from .frameworks.jax_arrays import to_write
 
-        return safetensors.writer(to_write(tensors), metadata).to_bytes()
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    return safetensors.writer(to_write(tensors), metadata).to_bytes()
 
 
+@public
 def save_file(
     tensors: Mapping[str, Any],
     filename: PathLike,
@@ -312,14 +301,10 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].dtype
         dtype(bfloat16)
     """
-    try:
-        from .frameworks import jax_arrays
+    from .frameworks import jax_arrays
 
-        writer = safetensors.writer(jax_arrays.to_write(tensors), metadata)
-        writer.to_file(filename, overwrite=overwrite, durable=durable)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    writer = safetensors.writer(jax_arrays.to_write(tensors), metadata)
+    writer.to_file(filename, overwrite=overwrite, durable=durable)
 
 
 def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:

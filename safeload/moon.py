@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 from .base.arrays import Array
 from .base.paths import PathLike
-from .errors import SafeloadError, cut_traceback
+from .errors import public
 from .formats import moon
 from .loading.entry import load
 
 __all__ = ["load_file", "save_file"]
 
 
+@public
 def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
     """Write a MOON file (version 2) in the order of ``tensors``, atomically.
 
@@ -39,13 +40,10 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
         >>> moon.load_file("w.moon")["w"].shape
         (2, 3)
     """
-    try:
-        moon.save(tensors, path, overwrite=overwrite, durable=durable)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    moon.save(tensors, path, overwrite=overwrite, durable=durable)
 
 
+@public
 def load_file(path: PathLike) -> dict[str, Array]:
     """Load the float16 tensors of a MOON file, in file order; `safeload.open` has more options.
 
@@ -67,11 +65,7 @@ def load_file(path: PathLike) -> dict[str, Array]:
         >>> moon.load_file("model.moon")["conv1.bias"].dtype
         dtype('float16')
     """
-    try:
-        return load(path, format="moon")
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    return load(path, format="moon")
 
 
 def __dir__() -> list[str]:

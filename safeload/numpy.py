@@ -11,7 +11,7 @@ from .compat.names import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors
 from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
-from .errors import SafeloadError, cut_traceback
+from .errors import public
 from .formats.safetensors import file as safetensors
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _LATER = {
 _NAMESPACE = globals()
 
 
+@public
 def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
     """Serialize arrays to the bytes of a safetensors file.
 
@@ -57,13 +58,10 @@ def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = No
         >>> load(save({"weight": np.ones((2, 2), np.float32)}))["weight"].sum()
         np.float32(4.0)
     """
-    try:
-        return safetensors.writer(tensor_dict, metadata).to_bytes()
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    return safetensors.writer(tensor_dict, metadata).to_bytes()
 
 
+@public
 def save_file(
     tensor_dict: Mapping[str, Any],
     filename: PathLike,
@@ -95,13 +93,10 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].sum()
         np.float32(4.0)
     """
-    try:
-        safetensors.writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    safetensors.writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
 
 
+@public
 def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
     """Load the tensors of a safetensors file in memory.
 
@@ -122,18 +117,15 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    try:
-        arrays, _ = safetensors.parse(data, copy=copy)
-        if "_TYPES" in _NAMESPACE:  # a program may have changed the dict, which upstream's load honors
-            from .compat import numpy_specs
+    arrays, _ = safetensors.parse(data, copy=copy)
+    if "_TYPES" in _NAMESPACE:  # a program may have changed the dict, which upstream's load honors
+        from .compat import numpy_specs
 
-            return numpy_specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
-        return arrays
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+        return numpy_specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
+    return arrays
 
 
+@public
 def load_file(
     filename: PathLike,
     *,
@@ -181,29 +173,25 @@ def load_file(
         >>> weights["conv1.bias"].dtype
         dtype('float16')
     """
-    try:
-        check_backend(backend)
-        if names is None and dtype is None and out is None and threads is None and progress is None:
-            opened = safetensors.load_or_open(filename, backend)
-            if isinstance(opened, safetensors.Resident):
-                return opened.arrays
-            try:
-                return load_all(opened, backend)
-            finally:
-                opened.close()
-        file = safetensors.open_file(filename, brief=True)
+    check_backend(backend)
+    if names is None and dtype is None and out is None and threads is None and progress is None:
+        opened = safetensors.load_or_open(filename, backend)
+        if isinstance(opened, safetensors.Resident):
+            return opened.arrays
         try:
-            tensors = Tensors.in_file(file, names)
-            if dtype is not None:
-                from .packed import codes_without_scale  # only here: most loads do not need it
-
-                codes_without_scale.refuse_floating(file, tensors, "load_file")
-            return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
+            return load_all(opened, backend)
         finally:
-            file.close()
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+            opened.close()
+    file = safetensors.open_file(filename, brief=True)
+    try:
+        tensors = Tensors.in_file(file, names)
+        if dtype is not None:
+            from .packed import codes_without_scale  # only here: most loads do not need it
+
+            codes_without_scale.refuse_floating(file, tensors, "load_file")
+        return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
+    finally:
+        file.close()
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from .engine.read.load import Backend, check_backend, load_all, load_tensors, pa
 from .engine.read.plan import entries_of
 from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
-from .errors import SafeloadError, cut_traceback
+from .errors import public
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName
 from .formats.safetensors import file as safetensors
@@ -80,6 +80,7 @@ _FOLDERS = "safeload.torch.load_checkpoint"
 _MAX_LISTED = 100
 
 
+@public
 def load_file(
     filename: PathLike,
     device: str | int | Device = "cpu",
@@ -127,45 +128,42 @@ def load_file(
         >>> weights["conv1.bias"].dtype, weights["conv1.bias"].shape
         (torch.bfloat16, torch.Size([128]))
     """
-    try:
-        from .frameworks import torch_arrays, torch_devices
+    from .frameworks import torch_arrays, torch_devices
 
-        on_cpu = device is None or (isinstance(device, str) and device == "cpu")
-        everything = names is None and dtype is None and threads is None and progress is None
-        if on_cpu and everything and backend in ("mmap", "pread"):
-            opened = safetensors.load_or_open(filename, backend, _FOLDERS)
-            if isinstance(opened, safetensors.Resident):
-                return torch_arrays.from_table(*opened)
-            try:
-                return torch_arrays.from_table(opened.table, load_all(opened, backend))
-            finally:
-                opened.close()
-        file = safetensors.open_file(filename, brief=on_cpu, folders=_FOLDERS)
+    on_cpu = device is None or (isinstance(device, str) and device == "cpu")
+    everything = names is None and dtype is None and threads is None and progress is None
+    if on_cpu and everything and backend in ("mmap", "pread"):
+        opened = safetensors.load_or_open(filename, backend, _FOLDERS)
+        if isinstance(opened, safetensors.Resident):
+            return torch_arrays.from_table(*opened)
         try:
-            place = torch_arrays.device_of(device)
-            check_backend(backend)
-            tensors = Tensors.in_file(file, names)
-            if dtype is not None:
-                from .packed import codes_without_scale  # only here: most loads do not need it
-
-                codes_without_scale.refuse_floating(file, tensors, "load_file")
-            if place is None:
-                arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
-                raw = None
-                if dtype is None and dtypes.holds_packed(file.table.numbers):
-                    raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in tensors)
-                return torch_arrays.from_arrays(arrays, raw)
-            entries = entries_of(tensors, parse_target(dtype))
-            if place.type == "meta":
-                return torch_arrays.without_data(entries)
-            return torch_devices.load(entries, place, threads=threads, progress=progress)
+            return torch_arrays.from_table(opened.table, load_all(opened, backend))
         finally:
-            file.close()
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+            opened.close()
+    file = safetensors.open_file(filename, brief=on_cpu, folders=_FOLDERS)
+    try:
+        place = torch_arrays.device_of(device)
+        check_backend(backend)
+        tensors = Tensors.in_file(file, names)
+        if dtype is not None:
+            from .packed import codes_without_scale  # only here: most loads do not need it
+
+            codes_without_scale.refuse_floating(file, tensors, "load_file")
+        if place is None:
+            arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
+            raw = None
+            if dtype is None and dtypes.holds_packed(file.table.numbers):
+                raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in tensors)
+            return torch_arrays.from_arrays(arrays, raw)
+        entries = entries_of(tensors, parse_target(dtype))
+        if place.type == "meta":
+            return torch_arrays.without_data(entries)
+        return torch_devices.load(entries, place, threads=threads, progress=progress)
+    finally:
+        file.close()
 
 
+@public
 def load_checkpoint(
     path: Paths,
     *,
@@ -230,27 +228,23 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         torch.float32
     """
-    try:
-        return _load_selected(
-            path,
-            device,
-            names=names,
-            only=only,
-            drop=drop,
-            dtype=dtype,
-            adapters=adapters,
-            storage_options=storage_options,
-            threads=threads,
-            progress=progress,
-            format=format,
-            root=root,
-            unknown_globals=unknown_globals,
-            stored=stored,
-            verify=verify,
-        )
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    return _load_selected(
+        path,
+        device,
+        names=names,
+        only=only,
+        drop=drop,
+        dtype=dtype,
+        adapters=adapters,
+        storage_options=storage_options,
+        threads=threads,
+        progress=progress,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+        verify=verify,
+    )
 
 
 def _load_selected(
@@ -276,6 +270,7 @@ def _load_selected(
         return torch_arrays.from_arrays(arrays, raw)
 
 
+@public
 def load(data: bytes) -> dict[str, Tensor]:
     """Load the tensors of a safetensors file in memory, onto the CPU.
 
@@ -297,22 +292,19 @@ def load(data: bytes) -> dict[str, Tensor]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         torch.Size([128])
     """
-    try:
-        torch_arrays = _arrays or _imported()
-        if type(data) is not bytes and isinstance(data, (str, os.PathLike)):
-            raise TypeError(
-                f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
-                "safeload.torch.load_checkpoint"
-            )
-        arrays, table = safetensors.parse(data, copy=True)
-        tensors: dict[str, Tensor]
-        tensors = torch_arrays.from_arrays(arrays) if table is None else torch_arrays.from_table(table, arrays)
-        return tensors
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    torch_arrays = _arrays or _imported()
+    if type(data) is not bytes and isinstance(data, (str, os.PathLike)):
+        raise TypeError(
+            f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
+            "safeload.torch.load_checkpoint"
+        )
+    arrays, table = safetensors.parse(data, copy=True)
+    tensors: dict[str, Tensor]
+    tensors = torch_arrays.from_arrays(arrays) if table is None else torch_arrays.from_table(table, arrays)
+    return tensors
 
 
+@public
 def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """Serialize tensors to the bytes of a safetensors file.
 
@@ -337,15 +329,12 @@ def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) 
         >>> load(save({"weight": torch.ones(2, 2)}))["weight"].sum()
         tensor(4.)
     """
-    try:
-        torch_arrays = _arrays or _imported()
-        keep: list[Any] = []
-        return safetensors.FileWriter(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    torch_arrays = _arrays or _imported()
+    keep: list[Any] = []
+    return safetensors.FileWriter(torch_arrays.to_write(tensors, keep), metadata).to_bytes()
 
 
+@public
 def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file atomically: after a crash there is either the old file or the new one.
 
@@ -372,16 +361,13 @@ def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[
         >>> load_file("ones.safetensors")["weight"].sum()
         tensor(4.)
     """
-    try:
-        from .frameworks import torch_arrays
+    from .frameworks import torch_arrays
 
-        keep: list[Any] = []
-        safetensors.FileWriter(torch_arrays.to_write(tensors, keep), metadata).to_file(filename)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    keep: list[Any] = []
+    safetensors.FileWriter(torch_arrays.to_write(tensors, keep), metadata).to_file(filename)
 
 
+@public
 def save_model(
     model: Module, filename: PathLike, metadata: Mapping[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
@@ -406,31 +392,28 @@ def save_model(
         >>> load_model(model, "linear.safetensors")
         (set(), [])
     """
+    from .frameworks import torch_arrays
+
+    if metadata is not None:
+        check_mapping(metadata, "metadata", "str to str")
+    state = dict(model.state_dict())
+    torch_arrays.check_tensors(state)
+    texts = dict(metadata or {})
+    for kept, removed in remove_duplicate_names(state, partial=True).items():
+        for name in removed:
+            texts.setdefault(name, kept)  # the caller's metadata wins
+            del state[name]
+    if force_contiguous:
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
     try:
-        from .frameworks import torch_arrays
-
-        if metadata is not None:
-            check_mapping(metadata, "metadata", "str to str")
-        state = dict(model.state_dict())
-        torch_arrays.check_tensors(state)
-        texts = dict(metadata or {})
-        for kept, removed in remove_duplicate_names(state, partial=True).items():
-            for name in removed:
-                texts.setdefault(name, kept)  # the caller's metadata wins
-                del state[name]
+        save_file(state, filename, texts if texts or metadata is not None else None)
+    except ValueError as error:
         if force_contiguous:
-            state = {name: tensor.contiguous() for name, tensor in state.items()}
-        try:
-            save_file(state, filename, texts if texts or metadata is not None else None)
-        except ValueError as error:
-            if force_contiguous:
-                raise
-            raise ValueError(f"{error}; or use save_model(..., force_contiguous=True)") from None
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+            raise
+        raise ValueError(f"{error}; or use save_model(..., force_contiguous=True)") from None
 
 
+@public
 def load_model(
     model: Module,
     filename: PathLike,
@@ -471,36 +454,32 @@ def load_model(
         >>> load_model(torch.nn.Linear(2, 2, bias=False), "linear.safetensors", strict=False)
         (set(), ['bias'])
     """
-    try:
-        from .frameworks import torch_arrays
+    from .frameworks import torch_arrays
 
-        path = native_path(filename)[0]
-        folder = path.endswith(".index.json") or os.path.isdir(path)
-        if folder or verify:
-            tensors = _load_selected(path, device, dtype=dtype, backend=backend, verify=verify)
-        else:
-            tensors = load_file(filename, device, backend=backend, dtype=dtype)
-        removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
-        missing_names, unexpected = model.load_state_dict(tensors, strict=False)
-        missing = set(missing_names)
-        for kept, names in removed.items():
-            for name in names:
-                if name in missing:  # it was filled through the kept name
-                    missing.remove(name)
-                elif not folder or not torch_arrays.same_bytes(tensors[name], tensors[kept]):
-                    unexpected.append(name)  # save_model writes only one of them
-        if strict and (missing or unexpected):
-            where = f" from {path}" if folder else ""
-            lines = [f"Error(s) in loading state_dict for {type(model).__name__}{where}:"]
-            if missing:
-                lines.append(f"    Missing key(s) in state_dict: {_quoted(missing)}")
-            if unexpected:
-                lines.append(f"    Unexpected key(s) in state_dict: {_quoted(unexpected)}")
-            raise RuntimeError("\n".join(lines))
-        return missing, unexpected
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    path = native_path(filename)[0]
+    folder = path.endswith(".index.json") or os.path.isdir(path)
+    if folder or verify:
+        tensors = _load_selected(path, device, dtype=dtype, backend=backend, verify=verify)
+    else:
+        tensors = load_file(filename, device, backend=backend, dtype=dtype)
+    removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
+    missing_names, unexpected = model.load_state_dict(tensors, strict=False)
+    missing = set(missing_names)
+    for kept, names in removed.items():
+        for name in names:
+            if name in missing:  # it was filled through the kept name
+                missing.remove(name)
+            elif not folder or not torch_arrays.same_bytes(tensors[name], tensors[kept]):
+                unexpected.append(name)  # save_model writes only one of them
+    if strict and (missing or unexpected):
+        where = f" from {path}" if folder else ""
+        lines = [f"Error(s) in loading state_dict for {type(model).__name__}{where}:"]
+        if missing:
+            lines.append(f"    Missing key(s) in state_dict: {_quoted(missing)}")
+        if unexpected:
+            lines.append(f"    Unexpected key(s) in state_dict: {_quoted(unexpected)}")
+        raise RuntimeError("\n".join(lines))
+    return missing, unexpected
 
 
 def _quoted(names: Iterable[str]) -> str:

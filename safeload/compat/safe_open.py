@@ -13,7 +13,7 @@ from ..base.text import clip, plural, printable
 from ..engine.read.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
 from ..engine.read.tensors import Tensors
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafeloadError, SafetensorError, cut_traceback, folder_given
+from ..errors import SafetensorError, folder_given, public
 from ..formats.safetensors import file as safetensors
 from ..frameworks.handle import NO_PREFETCH
 from ..stores.local import check_unchanged
@@ -54,59 +54,48 @@ class safe_open:  # noqa: N801 - safetensors' name
         (15, (128,))
     """
 
+    @public
     def __init__(
         self, filename: PathLike, framework: str = "numpy", device: Any = "cpu", *, backend: str = "mmap"
     ) -> None:
         try:
-            try:
-                file = safetensors.open_file(filename)
-            except IsADirectoryError as error:
-                raise folder_given(error.filename, _FOLDERS.get(str(framework), "safeload.open")) from None
-            try:
-                self._handle = _handle(framework, device, backend)
-            except BaseException:
-                file.close()
-                raise
-            self._file: WeightFile | None = file
-            self._backend = backend
-            self._window = Window()
-            self._arguments = (file.path, framework, device)
-            self._handed_out: dict[int, object] = {}  # index of a tensor -> token of the first call to get it
-            self._mappings: dict[WeightFile, Any] = {}
-        except SafeloadError as error:
-            cut_traceback(error)
+            file = safetensors.open_file(filename)
+        except IsADirectoryError as error:
+            raise folder_given(error.filename, _FOLDERS.get(str(framework), "safeload.open")) from None
+        try:
+            self._handle = _handle(framework, device, backend)
+        except BaseException:
+            file.close()
             raise
+        self._file: WeightFile | None = file
+        self._backend = backend
+        self._window = Window()
+        self._arguments = (file.path, framework, device)
+        self._handed_out: dict[int, object] = {}  # index of a tensor -> token of the first call to get it
+        self._mappings: dict[WeightFile, Any] = {}
 
     def _opened(self) -> WeightFile:
         if self._file is None:
             raise SafetensorError("File is closed")
         return self._file
 
+    @public
     def keys(self) -> list[str]:
         """Return the names in ascending order."""
-        try:
-            return self._opened().table.sorted_names()
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        return self._opened().table.sorted_names()
 
+    @public
     def offset_keys(self) -> list[str]:
         """Return the names in file order."""
-        try:
-            return list(self._opened().table.names)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        return list(self._opened().table.names)
 
+    @public
     def metadata(self) -> dict[str, str] | None:
         """Return the header's ``__metadata__``, or None."""
-        try:
-            metadata = self._opened().table.metadata()
-            return None if metadata is None else dict(metadata)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        metadata = self._opened().table.metadata()
+        return None if metadata is None else dict(metadata)
 
+    @public
     def get_tensor(self, name: str) -> Any:
         """Return a tensor of the framework.
 
@@ -114,15 +103,11 @@ class safe_open:  # noqa: N801 - safetensors' name
             TensorNotFoundError: the name does not exist.
             UnsupportedError: the framework lacks the dtype.
         """
-        try:
-            file = self._opened()
-            index = file.table.index(name)
-            if self._handle is not None:
-                return self._handle.tensor((name, file, index), lambda: self._array(name, file, index))
-            return self._array(name, file, index)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        file = self._opened()
+        index = file.table.index(name)
+        if self._handle is not None:
+            return self._handle.tensor((name, file, index), lambda: self._array(name, file, index))
+        return self._array(name, file, index)
 
     def _array(self, name: str, file: WeightFile, index: int) -> Array:
         entry = file.table.entry(index)
@@ -137,6 +122,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         arrays, _ = load_tensors(Tensors([file], [name], [index]), backend=self._backend, mappings=mappings)
         return arrays[name]
 
+    @public
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:
         """Return all tensors, in file order.
 
@@ -153,53 +139,44 @@ class safe_open:  # noqa: N801 - safetensors' name
             ValueError: an array in ``out`` does not fit.
             FormatError, OSError: the file ends too early, or cannot be read.
         """
-        try:
-            file = self._opened()
-            parts = Tensors.in_file(file)
-            if dtype is not None:
-                from ..packed import codes_without_scale  # only here: most loads do not need it
+        file = self._opened()
+        parts = Tensors.in_file(file)
+        if dtype is not None:
+            from ..packed import codes_without_scale  # only here: most loads do not need it
 
-                codes_without_scale.refuse_floating(file, parts, "get_tensors")
+            codes_without_scale.refuse_floating(file, parts, "get_tensors")
 
-            def read() -> dict[str, Array]:
-                arrays: dict[str, Array]
-                arrays, _ = load_tensors(parts, backend=self._backend, dtype=dtype, out=out)
-                return arrays
+        def read() -> dict[str, Array]:
+            arrays: dict[str, Array]
+            arrays, _ = load_tensors(parts, backend=self._backend, dtype=dtype, out=out)
+            return arrays
 
-            return read() if self._handle is None else self._handle.tensors(parts, parse_target(dtype), read)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        return read() if self._handle is None else self._handle.tensors(parts, parse_target(dtype), read)
 
+    @public
     def get_slice(self, name: str) -> SafeSlice:
         """Return a lazy tensor: indexing it reads only the selected elements, ``f.get_slice("h.0.w")[:, :128]``.
 
         Raises:
             TensorNotFoundError: the name does not exist.
         """
-        try:
-            file = self._opened()
-            return SafeSlice(file, file.table.index(name), self._handle)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        file = self._opened()
+        return SafeSlice(file, file.table.index(name), self._handle)
 
+    @public
     def get_tensor_meta(self, name: str) -> TensorMeta:
         """Return a tensor's header entry: dtype code, logical shape, data_offsets.
 
         Raises:
             TensorNotFoundError: the name does not exist.
         """
-        try:
-            file = self._opened()
-            index = file.table.index(name)
-            begin, end = file.table.byte_range(index)
-            data = file.table.byte_range(0)[0]
-            return TensorMeta(file.table.rows[index].code, list(file.table.shapes[index]), (begin - data, end - data))
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        file = self._opened()
+        index = file.table.index(name)
+        begin, end = file.table.byte_range(index)
+        data = file.table.byte_range(0)[0]
+        return TensorMeta(file.table.rows[index].code, list(file.table.shapes[index]), (begin - data, end - data))
 
+    @public
     def prefetch(
         self, plan: Mapping[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
     ) -> PrefetchLoader:
@@ -229,15 +206,11 @@ class safe_open:  # noqa: N801 - safetensors' name
             ...         for name, tensor in loader:
             ...             ...
         """
-        try:
-            file = self._opened()
-            if self._handle is None:
-                raise SafetensorError(NO_PREFETCH)
-            rows = None if plan is None else planned_rows(file, plan)
-            return PrefetchLoader(*self._handle.arrivals(file, rows, device, threads))
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        file = self._opened()
+        if self._handle is None:
+            raise SafetensorError(NO_PREFETCH)
+        rows = None if plan is None else planned_rows(file, plan)
+        return PrefetchLoader(*self._handle.arrivals(file, rows, device, threads))
 
     def close(self) -> None:
         """Close the file once no slice needs it. Arrays and slices stay valid."""

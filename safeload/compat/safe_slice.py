@@ -12,7 +12,7 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..engine.run.slice import as_index, read_slice
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafeloadError, SafetensorError, cut_traceback
+from ..errors import SafetensorError, public
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
 
@@ -72,14 +72,11 @@ class SafeSlice:
         """Dtype of the whole tensor as an array."""
         return dtypes.array_dtype(self._file.table.rows[self._index].number)
 
+    @public
     def __getitem__(self, index: Any) -> Any:
-        try:
-            if self._handle is not None:
-                return self._handle.item(self._file, self._index, index, self._array)
-            return self._array(index)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        if self._handle is not None:
+            return self._handle.item(self._file, self._index, index, self._array)
+        return self._array(index)
 
     def _array(self, index: Any) -> Array:
         if isinstance(index, list):

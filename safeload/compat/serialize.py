@@ -10,7 +10,7 @@ from ..base import dtypes
 from ..base.arrays import check_mapping
 from ..base.paths import PathLike
 from ..base.text import show
-from ..errors import SafeloadError, SafetensorError, cut_traceback
+from ..errors import SafetensorError, public
 from ..formats.safetensors.file import FileWriter, Memory, parse_table
 
 
@@ -113,6 +113,7 @@ def _index(value: int, argument: str) -> int:
     return number
 
 
+@public
 def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
     """Parse a safetensors file in memory, like ``safetensors.deserialize``.
 
@@ -132,17 +133,13 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
         >>> deserialize(save({"x": np.uint8([65, 66])}))
         [('x', {'shape': [2], 'dtype': 'U8', 'data': bytearray(b'AB')})]
     """
-    try:
-        view, table = parse_table(bytes)
-        return [
-            (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
-            for name, shape, row, (begin, end) in zip(
-                table.names, table.shapes, table.rows, table.byte_ranges(), strict=True
-            )
-        ]
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    view, table = parse_table(bytes)
+    return [
+        (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
+        for name, shape, row, (begin, end) in zip(
+            table.names, table.shapes, table.rows, table.byte_ranges(), strict=True
+        )
+    ]
 
 
 def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
@@ -156,6 +153,7 @@ def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
     return entries
 
 
+@public
 def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Serialize described memory to the bytes of a safetensors file.
 
@@ -178,13 +176,10 @@ def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str]
         >>> serialize({"x": spec}, {"step": "100"})[8:39]
         b'{"__metadata__":{"step":"100"},'
     """
-    try:
-        return FileWriter(_entries(tensor_dict), metadata).to_bytes()
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    return FileWriter(_entries(tensor_dict), metadata).to_bytes()
 
 
+@public
 def serialize_file(
     tensor_dict: Mapping[str, TensorSpec], filename: PathLike, metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -210,8 +205,4 @@ def serialize_file(
         >>> load_file("x.safetensors")["x"].sum()
         np.float32(6.0)
     """
-    try:
-        FileWriter(_entries(tensor_dict), metadata).to_file(filename)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    FileWriter(_entries(tensor_dict), metadata).to_file(filename)

@@ -14,7 +14,7 @@ from ..engine.read.load import parse_target
 from ..engine.run.cast import astype
 from ..engine.run.slice import TAKE, read_slice
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafeloadError, UnsupportedError, cut_traceback
+from ..errors import UnsupportedError, public
 from ..stores.files import rather_changed
 from . import registry
 from .registry import OpenRequest
@@ -60,14 +60,11 @@ class TensorSlice:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
         return self.__copy__()
 
+    @public
     def __getitem__(self, index: Any) -> Array:
-        try:
-            indices = index if isinstance(index, tuple) else (index,)
-            values = read_slice(self._file, self._index, indices, TAKE)
-            return values if self._target is None else astype(values, self.dtype)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        indices = index if isinstance(index, tuple) else (index,)
+        values = read_slice(self._file, self._index, indices, TAKE)
+        return values if self._target is None else astype(values, self.dtype)
 
     def __len__(self) -> int:
         if not self.shape:

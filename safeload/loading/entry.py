@@ -10,7 +10,7 @@ from ..base.selecting import Patterns
 from ..checkpoint import Checkpoint
 from ..engine.read.load import Backend, DtypeLike
 from ..engine.run.progress import Progress
-from ..errors import SafeloadError, cut_traceback
+from ..errors import public
 from ..formats.opening import OpenOptions, Paths, UnknownGlobals, open_paths
 from ..formats.registry import FormatName
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "open"]
 
 
+@public
 def open(
     path: Paths,
     *,
@@ -83,12 +84,8 @@ def open(
         ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
         ('F32', (128,))
     """
-    try:
-        opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
-        return Checkpoint(opened)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
+    return Checkpoint(opened)
 
 
 def check_unadapted(verify: Verify) -> None:
@@ -113,6 +110,7 @@ def load(
     dtype: DtypeLike,
     **options: Unpack[OpenOptions],
 ) -> dict[str, Array]: ...
+@public
 def load(
     path: Paths,
     names: Iterable[str] | None = None,
@@ -190,36 +188,20 @@ def load(
         >>> weights["model.norm.weight"].dtype
         dtype('float32')
     """
-    try:
-        if adapters is not None:
-            check_unadapted(verify)
-        with open(
-            path,
-            format=format,
-            root=root,
-            unknown_globals=unknown_globals,
-            stored=stored,
-            storage_options=storage_options,
-            verify=verify,
-        ) as checkpoint:
-            if adapters is None:
-                return checkpoint.load(
-                    names,
-                    only=only,
-                    drop=drop,
-                    dtype=dtype,
-                    backend=backend,
-                    out=out,
-                    threads=threads,
-                    progress=progress,
-                )
-            from .merge import load_with_adapters  # only here: most programs merge nothing
-
-            return load_with_adapters(
-                checkpoint,
-                adapters,
-                storage_options,
-                names=names,
+    if adapters is not None:
+        check_unadapted(verify)
+    with open(
+        path,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+        storage_options=storage_options,
+        verify=verify,
+    ) as checkpoint:
+        if adapters is None:
+            return checkpoint.load(
+                names,
                 only=only,
                 drop=drop,
                 dtype=dtype,
@@ -228,6 +210,18 @@ def load(
                 threads=threads,
                 progress=progress,
             )
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+        from .merge import load_with_adapters  # only here: most programs merge nothing
+
+        return load_with_adapters(
+            checkpoint,
+            adapters,
+            storage_options,
+            names=names,
+            only=only,
+            drop=drop,
+            dtype=dtype,
+            backend=backend,
+            out=out,
+            threads=threads,
+            progress=progress,
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base.text import show
 from ..engine.run.threads import check_threads
-from ..errors import FormatError, SafeloadError, cut_traceback
+from ..errors import FormatError, public
 from .convert import run_plan
 from .measure import diff, stats
 from .sources.plan import INVALID_PIECE
@@ -23,6 +23,7 @@ _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, A
 }
 
 
+@public
 def run_piece(
     piece: Mapping[str, Any], *, threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -53,14 +54,10 @@ def run_piece(
         >>> safeload.run_piece(plan.pieces[0])["file"]
         'model-00001-of-00005.safetensors'
     """
-    try:
-        check_threads(threads)
-        operation = piece.get("operation") if isinstance(piece, Mapping) else None
-        if not isinstance(operation, str) or operation not in _FUNCTIONS:
-            raise FormatError(
-                f"{INVALID_PIECE}: unknown operation {show(operation)}, expected one of {', '.join(_FUNCTIONS)}"
-            )
-        return _FUNCTIONS[operation](piece, threads, storage_options)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    check_threads(threads)
+    operation = piece.get("operation") if isinstance(piece, Mapping) else None
+    if not isinstance(operation, str) or operation not in _FUNCTIONS:
+        raise FormatError(
+            f"{INVALID_PIECE}: unknown operation {show(operation)}, expected one of {', '.join(_FUNCTIONS)}"
+        )
+    return _FUNCTIONS[operation](piece, threads, storage_options)

@@ -13,7 +13,7 @@ from ...base.arrays import Array
 from ...base.names import layer_of
 from ...base.selecting import Patterns
 from ...base.text import parse_size, plural, show
-from ...errors import RemoteError, SafeloadError, cut_traceback
+from ...errors import RemoteError, public
 from ...stores.stop import Stopped
 from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..codes.pieces import Meter
@@ -86,28 +86,25 @@ class TensorStream(Iterator[tuple[str, _T]]):
         self._lock = RLock()  # a progress report may call this object again
         self._meter = Meter(progress, sum(self._left.values()))
 
+    @public
     def __next__(self) -> tuple[str, _T]:
-        try:
-            self._results.check_process()  # before the lock, which another thread may have held during a fork
-            with self._lock:
+        self._results.check_process()  # before the lock, which another thread may have held during a fork
+        with self._lock:
+            try:
+                while not self._ready:
+                    if self._failed:
+                        raise self._failed.pop()
+                    self._ready, self._failed = next(self._results)
+                    self._memory.used = self._results.pending
+                name, value = self._ready.popleft()
                 try:
-                    while not self._ready:
-                        if self._failed:
-                            raise self._failed.pop()
-                        self._ready, self._failed = next(self._results)
-                        self._memory.used = self._results.pending
-                    name, value = self._ready.popleft()
-                    try:
-                        self._meter.add(self._left.pop(name))
-                    except StopIteration as error:  # it would end the stream
-                        raise RuntimeError("progress: the function raised StopIteration") from error
-                except BaseException:
-                    self.close()
-                    raise
-                return name, value
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+                    self._meter.add(self._left.pop(name))
+                except StopIteration as error:  # it would end the stream
+                    raise RuntimeError("progress: the function raised StopIteration") from error
+            except BaseException:
+                self.close()
+                raise
+            return name, value
 
     def __length_hint__(self) -> int:
         return len(self._left)
@@ -153,26 +150,23 @@ class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
         self._count = len(sizes)
         self._lock = RLock()  # as in `TensorStream`
 
+    @public
     def __next__(self) -> tuple[str, dict[str, _T]]:
-        try:
-            self._tensors.check_process()
-            with self._lock:
-                if not self._left:
-                    self._tensors.close()
-                    raise StopIteration
-                layer, count = self._left.popleft()
-                tensors: dict[str, _T] = {}
-                try:
-                    for _ in range(count):
-                        name, array = next(self._tensors)
-                        tensors[name] = array
-                except BaseException:
-                    self.close()
-                    raise
-                return layer, tensors
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        self._tensors.check_process()
+        with self._lock:
+            if not self._left:
+                self._tensors.close()
+                raise StopIteration
+            layer, count = self._left.popleft()
+            tensors: dict[str, _T] = {}
+            try:
+                for _ in range(count):
+                    name, array = next(self._tensors)
+                    tensors[name] = array
+            except BaseException:
+                self.close()
+                raise
+            return layer, tensors
 
     def __length_hint__(self) -> int:
         return len(self._left)

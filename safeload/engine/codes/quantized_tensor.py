@@ -13,7 +13,7 @@ from ...base.arrays import Array, refuse_masked
 from ...base.native import lib
 from ...base.packing import CODES, SCALE, Packed, Packing, int8_packing
 from ...base.scheme import INT8, row_of
-from ...errors import SafeloadError, UnsupportedError, cut_traceback
+from ...errors import UnsupportedError, public
 from ..run import jobs
 from ..run.cast import target_array
 from ..run.job import Channels, Job
@@ -69,28 +69,25 @@ class QuantizedTensor:
     __hash__ = None  # type: ignore[assignment]
     __slots__ = ("_names", "_packing", "_roles", "axis", "data", "scale", "scheme", "shape")
 
+    @public
     def __init__(
         self, scheme: str, shape: tuple[int, ...], data: Array, scale: Array | None = None, axis: int | None = None
     ) -> None:
-        try:
-            self.scheme = scheme
-            self.shape = tuple(int(dim) for dim in shape)
-            self.data = data
-            self.scale = scale
-            self.axis = axis
-            self._packing: Packing | None = None
-            self._names: Mapping[str, str] = {}
-            self._roles: Mapping[str, Array] = {}
-            data_storage, scale_storage = storage_of(scheme, self.shape, axis)
-            _check(f"{scheme} data", data, data_storage)
-            if scale_storage is None:
-                if scale is not None:
-                    raise ValueError(f"{scheme} stores its scales in its blocks: scale must be None")
-            else:
-                _check(f"{scheme} scale", scale, scale_storage)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        self.scheme = scheme
+        self.shape = tuple(int(dim) for dim in shape)
+        self.data = data
+        self.scale = scale
+        self.axis = axis
+        self._packing: Packing | None = None
+        self._names: Mapping[str, str] = {}
+        self._roles: Mapping[str, Array] = {}
+        data_storage, scale_storage = storage_of(scheme, self.shape, axis)
+        _check(f"{scheme} data", data, data_storage)
+        if scale_storage is None:
+            if scale is not None:
+                raise ValueError(f"{scheme} stores its scales in its blocks: scale must be None")
+        else:
+            _check(f"{scheme} scale", scale, scale_storage)
 
     @classmethod
     def of_parts(cls, packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:
@@ -158,6 +155,7 @@ class QuantizedTensor:
         """Bytes of all parts."""
         return sum(array.nbytes for array in self.parts.values())
 
+    @public
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None, threads: int | None = None) -> Array:
         """Return the values: int8 times scale, or the exact values of ggml's reference implementation for blocks.
 
@@ -177,34 +175,30 @@ class QuantizedTensor:
             FormatError: a scale of a packed tensor is not finite.
             ValueError: ``out`` does not fit.
         """
-        try:
-            target = dtypes.parse(dtype)
-            row = row_of(self.scheme) if self._packing is None and self.scheme != INT8 else _F32
-            if not target.floating or target.packed or not row.converts_to(target):
-                raise UnsupportedError(f"cannot dequantize {self.scheme} to {target.name}")
-            check_threads(threads)
-            result = target_array(self.shape, dtypes.element_dtype(target.number), out)
-            if result.size == 0:
-                return result
-            if out is not None and overlapping({"": result}, self.parts.values()):
-                np.copyto(result, self.dequantize(dtype, threads=threads))
-                return result
-            batch = jobs.Batch()
-            restoring = self.restoring()
-            if restoring is None:
-                data = np.ascontiguousarray(self.data)
-                place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
-                batch.add(Job(*place, lib.SL_OP_CONVERT))
-            else:
-                packed, owner = restoring
-                name = self._names.get(CODES, "")
-                for job in restore.restore_jobs(packed, batch.into(result), target.number, name, owner=owner):
-                    batch.add(job)
-            batch.run(threads=threads)
+        target = dtypes.parse(dtype)
+        row = row_of(self.scheme) if self._packing is None and self.scheme != INT8 else _F32
+        if not target.floating or target.packed or not row.converts_to(target):
+            raise UnsupportedError(f"cannot dequantize {self.scheme} to {target.name}")
+        check_threads(threads)
+        result = target_array(self.shape, dtypes.element_dtype(target.number), out)
+        if result.size == 0:
             return result
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        if out is not None and overlapping({"": result}, self.parts.values()):
+            np.copyto(result, self.dequantize(dtype, threads=threads))
+            return result
+        batch = jobs.Batch()
+        restoring = self.restoring()
+        if restoring is None:
+            data = np.ascontiguousarray(self.data)
+            place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
+            batch.add(Job(*place, lib.SL_OP_CONVERT))
+        else:
+            packed, owner = restoring
+            name = self._names.get(CODES, "")
+            for job in restore.restore_jobs(packed, batch.into(result), target.number, name, owner=owner):
+                batch.add(job)
+        batch.run(threads=threads)
+        return result
 
     def restoring(self) -> tuple[Packed, Any] | None:
         """Return the codes as a source of jobs, and the owner of their memory; None for blocks. Internal.
@@ -224,6 +218,7 @@ class QuantizedTensor:
         values = self.dequantize()
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    @public
     def __getitem__(self, rows: slice) -> QuantizedTensor:
         """Return a range of the first axis, which must be rows of whole blocks.
 
@@ -231,24 +226,20 @@ class QuantizedTensor:
             TypeError: the index is not a slice.
             ValueError: a slice with a step, or rows that are not whole blocks.
         """
-        try:
-            if not isinstance(rows, slice):
-                raise TypeError("a quantized tensor can only be sliced along its first axis, as in tensor[2:5]")
-            start, stop, step = rows.indices(self.shape[0] if self.shape else 0)
-            if step != 1 or not self.shape:
-                raise ValueError("a quantized tensor can only be sliced along its first axis, with step 1")
-            rows = slice(start, max(start, stop))
-            if self._packing is None:
-                if self.scheme != INT8 and len(self.shape) == 1:
-                    raise ValueError(
-                        f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
-                    )
-                return self._rows(rows)
-            packing, arrays = packed_rows.rows_of(self._packing, self._roles, [rows])
-            return QuantizedTensor.of_parts(packing, self._names, arrays)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        if not isinstance(rows, slice):
+            raise TypeError("a quantized tensor can only be sliced along its first axis, as in tensor[2:5]")
+        start, stop, step = rows.indices(self.shape[0] if self.shape else 0)
+        if step != 1 or not self.shape:
+            raise ValueError("a quantized tensor can only be sliced along its first axis, with step 1")
+        rows = slice(start, max(start, stop))
+        if self._packing is None:
+            if self.scheme != INT8 and len(self.shape) == 1:
+                raise ValueError(
+                    f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
+                )
+            return self._rows(rows)
+        packing, arrays = packed_rows.rows_of(self._packing, self._roles, [rows])
+        return QuantizedTensor.of_parts(packing, self._names, arrays)
 
     def _rows(self, rows: slice) -> QuantizedTensor:
         """Return a range of the first axis; the whole tensor if it is 1-D and in blocks."""

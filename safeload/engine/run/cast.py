@@ -11,13 +11,14 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, as_array, byteswapped, refuse_masked
 from ...base.native import lib
-from ...errors import SafeloadError, cut_traceback
+from ...errors import public
 from .job import Job, JobGrid, moving
 from .jobs import Batch
 from .memory import address_of, private_array
 from .threads import check_threads
 
 
+@public
 def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None = None) -> Array:
     """Return an array's values in another dtype, rounded once to nearest, ties to even.
 
@@ -43,28 +44,24 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
         >>> safeload.astype(np.float32([1.0, 3.14159265]), "bfloat16")
         array([1, 3.14062], dtype=bfloat16)
     """
-    try:
-        array = as_array(x)
-        target = dtypes.parse(dtype)
-        element = dtypes.element_dtype(target.number)
-        check_threads(threads)
-        out = target_array(array.shape, element, out)
-        narrows = target.floating and target.bits < _F32.bits
-        if narrows:
-            array = _real(array)
-        source = dtypes.row_of(array.dtype)
-        if source is not None and _in_core(source, target, array):
-            _convert(array, out, source, target.number, threads)
-            return out
-        if source is not None and narrows and array.size and source.converts_to(_F32_ODD):
-            odd = np.empty(array.shape, np.float32)  # ml_dtypes would round to float32 first, and then again
-            _convert(array, odd, source, _F32_ODD.number, threads)
-            array = odd
-        np.copyto(out, array.astype(element), casting="unsafe")
+    array = as_array(x)
+    target = dtypes.parse(dtype)
+    element = dtypes.element_dtype(target.number)
+    check_threads(threads)
+    out = target_array(array.shape, element, out)
+    narrows = target.floating and target.bits < _F32.bits
+    if narrows:
+        array = _real(array)
+    source = dtypes.row_of(array.dtype)
+    if source is not None and _in_core(source, target, array):
+        _convert(array, out, source, target.number, threads)
         return out
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    if source is not None and narrows and array.size and source.converts_to(_F32_ODD):
+        odd = np.empty(array.shape, np.float32)  # ml_dtypes would round to float32 first, and then again
+        _convert(array, odd, source, _F32_ODD.number, threads)
+        array = odd
+    np.copyto(out, array.astype(element), casting="unsafe")
+    return out
 
 
 def _real(array: Array) -> Array:

@@ -13,7 +13,7 @@ from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import SafeloadError, UnsupportedError, cut_traceback
+from ...errors import SafeloadError, UnsupportedError, public
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters
 from ...models.layout import Layout
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ...formats.verifying import Verify
 
 
+@public
 def convert(
     src: Given | Sequence[Given],
     dst: SaveDestination,
@@ -226,7 +227,6 @@ def convert(
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         _advise(error)
-        cut_traceback(error)
         raise
 
 

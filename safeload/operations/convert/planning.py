@@ -18,7 +18,7 @@ from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
 from ...checkpoint import folder_of
-from ...errors import SafeloadError, UnsupportedError, cut_traceback
+from ...errors import UnsupportedError, public
 from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
 from ..folders import journal, unfinished
 from ..folders.destinations import Destination, replacement_of
@@ -43,6 +43,7 @@ _LONGEST = 200  # characters of an option in a record; longer options are record
 _ID_DIGITS = 16
 
 
+@public
 def plan_convert(
     src: Given | Sequence[Given],
     dst: Destination,
@@ -85,16 +86,12 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    try:
-        plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
-        shared = folder.location.files.public_options()
-        if shared is not None:
-            pieces = tuple(replace(piece, storage_options=shared) for piece in plan.pieces)
-            plan = replace(plan, pieces=pieces, storage_options=shared)
-        return Plan(encode(plan))
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
+    shared = folder.location.files.public_options()
+    if shared is not None:
+        pieces = tuple(replace(piece, storage_options=shared) for piece in plan.pieces)
+        plan = replace(plan, pieces=pieces, storage_options=shared)
+    return Plan(encode(plan))
 
 
 def planned(

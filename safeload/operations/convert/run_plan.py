@@ -13,7 +13,7 @@ from ...base.text import plural, show
 from ...engine.codes.pieces import in_order
 from ...engine.run.digest import Digest
 from ...engine.run.progress import Progress
-from ...errors import FormatError, SafeloadError, cut_traceback
+from ...errors import FormatError, public
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
 from ..folders import journal, unfinished
@@ -220,6 +220,7 @@ def _write(
         return writer.size, digest.hexdigest(), identity
 
 
+@public
 def finalize(
     plan: Mapping[str, Any],
     results: Iterable[Mapping[str, Any]],
@@ -252,13 +253,9 @@ def finalize(
         >>> safeload.finalize(plan, map(safeload.run_piece, plan.pieces)).tensors
         30
     """
-    try:
-        decoded = decode_plan(plan)
-        folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
-        return complete(decoded, results, folder, storage_options)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    decoded = decode_plan(plan)
+    folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
+    return complete(decoded, results, folder, storage_options)
 
 
 def decode_plan(plan: Any) -> ConversionPlan:

@@ -12,7 +12,7 @@ from ...base.selecting import Patterns, select
 from ...base.text import plural, size
 from ...checkpoint import Checkpoint, codes_of, settings_of, tensors_of
 from ...engine.run.weight_file import WeightFile
-from ...errors import SafeloadError, cut_traceback
+from ...errors import public
 from ...formats.opening import Paths, UnknownGlobals
 from ...formats.registry import FormatName
 from ...loading import entry as loading
@@ -29,6 +29,7 @@ _REASONS = 3
 _WITH_HEADER = ("safetensors", "gguf")
 
 
+@public
 def info(
     path: Paths,
     *,
@@ -67,22 +68,18 @@ def info(
         >>> safeload.info("tiny-llama")
         <Info 'tiny-llama': safetensors, 30 tensors, 241 KiB>
     """
-    try:
-        with loading.open(
-            path,
-            format=format,
-            root=root,
-            unknown_globals=unknown_globals,
-            stored=stored,
-            storage_options=storage_options,
-        ) as opened:
-            text = spelled(path) if isinstance(path, (str, os.PathLike)) else opened.path
-            adapter = adapters.about(text, opened, base, storage_options)
-            names = None if only is drop is None else select(opened.tensors, only, drop)
-            return describe(text, opened, names=names, adapter=adapter)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    with loading.open(
+        path,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+        storage_options=storage_options,
+    ) as opened:
+        text = spelled(path) if isinstance(path, (str, os.PathLike)) else opened.path
+        adapter = adapters.about(text, opened, base, storage_options)
+        names = None if only is drop is None else select(opened.tensors, only, drop)
+        return describe(text, opened, names=names, adapter=adapter)
 
 
 def spelled(path: str | os.PathLike[str]) -> str:

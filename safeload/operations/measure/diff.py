@@ -24,7 +24,7 @@ from ...engine.read.tensors import Tensors
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import is_remote
-from ...errors import SafeloadError, cut_traceback
+from ...errors import public
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.codec import lists_of, named_rows
@@ -74,6 +74,7 @@ class _Checkpoint(NamedTuple):
         return {name: (element.code, shape, element.nbytes(math.prod(shape))) for name, element, shape in columns}
 
 
+@public
 def diff(
     a: Given,
     b: Given,
@@ -121,29 +122,25 @@ def diff(
         >>> safeload.diff({"w": np.float32([1, 2])}, {"w": np.float64([1, 2.5])}).tensors["w"].max
         0.5
     """
-    try:
-        check_threads(threads)
-        executors.check_executor(executor)
-        with Catalog.of(a, storage_options) as catalog_a, Catalog.of(b, storage_options) as catalog_b:
-            report = DiffReport(catalog_a.title, catalog_b.title)
-            with paused(len(catalog_a) + len(catalog_b)):
-                sides = _Checkpoint.of(catalog_a), _Checkpoint.of(catalog_b)
-                shapes = _compare_structure(sides, only, drop, report)
-            for catalog in (catalog_a, catalog_b):
-                catalog.refuse_codes(shapes, "diff")
-            if executor is None:
-                differences = _compare_values(*sides, shapes, report.shapes, threads=threads, progress=progress)
-            else:
-                differences = _in_pieces(catalog_a, catalog_b, shapes, executor, threads=threads, progress=progress)
-            for name in report.shapes:
-                if name in differences:
-                    report.common_rows[name] = differences.pop(name)
-            report.tensors = differences
-            report.norms = _norms(catalog_a, _equal_among_unequal(differences), executor, threads)
-            return report
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    check_threads(threads)
+    executors.check_executor(executor)
+    with Catalog.of(a, storage_options) as catalog_a, Catalog.of(b, storage_options) as catalog_b:
+        report = DiffReport(catalog_a.title, catalog_b.title)
+        with paused(len(catalog_a) + len(catalog_b)):
+            sides = _Checkpoint.of(catalog_a), _Checkpoint.of(catalog_b)
+            shapes = _compare_structure(sides, only, drop, report)
+        for catalog in (catalog_a, catalog_b):
+            catalog.refuse_codes(shapes, "diff")
+        if executor is None:
+            differences = _compare_values(*sides, shapes, report.shapes, threads=threads, progress=progress)
+        else:
+            differences = _in_pieces(catalog_a, catalog_b, shapes, executor, threads=threads, progress=progress)
+        for name in report.shapes:
+            if name in differences:
+                report.common_rows[name] = differences.pop(name)
+        report.tensors = differences
+        report.norms = _norms(catalog_a, _equal_among_unequal(differences), executor, threads)
+        return report
 
 
 def _equal_among_unequal(differences: Mapping[str, TensorDiff]) -> list[str]:

@@ -25,7 +25,7 @@ from ...engine.run import jobs
 from ...engine.run.job import Origin
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import SafeloadError, UnsupportedError, cut_traceback
+from ...errors import UnsupportedError, public
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.codec import lists_of, named_rows, rows_of
@@ -85,6 +85,7 @@ def stats(
     threads: int | None = None,
     progress: Progress = None,
 ) -> TensorStats: ...
+@public
 def stats(
     x: Any,
     *,
@@ -140,28 +141,24 @@ def stats(
         >>> safeload.stats([3.0, -4.0, float("nan")]).absmax
         4.0
     """
-    try:
-        check_threads(threads)
-        executors.check_executor(executor)
-        if has_names(x):
-            with Catalog.of(x, storage_options) as catalog:
-                chosen = catalog.choose(names, only, drop)
-                catalog.refuse_codes(chosen, "stats")
-                if executor is None:
-                    return StatsTable(measure(catalog, chosen, histogram, threads, progress))
-                pieces = measure_in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
-                return StatsTable(pieces)
-        if not (names is only is drop is None):
-            raise ValueError("names=, only= and drop= require a checkpoint or a dict")
-        if executor is not None:
-            raise in_memory("an array is", executors.EXECUTOR)
-        part = _part("", x, threads)
-        if part is None:
-            raise _refusal(x)
-        return _measure([part], histogram, threads, progress)[0]
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    check_threads(threads)
+    executors.check_executor(executor)
+    if has_names(x):
+        with Catalog.of(x, storage_options) as catalog:
+            chosen = catalog.choose(names, only, drop)
+            catalog.refuse_codes(chosen, "stats")
+            if executor is None:
+                return StatsTable(measure(catalog, chosen, histogram, threads, progress))
+            pieces = measure_in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
+            return StatsTable(pieces)
+    if not (names is only is drop is None):
+        raise ValueError("names=, only= and drop= require a checkpoint or a dict")
+    if executor is not None:
+        raise in_memory("an array is", executors.EXECUTOR)
+    part = _part("", x, threads)
+    if part is None:
+        raise _refusal(x)
+    return _measure([part], histogram, threads, progress)[0]
 
 
 def measure(

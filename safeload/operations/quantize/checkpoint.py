@@ -23,7 +23,7 @@ from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import SafeloadError, UnsupportedError, cut_traceback
+from ...errors import UnsupportedError, public
 from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE
 from ...models.schema import Schema
@@ -226,6 +226,7 @@ def heads_to_quantize(model: ModelRules, rules: Rules, about: Callable[[str], Te
     return heads
 
 
+@public
 def load_quantized(
     source: Given,
     scheme: Scheme = "q4_0",
@@ -291,27 +292,23 @@ def load_quantized(
         >>> weights["lm_head.weight"].dtype
         dtype('float32')
     """
-    try:
-        SCHEMES["q4_0"].target(rounding)
-        check_threads(threads)
-        preset = preset_named(scheme)
-        if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
-            raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
-        if imatrix is not None:
-            rounding = weighted_rounding(scheme, rounding, "imatrix=")
-        if preset is not None:
-            engine_rules = EngineRules(preset, keep)
-            with Catalog.of(source, storage_options) as catalog:
-                catalog.refuse_codes(catalog, "load_quantized")
-                return _encoded(load_encoded(catalog, engine_rules, threads, progress))
-        rules = Rules(scheme, keep)
+    SCHEMES["q4_0"].target(rounding)
+    check_threads(threads)
+    preset = preset_named(scheme)
+    if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
+        raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
+    if imatrix is not None:
+        rounding = weighted_rounding(scheme, rounding, "imatrix=")
+    if preset is not None:
+        engine_rules = EngineRules(preset, keep)
         with Catalog.of(source, storage_options) as catalog:
             catalog.refuse_codes(catalog, "load_quantized")
-            loader = _Quantizing(catalog, rules, tie_lm_head=tie_lm_head, rounding=rounding, axis=axis, threads=threads)
-            return loader.run(imatrix, progress)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+            return _encoded(load_encoded(catalog, engine_rules, threads, progress))
+    rules = Rules(scheme, keep)
+    with Catalog.of(source, storage_options) as catalog:
+        catalog.refuse_codes(catalog, "load_quantized")
+        loader = _Quantizing(catalog, rules, tie_lm_head=tie_lm_head, rounding=rounding, axis=axis, threads=threads)
+        return loader.run(imatrix, progress)
 
 
 def _encoded(loaded: EncodedTensors) -> QuantizedDict:

@@ -14,7 +14,7 @@ from ...base.layout import table
 from ...base.results import ResultTable, Row, as_html, plain, tensor_row
 from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...errors import SafeloadError, cut_traceback
+from ...errors import public
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .checkpoint import ModelRules
@@ -109,6 +109,7 @@ def quantization_error(source: Array, quantized: QuantizedTensor) -> Quantizatio
 def quantization_error(
     source: Given, quantized: Given, *, storage_options: Mapping[str, Any] | None = None
 ) -> QuantizationTable: ...
+@public
 def quantization_error(
     source: Given | Array,
     quantized: Given | QuantizedTensor,
@@ -138,30 +139,20 @@ def quantization_error(
         >>> len(errors), errors["lm_head.weight"].snr_db > 40
         (22, True)
     """
-    try:
-        if isinstance(quantized, QuantizedTensor):
-            if not isinstance(source, np.ndarray):
-                raise ValueError(
-                    f"source must be an array if quantized is a QuantizedTensor, got {type(source).__name__}"
-                )
-            return _error_of("", source, quantized)
-        if isinstance(source, np.ndarray):
-            raise ValueError(
-                f"quantized must be a QuantizedTensor if source is an array, got {type(quantized).__name__}"
-            )
-        with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as codes:
-            originals = like(originals, codes)
-            tied = ModelRules.of(originals).tied_heads()
-            names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
-            originals.check(names.values())
-            originals.refuse_codes(names.values(), "quantization_error")
-            errors = {
-                name: _of_tensor(name, originals.array(origin), codes.value(name)) for name, origin in names.items()
-            }
-            return QuantizationTable(errors, map(codes.about, errors))
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    if isinstance(quantized, QuantizedTensor):
+        if not isinstance(source, np.ndarray):
+            raise ValueError(f"source must be an array if quantized is a QuantizedTensor, got {type(source).__name__}")
+        return _error_of("", source, quantized)
+    if isinstance(source, np.ndarray):
+        raise ValueError(f"quantized must be a QuantizedTensor if source is an array, got {type(quantized).__name__}")
+    with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as codes:
+        originals = like(originals, codes)
+        tied = ModelRules.of(originals).tied_heads()
+        names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
+        originals.check(names.values())
+        originals.refuse_codes(names.values(), "quantization_error")
+        errors = {name: _of_tensor(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
+        return QuantizationTable(errors, map(codes.about, errors))
 
 
 def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationStats:

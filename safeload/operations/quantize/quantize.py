@@ -25,7 +25,7 @@ from ...engine.run.job import Channels, Job, Origin
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import RangeError, SafeloadError, cut_traceback
+from ...errors import RangeError, public
 from .importance import check_importance, weighted_jobs
 
 SchemeName: TypeAlias = Literal[
@@ -35,6 +35,7 @@ SchemeName: TypeAlias = Literal[
 Rounding: TypeAlias = Literal["absmax", "ggml"]
 
 
+@public
 def quantize(
     x: Any,
     scheme: SchemeName | Literal["bitnet"],
@@ -96,36 +97,32 @@ def quantize(
         >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
         array([-127,  -64,   25,  127], dtype=int8)
     """
-    try:
-        if isinstance(scheme, str) and scheme.lower() == _BITNET:
-            if axis is not None or rounding is not None or out is not None or importance is not None:
-                raise ValueError("bitnet does not accept axis=, rounding=, importance= or out=")
-            return _quantize_bitnet(x, threads)
-        name = parse(scheme)
-        if importance is not None:
-            rounding = weighted_rounding(name, rounding)
-        target = SCHEMES[name].target(rounding)
-        if name == INT8 and rounding is not None:
-            raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
-        check_threads(threads)
-        source = of_reals("", x, threads)
-        if axis is not None and axis < 0:
-            axis += len(source.shape)
-        storage_of(name, source.shape, axis)
-        if out is not None:
-            _check_out(out, source, name, axis)
-        result = new_tensor(source, name, axis)
-        weights = None if importance is None else check_importance(importance, source.shape)
-        run_requests([Request(source, result, target, weights)], threads=threads, progress=None)
-        if out is None:
-            return result
-        out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
-        if out.scale is not None:
-            out.scale[...] = result.scale
-        return out
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    if isinstance(scheme, str) and scheme.lower() == _BITNET:
+        if axis is not None or rounding is not None or out is not None or importance is not None:
+            raise ValueError("bitnet does not accept axis=, rounding=, importance= or out=")
+        return _quantize_bitnet(x, threads)
+    name = parse(scheme)
+    if importance is not None:
+        rounding = weighted_rounding(name, rounding)
+    target = SCHEMES[name].target(rounding)
+    if name == INT8 and rounding is not None:
+        raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
+    check_threads(threads)
+    source = of_reals("", x, threads)
+    if axis is not None and axis < 0:
+        axis += len(source.shape)
+    storage_of(name, source.shape, axis)
+    if out is not None:
+        _check_out(out, source, name, axis)
+    result = new_tensor(source, name, axis)
+    weights = None if importance is None else check_importance(importance, source.shape)
+    run_requests([Request(source, result, target, weights)], threads=threads, progress=None)
+    if out is None:
+        return result
+    out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
+    if out.scale is not None:
+        out.scale[...] = result.scale
+    return out
 
 
 def weighted_rounding(scheme: Any, rounding: Rounding | None, argument: str = "importance=") -> Rounding:

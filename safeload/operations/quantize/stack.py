@@ -25,7 +25,7 @@ from ...engine.run.jobs import Batch
 from ...engine.run.memory import address_of, check_disjoint, overlapping, private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, cut_traceback
+from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, public
 from ...models.layout import LAYER, Layout, StackedTensor
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
@@ -63,6 +63,7 @@ class Stack(NamedTuple):
     row: dtypes.Dtype  # dtype of the result
 
 
+@public
 def stack(
     source: Given,
     layout: Layout,
@@ -104,29 +105,25 @@ def stack(
         >>> stack(layers, Layout("tiny", [StackedTensor("w", "h.{}.w", transpose=True)]), dtype="float32")["w"].shape
         (4, 3, 2)
     """
-    try:
-        check_threads(threads)
-        target = parse_target(dtype)
-        if out is not None:
-            check_mapping(out, "out")
-        with Catalog.of(source, storage_options) as catalog:
-            plans = plan({name: catalog.about(name) for name in catalog}, layout, target)
-            used = {name for stack in plans for name in stack.names}
-            catalog.refuse_codes(used, "stack")
-            result = _targets(plans, out)
-            refuse_own_files(result if out is not None else {}, catalog.weight_files)
-            filled = dict(result)
-            for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
-                filled[name] = private_array(result[name].shape, result[name].dtype)
-            fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
-            for name, array in filled.items():
-                if array is not result[name]:
-                    np.copyto(result[name], array)
-            result.left_out = tuple(name for name in catalog if name not in used)
-        return result
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    check_threads(threads)
+    target = parse_target(dtype)
+    if out is not None:
+        check_mapping(out, "out")
+    with Catalog.of(source, storage_options) as catalog:
+        plans = plan({name: catalog.about(name) for name in catalog}, layout, target)
+        used = {name for stack in plans for name in stack.names}
+        catalog.refuse_codes(used, "stack")
+        result = _targets(plans, out)
+        refuse_own_files(result if out is not None else {}, catalog.weight_files)
+        filled = dict(result)
+        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
+            filled[name] = private_array(result[name].shape, result[name].dtype)
+        fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
+        for name, array in filled.items():
+            if array is not result[name]:
+                np.copyto(result[name], array)
+        result.left_out = tuple(name for name in catalog if name not in used)
+    return result
 
 
 def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:

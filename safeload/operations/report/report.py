@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from ...base.paths import PathLike, native_path
 from ...base.scheme import parse
 from ...engine.run.progress import Bars, Progress, bars
-from ...errors import SafeloadError, cut_traceback
+from ...errors import SafeloadError, public
 from ...formats.opening import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
@@ -33,6 +33,7 @@ class PageRequest(NamedTuple):
     bar: Bars = bars(None)
 
 
+@public
 def report(
     path: PathLike | Located,
     dst: PathLike,
@@ -80,28 +81,24 @@ def report(
         >>> safeload.report("tiny-llama", "tiny-llama.html").ok
         True
     """
-    try:
-        scheme = None if quantize is None else cast(SchemeName, parse(quantize))
-        place, _ = native_path(dst)
-        if is_file_object(path) and not getattr(path, "seekable", bool)():
-            raise ValueError("report reads its source twice, and a pipe only once: save it to a file first")
+    scheme = None if quantize is None else cast(SchemeName, parse(quantize))
+    place, _ = native_path(dst)
+    if is_file_object(path) and not getattr(path, "seekable", bool)():
+        raise ValueError("report reads its source twice, and a pipe only once: save it to a file first")
 
-        opening = {
-            "root": root,
-            "unknown_globals": unknown_globals,
-            "stored": stored,
-            "storage_options": storage_options,
-        }
-        sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
-        output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
-        output.check()
-        request = PageRequest(scheme, digest, threads, bars(progress))
-        text, checked = page_of(path, opening, request)
-        output.write(text, checked.files)
-        return checked
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    opening = {
+        "root": root,
+        "unknown_globals": unknown_globals,
+        "stored": stored,
+        "storage_options": storage_options,
+    }
+    sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
+    output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
+    output.check()
+    request = PageRequest(scheme, digest, threads, bars(progress))
+    text, checked = page_of(path, opening, request)
+    output.write(text, checked.files)
+    return checked
 
 
 def page_of(path: PathLike | Located, opening: Mapping[str, Any], request: PageRequest) -> tuple[str, CheckReport]:

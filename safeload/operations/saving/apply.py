@@ -16,7 +16,7 @@ from ...base.arrays import Array, as_array
 from ...base.messages import error_about
 from ...base.native import ffi
 from ...engine.run.memory import address_of, check_spans
-from ...errors import FormatError, SafeloadError, UnsupportedError, cut_traceback, unsaved
+from ...errors import FormatError, SafeloadError, UnsupportedError, public, unsaved
 from ...formats.safetensors.file import parse_head
 from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import places_of
@@ -41,6 +41,7 @@ from .targets import FileTarget, SaveOptions, target_of
 _INDEX_CODES = ("I32", "I64")
 
 
+@public
 def apply_patch(
     base: PatchSide,
     patch: PatchSide,
@@ -92,33 +93,29 @@ def apply_patch(
         >>> Path("old.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
         True
     """
-    try:
-        if isinstance(base, Mapping) and dst is not None:
-            raise ValueError("a dict of arrays is changed in place, so it takes no dst")
-        refuse_inputs(base if dst is None else dst, [patch])
-        with opened(patch, storage_options) as delta, side_of(base, "base", storage_options) as old:
-            target: FileTarget | None = None
-            if not isinstance(base, Mapping):
-                options = SaveOptions(None, overwrite or dst is None, durable, storage_options)
-                chosen = target_of(_own(base, storage_options) if dst is None else dst, options)
-                if not isinstance(chosen, FileTarget):
-                    raise ValueError("the result is a file: use the suffix .safetensors")
-                target = chosen
-            facts = _facts_of(delta, check=check)
-            change = _Change(old, delta, facts)
-            if check and facts is not None:
-                digest = content_digest(old)
-                if digest != facts.base:
-                    text = f"is not the base of {delta.place}: it has digest {digest}, not {facts.base}"
-                    raise SafeloadError(f"{old.place} {text}")
-            if isinstance(base, Mapping):
-                _change_arrays(base, change)
-            elif target is not None:
-                _write(change, target.file, facts.result if check and facts is not None else None)
-        return None if facts is None else facts.result
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    if isinstance(base, Mapping) and dst is not None:
+        raise ValueError("a dict of arrays is changed in place, so it takes no dst")
+    refuse_inputs(base if dst is None else dst, [patch])
+    with opened(patch, storage_options) as delta, side_of(base, "base", storage_options) as old:
+        target: FileTarget | None = None
+        if not isinstance(base, Mapping):
+            options = SaveOptions(None, overwrite or dst is None, durable, storage_options)
+            chosen = target_of(_own(base, storage_options) if dst is None else dst, options)
+            if not isinstance(chosen, FileTarget):
+                raise ValueError("the result is a file: use the suffix .safetensors")
+            target = chosen
+        facts = _facts_of(delta, check=check)
+        change = _Change(old, delta, facts)
+        if check and facts is not None:
+            digest = content_digest(old)
+            if digest != facts.base:
+                text = f"is not the base of {delta.place}: it has digest {digest}, not {facts.base}"
+                raise SafeloadError(f"{old.place} {text}")
+        if isinstance(base, Mapping):
+            _change_arrays(base, change)
+        elif target is not None:
+            _write(change, target.file, facts.result if check and facts is not None else None)
+    return None if facts is None else facts.result
 
 
 def _own(base: Any, storage_options: Mapping[str, Any] | None) -> Any:

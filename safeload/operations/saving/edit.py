@@ -6,7 +6,7 @@ import os
 
 from ...base.paths import PathLike
 from ...engine.run.atomic_file import remove_abandoned
-from ...errors import SafeloadError, UnsupportedError, cut_traceback
+from ...errors import UnsupportedError, public
 from ...formats.folder import INDEX, SINGLE
 from ...stores.edit_journal import Locked, recover
 from .edit_base import Edit, local_path, resolved
@@ -14,6 +14,7 @@ from .edit_file import edit_file
 from .edit_folder import FolderEdit
 
 
+@public
 def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
     """Change metadata, names and tensors of a safetensors file or folder, or the metadata of a GGUF file.
 
@@ -53,16 +54,12 @@ def edit(path: PathLike, *, force: bool = False, durable: bool = True) -> Edit:
         >>> safeload.open("edited.safetensors").metadata, list(safeload.open("edited.safetensors"))
         ({'step': '2'}, ['weight'])
     """
-    try:
-        text = local_path(path)
-        if os.path.isdir(text):
-            return _of_folder(text, force=force, durable=durable)
-        if text.endswith(".index.json"):
-            return FolderEdit(text, force=force, durable=durable)
-        return edit_file(text, force=force, durable=durable)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    text = local_path(path)
+    if os.path.isdir(text):
+        return _of_folder(text, force=force, durable=durable)
+    if text.endswith(".index.json"):
+        return FolderEdit(text, force=force, durable=durable)
+    return edit_file(text, force=force, durable=durable)
 
 
 def _of_folder(path: str, *, force: bool, durable: bool) -> Edit:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.paths import PathLike, native_path
 from ...base.text import show
-from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, cut_traceback
+from ...errors import TensorNotFoundError, UnsupportedError, public
 from ...formats.safetensors.header import text
 from ...stores import url as urls
 from .values import check_name
@@ -131,16 +131,13 @@ class Edit(ABC):
     def __enter__(self) -> Self:
         return self
 
+    @public
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            with self._stack:
-                if kind is None:
-                    self._write()
-        except SafeloadError as raised:
-            cut_traceback(raised)
-            raise
+        with self._stack:
+            if kind is None:
+                self._write()
 
     def _check_known(self, name: str) -> None:
         if name not in self:

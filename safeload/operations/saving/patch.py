@@ -22,7 +22,7 @@ from ...base.arrays import Array
 from ...base.text import plural, size
 from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
-from ...errors import SafeloadError, cut_traceback
+from ...errors import public
 from ...formats.safetensors.file import Memory
 from ..folders.file_object import SaveDestination
 from ..folders.folder import refuse_inputs
@@ -78,6 +78,7 @@ class PatchReport(NamedTuple):
         return f"{self.changed:,} of {self.elements:,} elements in {tensors} changed: {size(self.nbytes)}"
 
 
+@public
 def make_patch(
     base: PatchSide,
     new: PatchSide,
@@ -125,33 +126,29 @@ def make_patch(
         >>> weights["w"].sum()
         np.float32(10.0)
     """
-    try:
-        texts = checked_metadata(metadata) or {}
-        target = target_of(dst, SaveOptions(None, overwrite, durable, storage_options))
-        if isinstance(target, FolderTarget):
-            raise ValueError("a patch is a file: use the suffix .safetensors")
-        refuse_inputs(dst, (base, new))
-        with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:
-            difference = _Difference(old, changed)
-            tensors, report = difference.tensors, difference.report()
-            header = changed.header
-            tensors[HEADER] = np.frombuffer(header.rstrip(b" "), np.uint8)
-            total = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
-            exact = not isinstance(new, Mapping)
-            facts = PatchFacts(VERSION, report.base, report.result, len(header), total, "", exact)
-            facts = facts._replace(digest=own_digest(DictSide(tensors, "patch"), facts))
-            texts = {
-                "sparse": "True",
-                "sparsity": f"{1 - report.changed / max(1, report.elements):.6f}",
-                "changed_params": str(report.changed),
-                **texts,
-                KEY: json.dumps(facts._asdict()),
-            }
-            target.write(tensors, texts, room=0)
-        return report
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    texts = checked_metadata(metadata) or {}
+    target = target_of(dst, SaveOptions(None, overwrite, durable, storage_options))
+    if isinstance(target, FolderTarget):
+        raise ValueError("a patch is a file: use the suffix .safetensors")
+    refuse_inputs(dst, (base, new))
+    with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:
+        difference = _Difference(old, changed)
+        tensors, report = difference.tensors, difference.report()
+        header = changed.header
+        tensors[HEADER] = np.frombuffer(header.rstrip(b" "), np.uint8)
+        total = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
+        exact = not isinstance(new, Mapping)
+        facts = PatchFacts(VERSION, report.base, report.result, len(header), total, "", exact)
+        facts = facts._replace(digest=own_digest(DictSide(tensors, "patch"), facts))
+        texts = {
+            "sparse": "True",
+            "sparsity": f"{1 - report.changed / max(1, report.elements):.6f}",
+            "changed_params": str(report.changed),
+            **texts,
+            KEY: json.dumps(facts._asdict()),
+        }
+        target.write(tensors, texts, room=0)
+    return report
 
 
 class _Difference:

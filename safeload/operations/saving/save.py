@@ -16,7 +16,7 @@ from ...base.native import ffi
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
-from ...errors import SafeloadError, cut_traceback
+from ...errors import public
 from ...formats.safetensors.file import FileWriter, Memory, source_of
 from ...formats.safetensors.quantized import pack
 from ..folders.file_object import SaveDestination
@@ -59,6 +59,7 @@ def save(
 ) -> Future[None] | None: ...
 
 
+@public
 def save(
     tensors: Saved,
     dst: SaveDestination,
@@ -103,31 +104,27 @@ def save(
         >>> safeload.load("w.safetensors")["w"].sum()
         np.float32(4.0)
     """
-    try:
-        options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
-        if background:
-            return _in_background(tensors, target_of(dst, options), checked_metadata(metadata))
-        if _is_mapping(tensors) or not isinstance(tensors, Iterable):
-            keep: list[Any] = []
-            values = {check_name(name): value_of(name, value, keep) for name, value in _items(tensors)}
-            texts = checked_metadata(metadata)
-            target_of(dst, options).write(values, texts)
-            return None
-        with Writer(
-            dst,
-            metadata=metadata,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            durable=durable,
-            storage_options=storage_options,
-        ) as writer:
-            for item in tensors:
-                writer.add(*_pair(item))
-                del item  # the generator may reuse its memory
+    options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
+    if background:
+        return _in_background(tensors, target_of(dst, options), checked_metadata(metadata))
+    if _is_mapping(tensors) or not isinstance(tensors, Iterable):
+        keep: list[Any] = []
+        values = {check_name(name): value_of(name, value, keep) for name, value in _items(tensors)}
+        texts = checked_metadata(metadata)
+        target_of(dst, options).write(values, texts)
         return None
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    with Writer(
+        dst,
+        metadata=metadata,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        durable=durable,
+        storage_options=storage_options,
+    ) as writer:
+        for item in tensors:
+            writer.add(*_pair(item))
+            del item  # the generator may reuse its memory
+    return None
 
 
 def _is_mapping(tensors: Any) -> bool:

@@ -13,7 +13,7 @@ from ...base.arrays import check_mapping
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...errors import SafeloadError, UnsupportedError, cut_traceback, unsaved
+from ...errors import UnsupportedError, public, unsaved
 from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
 from ..folders.file_object import SaveDestination
@@ -64,6 +64,7 @@ class Writer:
         3
     """
 
+    @public
     def __init__(
         self,
         dst: SaveDestination,
@@ -89,6 +90,7 @@ class Writer:
         self._file: Spool | DeclaredFile | None = None  # open
         self._state = "open"
 
+    @public
     def add(self, name: str, array: Any) -> None:
         """Write a tensor. The array may change once this returns.
 
@@ -104,11 +106,7 @@ class Writer:
             UnsupportedError: the tensor is quantized, and ``tensors`` was passed.
             OSError: the file cannot be written. Also a SafetensorError.
         """
-        try:
-            self._checked_add(name, array)
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
+        self._checked_add(name, array)
 
     def _checked_add(self, name: str, array: Any) -> None:
         if self._state != "open":
@@ -181,6 +179,7 @@ class Writer:
         self._file = target.next_spool(self._stack)
         self._packer = Packer(self._metadata, in_folder=self._in_folder)
 
+    @public
     def close(self) -> None:
         """Complete the file and put it in place; the end of a ``with`` block does this.
 
@@ -197,9 +196,6 @@ class Writer:
         try:
             with self._stack:
                 self._finish()
-        except SafeloadError as error:
-            cut_traceback(error)
-            raise
         except OSError as error:
             raise unsaved(error) from None
 

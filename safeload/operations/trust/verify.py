@@ -14,7 +14,7 @@ from ...base.text import plural, printable, size
 from ...engine.codes.pieces import Meter
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads, thread_count
-from ...errors import SafeloadError, VerificationError, cut_traceback, one_line
+from ...errors import SafeloadError, VerificationError, one_line, public
 from ...formats.registry import BY_NAME
 from ...formats.verifying import Verify, expected_of, is_same, name_below, walk
 from ...packed.quantization import BESIDE, find_quantization
@@ -145,6 +145,7 @@ class VerifyReport:
         return as_html(self.verdict, faults or self.rows())
 
 
+@public
 def verify(
     path: PathLike | Located,
     against: Verify = None,
@@ -182,26 +183,22 @@ def verify(
         >>> safeload.verify("tiny-llama", "tiny-llama.sha256.json").ok  # doctest: +SKIP
         True
     """
-    try:
-        check_threads(threads)
-        (text,), files = places_of((path,), storage_options)
-        if ollama.is_name(text):
-            layers = sorted({layer.path for layer in ollama.find(text).layers})
-            return _report(
-                text,
-                CachedFiles(_OLLAMA),
-                [(os.path.basename(p), p) for p in layers],
-                LOCAL,
-                threads=threads,
-                progress=progress,
-            )
-        if not files.remote and not os.path.lexists(text):
-            raise os_error(2, text)
-        expected = expected_of([text], files, True if against is None else against, storage_options)
-        return _report(text, expected, list(_places(text, expected, files)), files, threads=threads, progress=progress)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+    check_threads(threads)
+    (text,), files = places_of((path,), storage_options)
+    if ollama.is_name(text):
+        layers = sorted({layer.path for layer in ollama.find(text).layers})
+        return _report(
+            text,
+            CachedFiles(_OLLAMA),
+            [(os.path.basename(p), p) for p in layers],
+            LOCAL,
+            threads=threads,
+            progress=progress,
+        )
+    if not files.remote and not os.path.lexists(text):
+        raise os_error(2, text)
+    expected = expected_of([text], files, True if against is None else against, storage_options)
+    return _report(text, expected, list(_places(text, expected, files)), files, threads=threads, progress=progress)
 
 
 def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, str]]:

@@ -27,8 +27,8 @@ from ...errors import (
     RemotePermissionError,
     SafeloadError,
     UnsupportedError,
-    cut_traceback,
     one_line,
+    public,
 )
 from ...formats.numbered import other_form
 from ...formats.registry import BY_NAME, GGUF
@@ -66,6 +66,7 @@ _CONSOLIDATED, _PARAMS = "consolidated", "params.json"
 Source = Given | Array | QuantizedTensor
 
 
+@public
 def check(
     source: Source,
     *,
@@ -128,33 +129,29 @@ def check(
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
-    try:
-        options = settings(
-            config,
-            schema,
-            limits,
-            values=values,
-            only=only,
-            drop=drop,
-            executor=executor,
-            threads=threads,
-            progress=progress,
-        )
-        if isinstance(source, (np.ndarray, QuantizedTensor)):
+    options = settings(
+        config,
+        schema,
+        limits,
+        values=values,
+        only=only,
+        drop=drop,
+        executor=executor,
+        threads=threads,
+        progress=progress,
+    )
+    if isinstance(source, (np.ndarray, QuantizedTensor)):
+        if executor is not None:
+            raise in_memory("an array is", EXECUTOR)
+        return _validate_array(source, shape, options)
+    if shape is not None:
+        raise ValueError("shape= requires a single array")
+    if isinstance(source, (Mapping, Catalog)):
+        with Catalog.of(source) as catalog:
             if executor is not None:
-                raise in_memory("an array is", EXECUTOR)
-            return _validate_array(source, shape, options)
-        if shape is not None:
-            raise ValueError("shape= requires a single array")
-        if isinstance(source, (Mapping, Catalog)):
-            with Catalog.of(source) as catalog:
-                if executor is not None:
-                    check_paths(catalog, EXECUTOR)
-                return _validate_tensors(CheckReport(catalog.title), catalog, options)
-        return validate_path(source, {"storage_options": storage_options}, options)
-    except SafeloadError as error:
-        cut_traceback(error)
-        raise
+                check_paths(catalog, EXECUTOR)
+            return _validate_tensors(CheckReport(catalog.title), catalog, options)
+    return validate_path(source, {"storage_options": storage_options}, options)
 
 
 validate = check
