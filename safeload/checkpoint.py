@@ -468,13 +468,16 @@ class Checkpoint(Mapping[str, TensorLike]):
         for file in self.weight_files:
             file.close()
 
+    @public
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = pickled(recipe_of(self), seen_of(self.weight_files, self._index))
         return _reopen, (*arguments, quantization_in(self.weight_files))
 
+    @public
     def __copy__(self) -> Checkpoint:
         return _reopen(recipe_of(self), seen_of(self.weight_files, self._index), quantization_in(self.weight_files))
 
+    @public
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:
         return self.__copy__()
 
@@ -577,6 +580,7 @@ def opened_as_stored(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(reopen(recipe_of(checkpoint)._replace(stored=True), seen))
 
 
+@public
 def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Checkpoint:
     checkpoint = Checkpoint(reopen(Recipe(*recipe), seen))
     if quantization_in(checkpoint.weight_files) != quantization:

@@ -17,12 +17,13 @@ from .base.messages import error_about
 from .base.paths import PathLike
 from .engine.read.lazy import materialize
 from .engine.run.atomic_file import AtomicFile
-from .errors import UnsupportedError
+from .errors import UnsupportedError, public
 from .formats.format import Candidate, Content, Format, OpenRequest, StoredTensor
 
 __all__ = ["Candidate", "Content", "Format", "OpenRequest", "StoredTensor", "as_array", "atomic_file"]
 
 
+@public
 def as_array(value: Any) -> Array:
     """Return the elements of a tensor that `convert` passes to ``write``, in C order.
 
@@ -41,6 +42,7 @@ def as_array(value: Any) -> Array:
 
 
 @contextmanager
+@public
 def atomic_file(path: PathLike, *, overwrite: bool = True, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file for ``write``. It appears when the block ends; after an exception, an older file is unchanged.
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .errors import public
 from .stores.files import Location
 
 __all__ = ["Location", "of_fsspec", "of_obstore"]
 
 
+@public
 def of_fsspec(fs: Any, path: str) -> Location:
     """Return a file or folder in an fsspec filesystem, for `safeload.open` and every function that takes a path.
 
@@ -44,6 +46,7 @@ def of_fsspec(fs: Any, path: str) -> Location:
     return object_store.of_fsspec(fs, path)
 
 
+@public
 def of_obstore(store: Any, path: str) -> Location:
     """Return a file or folder in an obstore store, for `safeload.open` and every function that takes a path.
 

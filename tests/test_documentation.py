@@ -1,5 +1,6 @@
 """The examples of README.md, of docs/ and of docstrings are run, and their output compared with what is shown."""
 
+import ast
 import doctest
 import inspect
 import pkgutil
@@ -9,6 +10,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +112,14 @@ def _tests_of_docstrings():
 
 
 _DOCSTRINGS = list(_tests_of_docstrings())
+
+
+def test_the_examples_of_every_docstring_are_found():
+    defined = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for name, tests in groupby(_DOCSTRINGS, key=lambda test: test.globs["__name__"]):
+        tree = ast.parse(Path(find_spec(name).origin).read_text("utf-8"))
+        texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, defined)]
+        assert len(list(tests)) == sum(">>> " in text for text in texts), name
 
 
 @as_numpy_2_prints

@@ -1,7 +1,9 @@
 """What mypy makes of calls: which overload is meant, and which text is no choice."""
 
 import ast
+import functools
 import importlib.util
+import inspect
 import json
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from builders.inside import quantizing as quantize
 from builders.inside import registry, scheme
+from builders.public import functions
 
 import safeload
 
@@ -117,3 +120,45 @@ def test_type_checkers_see_every_public_name():
     modules = dict.fromkeys(safeload._MODULES)
     assert seen == {"__version__": "_version", **modules, **safeload._MODULE_OF}
     assert ast.literal_eval(names.value) == sorted(safeload.__all__)
+
+
+@functools.cache
+def definitions(path):
+    """The functions that a file defines, by qualified name; of overloads the last, which is the function itself."""
+    found = {}
+
+    def visit(node, prefix):
+        for child in getattr(node, "body", ()):
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                found[prefix + child.name] = child
+                visit(child, f"{prefix}{child.name}.")
+
+    visit(ast.parse(Path(path).read_text("utf-8")), "")
+    return found
+
+
+def written(function):
+    """Name, kind and presence of a default of each argument, as type checkers read them."""
+    arguments = definitions(function.__code__.co_filename)[function.__qualname__].args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    for k, argument in enumerate(positional):
+        kind = "POSITIONAL_ONLY" if k < len(arguments.posonlyargs) else "POSITIONAL_OR_KEYWORD"
+        yield argument.arg, kind, k >= required
+    if arguments.vararg:
+        yield arguments.vararg.arg, "VAR_POSITIONAL", False
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield argument.arg, "KEYWORD_ONLY", default is not None
+    if arguments.kwarg:
+        yield arguments.kwarg.arg, "VAR_KEYWORD", False
+
+
+def test_signatures_at_runtime_are_those_that_type_checkers_read():
+    """The stub only imports names, so type checkers read the definitions; a decorator must not hide an argument."""
+    compared = 0
+    for name, function in functions():
+        parameters = inspect.signature(function).parameters.values()
+        runtime = [(p.name, p.kind.name, p.default is not p.empty) for p in parameters]
+        assert runtime == list(written(inspect.unwrap(function))), name
+        compared += 1
+    assert compared > 200

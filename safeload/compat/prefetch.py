@@ -10,7 +10,7 @@ from typing import Any
 from ..base.messages import error_about
 from ..base.text import clip, plural, printable, show
 from ..engine.run.weight_file import WeightFile
-from ..errors import RangeError, SafetensorError
+from ..errors import RangeError, SafetensorError, public
 from ..stores.thread_group import Prefetch, Task
 
 
@@ -48,6 +48,7 @@ class PrefetchLoader:
         """Return the names of all tensors that this loader hands out, in file order."""
         return list(self._names)
 
+    @public
     def take(self, name: str) -> Any:
         """Return a tensor, after waiting for its bytes.
 
@@ -62,6 +63,7 @@ class PrefetchLoader:
             pass
         return self._hand_out(name)
 
+    @public
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield name and tensor as they arrive, without the tensors that were taken."""
         while self._left:

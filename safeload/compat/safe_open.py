@@ -217,12 +217,15 @@ class safe_open:  # noqa: N801 - safetensors' name
         self._file = None
         self._mappings.clear()
 
+    @public
     def __len__(self) -> int:
         return self._opened().table.count
 
+    @public
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
+    @public
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._opened().table.find(name) >= 0
 
@@ -237,12 +240,15 @@ class safe_open:  # noqa: N801 - safetensors' name
     def _copied(self, seen: tuple[int, ...]) -> tuple[type[safe_open], tuple[Any, ...], str, tuple[int, ...]]:
         return type(self), (self._opened().place, *self._arguments[1:]), self._backend, seen
 
+    @public
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, self._copied(tuple(self._opened().identity[:2]))
 
+    @public
     def __copy__(self) -> safe_open:
         return _reopen(*self._copied(self._opened().identity))
 
+    @public
     def __deepcopy__(self, memo: dict[int, Any]) -> safe_open:
         return self.__copy__()
 
@@ -261,11 +267,13 @@ class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
         backend: see `safe_open`.
     """
 
+    @public
     def __init__(self, f: Any, framework: str = "numpy", device: Any = "cpu", *, backend: str = "mmap") -> None:
         _ = f.fileno
         super().__init__(f.name, framework, device, backend=backend)
 
 
+@public
 def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, seen: tuple[int, ...]) -> safe_open:
     check_unchanged(arguments[0], seen)
     opened = kind.__new__(kind)

@@ -47,10 +47,12 @@ class SafeSlice:
         file = self._file
         return _reopen_slice, (file.place, file.table.names[self._index], tuple(file.identity[:2]), self._handle)
 
+    @public
     def __copy__(self) -> SafeSlice:
         file = self._file
         return _reopen_slice(file.place, file.table.names[self._index], file.identity, copy.copy(self._handle))
 
+    @public
     def __deepcopy__(self, memo: dict[int, Any]) -> SafeSlice:
         return self.__copy__()
 
@@ -91,6 +93,7 @@ class SafeSlice:
             raise SafetensorError(str(error)) from None
 
 
+@public
 def _reopen_slice(path: str, name: str, seen: tuple[int, ...], handle: Handle | None = None) -> SafeSlice:
     check_unchanged(path, seen)
     file = safetensors.open_file(path)

@@ -60,6 +60,7 @@ class TensorSpec:
 
     __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
 
+    @public
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         if not isinstance(dtype, str):
             raise TypeError(f"dtype must be str, got {type(dtype).__name__}")

@@ -50,13 +50,16 @@ class TensorSlice:
         dtype = None if self._target is None else self._target.name
         return self._file.place, tuple(self._request), self._file.table.names[self._index], seen, dtype
 
+    @public
     def __reduce__(self) -> tuple[Any, ...]:
         place, *arguments = self._copied(tuple(self._file.identity[:2]))
         return _reopen_slice, (self._file.files.public(place), *arguments)
 
+    @public
     def __copy__(self) -> TensorSlice:
         return _reopen_slice(*self._copied(self._file.identity))
 
+    @public
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
         return self.__copy__()
 
@@ -75,6 +78,7 @@ class TensorSlice:
         return f"<TensorSlice {self.dtype} {list(self.shape)}>"
 
 
+@public
 def _reopen_slice(
     path: str, request: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
 ) -> TensorSlice:
@@ -119,6 +123,7 @@ class QuantizedSlice(TensorSlice):
     def __copy__(self) -> QuantizedSlice:
         return QuantizedSlice(self._name, self.shape, self._packed, self._row, self._checkpoint)
 
+    @public
     def __getitem__(self, index: Any) -> Array:
         indices = index if isinstance(index, tuple) else (index,)
         if self._packed is None:
@@ -126,6 +131,7 @@ class QuantizedSlice(TensorSlice):
         return read_index(self._packed, indices, self.dtype, self._name)
 
 
+@public
 def _slice_of(checkpoint: Any, name: str, dtype: str) -> QuantizedSlice:
     tensor: QuantizedSlice = checkpoint.get_slice(name, dtype=dtype)
     return tensor

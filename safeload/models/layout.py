@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.paths import PathLike
 from ..base.text import show
-from ..errors import FormatError
+from ..errors import FormatError, public
 
 # Placeholder for the layer number in a name.
 LAYER = "{}"
@@ -88,6 +88,7 @@ class Layout:
             raise ValueError(f"layout {show(self.name)}: duplicate tensor {show(duplicate)}")
 
     @classmethod
+    @public
     def from_json(cls, source: PathLike | Mapping[str, Any]) -> Layout:
         """Read a layout from a JSON file, or from its parsed content.
 

@@ -15,7 +15,7 @@ from ..base.names import natural_key
 from ..base.paths import PathLike, native_path, os_error
 from ..base.results import Row, as_html
 from ..base.text import plural, printable, size
-from ..errors import SafeloadError, one_line
+from ..errors import SafeloadError, one_line, public
 from ..formats.folder import choose, listed_shards
 from ..formats.foreign import DCP_SUFFIX
 from ..formats.numbered import sets_of
@@ -127,6 +127,7 @@ def _shown(model: LocalModel) -> str:
     return printable(model.path) + (f" ({printable(model.note)})" if model.note else "")
 
 
+@public
 def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
     """List the models on this machine, without reading them.
 

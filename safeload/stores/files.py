@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from ..base.paths import absolute
-from ..errors import SafeloadError
+from ..errors import SafeloadError, public
 from .local import check_unchanged, compare, open_local
 from .store import WINDOW, ByteStore
 
@@ -147,10 +147,12 @@ class Location:
     def __hash__(self) -> int:
         return hash((self.files, self.path))
 
+    @public
     def __truediv__(self, name: str) -> Location:
         """Return the location of a name in this folder."""
         return Location(self.files, self.files.join(self.path, name))
 
+    @public
     def __reduce__(self) -> tuple[Any, ...]:
         return Location, (self.files, self.files.public(self.files.absolute(self.path)))
 

@@ -212,6 +212,7 @@ class QuantizedTensor:
         arrays = {CODES: self.data, SCALE: np.ascontiguousarray(self.scale, np.float32)}
         return restore.in_memory(int8_packing(self.shape, self.axis), arrays)
 
+    @public
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("a quantized tensor cannot become an array without a copy, because dequantizing makes one")

@@ -20,7 +20,7 @@ from ...base.messages import error_about
 from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile, open_without_table
-from ...errors import FormatError
+from ...errors import FormatError, public
 from ...stores.assembled import Box
 from .. import foreign
 from ..boxed import BoxedListing, assemble
@@ -181,6 +181,7 @@ class _Values(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._keys)
 
+    @public
     def __getitem__(self, key: str) -> Any:
         if self._tree is None:
             self._tree = nested(self._paths, self._read, self._path)

@@ -38,6 +38,7 @@ class EditedMetadata(MutableMapping[str, Any]):
             raise KeyError(key)
         return value
 
+    @public
     def __setitem__(self, key: str, value: Any) -> None:
         text(key, "a metadata key")
         if self._texts:

@@ -12,7 +12,7 @@ from ...base.native import ffi
 from ...base.text import show
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.weight_file import open_without_table
-from ...errors import FormatError, UnsupportedError, unsaved
+from ...errors import FormatError, UnsupportedError, public, unsaved
 from ...formats.gguf import read as gguf_reading
 from ...formats.gguf.write import data_begin, head_with
 from ...formats.safetensors.file import TensorToWrite, open_file, source_of
@@ -76,6 +76,7 @@ class SafetensorsEdit(Edit):
     def __len__(self) -> int:
         return len(self._places)
 
+    @public
     def rename(self, old: str, new: str) -> None:
         self._check_free(old)
         if old == new:
@@ -85,11 +86,13 @@ class SafetensorsEdit(Edit):
         self._names[place] = new
         self._renamed = True
 
+    @public
     def __delitem__(self, name: str) -> None:
         self._check_free(name)
         self._names[self._places.pop(name)] = None
         self._moved = True
 
+    @public
     def __setitem__(self, name: str, array: Any) -> None:
         if name in self:
             self._check_free(name)
@@ -227,12 +230,15 @@ class GgufEdit(Edit):
     def __len__(self) -> int:
         return len(self._names)
 
+    @public
     def rename(self, old: str, new: str) -> None:
         raise self._only_metadata()
 
+    @public
     def __delitem__(self, name: str) -> None:
         raise self._only_metadata()
 
+    @public
     def __setitem__(self, name: str, array: Any) -> None:
         raise self._only_metadata()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...base.text import show
 from ...engine.run.atomic_file import write_text
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError, UnsupportedError, public
 from ...formats.folder import parse_index
 from ...formats.numbered import PART
 from ...stores.files import LOCAL
@@ -57,6 +57,7 @@ class FolderEdit(Edit):
     def __len__(self) -> int:
         return len(self._files)
 
+    @public
     def rename(self, old: str, new: str) -> None:
         self._check_known(old)
         if old != new:
@@ -64,11 +65,13 @@ class FolderEdit(Edit):
             self._shards[self._files[old]].rename(old, new)
             self._files[new] = self._files.pop(old)
 
+    @public
     def __delitem__(self, name: str) -> None:
         self._check_known(name)
         del self._shards[self._files[name]][name]
         del self._files[name]
 
+    @public
     def __setitem__(self, name: str, array: Any) -> None:
         if name not in self:
             self._check_new(name)

@@ -220,6 +220,7 @@ class Writer:
             raise ValueError(f"the writer is {self._state}")
         return self
 
+    @public
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..._version import __version__
 from ...base.text import plural, printable, show
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError, UnsupportedError, public
 from .catalog import Catalog
 from .codec import decode
 from .piece_files import PieceSource, check_path, opened
@@ -42,12 +42,14 @@ class Plan(dict[str, Any]):
     """
 
     @property
+    @public
     def pieces(self) -> list[dict[str, Any]]:
         """Arguments for `run_piece`. Pieces can run in any order, on any machine, and more than once."""
         pieces: list[dict[str, Any]] = self._checked("pieces", list, "a list")
         return pieces
 
     @property
+    @public
     def id(self) -> str:
         """A hash of the options, the sources and safeload's version."""
         plan_id: str = self._checked("id", str, "a string")

@@ -12,7 +12,7 @@ from ...base.paths import os_error
 from ...base.results import Row, as_html
 from ...base.text import plural, printable, show
 from ...engine.run.weight_file import WeightFile, open_without_table
-from ...errors import SafeloadError, one_line
+from ...errors import SafeloadError, one_line, public
 from ...formats.contents import PickleFinder, PickleSite
 from ...formats.dcp.records import RECORDS
 from ...formats.opening import Paths
@@ -153,6 +153,7 @@ class ScanReport:
         )
 
 
+@public
 def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
     r"""List and judge every global that pickles in files name, and other code that loading would run.
 
