@@ -121,6 +121,21 @@ def link_included(app: Any, path: Any, docname: str, content: list[str]) -> None
         content[0] = content[0].replace(there, here)
 
 
+# Modules with the classes of each door.
+_SOURCES = {
+    "safeload": dict.fromkeys(safeload._MODULE_OF.values()),
+    "safeload.plugins": ("formats.format",),
+    "safeload.remote": ("stores.files",),
+}
+
+
+def analyzed(module: str) -> ModuleAnalyzer:
+    """Sphinx's view of a module's source, which it keeps."""
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    return analyzer
+
+
 def setup(app: Any) -> None:
     """Connects the above to Sphinx."""
     for field in PyObject.doc_field_types:
@@ -128,9 +143,11 @@ def setup(app: Any) -> None:
             field.label = "Attributes"
     # The overloads of `load` tell type checkers what `dtype` decides; a reader wants all options in one signature.
     for module, name in (("safeload.loading.entry", "load"), ("safeload.checkpoint", "Checkpoint.load")):
-        analyzed = ModuleAnalyzer.for_module(module)
-        analyzed.analyze()
-        del analyzed.overloads[name]
+        del analyzed(module).overloads[name]
+    # Members follow their source, which is in other modules than the door that ``__module__`` of their class names.
+    for door, modules in _SOURCES.items():
+        for module in modules:
+            analyzed(door).tagorder.update(analyzed(f"safeload.{module}").tagorder)
     app.connect("include-read", link_included)
     app.connect("missing-reference", find_short_name)
     app.connect("autodoc-process-signature", shorten_signature)

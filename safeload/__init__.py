@@ -26,6 +26,7 @@ from .base import forking as _forking  # noqa: F401 - registers hooks for forks
 _MODULE_OF = {
     name: module
     for module, names in {
+        "base.arrays": "TensorLike",
         "base.table": "TensorInfo",
         "checkpoint": "Checkpoint",
         "compat.alias": "install_as_safetensors",
@@ -33,12 +34,14 @@ _MODULE_OF = {
         "compat.safe_open": "_safe_open_handle safe_open",
         "compat.safe_slice": "SafeSlice",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",
+        "engine.ahead.stream": "LayerStream TensorStream",
         "engine.codes.quantized_tensor": "QuantizedTensor",
         "engine.read.load": "LoadStats",
         "engine.run.cast": "astype",
         "engine.show_config": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
         "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
+        "formats.tensor_slice": "TensorSlice",
         "loading.entry": "load open",
         "models.layout": "Layout StackedTensor",
         "operations.convert.convert": "convert",
@@ -48,7 +51,7 @@ _MODULE_OF = {
         "operations.inspect.adapters": "AdapterFitting AdapterSummary",
         "operations.inspect.contents": "Info",
         "operations.inspect.info": "info",
-        "operations.local_models": "local_models",
+        "operations.local_models": "LocalModel LocalModels local_models",
         "operations.measure.diff": "diff",
         "operations.measure.diff_report": "DiffReport LayerDiff TensorDiff",
         "operations.measure.stats": "stats",
@@ -62,16 +65,17 @@ _MODULE_OF = {
         "operations.report.report": "report",
         "operations.saving.apply": "apply_patch",
         "operations.saving.edit": "edit",
+        "operations.saving.edit_base": "Edit",
         "operations.saving.patch": "PatchReport make_patch",
         "operations.saving.save": "save",
         "operations.saving.writer": "Writer",
-        "operations.trust.scan": "scan",
+        "operations.trust.scan": "ScanFinding ScanReport scan",
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
         "operations.validate.findings": "CheckReport Finding ValidationReport",
         "operations.validate.run": "check validate",
         "operations.validate.settings": "Limits",
-        "operations.trust.verify": "verify",
+        "operations.trust.verify": "FileCheck VerifyReport verify",
         "stores.signature": "Signature",
     }.items()
     for name in names.split()

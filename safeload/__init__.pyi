@@ -10,6 +10,7 @@ from . import plugins as plugins
 from . import remote as remote
 from . import torch as torch
 from ._version import __version__ as __version__
+from .base.arrays import TensorLike as TensorLike
 from .base.table import TensorInfo as TensorInfo
 from .checkpoint import Checkpoint as Checkpoint
 from .compat.alias import install_as_safetensors as install_as_safetensors
@@ -22,6 +23,8 @@ from .compat.serialize import TensorSpec as TensorSpec
 from .compat.serialize import deserialize as deserialize
 from .compat.serialize import serialize as serialize
 from .compat.serialize import serialize_file as serialize_file
+from .engine.ahead.stream import LayerStream as LayerStream
+from .engine.ahead.stream import TensorStream as TensorStream
 from .engine.codes.quantized_tensor import QuantizedTensor as QuantizedTensor
 from .engine.read.load import LoadStats as LoadStats
 from .engine.run.cast import astype as astype
@@ -38,6 +41,7 @@ from .errors import SafetensorError as SafetensorError
 from .errors import TensorNotFoundError as TensorNotFoundError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import VerificationError as VerificationError
+from .formats.tensor_slice import TensorSlice as TensorSlice
 from .loading.entry import load as load
 from .loading.entry import open as open
 from .models.layout import Layout as Layout
@@ -50,6 +54,8 @@ from .operations.inspect.adapters import AdapterFitting as AdapterFitting
 from .operations.inspect.adapters import AdapterSummary as AdapterSummary
 from .operations.inspect.contents import Info as Info
 from .operations.inspect.info import info as info
+from .operations.local_models import LocalModel as LocalModel
+from .operations.local_models import LocalModels as LocalModels
 from .operations.local_models import local_models as local_models
 from .operations.measure.diff import diff as diff
 from .operations.measure.diff_report import DiffReport as DiffReport
@@ -74,6 +80,7 @@ from .operations.quantize.stack import stack as stack
 from .operations.report.report import report as report
 from .operations.saving.apply import apply_patch as apply_patch
 from .operations.saving.edit import edit as edit
+from .operations.saving.edit_base import Edit as Edit
 from .operations.saving.patch import PatchReport as PatchReport
 from .operations.saving.patch import make_patch as make_patch
 from .operations.saving.save import save as save
@@ -81,7 +88,11 @@ from .operations.saving.writer import Writer as Writer
 from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
 from .operations.sources.plan import Plan as Plan
+from .operations.trust.scan import ScanFinding as ScanFinding
+from .operations.trust.scan import ScanReport as ScanReport
 from .operations.trust.scan import scan as scan
+from .operations.trust.verify import FileCheck as FileCheck
+from .operations.trust.verify import VerifyReport as VerifyReport
 from .operations.trust.verify import verify as verify
 from .operations.validate.findings import CheckReport as CheckReport
 from .operations.validate.findings import Finding as Finding

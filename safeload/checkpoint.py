@@ -21,7 +21,7 @@ from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, Views,
 from .engine.read.tensors import FileTensor, Tensors
 from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
-from .errors import FormatError, public
+from .errors import FormatError, exported, public
 from .formats import opening
 from .formats.opening import OpenedPath, Recipe, Seen, pickled, reopen, seen_of
 from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
@@ -46,6 +46,7 @@ __all__ = ["Checkpoint", "LayerStream", "TensorLike", "TensorSlice", "TensorStre
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 
 
+@exported()
 class Checkpoint(Mapping[str, TensorLike]):
     """The tensors of a file or a folder, by name. `safeload.open` returns it.
 
@@ -468,14 +469,24 @@ class Checkpoint(Mapping[str, TensorLike]):
         for file in self.weight_files:
             file.close()
 
+    @classmethod
+    @public
+    def _reopen(cls, recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Checkpoint:
+        checkpoint = cls(reopen(Recipe(*recipe), seen))
+        if quantization_in(checkpoint.weight_files) != quantization:
+            checkpoint.close()
+            raise FormatError("the quantization in config.json has changed since it was opened", checkpoint.path)
+        return checkpoint
+
     @public
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = pickled(recipe_of(self), seen_of(self.weight_files, self._index))
-        return _reopen, (*arguments, quantization_in(self.weight_files))
+        return Checkpoint._reopen, (*arguments, quantization_in(self.weight_files))
 
     @public
     def __copy__(self) -> Checkpoint:
-        return _reopen(recipe_of(self), seen_of(self.weight_files, self._index), quantization_in(self.weight_files))
+        seen = seen_of(self.weight_files, self._index)
+        return self._reopen(recipe_of(self), seen, quantization_in(self.weight_files))
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:
@@ -578,15 +589,6 @@ def opened_as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """Open the files of a checkpoint again, with ``stored=True``."""
     seen = seen_of(checkpoint.weight_files, checkpoint._index)
     return Checkpoint(reopen(recipe_of(checkpoint)._replace(stored=True), seen))
-
-
-@public
-def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Checkpoint:
-    checkpoint = Checkpoint(reopen(Recipe(*recipe), seen))
-    if quantization_in(checkpoint.weight_files) != quantization:
-        checkpoint.close()
-        raise FormatError("the quantization in config.json has changed since it was opened", checkpoint.path)
-    return checkpoint
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""safeload's exceptions.
+"""safeload's exceptions, and the decorators of public functions and classes.
 
 System errors stay ``OSError``. Invalid arguments raise ``TypeError`` or ``ValueError``.
 """
@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ForwardRef, TypeVar
 
 __all__ = [
     "ForbiddenError",
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 _GENERATOR = 0x20  # inspect.CO_GENERATOR; importing inspect takes milliseconds
 
 
@@ -371,6 +372,20 @@ def public(function: _Function) -> _Function:
                 raise
 
     return boundary  # type: ignore[return-value]
+
+
+def exported(door: str = "safeload") -> Callable[[_Class], _Class]:
+    """Decorate a class with the module that users import it from: pickles name that module, so they survive moves."""
+
+    def decorate(cls: _Class) -> _Class:
+        for name, hint in list(cls.__annotations__.items()):
+            text = str(getattr(hint, "__forward_arg__", hint))
+            if not text.replace("None", "").islower():  # `typing.get_type_hints` finds only builtins at the door
+                cls.__annotations__ = {**cls.__annotations__, name: ForwardRef(text, module=cls.__module__)}
+        cls.__module__ = door
+        return cls
+
+    return decorate
 
 
 def _trim(error: BaseException) -> None:

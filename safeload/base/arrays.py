@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, exported
 from . import dtypes
 from .text import tensor_named
 
@@ -26,6 +26,7 @@ _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 
 
+@exported()
 class TensorLike(Protocol):
     """What an array and a `QuantizedTensor` have in common: the type of ``checkpoint[name]``.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import TensorNotFoundError, UnsupportedError
+from ..errors import TensorNotFoundError, UnsupportedError, exported
 from . import dtypes
 from .messages import error_about
 from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, pointer, short
@@ -42,6 +42,7 @@ _ASCEND, _NEWLINES, _PLAIN, _HAS_METADATA, _PAIRS, _METADATA, _METADATA_ENDS, _M
 _LITTLE = sys.byteorder == "little"
 
 
+@exported()
 class TensorInfo(NamedTuple):
     """Description of a tensor in a checkpoint.
 

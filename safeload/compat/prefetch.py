@@ -10,10 +10,11 @@ from typing import Any
 from ..base.messages import error_about
 from ..base.text import clip, plural, printable, show
 from ..engine.run.weight_file import WeightFile
-from ..errors import RangeError, SafetensorError, public
+from ..errors import RangeError, SafetensorError, exported, public
 from ..stores.thread_group import Prefetch, Task
 
 
+@exported()
 class PrefetchLoader:
     """Tensors that threads load onto a device in the background. Each is returned once, by `take` or iteration.
 

@@ -13,7 +13,7 @@ from ..base.text import clip, plural, printable
 from ..engine.read.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
 from ..engine.read.tensors import Tensors
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafetensorError, folder_given, public
+from ..errors import SafetensorError, exported, folder_given, public
 from ..formats.safetensors import file as safetensors
 from ..frameworks.handle import NO_PREFETCH
 from ..stores.local import check_unchanged
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..frameworks.handle import Handle
 
 
+@exported()
 class safe_open:  # noqa: N801 - safetensors' name
     """An open safetensors file that reads tensors on request.
 
@@ -237,16 +238,25 @@ class safe_open:  # noqa: N801 - safetensors' name
     ) -> None:
         self.close()
 
-    def _copied(self, seen: tuple[int, ...]) -> tuple[type[safe_open], tuple[Any, ...], str, tuple[int, ...]]:
-        return type(self), (self._opened().place, *self._arguments[1:]), self._backend, seen
+    @classmethod
+    @public
+    def _reopen(cls, arguments: tuple[Any, ...], backend: str, seen: tuple[int, ...]) -> safe_open:
+        check_unchanged(arguments[0], seen)
+        opened = cls.__new__(cls)
+        safe_open.__init__(opened, *arguments, backend=backend)
+        opened._opened().check_identity(seen)
+        return opened
+
+    def _copied(self, seen: tuple[int, ...]) -> tuple[tuple[Any, ...], str, tuple[int, ...]]:
+        return (self._opened().place, *self._arguments[1:]), self._backend, seen
 
     @public
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, self._copied(tuple(self._opened().identity[:2]))
+        return self._reopen, self._copied(tuple(self._opened().identity[:2]))
 
     @public
     def __copy__(self) -> safe_open:
-        return _reopen(*self._copied(self._opened().identity))
+        return self._reopen(*self._copied(self._opened().identity))
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> safe_open:
@@ -257,6 +267,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         return f"<{type(self).__name__} {self._arguments[0]!r}: {state}>"
 
 
+@exported()
 class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
     """`safe_open` for an open file object, which is reopened by its name, as in safetensors.
 
@@ -271,15 +282,6 @@ class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
     def __init__(self, f: Any, framework: str = "numpy", device: Any = "cpu", *, backend: str = "mmap") -> None:
         _ = f.fileno
         super().__init__(f.name, framework, device, backend=backend)
-
-
-@public
-def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, seen: tuple[int, ...]) -> safe_open:
-    check_unchanged(arguments[0], seen)
-    opened = kind.__new__(kind)
-    safe_open.__init__(opened, *arguments, backend=backend)
-    opened._opened().check_identity(seen)
-    return opened
 
 
 # The function that loads folders, for frameworks other than NumPy.

@@ -12,7 +12,7 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..engine.run.slice import as_index, read_slice
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafetensorError, public
+from ..errors import SafetensorError, exported, public
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _WHOLE = "index the whole tensor, as in get_tensor(name)[rows]"
 
 
+@exported()
 class SafeSlice:
     """A lazy tensor: indexing it reads only the selected elements.
 
@@ -43,14 +44,22 @@ class SafeSlice:
         self._index = index
         self._handle = handle
 
+    @classmethod
+    @public
+    def _reopen(cls, path: str, name: str, seen: tuple[int, ...], handle: Handle | None = None) -> SafeSlice:
+        check_unchanged(path, seen)
+        file = safetensors.open_file(path)
+        file.check_identity(seen)
+        return cls(file, file.table.index(name), handle)
+
     def __reduce__(self) -> tuple[Any, ...]:
         file = self._file
-        return _reopen_slice, (file.place, file.table.names[self._index], tuple(file.identity[:2]), self._handle)
+        return SafeSlice._reopen, (file.place, file.table.names[self._index], tuple(file.identity[:2]), self._handle)
 
     @public
     def __copy__(self) -> SafeSlice:
         file = self._file
-        return _reopen_slice(file.place, file.table.names[self._index], file.identity, copy.copy(self._handle))
+        return self._reopen(file.place, file.table.names[self._index], file.identity, copy.copy(self._handle))
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> SafeSlice:
@@ -91,14 +100,6 @@ class SafeSlice:
             return read_slice(self._file, self._index, items, _WHOLE)
         except IndexError as error:
             raise SafetensorError(str(error)) from None
-
-
-@public
-def _reopen_slice(path: str, name: str, seen: tuple[int, ...], handle: Handle | None = None) -> SafeSlice:
-    check_unchanged(path, seen)
-    file = safetensors.open_file(path)
-    file.check_identity(seen)
-    return SafeSlice(file, file.table.index(name), handle)
 
 
 def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:

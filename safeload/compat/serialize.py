@@ -10,10 +10,11 @@ from ..base import dtypes
 from ..base.arrays import check_mapping
 from ..base.paths import PathLike
 from ..base.text import show
-from ..errors import SafetensorError, public
+from ..errors import SafetensorError, exported, public
 from ..formats.safetensors.file import FileWriter, Memory, parse_table
 
 
+@exported()
 class TensorMeta(NamedTuple):
     """The header entry of a tensor in a safetensors file.
 
@@ -34,6 +35,7 @@ class TensorMeta(NamedTuple):
     data_offsets: tuple[int, int]
 
 
+@exported()
 class TensorSpec:
     """A description of memory to serialize, for `serialize` and `serialize_file`.
 

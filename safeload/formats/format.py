@@ -17,7 +17,7 @@ from ..base.messages import error_about
 from ..base.paths import is_bare
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
-from ..errors import FormatError, SafeloadError
+from ..errors import FormatError, SafeloadError, exported
 from ..stores.files import LOCAL, Files
 from ..stores.store import WINDOW
 from . import foreign
@@ -41,6 +41,7 @@ def module_of(name: str) -> Any:
     return modules.setdefault(name, import_module(name, __package__)) if module is None else module
 
 
+@exported("safeload.plugins")
 class Format(NamedTuple):
     """A format: how to recognise its files, and the module that reads them.
 
@@ -143,6 +144,7 @@ class Format(NamedTuple):
             raise SafeloadError(text + show(str(error))[1:-1]) from error
 
 
+@exported("safeload.plugins")
 class OpenRequest(NamedTuple):
     """How to open files.
 
@@ -157,6 +159,7 @@ class OpenRequest(NamedTuple):
     window: int = WINDOW  # bytes of the first request for a remote file
 
 
+@exported("safeload.plugins")
 class StoredTensor(NamedTuple):
     """A tensor of a file, in C order, for `Candidate.content`.
 
@@ -177,6 +180,7 @@ class StoredTensor(NamedTuple):
     big_endian: bool = False
 
 
+@exported("safeload.plugins")
 class Content(NamedTuple):
     """The result of a reader."""
 
@@ -186,6 +190,7 @@ class Content(NamedTuple):
     notes: Sequence[str] = ()  # about other content of the file
 
 
+@exported("safeload.plugins")
 class Candidate:
     """An open file, before its format is known.
 

@@ -14,12 +14,13 @@ from ..engine.read.load import parse_target
 from ..engine.run.cast import astype
 from ..engine.run.slice import TAKE, read_slice
 from ..engine.run.weight_file import WeightFile
-from ..errors import UnsupportedError, public
+from ..errors import UnsupportedError, exported, public
 from ..stores.files import rather_changed
 from . import registry
 from .registry import OpenRequest
 
 
+@exported()
 class TensorSlice:
     """A tensor of a file, not read yet. Basic NumPy indexing reads only the selected elements.
 
@@ -50,14 +51,33 @@ class TensorSlice:
         dtype = None if self._target is None else self._target.name
         return self._file.place, tuple(self._request), self._file.table.names[self._index], seen, dtype
 
+    @classmethod
+    @public
+    def _reopen(
+        cls, path: str, request: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
+    ) -> TensorSlice:
+        options = OpenRequest(*request)
+        options.files.check_unchanged(path, seen)
+        with rather_changed(options.files, [(path, seen)]):
+            files = registry.open_file(path, options).files
+        files[0].check_identity(seen)
+        file = next((file for file in files if file.table.find(name) >= 0), files[0])
+        return cls(file, file.table.index(name), options, parse_target(dtype))
+
+    @classmethod
+    @public
+    def _of(cls, checkpoint: Any, name: str, dtype: str) -> TensorSlice:
+        tensor: TensorSlice = checkpoint.get_slice(name, dtype=dtype)
+        return tensor
+
     @public
     def __reduce__(self) -> tuple[Any, ...]:
         place, *arguments = self._copied(tuple(self._file.identity[:2]))
-        return _reopen_slice, (self._file.files.public(place), *arguments)
+        return TensorSlice._reopen, (self._file.files.public(place), *arguments)
 
     @public
     def __copy__(self) -> TensorSlice:
-        return _reopen_slice(*self._copied(self._file.identity))
+        return self._reopen(*self._copied(self._file.identity))
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
@@ -76,19 +96,6 @@ class TensorSlice:
 
     def __repr__(self) -> str:
         return f"<TensorSlice {self.dtype} {list(self.shape)}>"
-
-
-@public
-def _reopen_slice(
-    path: str, request: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
-) -> TensorSlice:
-    options = OpenRequest(*request)
-    options.files.check_unchanged(path, seen)
-    with rather_changed(options.files, [(path, seen)]):
-        files = registry.open_file(path, options).files
-    files[0].check_identity(seen)
-    file = next((file for file in files if file.table.find(name) >= 0), files[0])
-    return TensorSlice(file, file.table.index(name), options, parse_target(dtype))
 
 
 def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
@@ -118,7 +125,7 @@ class QuantizedSlice(TensorSlice):
         self.dtype = dtypes.array_dtype(row.number)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _slice_of, (self._checkpoint, self._name, self._row.name)
+        return TensorSlice._of, (self._checkpoint, self._name, self._row.name)
 
     def __copy__(self) -> QuantizedSlice:
         return QuantizedSlice(self._name, self.shape, self._packed, self._row, self._checkpoint)
@@ -129,9 +136,3 @@ class QuantizedSlice(TensorSlice):
         if self._packed is None:
             return dequantize_index(self._checkpoint[self._name], indices, self.dtype)
         return read_index(self._packed, indices, self.dtype, self._name)
-
-
-@public
-def _slice_of(checkpoint: Any, name: str, dtype: str) -> QuantizedSlice:
-    tensor: QuantizedSlice = checkpoint.get_slice(name, dtype=dtype)
-    return tensor

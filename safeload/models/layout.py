@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.paths import PathLike
 from ..base.text import show
-from ..errors import FormatError, public
+from ..errors import FormatError, exported, public
 
 # Placeholder for the layer number in a name.
 LAYER = "{}"
@@ -19,6 +19,7 @@ _FIELDS = {"name", "tensors"}
 _TENSOR_FIELDS = {"name", "source", "transpose"}
 
 
+@exported()
 @dataclass(frozen=True)
 class StackedTensor:
     """One tensor of a `Layout`.
@@ -57,6 +58,7 @@ class StackedTensor:
         return LAYER in self.source
 
 
+@exported()
 @dataclass(frozen=True)
 class Layout:
     """The layout of the weights for an engine.

@@ -15,7 +15,7 @@ from ..base.names import natural_key
 from ..base.paths import PathLike, native_path, os_error
 from ..base.results import Row, as_html
 from ..base.text import plural, printable, size
-from ..errors import SafeloadError, one_line, public
+from ..errors import SafeloadError, exported, one_line, public
 from ..formats.folder import choose, listed_shards
 from ..formats.foreign import DCP_SUFFIX
 from ..formats.numbered import sets_of
@@ -36,6 +36,7 @@ _STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 _HEAD = ("model", "format", "size", "open")
 
 
+@exported()
 class LocalModel(NamedTuple):
     """A model on this machine.
 
@@ -62,6 +63,7 @@ class LocalModel(NamedTuple):
     note: str = ""
 
 
+@exported()
 class LocalModels(Sequence[LocalModel]):
     """The result of `safeload.local_models`: a sequence of `LocalModel`, sorted by name. ``str()`` is a table.
 

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from ..base.paths import absolute
-from ..errors import SafeloadError, public
+from ..errors import SafeloadError, exported, public
 from .local import check_unchanged, compare, open_local
 from .store import WINDOW, ByteStore
 
@@ -108,6 +108,7 @@ class LOCAL:
         return [function(item) for item in items]
 
 
+@exported("safeload.remote")
 class Location:
     """A file or folder: a path and its store.
 

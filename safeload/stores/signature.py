@@ -23,7 +23,7 @@ from ..base.absent import not_installed
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
-from ..errors import FormatError, VerificationError, one_line
+from ..errors import FormatError, VerificationError, exported, one_line
 from .digests import SignedFiles, files_of_statement
 from .json_file import parse_json
 
@@ -33,6 +33,7 @@ _PAYLOAD = "application/vnd.in-toto+json"
 _PACKAGE = "model_signing"
 
 
+@exported()
 @dataclass(frozen=True)
 class Signature:
     """A model signature, and the key or the certificates to verify it with.

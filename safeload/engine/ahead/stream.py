@@ -13,7 +13,7 @@ from ...base.arrays import Array
 from ...base.names import layer_of
 from ...base.selecting import Patterns
 from ...base.text import parse_size, plural, show
-from ...errors import RemoteError, public
+from ...errors import RemoteError, exported, public
 from ...stores.stop import Stopped
 from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..codes.pieces import Meter
@@ -57,6 +57,7 @@ _T = TypeVar("_T")  # of the tensors: arrays, or also quantized tensors
 _Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
+@exported()
 class TensorStream(Iterator[tuple[str, _T]]):
     """An iterator of tensor names and arrays that reads ahead; made by `Checkpoint.stream`.
 
@@ -132,6 +133,7 @@ class TensorStream(Iterator[tuple[str, _T]]):
             self._meter.close()
 
 
+@exported()
 class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
     """An iterator of layers, each with all of its tensors, that reads ahead; made by `Checkpoint.stream`.
 

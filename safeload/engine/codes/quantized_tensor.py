@@ -13,7 +13,7 @@ from ...base.arrays import Array, refuse_masked
 from ...base.native import lib
 from ...base.packing import CODES, SCALE, Packed, Packing, int8_packing
 from ...base.scheme import INT8, row_of
-from ...errors import UnsupportedError, public
+from ...errors import UnsupportedError, exported, public
 from ..run import jobs
 from ..run.cast import target_array
 from ..run.job import Channels, Job
@@ -28,6 +28,7 @@ _F32 = dtypes.BY_CODE["F32"]
 _UNNAMED = {CODES: "data"}
 
 
+@exported()
 class QuantizedTensor:
     """A tensor in int8 with scales, in ggml blocks, or packed by a published checkpoint.
 
@@ -267,7 +268,7 @@ class QuantizedTensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._packing is not None:
-            return _of_parts, (self._packing, dict(self._names), dict(self._roles))
+            return QuantizedTensor.of_parts, (self._packing, dict(self._names), dict(self._roles))
         return type(self), (self.scheme, self.shape, self.data, self.scale, self.axis)
 
 
@@ -278,10 +279,6 @@ def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.
     start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
     values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
     return packed_rows.part_of(values, index, shape, start)
-
-
-def _of_parts(packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:
-    return QuantizedTensor.of_parts(packing, names, arrays)
 
 
 def _same_bytes(a: Array, b: Array) -> bool:

@@ -16,7 +16,7 @@ from ...base.scheme import advice_for
 from ...base.selecting import Patterns
 from ...base.table import Entry
 from ...base.text import show
-from ...errors import SafeloadError, UnsupportedError
+from ...errors import SafeloadError, UnsupportedError, exported
 from ...stores.local import LocalStore, mapping_of
 from ..run.jobs import read_small
 from ..run.memory import ALIGNMENT, HUGE_FROM
@@ -53,6 +53,7 @@ class LoadOptions(TypedDict, total=False):
     progress: Progress
 
 
+@exported()
 class LoadStats(NamedTuple):
     """Statistics of the last load.
 

@@ -13,7 +13,7 @@ from ...base.gc_pause import paused
 from ...base.results import Row, as_html
 from ...base.text import plural, printable, show, size
 from ...engine.run.progress import Progress, reporter
-from ...errors import FormatError, SafeloadError
+from ...errors import FormatError, SafeloadError, exported
 from ...formats.folder import CONFIG, SINGLE
 from ...formats.registry import SAFETENSORS
 from ...packed.quantization import is_own, without_quantization
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@exported()
 class ConvertReport(NamedTuple):
     """The result of `convert`. ``str()`` gives the text that ``safeload convert`` prints.
 

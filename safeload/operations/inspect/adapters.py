@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ...base.text import plural, printable
 from ...checkpoint import Checkpoint
-from ...errors import SafeloadError, one_line
+from ...errors import SafeloadError, exported, one_line
 from ...formats.opening import Paths
 from ...loading import entry as loading
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _KINDS, _NAMES = 12, 6
 
 
+@exported()
 class AdapterFitting(NamedTuple):
     """How an adapter fits a base: ``adapter.fitting`` of `Info`.
 
@@ -42,6 +43,7 @@ class AdapterFitting(NamedTuple):
     problems: list[str]
 
 
+@exported()
 class AdapterSummary(NamedTuple):
     """A LoRA adapter, summarized: ``adapter`` of `Info`.
 

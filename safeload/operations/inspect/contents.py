@@ -14,6 +14,7 @@ from ...base.layout import quantity, shorten, table, terminal_columns, terminal_
 from ...base.results import Row, as_html, plain, tensor_row
 from ...base.table import TensorInfo
 from ...base.text import clip, plural, printable, show, size
+from ...errors import exported
 from . import adapters, listing
 
 # Maximum number of rows on a terminal.
@@ -45,6 +46,7 @@ class View(NamedTuple):
         return f"... and {plural(hidden, noun)} more{self.hint}"
 
 
+@exported()
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Info:
     """The result of `safeload.info`. ``str()`` is the listing of ``safeload info``.

@@ -11,8 +11,10 @@ from ...base.layout import shorten, table, terminal_columns
 from ...base.names import layer_of, natural_key
 from ...base.results import Row, as_html, plain, tensor_row
 from ...base.text import clip, plural, printable, show
+from ...errors import exported
 
 
+@exported()
 class TensorDiff(NamedTuple):
     """The difference between the values of two tensors with equal shapes.
 
@@ -52,6 +54,7 @@ class TensorDiff(NamedTuple):
         return _ratio(self.change, self.norm)
 
 
+@exported()
 class LayerDiff(NamedTuple):
     """The difference between two layers: their tensors with equal shapes, taken together.
 
@@ -111,6 +114,7 @@ def _near(difference: TensorDiff, tolerance: float) -> bool:
     return difference.max <= tolerance and not difference.nonfinite
 
 
+@exported()
 class DiffReport:
     """The result of `safeload.diff`. ``str()`` is a table.
 

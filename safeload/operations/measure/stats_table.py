@@ -14,6 +14,7 @@ from ...base.layout import figure, table, terminal_columns, width
 from ...base.native import lib
 from ...base.results import ResultTable, Row, as_html, plain, tensor_row
 from ...base.text import plural, printable
+from ...errors import exported
 
 # Width from which the table has more columns.
 _WIDE = 110
@@ -27,6 +28,7 @@ bin larger finite values."""
 HISTOGRAM_EDGES.flags.writeable = False
 
 
+@exported()
 class TensorStats(NamedTuple):
     """Statistics of a tensor. ``str()`` is its row in ``safeload stats``.
 
@@ -97,6 +99,7 @@ class TensorStats(NamedTuple):
 COLUMNS = ("name", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zeros")
 
 
+@exported()
 class StatsTable(ResultTable[TensorStats]):
     """The dict of `TensorStats` by name that `safeload.stats` returns. ``str()`` is the table of ``safeload stats``.
 

@@ -23,7 +23,7 @@ from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import UnsupportedError, public
+from ...errors import UnsupportedError, exported, public
 from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE
 from ...models.schema import Schema
@@ -50,6 +50,7 @@ Scheme: TypeAlias = SchemeName | EngineFormat | Mapping[str, SchemeName | None]
 _F32 = dtypes.BY_CODE["F32"]
 
 
+@exported()
 class Summary(NamedTuple):
     """Summary of `load_quantized`; prints as a table.
 
@@ -110,6 +111,7 @@ def described(tensors: Mapping[str, TensorDescription]) -> dict[str, tuple[str, 
     return {name: (about.code, about.shape, about.nbytes) for name, about in tensors.items()}
 
 
+@exported()
 class QuantizedDict(dict[str, QuantizedTensor | Array]):
     """Name to array or `QuantizedTensor`, in the order of the source.
 

@@ -14,13 +14,14 @@ from ...base.layout import table
 from ...base.results import ResultTable, Row, as_html, plain, tensor_row
 from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...errors import public
+from ...errors import exported, public
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .checkpoint import ModelRules
 from .engine_layout import like
 
 
+@exported()
 class QuantizationStats(NamedTuple):
     """The distance of dequantized values from the originals. ``str()`` is a line.
 
@@ -72,6 +73,7 @@ QuantizationError = QuantizationStats
 COLUMNS = ("max error", "RMS error", "SNR in dB")
 
 
+@exported()
 class QuantizationTable(ResultTable[QuantizationStats]):
     """The dict of `QuantizationStats` by name that `quantization_error` returns. ``str()`` is a table.
 

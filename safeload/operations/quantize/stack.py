@@ -25,7 +25,7 @@ from ...engine.run.jobs import Batch
 from ...engine.run.memory import address_of, check_disjoint, overlapping, private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, public
+from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, exported, public
 from ...models.layout import LAYER, Layout, StackedTensor
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
@@ -33,6 +33,7 @@ from ..sources.description import TensorDescription
 _MAX_DIGITS = 18  # of a layer number, because ``int`` refuses more than 4300
 
 
+@exported()
 class StackedDict(dict[str, Array]):
     """Name to stacked array, in the order of the layout.
 

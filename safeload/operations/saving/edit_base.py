@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.paths import PathLike, native_path
 from ...base.text import show
-from ...errors import TensorNotFoundError, UnsupportedError, public
+from ...errors import TensorNotFoundError, UnsupportedError, exported, public
 from ...formats.safetensors.header import text
 from ...stores import url as urls
 from .values import check_name
@@ -67,6 +67,7 @@ class EditedMetadata(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
+@exported()
 class Edit(ABC):
     """An edit of a file or folder, which `safeload.edit` begins. Leaving the ``with`` block writes it.
 

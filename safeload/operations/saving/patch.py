@@ -22,7 +22,7 @@ from ...base.arrays import Array
 from ...base.text import plural, size
 from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
-from ...errors import public
+from ...errors import exported, public
 from ...formats.safetensors.file import Memory
 from ..folders.file_object import SaveDestination
 from ..folders.folder import refuse_inputs
@@ -45,6 +45,7 @@ HEADER, INDICES, VALUES = "safeload.header", ".indices", ".values"
 _MAX_INT32 = (1 << 31) - 1
 
 
+@exported()
 class PatchReport(NamedTuple):
     """The result of `make_patch`.
 

@@ -13,7 +13,7 @@ from ...base.arrays import check_mapping
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...errors import UnsupportedError, public, unsaved
+from ...errors import UnsupportedError, exported, public, unsaved
 from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
 from ..folders.file_object import SaveDestination
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@exported()
 class Writer:
     """Write a safetensors file or folder while its tensors are produced, in the memory of a single tensor.
 

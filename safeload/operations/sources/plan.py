@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..._version import __version__
 from ...base.text import plural, printable, show
-from ...errors import FormatError, UnsupportedError, public
+from ...errors import FormatError, UnsupportedError, exported, public
 from .catalog import Catalog
 from .codec import decode
 from .piece_files import PieceSource, check_path, opened
@@ -28,6 +28,7 @@ _AnyTensorPiece = TypeVar("_AnyTensorPiece", bound="TensorPiece")
 _NOT_BARE = frozenset("/\\:\0")
 
 
+@exported()
 class Plan(dict[str, Any]):
     """A conversion divided into pieces, as a dict of plain data: `plan_convert` makes it, `finalize` completes it.
 

@@ -12,7 +12,7 @@ from ...base.paths import os_error
 from ...base.results import Row, as_html
 from ...base.text import plural, printable, show
 from ...engine.run.weight_file import WeightFile, open_without_table
-from ...errors import SafeloadError, one_line, public
+from ...errors import SafeloadError, exported, one_line, public
 from ...formats.contents import PickleFinder, PickleSite
 from ...formats.dcp.records import RECORDS
 from ...formats.opening import Paths
@@ -31,6 +31,7 @@ _HEAD = ("global", "verdict", "in", "why")
 _ALLOWED = {**ALLOWED, **RECORDS}
 
 
+@exported()
 class ScanFinding(NamedTuple):
     """A global that a pickle names, or other code in a file.
 
@@ -61,6 +62,7 @@ class ScanFinding(NamedTuple):
         return f"{self.path}:{self.place}" if self.place else self.path
 
 
+@exported()
 class ScanReport:
     """The result of `safeload.scan`. ``str()`` is a table; the report is false unless everything is harmless.
 

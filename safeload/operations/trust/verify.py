@@ -14,7 +14,7 @@ from ...base.text import plural, printable, size
 from ...engine.codes.pieces import Meter
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads, thread_count
-from ...errors import SafeloadError, VerificationError, one_line, public
+from ...errors import SafeloadError, VerificationError, exported, one_line, public
 from ...formats.registry import BY_NAME
 from ...formats.verifying import Verify, expected_of, is_same, name_below, walk
 from ...packed.quantization import BESIDE, find_quantization
@@ -37,6 +37,7 @@ _HEAD = ("file", "status", "size", "why")
 _OLLAMA = "ollama's store"
 
 
+@exported()
 class FileCheck(NamedTuple):
     """A file in a `VerifyReport`.
 
@@ -59,6 +60,7 @@ class FileCheck(NamedTuple):
     reason: str
 
 
+@exported()
 class VerifyReport:
     """The result of `safeload.verify`. ``str()`` is a summary; the report is false if a file is not as expected.
 

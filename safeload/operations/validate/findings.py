@@ -11,6 +11,7 @@ from ...base.layout import NARROW, quantity, shorten, terminal_columns, wrap
 from ...base.names import pattern_of
 from ...base.results import Row, as_html
 from ...base.text import clip, plural, printable, size
+from ...errors import exported
 from ..measure.stats_table import StatsTable
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
@@ -41,6 +42,7 @@ _DETAILS = re.compile(
 )
 
 
+@exported()
 class Finding(NamedTuple):
     """A fault, a suspicion, or a note about a skipped check.
 
@@ -82,6 +84,7 @@ def note(code: str, tensor: str | None, message: str) -> Finding:
     return Finding(NOTE, code, tensor, message)
 
 
+@exported()
 class CheckReport:
     """The result of `safeload.check`. ``str()`` is a table; the report is false if there are errors.
 

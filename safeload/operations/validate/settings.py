@@ -10,6 +10,7 @@ from ...base.selecting import Patterns, Selection
 from ...base.text import show
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
+from ...errors import exported
 from ...models.reading import load as load_schema
 from ...models.schema import Schema
 from ..sources.executors import Executor, check_executor
@@ -18,6 +19,7 @@ from ..sources.executors import Executor, check_executor
 _LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
 
 
+@exported()
 class Limits(NamedTuple):
     """Limits for values.
 
