@@ -486,7 +486,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     @public
     def __copy__(self) -> Checkpoint:
         seen = seen_of(self.weight_files, self._index)
-        return self._reopen(recipe_of(self), seen, quantization_in(self.weight_files))
+        return Checkpoint._reopen(recipe_of(self), seen, quantization_in(self.weight_files))
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:

@@ -59,7 +59,7 @@ class SafeSlice:
     @public
     def __copy__(self) -> SafeSlice:
         file = self._file
-        return self._reopen(file.place, file.table.names[self._index], file.identity, copy.copy(self._handle))
+        return SafeSlice._reopen(file.place, file.table.names[self._index], file.identity, copy.copy(self._handle))
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> SafeSlice:

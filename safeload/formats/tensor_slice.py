@@ -77,7 +77,7 @@ class TensorSlice:
 
     @public
     def __copy__(self) -> TensorSlice:
-        return self._reopen(*self._copied(self._file.identity))
+        return TensorSlice._reopen(*self._copied(self._file.identity))
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
