@@ -1,9 +1,11 @@
 """What a build needs and says, what goes into the source distribution, and versions that stand in two places."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import PurePosixPath
 
 import pytest
@@ -65,6 +67,18 @@ def test_the_source_distribution_takes_every_kind_of_file(folder):
 )
 def test_the_source_distribution_takes_nothing_that_was_built(path):
     assert not _taken(PurePosixPath(path))
+
+
+def test_an_installed_package_has_every_data_file_of_the_tree():
+    folder = ROOT / "safeload"
+    settings = (ROOT / "pyproject.toml").read_text("utf-8")
+    patterns = re.search(r"package-data\]\nsafeload = (.*)\n", settings)[1]
+    packaged = {path for pattern in json.loads(patterns) for path in folder.glob(pattern)}
+    data = {path for path in folder.rglob("*.*") if path.suffix not in {*LEFT_BEHIND, ".py"} and path.is_file()}
+    assert packaged == data
+    assert packaged
+    installed = files("safeload")
+    assert [path for path in sorted(data) if not (installed / path.relative_to(folder).as_posix()).is_file()] == []
 
 
 def test_the_citation_has_the_version_of_the_package():

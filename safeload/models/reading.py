@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..base.data import read_data
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError
@@ -72,10 +73,7 @@ def _built_in(name: str) -> Schema:
 
 @cache
 def _content(name: str) -> _Content:
-    import json
-
-    content: _Content = json.loads(Path(_path(name)).read_text("utf-8"))
-    return content
+    return read_data(__name__, f"schemas/{name}.json")
 
 
 def _path(name: str) -> str:

@@ -21,14 +21,11 @@ from ..stores.files import Files
 from ..stores.json_file import parse_json, read_if_there
 from .methods import (
     AUTO_ROUND,
-    COVERED,
-    NOT_COVERED,
     QUARK,
-    SPARSITY,
     TENSORRT,
-    WEIGHTS,
     canonical_name,
     method_of,
+    part_of,
     unknown_setting,
 )
 from .patterns import Globs, compiled
@@ -122,13 +119,14 @@ class Quantization:
 
     def is_covered(self, name: str = "") -> bool:
         """Return True if codes outside all families are an error of the checkpoint."""
-        if self.method not in COVERED or self.unknown is not None:
+        row = method_of(self.method) if self.method else None
+        if row is None or self.method not in row.names or self.unknown is not None:
             return False
         algorithm = self.algorithm(name.removesuffix(".weight")) if self.method == "modelopt" else None
-        if isinstance(algorithm, str) and algorithm.upper() in NOT_COVERED:
+        if isinstance(algorithm, str) and algorithm.upper() in row.without_family:
             return False
         layout = self.get("format")
-        return not (isinstance(layout, str) and layout in NOT_COVERED)
+        return not (isinstance(layout, str) and layout in row.without_family)
 
     @cached_property
     def unknown(self) -> str | None:
@@ -151,7 +149,7 @@ class Quantization:
     def _unknown_sparsity(self) -> str | None:
         """The format of sparse tensors, as text, if it is unknown; its other settings describe the model."""
         layout = {"format": _mapping(self.get("sparsity_config")).get("format")}
-        text = _setting_text(unknown_setting(layout, SPARSITY))
+        text = _setting_text(unknown_setting(layout, part_of("sparsity")))
         return None if text is None else f"sparsity_config {text}"
 
     @cached_property
@@ -325,7 +323,7 @@ class Quantization:
     @cached_property
     def _unknown_weights(self) -> dict[int, tuple[str, Any] | None]:
         """The unknown setting of each weight description, by the description's id."""
-        return {id(weights): unknown_setting(weights, WEIGHTS) for weights, _ in self._weights}
+        return {id(weights): unknown_setting(weights, part_of("weights")) for weights, _ in self._weights}
 
     @cached_property
     def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:

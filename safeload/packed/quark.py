@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from . import floats
 from .families import FP8
 from .grid import Misfit, Refused, label_of, matrices_of, whole_grid
-from .methods import QUARK_DTYPES, QUARK_ORDERS, SPEC, unknown_setting
+from .methods import QUARK_ORDERS, part_of, quark_dtypes, unknown_setting
 from .packed_group import NUMBERS, PackedGroup
 from .quantization import brief, is_length
 from .refused import quark_specs, unread_specs
@@ -67,7 +67,7 @@ def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | N
     except UnsupportedError as error:
         raise Refused(str(error.args[0])) from None
     why = unread_specs(group.config, group.logical, specs)
-    setting = next(filter(None, (unknown_setting(spec, SPEC) for spec in specs)), None)
+    setting = next(filter(None, (unknown_setting(spec, part_of("spec")) for spec in specs)), None)
     if why is None and setting is not None:
         why = f"Quark's {brief(str(setting[0]))} {brief(str(setting[1]))}"
     if group.has_beside(".input_rotation"):
@@ -83,10 +83,10 @@ def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
     dtype = spec.get("dtype")
     if not isinstance(dtype, str):
         raise Misfit(f"its configuration has no dtype for its {group.dtype()} codes")
-    stored, bits, numbers = QUARK_DTYPES.get(dtype, (frozenset(), 0, ""))
-    if group.dtype() not in stored:
+    row = quark_dtypes().get(dtype)
+    if row is None or group.dtype() not in row["stored"]:
         raise Misfit(f"its codes {list(group.shape())} are {group.dtype()}, but dtype is {show(dtype)}")
-    return numbers, bits
+    return row["numbers"], row["bits"]
 
 
 def _label(prefix: str, group: PackedGroup, spec: Mapping[str, Any], grid: Grid, shape: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from .families import FP8
-from .methods import QUARK, QUARK_DTYPES
+from .methods import QUARK, quark_dtypes
 from .quantization import Quantization, brief
 
 
@@ -156,7 +156,7 @@ def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[
         return f"Quark's {kinds[0]} with scales of e5m3"
     if len(specs) > 1 and kinds not in (["fp4", "fp8_e4m3"], ["fp8_e4m3", "int4"], ["fp8_e4m3", "uint4"]):
         return f"Quark's {' and '.join(kinds[:3])} in stages"
-    if kinds and "dtype" in specs[0] and kinds[0] not in QUARK_DTYPES:
+    if kinds and "dtype" in specs[0] and kinds[0] not in quark_dtypes():
         return f"Quark's {kinds[0]}"
     return None
 

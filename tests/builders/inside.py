@@ -268,7 +268,6 @@ NAMES = {
     "FAMILIES": "packed.families:FAMILIES",
     "families_to_tables": "packed.families_to_tables",
     "family_describer": "packed.families_to_tables:_describer",
-    "METHODS": "packed.methods:METHODS",
     "Globs": "packed.patterns:Globs",
     "LONGEST_PATTERN": "packed.patterns:LONGEST",
     "Pattern": "packed.patterns:Pattern",

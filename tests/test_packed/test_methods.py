@@ -3,10 +3,11 @@
 import json
 import shutil
 import time
+from importlib.resources import files
 
 import numpy as np
 import pytest
-from builders.inside import METHODS, codes_of, main, quantization_of
+from builders.inside import codes_of, main, quantization_of
 from builders.quantized import FIXTURES, IN_GGUF, each_kind_with
 
 import safeload
@@ -464,9 +465,15 @@ def test_the_method_of_our_own_copies_is_known(name, tmp_path):
 
 
 def test_rows_have_each_name_and_each_key_once():
-    names = [name for row in METHODS for name in (*row.names, *row.aliases)]
+    table = json.loads((files("safeload") / "packed/methods.json").read_text("utf-8"))
+    names = [name for row in table["methods"] for name in (*row.get("names", ()), *row.get("aliases", ()))]
     assert len(names) == len(set(names))
-    for row in METHODS:
-        assert not row.values.keys() & set(row.read)
-        assert not set(row.read) & set(row.ignored)
-        assert all(value == value.lower() for values in row.values.values() for value in values)
+    used = set()
+    for row in (*table["methods"], *table["parts"].values()):
+        values, read, ignored = row.get("values", {}), row.get("read", []), row.get("ignored", [])
+        assert not values.keys() & set(read)
+        assert not set(read) & set(ignored)
+        texts = [text for supported in values.values() for text in supported]
+        assert all(text == text.lower() for text in texts)
+        used.update(text[1:] for text in (*texts, *ignored, *row.get("aliases", ())) if text.startswith("@"))
+    assert used | {"anywhere"} == table["lists"].keys()
