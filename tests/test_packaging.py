@@ -81,6 +81,15 @@ def test_an_installed_package_has_every_data_file_of_the_tree():
     assert [path for path in sorted(data) if not (installed / path.relative_to(folder).as_posix()).is_file()] == []
 
 
+def test_no_object_of_a_data_file_has_a_key_twice():
+    def unique(pairs):
+        assert len(dict(pairs)) == len(pairs), [key for key, _ in pairs]
+        return dict(pairs)
+
+    for path in (ROOT / "safeload").rglob("*.json"):
+        assert isinstance(json.loads(path.read_text("utf-8"), object_pairs_hook=unique), dict)
+
+
 def test_the_citation_has_the_version_of_the_package():
     assert f"\nversion: {safeload.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 

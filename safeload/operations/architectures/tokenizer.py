@@ -367,7 +367,7 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
         special = token.special or looks_special(text)
         texts[token.id] = text if special else text.replace(SPACE, " ")
         types[token.id] = CONTROL if special else USER_DEFINED
-    pre = pre_tokenizers.by_ids(library.ids(pre_tokenizers.TEST_TEXT, add_special_tokens=True))
+    pre = pre_tokenizers.by_ids(library.ids(pre_tokenizers.probe_text(), add_special_tokens=True))
     if pre is None:
         pre = pre_tokenizers.by_steps(files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
     if pre is None:
