@@ -13,7 +13,7 @@ from ..base.preset import PRESET_NAMES, PRESETS
 from ..base.scheme import SCHEMES
 from ..base.text import show
 from ..engine.read.load import targets
-from ..formats.gguf.mixtures import MIXTURES
+from ..formats.gguf.mixtures import mixtures
 from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
@@ -125,10 +125,10 @@ def _add_quantizing(parser: argparse.ArgumentParser) -> None:
         metavar="[PATTERN=]SCHEME",
         action="append",
         help="quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
-        f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(MIXTURES)}. For "
+        f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. For "
         f"a folder also the formats of engines: {', '.join(PRESET_NAMES)}",
     )
-    suggest(scheme, lambda: (*SCHEMES, *MIXTURES, *PRESETS))
+    suggest(scheme, lambda: (*SCHEMES, *mixtures(), *PRESETS))
     parser.add_argument(
         "--imatrix",
         metavar="FILE",

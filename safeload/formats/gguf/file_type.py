@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 
 from ...models.diffusion import model_of
-from .mixtures import FILE_TYPE, FILE_TYPES
+from .mixtures import FILE_TYPE, file_types
 
 KEY = FILE_TYPE
 
-# Numbers of dtypes and block types in enum llama_ftype of
-# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h. K-quants have a number for each mixture; the lowest
-# is that of a single type (S).
+# Numbers of dtypes in enum llama_ftype of https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h.
 _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 32}
-for _row in FILE_TYPES.values():
-    _NUMBERS[_row.base] = min(_row.number, _NUMBERS.get(_row.base, _row.number))
 
 
 def updated(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any, Any]:
@@ -32,7 +28,9 @@ def updated(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any,
             elements[getattr(tensor, "scheme", None) or tensor.dtype.name] += math.prod(tensor.shape)
     # The type of most weights decides. If it has no number, the metadata loses the key.
     commonest = max(elements, key=elements.__getitem__, default=None)
-    number = None if commonest is None else _NUMBERS.get(commonest)
+    # K-quants have a number for each mixture; the lowest is that of a single type (S).
+    mixtures = [row.number for row in file_types().values() if row.base == commonest]
+    number = min(mixtures) if mixtures else _NUMBERS.get(commonest or "")
     if number is not None and model_of(metadata) is not None:
         return {**metadata, KEY: np.uint32(number)}  # in its place
     rest = {key: value for key, value in metadata.items() if key != KEY}

@@ -12,7 +12,7 @@ from ...base.messages import error_about
 from ...base.scheme import SCHEMES
 from ...errors import UnsupportedError
 from ...models.diffusion import DIFFUSION_MODELS
-from .mixtures import FILE_TYPES, FLOAT16, TensorType, axes_of, is_quantized
+from .mixtures import FLOAT16, TensorType, axes_of, file_types, is_quantized
 
 # Kinds of tensors, by a part of the name; the first match counts.
 _VALUE, _FUSED, _DOWN = "value", "fused", "down"
@@ -53,6 +53,7 @@ def choose(file_type: str, shapes: Mapping[str, tuple[int, ...]], architecture: 
         raise UnsupportedError(
             f"file type {file_type} has no rules for diffusion models, expected one of {', '.join(_available())}"
         )
+    row = file_types()[file_type]
     counters: Counter[str] = Counter()
     types: dict[str, TensorType] = {}
     for name, shape in shapes.items():
@@ -67,16 +68,15 @@ def choose(file_type: str, shapes: Mapping[str, tuple[int, ...]], architecture: 
         number = counters[kind]
         counters[kind] += 1
         cells = _CELLS.get(file_type, {}).get(kind, ())
-        base = FILE_TYPES[file_type].base
-        chosen = next((scheme for count, scheme in cells if number < count), base)
+        chosen = next((scheme for count, scheme in cells if number < count), row.base)
         whole = shape[-1] % SCHEMES[chosen].block == 0
-        requires = whole and FILE_TYPES[file_type].requires_imatrix and chosen == base
+        requires = whole and row.requires_imatrix and chosen == row.base
         types[name] = TensorType(chosen if whole else FLOAT16, None, requires)
     return types
 
 
 def _available() -> list[str]:
-    return [name for name in FILE_TYPES if name not in _REFUSED]
+    return [name for name in file_types() if name not in _REFUSED]
 
 
 def _is_quantized(name: str, shape: tuple[int, ...], architecture: str) -> bool:

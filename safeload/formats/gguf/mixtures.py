@@ -1,6 +1,7 @@
-"""llama.cpp's file types: the block type that llama-quantize chooses for each tensor, as data.
+"""llama.cpp's file types: the block type that llama-quantize chooses for each tensor (``mixtures.json``).
 
-A file type has a base, and cells for the kinds of tensors that get another type. Source:
+A file type has a base, and cells for the kinds of tensors that get another type: of the cells of a kind, the first
+whose conditions all hold counts. A kind is found by a part of the name; the first match counts. Source:
 https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp (llama_tensor_get_type).
 """
 
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...base.data import read_data
 from ...base.messages import error_about
 from ...base.scheme import SCHEMES
 from ...base.text import nearest, show
@@ -26,52 +30,32 @@ CURRENT_VERSION = 2
 
 FLOAT16 = "float16"  # the type of rows that are not whole blocks of any fallback
 
-# Kinds of tensors, by a part of the name; the first match counts.
-_OUTPUT, _EMBEDDING, _VALUE, _KEY, _ATTENTION_OUTPUT = "output", "embedding", "value", "key", "attention output"
-_UP, _GATE, _DOWN, _REST = "up", "gate", "down", "rest"
-_KINDS = {
-    "attn_qkv.weight": _VALUE,
-    "attn_kv_b.weight": _VALUE,
-    "attn_v.weight": _VALUE,
-    "attn_k.weight": _KEY,
-    "attn_q.weight": _REST,
-    "attn_output.weight": _ATTENTION_OUTPUT,
-    "ffn_up": _UP,
-    "ffn_gate": _GATE,
-    "ffn_down": _DOWN,
-}
+# Kinds of tensors with rules beside the cells.
+_OUTPUT, _EMBEDDING, _VALUE, _KEY, _REST = "output", "embedding", "value", "key", "rest"
+_FEED_FORWARD = ("up", "gate", "down")
 _OUTPUT_NAME = "output.weight"
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
-
-# Matrices that stay as they are: whole names, and parts of names.
-_KEPT_NAMES = ("position_embd.weight", "token_types.weight")
-_KEPT_PARTS = (
-    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
-    "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "time_mix_first.weight",
-    "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight", "time_mix_v1.weight",
-    "time_mix_v2.weight", "time_mix_a0.weight", "time_mix_a1.weight", "time_mix_a2.weight", "time_mix_g1.weight",
-    "time_mix_g2.weight", "time_mix_decay_w1.weight", "time_mix_decay_w2.weight", "time_mix_lerp_fused.weight",
-    "attn_rel_b.weight", ".position_embd", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd",
-    ".patch_merger", "a.rvq.codebook", "mm.a.code_embd",
-)  # fmt: skip
-_GLM5 = "glm5-next"
-_KEPT_PARTS_OF = {
-    _GLM5: (
-        "hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate",
-        "indexer_compressor_ape", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight",
-        "ssm_beta.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight",
-    ),
-}  # fmt: skip
-# Matrices of at least 8 bits, whatever the file type.
-_EIGHT_BIT_PARTS_OF = {_GLM5: ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
 _FALCON = "falcon"
-# Architectures in which only feed-forward stacks become MXFP4; in others every stack is an expert's.
-_STACKED_ATTENTION = ("bailingmoe3",)
-
-# Layers of the models that llama.cpp takes for 70B models, by architecture.
-_70B_LAYERS = {"llama": 80, "llama-embed": 80, "deci": 80, "olmo": 80, "qwen2": 80, "jais2": 68}
 
 _BLOCK = re.compile(r"blk\.\s*([+-]?[0-9]{1,9})")
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return read_data(__name__, "mixtures.json")
+
+
+class _Architecture(NamedTuple):
+    """What llama.cpp does for an architecture alone."""
+
+    kept_parts: tuple[str, ...] = ()  # parts of names of matrices that stay as they are
+    eight_bit_parts: tuple[str, ...] = ()  # parts of names of matrices of 8 bits, whatever the file type
+    stacks_attention: bool = False  # True if only feed-forward stacks are experts
+    layers_of_70b: int | None = None  # layers of the models that llama.cpp takes for 70B models
+
+
+def _architecture(name: str) -> _Architecture:
+    return _Architecture(**_data()["architectures"].get(name, {}))
 
 
 class ModelSizes(NamedTuple):
@@ -93,7 +77,7 @@ class ModelSizes(NamedTuple):
     def is_70b(self) -> bool:
         """True if llama.cpp takes the model for a 70B model."""
         layers = self.layers - self.extra_layers
-        if _70B_LAYERS.get(self.architecture) != layers:
+        if _architecture(self.architecture).layers_of_70b != layers:
             return False
         of_llama = self.architecture.startswith("llama")
         return not of_llama or (self.experts != 8 and self.heads != self.kv_heads)
@@ -122,58 +106,31 @@ class ModelSizes(NamedTuple):
         return cls(architecture, layers, heads, kv_heads, number("expert_count"), extra)
 
 
-class _Rank(NamedTuple):
-    """A tensor's place among the tensors of its kind."""
+class Cell(NamedTuple):
+    """The type of a tensor, and the conditions under which it counts."""
 
-    number: int
-    total: int
-    sizes: ModelSizes
-    imatrix: bool  # True if there is an importance matrix
+    type: str
+    first: int | None = None  # the tensor is among the first of its kind
+    first_part: int | None = None  # it is in the first eighth of its kind, if 8
+    more_bits: bool = False  # it is in the first or last eighth of its kind, or the third of three between them
+    shares_heads: bool = False  # four or more query heads share a head of keys and values
+    eight_experts: bool | None = None  # whether the model has eight experts
+    imatrix: bool | None = None  # whether there is an importance matrix
 
-
-_Condition = Callable[[_Rank], bool]
-
-
-def _always(place: _Rank) -> bool:
-    return True
-
-
-def _first(count: int) -> _Condition:
-    return lambda place: place.number < count
-
-
-def _first_part(parts: int) -> _Condition:
-    return lambda place: place.number < place.total // parts
-
-
-def _more_bits(place: _Rank) -> bool:
-    number, eighth = place.number, place.total // 8
-    return number < eighth or number >= 7 * place.total // 8 or (number - eighth) % 3 == 2
+    def holds(self, number: int, total: int, sizes: ModelSizes, imatrix: bool) -> bool:
+        """Return True if the conditions hold for the tensor of a number among those of its kind."""
+        eighth = total // 8
+        return (
+            (self.first is None or number < self.first)
+            and (self.first_part is None or number < total // self.first_part)
+            and (not self.more_bits or not eighth <= number < 7 * total // 8 or (number - eighth) % 3 == 2)
+            and (not self.shares_heads or sizes.shared_heads >= 4)
+            and self.eight_experts in (None, sizes.experts == 8)
+            and self.imatrix in (None, imatrix)
+        )
 
 
-def _shares_heads(place: _Rank) -> bool:
-    return place.sizes.shared_heads >= 4
-
-
-def _has_imatrix(place: _Rank) -> bool:
-    return place.imatrix
-
-
-def _eight_experts(place: _Rank) -> bool:
-    return place.sizes.experts == 8
-
-
-def _both(first: _Condition, second: _Condition) -> _Condition:
-    return lambda place: first(place) and second(place)
-
-
-def _neither(condition: _Condition) -> _Condition:
-    return lambda place: not condition(place)
-
-
-# For each kind: conditions in order with their types; the base if none holds.
-_Cells = Mapping[str, tuple[tuple[_Condition, str], ...]]
-_NO_CELLS: _Cells = {}
+_Cells = Mapping[str, tuple[Cell, ...]]
 
 
 class FileType(NamedTuple):
@@ -181,89 +138,47 @@ class FileType(NamedTuple):
 
     number: int  # ``general.file_type``
     base: str  # type of most tensors
-    cells: _Cells = _NO_CELLS
-    falcon: _Cells = _NO_CELLS  # instead of `cells` for the kinds in it, in models of architecture falcon
+    cells: _Cells  # by kind
+    falcon: _Cells  # instead of `cells` for the kinds in it, in models of architecture falcon
+    aliases: tuple[str, ...] = ()  # other names; "mxfp4" is safeload's own
+    embedding: str | None = None  # type of the embedding beside a separate head; None for the base
     requires_imatrix: bool = False  # True if tensors of the base's type, except the ends, need an importance matrix
+    experts_only: bool = False  # True if all but experts have 8 bits
 
 
-def _eight(other: str | None = None) -> tuple[tuple[_Condition, str], ...]:
-    """Return the cell of attention outputs: q5_k with eight experts, else another type."""
-    return ((_eight_experts, "q5_k"), *(() if other is None else ((_always, other),)))
+@cache
+def file_types() -> Mapping[str, FileType]:
+    """Return the file types by name, without aliases."""
+    return {name: _file_type(**row) for name, row in _data()["file_types"].items()}
 
 
-_FOUR_BIT_CURVE: _Cells = {
-    _VALUE: ((_shares_heads, "q5_k"),),
-    _DOWN: ((_both(_first_part(8), _neither(_has_imatrix)), "q5_k"),),
-    _ATTENTION_OUTPUT: _eight(),
-}
-_FALCON_PLAIN: _Cells = {_ATTENTION_OUTPUT: ()}
+_NO_CELLS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType({})
 
-#: By name; `ALIASES` has further names.
-FILE_TYPES = {
-    "q4_0": FileType(2, "q4_0", {_DOWN: ((_both(_has_imatrix, _first_part(8)), "q4_1"),)}),
-    "q4_1": FileType(3, "q4_1"),
-    "q8_0": FileType(7, "q8_0"),
-    "q5_0": FileType(8, "q5_0", {_DOWN: ((_both(_has_imatrix, _first_part(8)), "q5_1"),)}),
-    "q5_1": FileType(9, "q5_1"),
-    "q2_k": FileType(
-        10, "q2_k",
-        {
-            _VALUE: ((_shares_heads, "q4_k"), (_always, "q3_k")),
-            _DOWN: ((_always, "q3_k"),),
-            _ATTENTION_OUTPUT: _eight("q3_k"),
-        },
-        _FALCON_PLAIN,
-    ),
-    "q3_k_s": FileType(11, "q3_k", {_ATTENTION_OUTPUT: _eight()}, _FALCON_PLAIN),
-    "q3_k_m": FileType(
-        12, "q3_k",
-        {
-            _VALUE: ((_first(2), "q5_k"), (_always, "q4_k")),
-            _DOWN: ((_first_part(16), "q5_k"), (_always, "q4_k")),
-            _ATTENTION_OUTPUT: _eight("q4_k"),
-        },
-        {_DOWN: ((_first_part(16), "q5_k"), (_more_bits, "q4_k")), _ATTENTION_OUTPUT: ()},
-    ),
-    "q3_k_l": FileType(
-        13, "q3_k",
-        {
-            _VALUE: ((_always, "q5_k"),),
-            _DOWN: ((_always, "q5_k"),),
-            _ATTENTION_OUTPUT: ((_neither(_eight_experts), "q5_k"),),
-        },
-        {_DOWN: ((_always, "q4_k"),), _ATTENTION_OUTPUT: ((_always, "q4_k"),)},
-    ),
-    "q4_k_s": FileType(
-        14, "q4_k",
-        {_VALUE: ((_first(4), "q5_k"),), _DOWN: ((_first_part(8), "q5_k"),), _ATTENTION_OUTPUT: _eight()},
-        {_DOWN: (), _ATTENTION_OUTPUT: ()},
-    ),
-    "q4_k_m": FileType(
-        15, "q4_k",
-        {_VALUE: ((_more_bits, "q6_k"),), _DOWN: ((_more_bits, "q6_k"),), _ATTENTION_OUTPUT: _eight()},
-        {_DOWN: ((_first_part(16), "q6_k"), (_more_bits, "q5_k")), _ATTENTION_OUTPUT: ()},
-    ),
-    "q5_k_s": FileType(16, "q5_k"),
-    "q5_k_m": FileType(17, "q5_k", {_VALUE: ((_more_bits, "q6_k"),), _DOWN: ((_more_bits, "q6_k"),)}),
-    "q6_k": FileType(18, "q6_k"),
-    "q2_k_s": FileType(
-        21, "q2_k",
-        {_VALUE: ((_shares_heads, "q4_k"),), _DOWN: ((_first_part(8), "q4_k"),)},
-        requires_imatrix=True,
-    ),
-    "iq4_nl": FileType(25, "iq4_nl", _FOUR_BIT_CURVE, _FALCON_PLAIN),
-    "iq4_xs": FileType(30, "iq4_xs", _FOUR_BIT_CURVE, _FALCON_PLAIN),
-    "tq1_0": FileType(36, "tq1_0"),
-    "tq2_0": FileType(37, "tq2_0"),
-    "mxfp4_moe": FileType(38, "mxfp4"),
-}  # fmt: skip
-_EXPERTS_ONLY = "mxfp4_moe"
-# Types of the embedding beside a separate head, where it is not the base.
-_EMBEDDING_TYPES = {"tq1_0": "q4_k", "tq2_0": "q4_k"}
-#: Other names of file types. llama-quantize has the first three.
-ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": _EXPERTS_ONLY}
-#: File types that are not the name of a block type.
-MIXTURES = tuple(name for name in FILE_TYPES if name not in SCHEMES)
+
+def _file_type(
+    *,
+    cells: Mapping[str, tuple[dict[str, Any], ...]] = _NO_CELLS,
+    falcon: Mapping[str, tuple[dict[str, Any], ...]] = _NO_CELLS,
+    **fields: Any,
+) -> FileType:
+    read = [{kind: tuple(Cell(**cell) for cell in row) for kind, row in rows.items()} for rows in (cells, falcon)]
+    return FileType(cells=read[0], falcon=read[1], **fields)
+
+
+def mixtures() -> tuple[str, ...]:
+    """Return the file types that are not the name of a block type."""
+    return tuple(name for name in file_types() if name not in SCHEMES)
+
+
+@cache
+def _by_name() -> Mapping[str, str]:
+    rows = file_types().items()
+    return {**{name: name for name, _ in rows}, **{alias: name for name, row in rows for alias in row.aliases}}
+
+
+def is_known(name: str) -> bool:
+    """Return True for a name or alias of a file type in lower case."""
+    return name in _by_name()
 
 
 def parse(name: object) -> str:
@@ -273,13 +188,12 @@ def parse(name: object) -> str:
         ValueError: unknown.
     """
     lower = name.lower() if isinstance(name, str) else ""
-    lower = ALIASES.get(lower, lower)
-    if lower in FILE_TYPES:
-        return lower
-    close = nearest(lower, FILE_TYPES)
+    if is_known(lower):
+        return _by_name()[lower]
+    close = nearest(lower, file_types())
     raise ValueError(
         f"unknown file type {show(name)}"
-        + (f": did you mean {close[0]!r}?" if close else f", expected one of {', '.join(FILE_TYPES)}")
+        + (f": did you mean {close[0]!r}?" if close else f", expected one of {', '.join(file_types())}")
     )
 
 
@@ -309,9 +223,9 @@ def axes_of(shape: tuple[int, ...]) -> int:
 
 def is_quantized(name: str, shape: tuple[int, ...], architecture: str) -> bool:
     """Return True if llama-quantize quantizes a tensor."""
-    if axes_of(shape) not in (2, 3) or not name.endswith("weight") or name in _KEPT_NAMES:
+    if axes_of(shape) not in (2, 3) or not name.endswith("weight") or name in _data()["kept_names"]:
         return False
-    return not any(part in name for part in (*_KEPT_PARTS, *_KEPT_PARTS_OF.get(architecture, ())))
+    return not any(part in name for part in (*_data()["kept_parts"], *_architecture(architecture).kept_parts))
 
 
 def choose(
@@ -337,15 +251,16 @@ def _kind_of(name: str, tied: bool) -> str:
         return _OUTPUT
     if name in EMBEDDINGS:
         return _OUTPUT if tied else _EMBEDDING
-    return next((kind for part, kind in _KINDS.items() if part in name), _REST)
+    kinds: Mapping[str, str] = _data()["kinds"]
+    return next((kind for part, kind in kinds.items() if part in name), _REST)
 
 
 class _Chooser:
     def __init__(self, file_type: str, shapes: Mapping[str, tuple[int, ...]], sizes: ModelSizes, imatrix: bool) -> None:
-        self._name = file_type
-        self._row = FILE_TYPES[file_type]
+        self._row = file_types()[file_type]
         self._shapes = {name: shapes[name] for name in sorted(shapes, key=sort_key)}
         self._sizes = sizes
+        self._architecture = _architecture(sizes.architecture)
         self._imatrix = imatrix
         tied = _OUTPUT_NAME not in shapes
         self._kinds = {name: _kind_of(name, tied) for name in self._shapes}
@@ -367,22 +282,23 @@ class _Chooser:
     def _chosen(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the type without regard to the length of rows."""
         kind, row, sizes = self._kinds[name], self._row, self._sizes
-        if any(part in name for part in _EIGHT_BIT_PARTS_OF.get(sizes.architecture, ())):
+        if any(part in name for part in self._architecture.eight_bit_parts):
             return "q8_0"
         if kind == _OUTPUT:
             whole = shape[-1] % SCHEMES[row.base].block == 0
-            eight = self._name == _EXPERTS_ONLY or sizes.architecture == _FALCON or not whole or row.base == "q8_0"
+            eight = row.experts_only or sizes.architecture == _FALCON or not whole or row.base == "q8_0"
             return "q8_0" if eight else "q6_k"
-        if self._name == _EXPERTS_ONLY:
+        if row.experts_only:
             experts = len(shape) > 2 and shape[-3] > 1
-            if sizes.architecture in _STACKED_ATTENTION:
-                experts = experts and kind in (_UP, _GATE, _DOWN)
+            if self._architecture.stacks_attention:
+                experts = experts and kind in _FEED_FORWARD
             return row.base if experts else "q8_0"
         if kind == _EMBEDDING:
-            return _EMBEDDING_TYPES.get(self._name, row.base)
-        place = _Rank(*self._index(name, kind), sizes, self._imatrix)
+            return row.embedding or row.base
+        number, total = self._index(name, kind)
         cells = row.falcon if sizes.architecture == _FALCON and kind in row.falcon else row.cells
-        chosen = next((to for condition, to in cells.get(kind, ()) if condition(place)), row.base)
+        held = (cell.type for cell in cells.get(kind, ()) if cell.holds(number, total, sizes, self._imatrix))
+        chosen = next(held, row.base)
         if kind == _VALUE and sizes.is_70b and chosen in ("q3_k", "q4_k"):
             chosen = "q5_k"
         return "q8_0" if kind in (_VALUE, _KEY) and sizes.experts == 8 else chosen
@@ -394,7 +310,7 @@ class _Chooser:
         if kind == _VALUE:
             return index, self._values
         layers = self._sizes.layers
-        if kind in (_UP, _GATE, _DOWN) and self._sizes.experts > 1:
+        if kind in _FEED_FORWARD and self._sizes.experts > 1:
             index = _layer_of(name, -1)
             if not 0 <= index < layers:
                 text = f"is in none of the {layers} layers, but llama.cpp's file types depend on the layer of an "
@@ -409,7 +325,7 @@ def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[t
     """
     last = {
         QUANTIZATION_VERSION: np.uint32(CURRENT_VERSION),
-        FILE_TYPE: np.uint32(FILE_TYPES[parse(file_type)].number),
+        FILE_TYPE: np.uint32(file_types()[parse(file_type)].number),
         **dict(more),
     }
     if model_of(metadata) is not None:

@@ -11,7 +11,7 @@ from ...base.text import show
 from ...errors import UnsupportedError
 from ...formats.gguf import image_types, mixtures
 from ...formats.gguf.imatrix import ImportanceMatrix
-from ...formats.gguf.mixtures import FILE_TYPES, FLOAT16, ModelSizes, TensorType
+from ...formats.gguf.mixtures import FLOAT16, ModelSizes, TensorType
 from ...models.diffusion import DIFFUSION_MODELS, QUANTIZED
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -40,8 +40,8 @@ def file_type_of(scheme: ConvertScheme, sizes: ModelSizes | None) -> str | None:
     """
     name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
     lower = name.lower() if isinstance(name, str) else ""
-    names = mixtures.MIXTURES if isinstance(scheme, Mapping) else (*FILE_TYPES, *mixtures.ALIASES)
-    return None if sizes is None or lower not in names else mixtures.parse(lower)
+    named = lower in mixtures.mixtures() if isinstance(scheme, Mapping) else mixtures.is_known(lower)
+    return mixtures.parse(lower) if named and sizes is not None else None
 
 
 class FileTypeRules(Rules):

@@ -45,7 +45,7 @@ def test_the_table_has_every_type_and_rule():
         "f16",
         *set(TYPES["letters"]),
     }
-    assert set(FILE_TYPES) == set(mixtures.FILE_TYPES)
+    assert set(FILE_TYPES) == set(mixtures.file_types())
 
 
 @pytest.fixture
