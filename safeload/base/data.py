@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from typing import Any
 
 
+@cache
 def read_data(module: str, file: str) -> dict[str, Any]:
-    """Return the JSON object in a file beside a module, with tuples as arrays.
+    """Return the JSON object in a file beside a module, with tuples for arrays; nobody may change it.
 
     The module's loader reads it, from a zip archive too. Importing `importlib.resources` takes longer than most loads.
     """

@@ -71,7 +71,6 @@ def _built_in(name: str) -> Schema:
     return parse(_content(name), _path(name))
 
 
-@cache
 def _content(name: str) -> _Content:
     return read_data(__name__, f"schemas/{name}.json")
 

@@ -1,20 +1,30 @@
 """The engines that load quantized folders: what each leaves unquantized, and the quantization in its ``config.json``.
 
+``engines.json`` has a row per engine, and ``model_types``, whose matrices are all linear modules under the names of
+their files. mlx-lm 0.32.2 stores the models ``same_in_mlx`` as transformers does: their classes have no ``sanitize``,
+or only leave out tensors. Of those ``stacked_in_mlx`` it stacks the experts, as the names of the stacks show, and
+otherwise has the same tensors. Modules of a list under ``fused`` are merged by engines into a single matrix, so they
+must share NVFP4's global scale.
+
 Sources: llmcompressor 0.14 ``entrypoints/model_free``; compressed-tensors 0.19 ``quantization/quant_scheme.py``;
-transformers 5.17 ``utils/quantization_config.py``; mlx-lm 0.32 ``utils.py``.
+transformers 5.17 ``utils/quantization_config.py``; mlx-lm 0.32 ``utils.py`` and ``models``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
+from ..base.data import read_data
 from ..base.preset import BITSANDBYTES, COMPRESSED, FP8, MLX, Preset
 from ..base.text import show
 from .quantization import MLX_KEY, QUANTIZATION, Quantization, quantization_of, without_quantization
+
+_data = partial(read_data, __name__, "engines.json")
 
 # Modules that choose experts. Engines compute these in full precision, although they are linear.
 _ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
@@ -23,16 +33,11 @@ _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _STACKED = re.compile(r"\.(?:switch_mlp\.[a-z_]+|self_attn\.embed_q|self_attn\.unembed_out)\.weight\Z")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
 
-# ``model_type`` of models whose matrices are all linear modules under the names of their files.
-_DENSE = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"))
-_EXPERTS = frozenset(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
-
-
 _USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 
 class MlxExperts(NamedTuple):
-    """How mlx-lm stores and quantizes the experts of a model; source: its ``models``."""
+    """How mlx-lm stores and quantizes the experts of a model."""
 
     experts: str  # key of config.json: their number
     renamed: str | None = None  # that key in transformers 5
@@ -46,63 +51,23 @@ class MlxExperts(NamedTuple):
     uncast: str | None = None  # suffix of tensors that keep their dtype
 
 
-_ROUTER_FORMAT = "mlx8"  # groups of 64
-MLX_EXPERTS: Mapping[str, MlxExperts] = {
-    "mixtral": MlxExperts(
-        "num_local_experts",
-        block="block_sparse_moe",
-        modules={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
-        in_every_layer=True,
-    ),
-    "qwen2_moe": MlxExperts("num_experts", in_every_layer=True),
-    "qwen3_moe": MlxExperts("num_experts", "num_local_experts", router=_ROUTER_FORMAT),
-    "deepseek_v2": MlxExperts("n_routed_experts", keeps_routers=True),
-    "deepseek_v3": MlxExperts(
-        "n_routed_experts",
-        keeps_routers=True,
-        split_heads=True,
-        dropped="model.layers.61.",
-        uncast=".e_score_correction_bias",
-    ),
-}
+def mlx_experts_of(model_type: object) -> MlxExperts | None:
+    """Return how mlx-lm stores the experts of a model, or None if it has none."""
+    row = _data()["mlx_experts"].get(model_type) if isinstance(model_type, str) else None
+    return None if row is None else MlxExperts(**row)
 
-# ``model_type`` of models whose tensors mlx-lm 0.32.2 stores as transformers does: their classes have no ``sanitize``,
-# or only leave out tensors.
-_SAME_IN_MLX = frozenset(
-    (
-        *(
-            "afm7",
-            "cohere",
-            "cohere2",
-            "ernie4_5",
-            "exaone",
-            "exaone4",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "glm",
-            "glm4",
-        ),
-        *("gpt_bigcode", "granite", "helium", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama"),
-        *("mimo", "minicpm3", "ministral3", "mistral", "nanbeige", "nanochat", "nemotron", "nemotron-nas", "olmo"),
-        *("olmo2", "olmo3", "openelm", "phi", "phi3", "phi3small", "plamo", "qwen", "qwen2", "qwen3", "seed_oss"),
-        *("smollm3", "stablelm", "starcoder2", "telechat3", "xverse", "youtu_llm"),
-    )
-)
-# Models with experts that it stacks, and otherwise the same tensors. The names of the stacks show it.
-_STACKED_IN_MLX = frozenset(
-    (
-        *("afmoe", "deepseek", "deepseek_v2", "dots1", "glm4_moe", "mellum", "mixtral", "olmoe", "phimoe"),
-        *("qwen2_moe", "qwen3_moe"),
-    )
-)
+
+def model_types() -> tuple[str, ...]:
+    """Return the ``model_type`` of the models that all engines support."""
+    names: tuple[str, ...] = _data()["model_types"]
+    return names
 
 
 def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
     """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
     model_type = (config or {}).get("model_type")
-    known = _SAME_IN_MLX | _STACKED_IN_MLX | ENGINES[MLX].model_types
-    return isinstance(model_type, str) and model_type not in known
+    known = (_data()[key] for key in ("same_in_mlx", "stacked_in_mlx", "model_types"))
+    return isinstance(model_type, str) and not any(model_type in names for names in known)
 
 
 def not_as_in_mlx(model_type: object) -> str:
@@ -113,15 +78,10 @@ def not_as_in_mlx(model_type: object) -> str:
     )
 
 
-# The version of compressed-tensors whose configuration this is.
-_VERSION = "0.19.0"
-
-
 class Engine(NamedTuple):
     """What loads a folder."""
 
     title: str  # for messages
-    model_types: frozenset[str]  # supported models
     quantizes_ends: bool = False  # True to quantize embeddings and the head
     quantizes_experts: bool = True
     casts: bool = False  # True to give unquantized tensors the dtype of the weights too
@@ -131,21 +91,9 @@ class Engine(NamedTuple):
     dropped: tuple[str, ...] = ()  # suffixes of stored tensors that the engine computes itself
 
 
-ENGINES = {
-    COMPRESSED: Engine("vLLM, SGLang and transformers", _DENSE | _EXPERTS),
-    FP8: Engine("vLLM, SGLang and transformers", _DENSE | _EXPERTS),
-    BITSANDBYTES: Engine("transformers and vLLM", _DENSE | _EXPERTS, quantizes_experts=False),
-    MLX: Engine(
-        "mlx-lm",
-        _DENSE | MLX_EXPERTS.keys(),
-        quantizes_ends=True,
-        casts=True,
-        always_indexed=True,
-        metadata="mlx",
-        shard_size=5 << 30,
-        dropped=(".rotary_emb.inv_freq",),
-    ),
-}
+def engine_of(preset: Preset) -> Engine:
+    """Return the engine that loads a format."""
+    return Engine(**_data()["engines"][preset.engine])
 
 
 def is_router(name: str) -> bool:
@@ -170,21 +118,12 @@ def is_stack(name: str) -> bool:
 
 # ---- fused partners ----
 
-# Modules that engines merge into a single matrix, so that they must share NVFP4's global scale.
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("wq_a", "wkv_a_with_mqa"),
-)
-_PARTNERS = {name: names for names in _FUSED for name in names}
-
 
 def partners_of(name: str) -> tuple[str, ...]:
     """Return the names of the weights that share a global scale with a weight, itself included."""
     parent, _, module = name.removesuffix(".weight").rpartition(".")
-    return tuple(f"{parent}.{other}.weight" for other in _PARTNERS.get(module, ())) or (name,)
+    partners = next((names for names in _data()["fused"] if module in names), ())
+    return tuple(f"{parent}.{other}.weight" for other in partners) or (name,)
 
 
 # ---- config.json ----
@@ -231,8 +170,7 @@ def _as_mlx_reads(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind != "default":
         older["rope_scaling"] = {**rope, "type": kind}  # some models read the one name, some the other
-    model_type = config.get("model_type")
-    experts = MLX_EXPERTS.get(model_type) if isinstance(model_type, str) else None
+    experts = mlx_experts_of(config.get("model_type"))
     if experts is not None and experts.renamed is not None and config.get(experts.renamed) is not None:
         older[experts.experts] = config[experts.renamed]
     return {**config, **{k: value for k, value in older.items() if value is not None and config.get(k) is None}}
@@ -266,26 +204,14 @@ def settings_of(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
             "weight_block_size": [preset.row_block, preset.group],
         }
     if preset.engine == BITSANDBYTES:
-        return _bitsandbytes(preset, left)
+        kind = preset.name.removeprefix("bnb_")
+        return _filled(BITSANDBYTES, bnb_4bit_quant_type=kind, llm_int8_skip_modules=list(left) or None)
     return _compressed(preset, left)
 
 
-def _bitsandbytes(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
-    return {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "bnb_4bit_compute_dtype": "float32",
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": preset.name.removeprefix("bnb_"),
-        "bnb_4bit_use_double_quant": False,
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": list(left) or None,
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "quant_method": "bitsandbytes",
-    }
+def _filled(key: str, **fields: Any) -> dict[str, Any]:
+    """Return settings of an engine with some fields filled in, in its order."""
+    return {**_data()["settings"][key], **fields}
 
 
 def _compressed(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
@@ -315,36 +241,12 @@ def _compressed(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
         "targets": ["Linear"],
         "weights": weights,
     }
-    return {
-        "config_groups": {"group_0": group},
-        "format": form,
-        "global_compression_ratio": None,
-        "ignore": list(left),
-        "kv_cache_scheme": None,
-        "quant_method": COMPRESSED,
-        "quantization_status": "compressed",
-        "sparsity_config": {},
-        "transform_config": {},
-        "version": _VERSION,
-    }
+    return _filled(COMPRESSED, config_groups={"group_0": group}, format=form, ignore=list(left))
 
 
 def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, Any]:
-    return {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": None,
-        "num_bits": bits,
-        "observer": None,
-        "observer_kwargs": {},
-        "scale_dtype": None,
-        "strategy": strategy,
-        "symmetric": True,
-        "type": kind,
-        "zp_dtype": None,
-        **fields,
-    }
+    fields |= {"num_bits": bits, "strategy": strategy, "type": kind}
+    return _filled("arguments of compressed-tensors", **fields)
 
 
 def _is_float(preset: Preset) -> bool:

@@ -13,12 +13,14 @@ optimum, autoawq 0.2.9, auto-round 0.16, nvidia-modelopt 0.47, amd-quark 0.13, m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..base import packing
 from ..base.data import read_data
+
+_data = partial(read_data, __name__, "methods.json")
 
 QUARK = "quark"
 GGUF = "gguf"  # safeload's own, for ggml blocks in a safetensors file
@@ -39,11 +41,6 @@ class Method(NamedTuple):
     without_family: tuple[str, ...]  # formats and algorithms
     values: Mapping[str, tuple[str, ...]]  # keys with an effect on weights, and their supported values
     known: frozenset[str]  # other keys that do not make values unknown
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return read_data(__name__, "methods.json")
 
 
 def _method(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from ...base.scheme import SCHEMES
 from ...base.text import nearest, show
 from ...errors import UnsupportedError
 from ...models.diffusion import ARCHITECTURE, model_of
+
+_data = partial(read_data, __name__, "mixtures.json")
 
 FILE_TYPE = "general.file_type"
 QUANTIZATION_VERSION = "general.quantization_version"
@@ -38,11 +40,6 @@ EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _FALCON = "falcon"
 
 _BLOCK = re.compile(r"blk\.\s*([+-]?[0-9]{1,9})")
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return read_data(__name__, "mixtures.json")
 
 
 class _Architecture(NamedTuple):

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cache
+from functools import partial
 from typing import Any
 
 from ...base.data import read_data
 
+_data = partial(read_data, __name__, "pre_tokenizers.json")
+
 # Steps of published tokenizers are at most this many.
 _MOST_STEPS = 16
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return read_data(__name__, "pre_tokenizers.json")
 
 
 def probe_text() -> str:

@@ -15,6 +15,7 @@ from ...errors import SafeloadError, VerificationError
 from ...formats.folder import read_config
 from ...models.choosing import choose
 from ...models.gguf_sources import EMBEDDING, SOURCES
+from ...packed.engines import model_types
 from ...stores.files import Location
 from ..architectures.to_llama_cpp import source_of
 from ..quantize.engine_rules import EngineRules
@@ -59,7 +60,6 @@ def model_of_file(
 def _is_supported(config: dict[str, Any], catalog: Catalog, rules: EngineRules | None) -> bool:
     """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
     if rules is not None:
-        model_type = config.get("model_type")
-        known = isinstance(model_type, str) and model_type in rules.engine.model_types
+        known = config.get("model_type") in model_types()
         return known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
     return source_of(config) in SOURCES and any(name.endswith(EMBEDDING) for name in catalog)

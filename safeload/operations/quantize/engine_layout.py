@@ -16,7 +16,7 @@ from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...models.expert_forms import MAX_EXPERTS, STACK
-from ...packed.engines import MLX_EXPERTS, MlxExperts
+from ...packed.engines import MlxExperts, mlx_experts_of
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
@@ -100,7 +100,7 @@ def arranged(catalog: Catalog, preset: Preset) -> Catalog:
     model_type = None if catalog.config is None else catalog.config.get("model_type")
     if not isinstance(model_type, str):
         return catalog
-    experts = MLX_EXPERTS.get(model_type) if preset.engine == MLX else None
+    experts = mlx_experts_of(model_type) if preset.engine == MLX else None
     divides = preset.engine != BITSANDBYTES and model_type in _FUSED_TYPES  # bitsandbytes leaves experts
     if experts is None and not (divides and any(map(_FUSED.fullmatch, catalog))):
         return catalog

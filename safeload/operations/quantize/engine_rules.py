@@ -17,15 +17,16 @@ from ...models.tied import KEY as TIE
 from ...models.tied import tied_heads
 from ...packed.conv1d import conv1d_model, is_named_conv1d
 from ...packed.engines import (
-    ENGINES,
-    MLX_EXPERTS,
     MlxExperts,
     changed_by_mlx,
     config_for,
+    engine_of,
     is_expert,
     is_fused,
     is_router,
     is_stack,
+    mlx_experts_of,
+    model_types,
     not_as_in_mlx,
     partners_of,
     quantization_for,
@@ -61,7 +62,7 @@ class EngineRules:
 
     def __init__(self, preset: Preset, keep: Keep) -> None:
         self.preset = preset
-        self.engine = ENGINES[preset.engine]
+        self.engine = engine_of(preset)
         self._keep = keep
         self.kept = Kept(keep)
         self.schema: Schema | None = None  # None if the caller has chosen the tensors
@@ -75,15 +76,14 @@ class EngineRules:
         if isinstance(catalog, EngineCatalog):
             self.kept = Kept(catalog.kept(self._keep))
         model_type = None if config is None else config.get("model_type")
-        supported = schema is not None and isinstance(model_type, str) and model_type in self.engine.model_types
+        supported = schema is not None and model_type in model_types()
         if not supported and not chosen:
             raise self._unsupported(model_type)
         if self.preset.engine == MLX and changed_by_mlx(config):
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
         self.schema = schema if supported else None
         self._tied = tied_heads(config, dict.fromkeys(catalog).keys())
-        experts = MLX_EXPERTS.get(model_type) if self.preset.engine == MLX and isinstance(model_type, str) else None
-        self._experts = experts if supported else None
+        self._experts = mlx_experts_of(model_type) if self.preset.engine == MLX and supported else None
 
     @property
     def stacks_experts(self) -> bool:
@@ -96,7 +96,7 @@ class EngineRules:
             return UnsupportedError(
                 f"{self.preset.name} needs a config.json with a model_type: pass the folder that has it, or {advice}"
             )
-        supported = ", ".join(sorted(self.engine.model_types))
+        supported = ", ".join(sorted(model_types()))
         return UnsupportedError(
             f"{self.preset.name} does not support model_type {show(model_type)} (supported: {supported}): {advice}"
         )
