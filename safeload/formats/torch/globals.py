@@ -1,8 +1,11 @@
 """The allowlist of globals in a checkpoint, and the inert values built from them.
 
-It holds the globals that `torch.save` writes for tensors and the values beside them, and those that pickle writes for
-NumPy arrays (numpy_arrays.py), nothing else. The functions build descriptions from any arguments of a pickle;
-tensors.py checks requested tensors.
+``globals.json`` has a row for each global that `torch.save` writes for tensors and the values beside them;
+numpy_arrays.py has those that pickle writes for NumPy arrays. Nothing else is allowed. A row is a dtype or storage
+class, with its code in the table of dtypes (null if no array can represent it) and the bytes of an element; a class of
+tensors that adds nothing to the values; or a function, and which function of this module stands for it. These build
+descriptions from any arguments of a pickle; tensors.py checks requested tensors. Sources: torch/storage.py
+(_dtype_to_storage_type_map), torch/csrc/api/include/torch/types.h.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...base import dtypes
+from ...base.data import read_data
 from ...base.text import show
 from ...errors import LimitError, UnsupportedError
 from ..unpickle.keys import add, put
@@ -18,17 +23,11 @@ from ..unpickle.numpy_arrays import ROWS
 
 # Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of them.
 MAX_ATTRIBUTES = 100
-_OWN = (
-    "H T __class__ __cuda_array_interface__ __dict__ __weakref__ _backward_hooks _base _cdata _grad _grad_fn "
-    "_has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch _version data device dtype grad "
-    "grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia is_nested "
-    "is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout mH mT name names nbytes ndim "
-    "output_nr real requires_grad retains_grad shape volatile"
-)
 # Key of the unknown class of a tensor in `PickledTensor.pending`.
 SUBCLASS = "subclass"
+_TABLE = read_data(__name__, "globals.json")
 # Attributes that torch implements itself. It never saves them as state, and setting some changes the values.
-TENSOR_OWN = frozenset(_OWN.split())
+TENSOR_OWN = frozenset(_TABLE["attributes_of_torch"])
 
 
 class Storage:
@@ -241,69 +240,44 @@ def _check_attributes(attributes: Any) -> None:
 
 STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", "container", "value", "class"
 
-# Name of the dtype in torch; code in the table of dtypes, or None if no array can represent it; bytes of an element;
-# storage class. Sources: torch/storage.py (_dtype_to_storage_type_map), torch/csrc/api/include/torch/types.h.
-_DTYPES = (
-    ("float64", "F64", 8, "DoubleStorage"),
-    ("float32", "F32", 4, "FloatStorage"),
-    ("float16", "F16", 2, "HalfStorage"),
-    ("bfloat16", "BF16", 2, "BFloat16Storage"),
-    ("int64", "I64", 8, "LongStorage"),
-    ("int32", "I32", 4, "IntStorage"),
-    ("int16", "I16", 2, "ShortStorage"),
-    ("int8", "I8", 1, "CharStorage"),
-    ("uint8", "U8", 1, "ByteStorage"),
-    ("bool", "BOOL", 1, "BoolStorage"),
-    ("complex64", "C64", 8, "ComplexFloatStorage"),
-    ("complex128", "C128", 16, "ComplexDoubleStorage"),
-    ("quint8", None, 1, "QUInt8Storage"),
-    ("qint8", None, 1, "QInt8Storage"),
-    ("qint32", None, 4, "QInt32Storage"),
-    ("quint4x2", None, 1, "QUInt4x2Storage"),
-    ("quint2x4", None, 1, "QUInt2x4Storage"),
-    ("complex32", None, 4, None),
-    ("uint16", "U16", 2, None),
-    ("uint32", "U32", 4, None),
-    ("uint64", "U64", 8, None),
-    ("float8_e4m3fn", "F8_E4M3", 1, None),
-    ("float8_e5m2", "F8_E5M2", 1, None),
-    ("float8_e4m3fnuz", "F8_E4M3FNUZ", 1, None),
-    ("float8_e5m2fnuz", "F8_E5M2FNUZ", 1, None),
-    ("float8_e8m0fnu", "F8_E8M0", 1, None),
-    ("float4_e2m1fn_x2", "F4", 1, None),
-)
+_FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "ordered_dict": _ordered_dict,
+    "counter": _counter,
+    "set": _set,
+    "tuple": _tuple,
+    "complex": _complex,
+    "size": _size,
+    "device": _device,
+    "rebuild_tensor": _rebuild_tensor,
+    "rebuild_tensor_v2": _rebuild_tensor_v2,
+    "rebuild_tensor_v3": _rebuild_tensor_v3,
+    "rebuild_parameter": _rebuild_parameter,
+    "rebuild_from_type": _rebuild_from_type,
+}
 
-_FUNCTIONS: tuple[tuple[str, str, Callable[[tuple[Any, ...]], Any]], ...] = (
-    ("collections.OrderedDict", CONTAINER, _ordered_dict),
-    ("collections.Counter", CONTAINER, _counter),
-    *((f"{module}.set", CONTAINER, _set) for module in ("builtins", "__builtin__")),
-    *((f"{module}.tuple", CONTAINER, _tuple) for module in ("builtins", "__builtin__")),
-    *((f"{module}.complex", VALUE, _complex) for module in ("builtins", "__builtin__")),
-    ("torch._utils._rebuild_tensor", TENSOR, _rebuild_tensor),
-    ("torch._utils._rebuild_tensor_v2", TENSOR, _rebuild_tensor_v2),
-    ("torch._utils._rebuild_tensor_v3", TENSOR, _rebuild_tensor_v3),
-    ("torch._utils._rebuild_parameter", TENSOR, _rebuild_parameter),
-    ("torch._utils._rebuild_parameter_with_state", TENSOR, _rebuild_parameter),
-    (FROM_TYPE, TENSOR, _rebuild_from_type),
-    ("torch.Size", VALUE, _size),
-    ("torch.device", VALUE, _device),
-)
 
-# Classes of tensors that add nothing to the values.
-_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-# Untyped storages: bytes of any elements.
-_UNTYPED = ("torch.storage.UntypedStorage", "torch.storage._UntypedStorage", "torch.UntypedStorage")
+# The fields of each kind beside "kind".
+_FIELDS: dict[str, frozenset[str]] = {
+    **dict.fromkeys((TENSOR, CONTAINER, VALUE), frozenset(("build",))),
+    **dict.fromkeys((STORAGE, DTYPE), frozenset(("code", "itemsize"))),
+    CLASS: frozenset(),
+}
 
+
+def _allowed(name: str, row: dict[str, Any]) -> Global:
+    """Return the row of a global, and accept no other fields, functions and dtypes than those known."""
+    kind, build, code = row["kind"], row.get("build"), row.get("code")
+    if row.keys() - {"kind"} != _FIELDS[kind] or (code is not None and code not in dtypes.BY_CODE):
+        raise ValueError(f"{name} is not a row of an allowed global: {row}")
+    function = None if build is None else _FUNCTIONS[build]
+    copies = build is not None and kind != TENSOR
+    return Global(name, kind, function, code=code, itemsize=row.get("itemsize", 0), copies=copies)
+
+
+# Built once for all threads, because rows are compared by identity.
 ALLOWED: dict[str, Global] = {
-    row.name: row
-    for row in (
-        *(Global(name, kind, build, copies=kind != TENSOR) for name, kind, build in _FUNCTIONS),
-        *(Global(f"torch.{name}", DTYPE, code=code, itemsize=size) for name, code, size, _ in _DTYPES),
-        *(Global(f"torch.{cls}", STORAGE, code=code, itemsize=size) for _, code, size, cls in _DTYPES if cls),
-        *(Global(name, STORAGE, code="U8", itemsize=1) for name in _UNTYPED),
-        *(Global(name, CLASS) for name in _CLASSES),
-        *ROWS,
-    )
+    **{name: _allowed(name, row) for name, row in _TABLE["globals"].items()},
+    **{row.name: row for row in ROWS},
 }
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import copyreg
+import hashlib
 import io
 import math
 import os
@@ -621,6 +622,31 @@ def test_the_machine_has_no_way_to_import_or_call():
         source = inspect.getsource(module)
         for word in ("import pickle", "__import__", "importlib", "eval(", "exec(", "getattr(", "import torch\n"):
             assert word not in source, (module.__name__, word)
+
+
+def test_the_allowlist_is_the_one_that_was_reviewed():
+    """A row more, or another value of it, needs a new digest, and so a look at what it lets a file build."""
+    rows = inside.ALLOWED.items()
+    digest = hashlib.sha256()
+    for name, row in sorted(rows):
+        made = None if row.build is None else row.build.__name__
+        digest.update(f"{name} {row.name} {row.kind} {made} {row.code} {row.itemsize} {row.copies}\n".encode())
+    assert (len(rows), digest.hexdigest()) == (141, "846232a8915a5ef0be167fadb9f106c8d326d7411de4fe62bdfaf06a37188007")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {}, {"kind": "module"}, {"kind": "value"}, {"kind": "value", "build": "system"}, {"kind": "dtype"},
+        {"kind": "dtype", "code": "F33", "itemsize": 4}, {"kind": "class", "build": "set"},
+        {"kind": "class", "note": 1}, {"kind": "storage", "code": "F32", "itemsize": 4, "build": "set"},
+    ],
+)  # fmt: skip
+def test_a_row_with_an_unknown_kind_field_function_or_dtype_is_no_global(row):
+    from builders.inside import torch_globals
+
+    with pytest.raises((KeyError, ValueError)):
+        torch_globals._allowed("os.system", row)
 
 
 # ---- anything at all ----
