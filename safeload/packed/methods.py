@@ -102,7 +102,7 @@ def canonical_name(name: str) -> str:
 def unknown_setting(settings: Mapping[str, Any], method: Method) -> tuple[str, Any] | None:
     """Return the first key and value with an unknown effect on weights, or None."""
     for key, value in settings.items():
-        if value is None or value is False or value in ("", [], {}) or key in method.known:
+        if key in method.known or value is None or value is False or value in ("", [], {}):
             continue
         supported = method.values.get(key, ())
         if not isinstance(value, (str, int, float)) or str(value).lower() not in supported:

@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,20 +145,14 @@ class FileType(NamedTuple):
 @cache
 def file_types() -> Mapping[str, FileType]:
     """Return the file types by name, without aliases."""
-    return {name: _file_type(**row) for name, row in _data()["file_types"].items()}
+    return {
+        name: FileType(**{**row, "cells": _cells(row.get("cells", {})), "falcon": _cells(row.get("falcon", {}))})
+        for name, row in _data()["file_types"].items()
+    }
 
 
-_NO_CELLS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType({})
-
-
-def _file_type(
-    *,
-    cells: Mapping[str, tuple[dict[str, Any], ...]] = _NO_CELLS,
-    falcon: Mapping[str, tuple[dict[str, Any], ...]] = _NO_CELLS,
-    **fields: Any,
-) -> FileType:
-    read = [{kind: tuple(Cell(**cell) for cell in row) for kind, row in rows.items()} for rows in (cells, falcon)]
-    return FileType(cells=read[0], falcon=read[1], **fields)
+def _cells(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> _Cells:
+    return {kind: tuple(Cell(**cell) for cell in cells) for kind, cells in rows.items()}
 
 
 def mixtures() -> tuple[str, ...]:
