@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from builders.paths import ROOT
+from builders.sources import parsed
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -15,12 +16,12 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 RATES = {
     "what": (0, 1.0),
     "those": (0, 0.6),
-    "others": (0, 0.2),
-    "whose": (0, 0.7),
+    "others": (0, 0.3),
+    "whose": (0, 0.9),
     "them": (0, 1.7),
     "that": (0, 13),
     "where": (0, 2.2),
-    "one": (0, 2.5),
+    "one": (0, 3.0),
     "if": (6, 99),
     "should": (0.3, 9),
     "can": (1.5, 9),
@@ -49,13 +50,12 @@ TOKEN = re.compile(
 def words_and_variables(text):
     """The words of docstrings and comments, without code, and the variables that are named after grammar."""
     prose = [token[2] for token in TOKEN.finditer(text) if token[2]]
+    docstrings = filter(None, parsed(text).docstrings)
+    prose += [re.sub(r"(?m)^\s*(>>>|\.\.\.).*$|``[^`]*``|`[^`]*`", " ", docstring) for docstring in docstrings]
     variables = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            docstring = ast.get_docstring(node, clean=False) or ""
-            prose.append(re.sub(r"(?m)^\s*(>>>|\.\.\.).*$|``[^`]*``|`[^`]*`", " ", docstring))
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in GRAMMAR:
-            variables.append(node.id)
+    if not GRAMMAR.isdisjoint(re.findall(r"\w+", TOKEN.sub(" ", text))):
+        nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name) and node.id in GRAMMAR)
+        variables = [node.id for node in nodes if isinstance(node.ctx, ast.Store)]
     return re.findall(r"[a-z]+", " ".join(prose).lower()), variables
 
 
