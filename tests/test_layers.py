@@ -378,7 +378,6 @@ def test_import_brings_little_more_than_numpy():
 def test_only_the_frameworks_import_other_libraries(library):
     pattern = re.compile(rf"^\s*(?:import|from) {library}\b|import_module\([\"']{library}", re.MULTILINE)
     found = {module_name(path) for path in PYTHON_FILES if pattern.search(path.read_text(encoding="utf-8"))}
-    found -= {"cli.bench"}  # measures them
     assert all(name.startswith(f"frameworks.{library}_") for name in found), found
 
 

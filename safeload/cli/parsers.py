@@ -25,7 +25,6 @@ COMMANDS = {
     "verify": "compare files with a signature or a manifest",
     "sign": "sign the files of a model",
     "ls": "list the models on this machine",
-    "bench": "measure loading times on this machine",
     "completion": "print a completion script for a shell",
 }
 

@@ -78,7 +78,6 @@ class Format(NamedTuple):
     nested: bool = False  # has containers for ``root=`` to select
     family: str | None = None  # value of ``format=`` shared by several rows
     public: bool = False  # ``safeload.NAME`` is a module of functions for this format
-    peer: str | None = None  # key of another reader in the table of ``safeload bench``
     parts: Callable[[bytes], bool] | None = None  # matches files that stand for their folder, if the format is required
     ranges: bool = True  # False if reading the table takes most of the file
     own_names: bool = False  # True if names or shapes are not those of the model in PyTorch, so no schema applies

@@ -61,7 +61,7 @@ def _load(name: str, reserved: frozenset[str]) -> Format | str:
         return f"{subject}: title, kind, module and suffixes must be text, and matches a function"
     if row.name != name:
         return f"{subject}: its format has another name, {show(row.name)}"
-    return row._replace(source=sources[0], family=None, public=False, peer=None, parts=None, extra_suffixes=())
+    return row._replace(source=sources[0], family=None, public=False, parts=None, extra_suffixes=())
 
 
 def _source(point: EntryPoint) -> str:

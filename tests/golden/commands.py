@@ -13,7 +13,7 @@ from .rows import Rows
 
 NAMES = (
     *("info", "get", "check", "stats", "convert", "edit", "diff", "patch", "report", "scan", "verify", "sign", "ls"),
-    *("bench", "completion"),
+    "completion",
 )
 HELP = [["--help"], *([name, "--help"] for name in NAMES)]
 

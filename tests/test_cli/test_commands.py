@@ -21,7 +21,7 @@ from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 import safeload
 from safeload.numpy import load_file, save_file
 
-COMMANDS = ("info", "check", "stats", "convert", "diff", "bench")
+COMMANDS = ("info", "check", "stats", "convert", "diff")
 
 X = np.float32([[-0.5, 0.25], [1, 2]])
 GOOD = {"a.weight": X, "b": np.ones(4, ml_dtypes.bfloat16), "step": np.array([3, 4], np.int64)}
@@ -409,7 +409,7 @@ def test_a_tolerance_is_a_number_of_at_least_0(folder, capsys, tolerance):
     assert run(capsys, "diff", "good.safetensors", "good.safetensors", f"--tolerance={tolerance}")[0] == 2
 
 
-# ---- convert, bench ----
+# ---- convert ----
 
 
 def test_convert(folder, capsys):
@@ -430,36 +430,6 @@ def test_convert_takes_a_part_of_a_torch_checkpoint(data, folder, capsys):
     status, _, err = run(capsys, "convert", "foreign.pt", "w.npz", "--unknown-globals", "inert", "--root", "state_dict")
     assert (status, err) == (0, "")
     assert list(safeload.load("w.npz")) == ["w"]
-
-
-def test_bench(folder, capsys):
-    pytest.importorskip("safetensors")
-    status, out, err = run(capsys, "bench", "good.safetensors", "--rounds", "1")
-    assert (status, err) == (0, "")
-    lines = out.splitlines()
-    assert lines[0] == "good.safetensors: safetensors, 40 B, 1 round, page cache warm"
-    assert lines[2].split() == ["job", "with", "median", "ratio", "(>1:", "safeload", "is", "faster)"]
-    assert [line for line in lines if line.startswith("load  ")]
-    assert "safetensors.numpy" in out
-    status, out, _ = run(capsys, "bench", "good.safetensors", "--rounds", "2", "--json")
-    rows = json.loads(out)["rows"]
-    assert {row["side"] for row in rows} >= {"safeload", "safetensors.numpy"}
-    assert all(len(row["samples"]) == 2 and row["seconds"] > 0 for row in rows)
-    np.savez("x.npz", a=X)
-    assert "numpy.load" in run(capsys, "bench", "x.npz", "--rounds", "1")[1]
-    # safetensors.numpy knows no float8: it is left out.
-    save_file({"w": np.ones((4, 4), ml_dtypes.float8_e4m3fn), "w_scale": np.float32([1])}, "fp8.safetensors")
-    status, out, err = run(capsys, "bench", "fp8.safetensors", "--rounds", "1")
-    assert (status, err) == (0, "")
-    assert "safetensors.numpy" not in out.partition("load  ")[2]
-
-
-def test_bench_leaves_out_what_cannot_read_the_file(tmp_path, capsys):
-    path = tmp_path / "f8.safetensors"
-    save_file({"w": np.zeros((4, 4), ml_dtypes.float8_e8m0fnu)}, path)  # safetensors.numpy raises AttributeError
-    status, out, err = run(capsys, "bench", str(path), "--rounds", "1")
-    assert (status, err) == (0, "")
-    assert "safeload" in out
 
 
 # ---- all of them ----

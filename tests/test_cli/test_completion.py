@@ -8,7 +8,7 @@ import pytest
 from builders.inside import main
 from builders.terminal import on_terminal
 
-COMMANDS = {"info", "check", "stats", "convert", "diff", "report", "bench", "completion"}
+COMMANDS = {"info", "check", "stats", "convert", "diff", "report", "completion"}
 
 # Words of a line, the last of which is completed, and some of what is offered.
 CASES = [

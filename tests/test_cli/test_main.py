@@ -177,7 +177,7 @@ def test_an_empty_file_of_no_tensors(tmp_path, capsys):
     assert (status, out.splitlines()) == (0, [f"{tmp_path / 'x'}: safetensors, 0 tensors, 16 B"])
 
 
-@pytest.mark.parametrize("command", ["info", "check", "stats", "convert", "diff", "report", "bench", "completion"])
+@pytest.mark.parametrize("command", ["info", "check", "stats", "convert", "diff", "report", "completion"])
 def test_every_argument_is_explained(command):
     """One line of plain words for each option and argument."""
     for action in Parsers().command(command)._actions:
@@ -353,7 +353,6 @@ def test_a_mistyped_option_is_one_line(capsys):
         ["verify", "a", "--nonsense"],
         ["sign"],
         ["ls", "--json", "--what"],
-        ["bench", "--what"],
         ["completion", "tcsh"],
     ],
 )

@@ -139,7 +139,6 @@ def test_a_destination_is_stdout(run, monkeypatch, options, format):
         (["patch", "apply", "-", "m.safetensors"], "patch reads and writes files, not - for a stream"),
         (["sign", "-", "--key", "k.pem"], "sign signs files, not - for a stream"),
         (["sign", "m.safetensors", "--key", "k.pem", "-o", "-"], "--output needs a file, not - for a stream"),
-        (["bench", "-"], "bench times files, not - for a stream"),
         (["verify", "-"], "verify compares files, not - for a stream"),
     ],
 )

@@ -133,12 +133,6 @@ def test_report(run, server):
     assert SECRET not in out + page
 
 
-def test_bench_takes_local_files_only(run, server):
-    status, out, err = run("bench", server.url("/large.safetensors"))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert not server.requests
-
-
 # ---- options ----
 
 

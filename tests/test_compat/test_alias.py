@@ -276,13 +276,6 @@ assert load_file.__module__ == "safetensors.numpy" and safetensors.numpy is safe
     )
 
 
-def test_safeload_is_not_measured_against_itself(path):
-    assert any("safetensors.numpy" in line for line in run("-m", "safeload", "bench", path))
-    lines = command("-m", "safeload", "bench", path)
-    assert not any("safetensors." in line for line in lines if str(path) not in line), lines
-    assert lines[-1] == "no other library that reads this format is installed"
-
-
 def test_modules_that_are_mocked_or_forbidden_come_back():
     code = """
 import sys, warnings, unittest.mock, safeload
