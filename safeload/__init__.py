@@ -58,8 +58,7 @@ _MODULE_OF = {
         "operations.measure.stats_table": "HISTOGRAM_EDGES StatsTable TensorStats",
         "operations.pieces": "run_piece",
         "operations.quantize.checkpoint": "KEPT_NAMES QuantizedDict Summary load_quantized",
-        "operations.quantize.quantization_error": "QuantizationError QuantizationStats "
-        "QuantizationTable quantization_error",
+        "operations.quantize.quantization_error": "QuantizationStats QuantizationTable quantization_error",
         "operations.quantize.quantize": "quantize",
         "operations.quantize.stack": "StackedDict stack",
         "operations.report.report": "report",
@@ -72,8 +71,8 @@ _MODULE_OF = {
         "operations.trust.scan": "ScanFinding ScanReport scan",
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
-        "operations.validate.findings": "CheckReport Finding ValidationReport",
-        "operations.validate.run": "check validate",
+        "operations.validate.findings": "CheckReport Finding",
+        "operations.validate.run": "check",
         "operations.validate.settings": "Limits",
         "operations.trust.verify": "FileCheck VerifyReport verify",
         "stores.signature": "Signature",
@@ -112,6 +111,7 @@ _INSTEAD = {
     "save_model": "it is in safeload.torch",
     "stream": "it is a method of a checkpoint: safeload.open(path).stream()",
     "summary": "use safeload.info(path)",
+    "validate": "use safeload.check(path)",
     "take": "it is a method of a checkpoint: safeload.open(path).take(name, rows)",
 }
 

@@ -70,7 +70,6 @@ from .operations.quantize.checkpoint import KEPT_NAMES as KEPT_NAMES
 from .operations.quantize.checkpoint import QuantizedDict as QuantizedDict
 from .operations.quantize.checkpoint import Summary as Summary
 from .operations.quantize.checkpoint import load_quantized as load_quantized
-from .operations.quantize.quantization_error import QuantizationError as QuantizationError
 from .operations.quantize.quantization_error import QuantizationStats as QuantizationStats
 from .operations.quantize.quantization_error import QuantizationTable as QuantizationTable
 from .operations.quantize.quantization_error import quantization_error as quantization_error
@@ -96,9 +95,7 @@ from .operations.trust.verify import VerifyReport as VerifyReport
 from .operations.trust.verify import verify as verify
 from .operations.validate.findings import CheckReport as CheckReport
 from .operations.validate.findings import Finding as Finding
-from .operations.validate.findings import ValidationReport as ValidationReport
 from .operations.validate.run import check as check
-from .operations.validate.run import validate as validate
 from .operations.validate.settings import Limits as Limits
 from .stores.signature import Signature as Signature
 

@@ -80,7 +80,7 @@ PATHS = {
 def test_a_path_that_leads_nowhere(case, here):
     path, parts = PATHS[case]
     (here / "home" / "b.gguf").touch()
-    ways = [safeload.open, safeload.load, lambda path: safeload.convert(path, "out.npz"), safeload.validate]
+    ways = [safeload.open, safeload.load, lambda path: safeload.convert(path, "out.npz"), safeload.check]
     texts = {message(lambda way=way: way(path), FileNotFoundError) for way in [*ways, load_file]}
     (text,) = texts  # the same from all of them
     shown = (
@@ -120,7 +120,7 @@ def test_drop_ins_take_no_urls(case, here):
     ways = [
         load_file,
         lambda path: safeload.safe_open(path, "np"),
-        lambda path: safeload.validate({}, config=path),
+        lambda path: safeload.check({}, config=path),
         safeload.Layout.from_json,
     ]
     (text,) = {message(lambda way=way: way(path), FileNotFoundError) for way in ways}
@@ -724,7 +724,7 @@ def test_a_name_in_a_dict_must_be_text(here, name):
         lambda: safeload.diff("good.safetensors", tensors),
         lambda: safeload.stats(tensors),
         lambda: safeload.stack(tensors, layout),
-        lambda: safeload.validate(tensors),
+        lambda: safeload.check(tensors),
         lambda: safeload.load_quantized(tensors, "int8"),
     ):
         assert message(call, TypeError) == f"a tensor name must be str, got {type(name).__name__}"

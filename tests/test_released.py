@@ -29,7 +29,7 @@ READING = {
     "pread": lambda path: safeload.load(path, backend="pread"),
     "stream": lambda path: list(safeload.open(path).stream()),
     "stats": safeload.stats,
-    "check": safeload.validate,
+    "check": safeload.check,
 }
 # One file of each kind, and one way for each of the packed checkpoints.
 KINDS = (
@@ -133,7 +133,7 @@ def test_a_damaged_file(name, change, tmp_path):
         lambda: load_file(path),
     ):
         assert released(call)
-    released(lambda: safeload.validate(path))
+    released(lambda: safeload.check(path))
     assert released(lambda: safeload.convert(path, tmp_path / "x.npz"))
 
 

@@ -69,7 +69,7 @@ def test_a_failing_disk_is_an_error_that_names_file_and_offset(case, action):
 @pytest.mark.parametrize("format", ["safetensors", "npz", "gguf"])
 def test_check_reports_a_failing_disk(format, files):
     path, reported = files[format], 0
-    for shot, report, error in sweep(lambda: safeload.validate(path), path.parent, READ, FAIL_FROM, errno.EIO):
+    for shot, report, error in sweep(lambda: safeload.check(path), path.parent, READ, FAIL_FROM, errno.EIO):
         if error is not None:  # it could not be opened
             assert isinstance(error, OSError), repr(error)
         elif shot.hit:

@@ -212,7 +212,7 @@ def any_file(data):
     """A file of whatever format its first bytes say. Looked at as a whole, it is the same: sound, or not."""
     tensors = open_file(data, ".bin")
     with watched():
-        report = safeload.validate(FOLDER / "input.bin")
+        report = safeload.check(FOLDER / "input.bin")
     unread = any(finding.code == "file.unknown_type" for finding in report.warnings)  # an entry, not the file
     require(tensors is not None or not report.ok or unread, "what cannot be opened is not sound")
     require(json.loads(json.dumps(report.to_json(), allow_nan=False))["ok"] == report.ok, "the report as JSON")

@@ -736,7 +736,7 @@ def test_a_fault_of_values_is_found_by_whatever_reads_them(case, tmp_path):
                 call()
             assert caught.value.tensor is not None
             assert repr(caught.value.tensor) in str(caught.value)
-        assert not safeload.validate(opened, schema=None).ok
+        assert not safeload.check(opened, schema=None).ok
     assert sorted(path.name for path in tmp_path.iterdir()) in (
         ["config.json", "model.safetensors"],
         ["model.safetensors"],
@@ -763,7 +763,7 @@ def test_validate_reports_scales_that_no_writer_stores(tmp_path):
         folder = tmp_path / str(k)
         folder.mkdir()
         write(folder, tensors, config)
-        report = safeload.validate(folder, schema=None)
+        report = safeload.check(folder, schema=None)
         found = [one for one in report.errors if one.code == "quantization.scale"]
         assert [one.tensor for one in found] == [packed]
         assert "the first is" in found[0].message

@@ -95,7 +95,7 @@ DOORS = {
         "safeload.convert(path, path + str(os.getpid()) + '.npz', dtype='float16', overwrite=True)",
     ),
     "first quantize": (OPENED, "safeload.load_quantized(path, 'int8')"),
-    "first stats and validate": (OPENED, "safeload.stats(path); assert safeload.validate(path).ok"),
+    "first stats and validate": (OPENED, "safeload.stats(path); assert safeload.check(path).ok"),
     "first patterns and plan": (
         OPENED,
         "opened.load(only='a*'); safeload.plan_convert(path, path + '.d', max_shard_size=99)",

@@ -137,7 +137,7 @@ def test_a_number_of_threads_has_bounds(threads, tmp_path):
         lambda: safeload.astype(np.zeros(3), "float16", threads=threads),
         lambda: safeload.stats(path, threads=threads),
         lambda: safeload.diff(path, path, threads=threads),
-        lambda: safeload.validate(path, threads=threads),
+        lambda: safeload.check(path, threads=threads),
         lambda: safeload.load_quantized(path, threads=threads),
     ):
         with pytest.raises(ValueError, match=r"threads must be [<>]= [\d,]+, got"):
@@ -168,8 +168,8 @@ LONG = "n" * 100_000
         lambda path, out: safeload.convert({LONG: np.zeros(2, np.complex64)}, out / "x.gguf"),
         lambda path, out: safeload.stack(path, safeload.Layout(LONG, [safeload.StackedTensor(LONG, LONG)])),
         lambda path, out: safeload.stack(path, safeload.Layout(LONG, [safeload.StackedTensor("a", LONG + "{}")])),
-        lambda path, out: safeload.validate(path, schema=LONG),
-        lambda path, out: safeload.validate(path, limits={LONG: 1}),
+        lambda path, out: safeload.check(path, schema=LONG),
+        lambda path, out: safeload.check(path, limits={LONG: 1}),
         lambda path, out: safeload.stats({LONG: np.ma.array([1.0], mask=[True])}),
         lambda path, out: safeload.stats({LONG: np.zeros(2, ml_dtypes.float8_e4m3fn), LONG + "_scale": 1.0}),
         lambda path, out: safeload.open(path, root=LONG),

@@ -51,7 +51,7 @@ def calls(path, tmp_path):
         "quantized": lambda: safeload.load_quantized(path, progress=True),
         "convert": lambda: safeload.convert(path, tmp_path / "x.npz", progress=True),
         "diff": lambda: safeload.diff(path, path, progress=True),
-        "validate": lambda: safeload.validate(path, progress=True),
+        "validate": lambda: safeload.check(path, progress=True),
     }
 
 

@@ -232,7 +232,7 @@ def test_stats_differences_findings_and_manifests_are_those_of_one_process(clien
     differences = safeload.diff(source, other, executor=client)
     assert differences.to_json() == safeload.diff(source, other).to_json()
     assert not differences.same
-    found = [safeload.validate(other, executor=one).to_json() for one in (client, None)]
+    found = [safeload.check(other, executor=one).to_json() for one in (client, None)]
     for one in found:
         one.pop("seconds", None)
     assert found[0] == found[1]

@@ -110,7 +110,7 @@ def test_operations_take_a_folder_like_any_other(fixture, tmp_path):
     assert {name: stats.max for name, stats in safeload.stats(path).items()}[
         "rows" if "hf" in fixture else "model.rows"
     ] == 34
-    assert not safeload.validate(path).errors
+    assert not safeload.check(path).errors
 
 
 def test_a_checkpoint_is_pickled_and_copied(fixture):

@@ -119,7 +119,7 @@ def test_an_incomplete_set_names_what_is_missing(there, total, missing, tmp_path
         safeload.open(folder)
     assert all(part in str(caught.value) for part in missing)
     assert len(str(caught.value)) < 600 + len(str(folder))
-    assert {finding.code for finding in safeload.validate(folder).errors} == {"index.shard"}
+    assert {finding.code for finding in safeload.check(folder).errors} == {"index.shard"}
     assert safeload.load(folder / f"m-{there[0]:05}-of-{total:05}.safetensors")  # by its path it opens
 
 
@@ -199,7 +199,7 @@ def test_a_list_is_the_union_of_its_files(tmp_path):
     assert set(safeload.load(tuple(paths))) == {"a.safetensors", "b.safetensors"}
     assert set(safeload.load(paths[:1])) == {"b.safetensors"}
     with safeload.open(paths) as opened:
-        assert safeload.validate(opened).ok
+        assert safeload.check(opened).ok
 
 
 def test_a_list_takes_folders_and_indexes(tmp_path):
@@ -270,7 +270,7 @@ def test_all_parts_of_a_gguf_open_by_the_folder_and_by_any_of_them(name, split):
         assert opened.metadata["general.name"] == "a name"
         assert not [key for key in opened.metadata if key.startswith("split.")]
         assert opened.get_slice("w4")[1, 3] == 4
-        assert safeload.validate(opened, schema=None).ok
+        assert safeload.check(opened, schema=None).ok
 
 
 def test_a_split_gguf_is_converted_into_one_file(split, tmp_path):

@@ -54,7 +54,7 @@ def test_the_tensors_are_the_whole_ones(fixture, tmp_path):
     with ProcessPoolExecutor(1) as executor:
         safeload.convert(DATA / fixture, tmp_path / "out", max_shard_size=300, executor=executor)
     check_tensors(safeload.load(tmp_path / "out"), want)
-    assert not safeload.validate(DATA / fixture).errors
+    assert not safeload.check(DATA / fixture).errors
 
 
 # ---- meshes made here ----

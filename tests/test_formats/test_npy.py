@@ -54,7 +54,7 @@ def test_every_way_to_read_it(path, kind, version):
             assert got.flags.writeable
         np.testing.assert_array_equal(opened.get_slice("tensor")[...], want)
     assert list(safeload.load(path, ["tensor"], format="npy")) == ["tensor"]
-    assert safeload.validate(path).ok or want.dtype.kind == "c" or want.size == 0
+    assert safeload.check(path).ok or want.dtype.kind == "c" or want.size == 0
     np.testing.assert_array_equal(np.load(path), want)
 
 

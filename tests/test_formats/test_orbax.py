@@ -124,7 +124,7 @@ def test_operations_take_a_folder_like_any_other(data, fixture, tmp_path):
     check_tensors(safeload.load(tmp_path / "many"), want)
     assert safeload.diff(path, tmp_path / "many").same
     assert safeload.stats(path)["params.rows"].max == 79
-    assert not safeload.validate(path).errors
+    assert not safeload.check(path).errors
     assert "orbax" in str(safeload.info(path))
     quantized = safeload.load_quantized(path, "int8")["params.columns"]
     assert np.abs(quantized.dequantize() - want["params.columns"]).max() < 0.5

@@ -67,7 +67,7 @@ def test_the_weights_are_those_of_zero_to_fp32(fixture, tmp_path):
             assert pickle.loads(pickle.dumps(part))[...].tobytes() == want["mix.weight"].tobytes()
     safeload.convert(DATA / fixture, tmp_path / "out", max_shard_size=200)
     check_tensors(safeload.load(tmp_path / "out"), want)
-    assert not safeload.validate(DATA / fixture).errors
+    assert not safeload.check(DATA / fixture).errors
     assert not list(tmp_path.glob("*.tmp"))
 
 

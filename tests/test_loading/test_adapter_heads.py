@@ -98,7 +98,7 @@ def test_as_the_trained_model_computes(case, tmp_path):
     for folder in (tmp_path / "once", tmp_path / "pieces"):
         assert_same(safeload.load(folder), merged)
         assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] == (head is None)
-        assert safeload.validate(folder, schema=None).ok
+        assert safeload.check(folder, schema=None).ok
 
 
 def test_several_adapters(tmp_path):

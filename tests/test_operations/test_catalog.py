@@ -162,7 +162,7 @@ def test_operations_take_a_catalog(path):
     with Catalog.of(path) as catalog:
         assert safeload.diff(catalog, TENSORS).same
         assert safeload.stats(catalog, names=["w"])["w"].max == 63
-        assert safeload.validate(catalog).ok
+        assert safeload.check(catalog).ok
         assert safeload.quantization_error({"blocks": W, "int8": W}, catalog)["blocks"].max_error < 10
         assert set(safeload.load_quantized(catalog)) == set(TENSORS)
         assert catalog.value("w").shape == (2, 32)

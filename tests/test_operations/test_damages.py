@@ -1,4 +1,4 @@
-"""validate: damaged folders, each fault named in a single run; and good folders of real writers, without an error."""
+"""check: damaged folders, each fault named in a single run; and good folders of real writers, without an error."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from builders.quantized import FIXTURES
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
-from safeload import gguf, validate
+from safeload import check, gguf
 from safeload.numpy import load_file, save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
@@ -465,7 +465,7 @@ def bases(tmp_path_factory):
     for make in (llama, wide, torch_zip, gguf_file, numbered):
         made[make] = tmp_path_factory.mktemp(make.__name__)
         make(made[make])
-        assert not validate(made[make]).errors
+        assert not check(made[make]).errors
     return made
 
 
@@ -474,7 +474,7 @@ def test_a_damage_is_named(base, function, expected, bases, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(bases[base], folder)
     function(folder)
-    report = validate(folder)
+    report = check(folder)
     assert sorted(finding.code for finding in report.errors) == sorted(code for code, _ in expected), report
     unnamed = list(report.errors)
     for code, text in expected:
@@ -518,7 +518,7 @@ def test_the_bytes_of_missing_shards_are_counted(bases, tmp_path):
     shutil.copytree(bases[llama], folder)
     nbytes = sum(array.nbytes for array in load_file(folder / SHARDS[1]).values())
     a_missing_shard(folder)
-    (note,) = validate(folder, values=False).notes
+    (note,) = check(folder, values=False).notes
     assert note.message.startswith(f"1 of 3 shards is missing or damaged ({nbytes:,} bytes)")
 
 
@@ -535,7 +535,7 @@ def test_a_hole_of_the_file_system_is_named(bases, tmp_path, values):
     with path.open("rb") as file:
         if os.lseek(file.fileno(), 0, os.SEEK_HOLE) != begin:
             pytest.skip("the file system has no holes")
-    report = validate(path, values=values)
+    report = check(path, values=values)
     assert [finding.code for finding in report.errors] == ["file.hole"]
     assert ", never written," in report.errors[0].message
 
@@ -644,7 +644,7 @@ def test_zeros_and_large_values_that_are_meant(make, scheme, tmp_path):
     suffix = "gguf" if scheme not in (None, "int8") else "safetensors"
     path = tmp_path / f"x.{suffix}"
     (gguf.save_file if suffix == "gguf" else save_file)(tensors, path)
-    report = validate(path)
+    report = check(path)
     assert not report.errors, report
     assert not [finding for finding in report.warnings if finding.code == "file.hole" and make is not pruned_rows]
 
@@ -659,20 +659,20 @@ REAL = sorted(
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_real_files_have_no_error(path):
     """Files of other writers; their configs lack the sizes that a schema needs."""
-    report = validate(path, schema=None)
+    report = check(path, schema=None)
     assert [f for f in report.errors if not f.code.startswith("layers.")] == [], report
     assert len(REAL) >= 20
 
 
 def test_shared_folders_have_no_error(shared):
     for path in [*(shared / "safetensors").iterdir(), shared / "npz" / "checkpoint20.npz"]:
-        assert not validate(path).errors, path
+        assert not check(path).errors, path
 
 
 @pytest.mark.parametrize("name", gguf_architectures.ARCHITECTURES)
 def test_a_gguf_file_with_all_that_llama_cpp_requires(name, tmp_path):
     save_gguf(tmp_path, *gguf_model(name))
-    report = validate(tmp_path)
+    report = check(tmp_path)
     assert (report.errors, report.notes, report.schema) == ([], [], f"gguf:{name}"), report
 
 
@@ -684,9 +684,9 @@ def test_quantized_and_pruned_models_have_no_error(kind, tmp_path):
         path.mkdir()
         write_folder(path, config, tensors)
         source = safeload.load_quantized(path, change) if change else path
-        assert not validate(source, config=config).errors
+        assert not check(source, config=config).errors
     pruned = {name: np.where(np.abs(x.astype(np.float32)) < 0.02, x.dtype.type(0), x) for name, x in tensors.items()}
-    assert not validate(pruned, config=config).errors
+    assert not check(pruned, config=config).errors
 
 
 # ---- the terminal ----
@@ -718,10 +718,10 @@ def test_an_executor_finds_the_same_damages(bases, tmp_path):
     shutil.copytree(bases[wide], folder)
     flipped_exponent_bits_in_float32(folder)
     blank(folder, block_in(folder, "c.weight"), 50 * BLOCK)
-    alone = validate(folder)
+    alone = check(folder)
     assert [finding.code for finding in alone.errors] == ["file.hole", "value.outlier", "value.outlier"]
     with ThreadPoolExecutor(2) as executor:
-        report = validate(folder, executor=executor)
+        report = check(folder, executor=executor)
     assert report.errors == alone.errors
     assert report.warnings == alone.warnings
 
@@ -734,16 +734,16 @@ def test_the_limit_of_an_outlier_is_exact(largest, small, expected):
     """On both sides of 10,000 times the percentile, in the bins of the histogram and beyond them."""
     x = np.full(2000, small, np.float32)
     x[7] = largest
-    assert [finding.code for finding in validate(x).errors] == ["value.outlier"] * expected
+    assert [finding.code for finding in check(x).errors] == ["value.outlier"] * expected
     x[:1002] = 0
     x[7] = largest
-    assert not validate(x).errors  # 999 values that are not zero
+    assert not check(x).errors  # 999 values that are not zero
 
 
 def test_very_many_missing_shards_are_grouped(tmp_path):
     names = {f"t{k}": f"m-{k}.safetensors" for k in range(300)}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
-    report = validate(tmp_path)
+    report = check(tmp_path)
     assert len(report.errors) == 300
     assert "and 299 more like it" in " ".join(str(report).split())
 
@@ -751,5 +751,5 @@ def test_very_many_missing_shards_are_grouped(tmp_path):
 def test_a_cut_file_object_is_named():
     buffer = io.BytesIO()
     np.save(buffer, np.ones(100))
-    report = validate(io.BytesIO(buffer.getvalue()[:-8]))
+    report = check(io.BytesIO(buffer.getvalue()[:-8]))
     assert [finding.code for finding in report.errors] == ["file.format"]

@@ -57,7 +57,7 @@ OPERATIONS = {
     "quantize": lambda path, out: safeload.convert(path, out, quantize="int8", overwrite=True),
     "diff": lambda path, out: safeload.diff(path, path),
     "stats": lambda path, out: safeload.stats(path),
-    "validate": lambda path, out: safeload.validate(path),
+    "validate": lambda path, out: safeload.check(path),
     "save": lambda path, out: save_file({f"x{k}": np.ones(3) for k in range(len(list(safeload.open(path))))}, out),
 }
 

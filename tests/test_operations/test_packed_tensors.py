@@ -176,7 +176,7 @@ def test_validate_finds_no_fault(fixture):
     with safeload.open(fixture.path) as opened:
         for given in (fixture.path, opened, opened.load()):
             for values in (True, False):
-                report = safeload.validate(given, schema=None, values=values)
+                report = safeload.check(given, schema=None, values=values)
                 assert report.ok, str(report)
                 assert report.stats.keys() == (fixture.expected().keys() if values else set())
 
@@ -292,7 +292,7 @@ def test_a_folder_with_dtype_says_nothing_of_a_quantization(fixture, tmp_path):
     index = out / "model.safetensors.index.json"
     if not (out / "model.safetensors").exists():
         assert json.loads(index.read_text())["weight_map"].keys() == want.keys()
-    assert safeload.validate(out, schema=None).ok
+    assert safeload.check(out, schema=None).ok
 
 
 @any_fixture

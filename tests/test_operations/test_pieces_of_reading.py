@@ -177,7 +177,7 @@ def everything(path, executor=None):
     """What the four operations find, or raise."""
     operations = {
         "stats": lambda: safeload.stats(path, histogram=True, executor=executor),
-        "validate": lambda: safeload.validate(path, executor=executor),
+        "validate": lambda: safeload.check(path, executor=executor),
         "manifest": lambda: manifest.make(path, executor=executor),
         "diff": lambda: safeload.diff(path, other_of(path), executor=executor),
     }
@@ -251,9 +251,9 @@ def test_pieces_done_out_of_order(tmp_path):
     folder = of_folder(tmp_path)
     expected = Plain()
     steps = []
-    want = plain(safeload.validate(folder, executor=expected))
+    want = plain(safeload.check(folder, executor=expected))
     executor = Backwards(len(expected.pieces))
-    found = safeload.validate(folder, executor=executor, progress=lambda *step: steps.append(step))
+    found = safeload.check(folder, executor=executor, progress=lambda *step: steps.append(step))
     assert plain(found) == want
     assert executor.done == expected.pieces[::-1]
     assert len(steps) == len(executor.done) > 3
@@ -311,7 +311,7 @@ def test_interrupted_while_it_waits(tmp_path):
 
     executor = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        safeload.validate(of_folder(tmp_path), executor=executor)
+        safeload.check(of_folder(tmp_path), executor=executor)
     assert [future.cancelled() for future in executor.futures].count(False) == 1
 
 
@@ -320,9 +320,7 @@ def test_selections(tmp_path):
     executor = Plain()
     for options in ({"only": "*mlp*"}, {"drop": ["*mlp*", "lm_head.*"]}, {"only": "*norm*", "drop": "model.norm*"}):
         assert plain(safeload.stats(folder, executor=executor, **options)) == plain(safeload.stats(folder, **options))
-        assert plain(safeload.validate(folder, executor=executor, **options)) == plain(
-            safeload.validate(folder, **options)
-        )
+        assert plain(safeload.check(folder, executor=executor, **options)) == plain(safeload.check(folder, **options))
         assert plain(safeload.diff(folder, folder, executor=executor, **options)) == plain(
             safeload.diff(folder, folder, **options)
         )
@@ -363,8 +361,8 @@ def test_expected_scales(tmp_path):
     }
     for limits in ({"scale": scale}, {"absmax": 3.3}, {"scale": 0.01, "absmax": {}}):
         executor = Plain()
-        report = safeload.validate(path, limits=limits, executor=executor)
-        assert plain(report) == plain(safeload.validate(path, limits=limits))
+        report = safeload.check(path, limits=limits, executor=executor)
+        assert plain(report) == plain(safeload.check(path, limits=limits))
         assert report.errors
     assert "other" not in json.dumps(executor.pieces)
 
@@ -386,7 +384,7 @@ def test_nothing_to_read(empty, tmp_path):
 
 def test_tensors_in_memory_are_refused():
     for given in ({"x": np.ones(3)}, np.ones(3), safeload.quantize(np.ones((2, 32), np.float32), "q8_0")):
-        for operation in (safeload.stats, safeload.validate):
+        for operation in (safeload.stats, safeload.check):
             with pytest.raises(ValueError, match=r"executor= needs the path of a checkpoint, or an open one"):
                 operation(given, executor=Plain())
     given = {"x": np.ones(3)}
@@ -398,7 +396,7 @@ def test_tensors_in_memory_are_refused():
 
 def test_what_is_no_executor(tmp_path):
     path = of_file(tmp_path)
-    for operation in (safeload.stats, safeload.validate, manifest.make, lambda x, **more: safeload.diff(x, x, **more)):
+    for operation in (safeload.stats, safeload.check, manifest.make, lambda x, **more: safeload.diff(x, x, **more)):
         with pytest.raises(TypeError, match=r"submit\(\).*got str"):
             operation(path, executor="dask")
         with pytest.raises(TypeError, match=r"submit\(\).*got type"):
@@ -425,7 +423,7 @@ def test_a_piece_that_raises_ends_the_run(tmp_path):
 
 def test_an_executor_that_refuses_a_piece(tmp_path):
     folder = of_folder(tmp_path)
-    for operation in (safeload.stats, safeload.validate):
+    for operation in (safeload.stats, safeload.check):
         executor = Lazy(accepted=2)
         with pytest.raises(RuntimeError, match="no room"):
             operation(folder, executor=executor)
@@ -433,7 +431,7 @@ def test_an_executor_that_refuses_a_piece(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         pool.shutdown()
         with pytest.raises(RuntimeError, match="shutdown"):
-            safeload.validate(folder, executor=pool)
+            safeload.check(folder, executor=pool)
 
 
 def test_an_error_of_the_executor_is_no_finding(tmp_path):
@@ -442,7 +440,7 @@ def test_an_error_of_the_executor_is_no_finding(tmp_path):
             raise OSError("the scheduler is gone")
 
     with pytest.raises(OSError, match="the scheduler is gone"):
-        safeload.validate(of_file(tmp_path), executor=Broken())
+        safeload.check(of_file(tmp_path), executor=Broken())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is open stays until it is closed")
@@ -455,7 +453,7 @@ def test_a_shard_that_is_gone(tmp_path, pool):
             safeload.stats(checkpoint, executor=pool)
         assert caught.value.path == str(shard)
         assert caught.value.tensor in checkpoint
-        report = safeload.validate(checkpoint, executor=pool)
+        report = safeload.check(checkpoint, executor=pool)
         assert [finding.code for finding in report.errors] == ["file.read"]
         assert re.search(r"tensor '.*' (and of \d+ more tensors )?is gone", report.errors[0].message)
         assert str(shard) in report.errors[0].message
@@ -507,8 +505,8 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(inside.validated_contents, "opened", Truncated)
     time = shard.stat().st_mtime_ns
     with safeload.open(folder) as checkpoint:
-        found = safeload.validate(checkpoint, executor=Plain())
-        expected = safeload.validate(checkpoint)
+        found = safeload.check(checkpoint, executor=Plain())
+        expected = safeload.check(checkpoint)
     assert [finding.code for finding in found.errors] == ["file.read"]
     assert str(shard) in found.errors[0].message
     assert found.errors == expected.errors

@@ -520,7 +520,7 @@ def test_finalize_needs_every_piece(model, tmp_path):
     (tmp_path / "away").replace(path)
     assert not (tmp_path / "made" / INDEX).exists()
     safeload.finalize(plan, results)
-    assert safeload.validate(tmp_path / "made").ok
+    assert safeload.check(tmp_path / "made").ok
 
 
 def test_what_killed_workers_left_is_removed(model, tmp_path):

@@ -58,7 +58,7 @@ def findings(report):
 def test_processes_give_what_one_process_gives(url, model, pool, tmp_path):
     assert repr(safeload.stats(url, executor=pool)) == repr(safeload.stats(model))
     assert manifest.make(url, executor=pool) == manifest.make(model)
-    assert findings(safeload.validate(url, executor=pool)) == findings(safeload.validate(model))
+    assert findings(safeload.check(url, executor=pool)) == findings(safeload.check(model))
     assert safeload.diff(model, url, executor=pool).same
     safeload.convert(url, tmp_path / "there", executor=pool, **SHARDS)
     safeload.convert(model, tmp_path / "here", **SHARDS)
@@ -81,8 +81,8 @@ def test_archives_in_pieces(tmp_path):
     good = (tmp_path / "a.npz").read_bytes()
     (tmp_path / "a.npz").write_bytes(good[:300_000] + b"\xff" + good[300_001:])
     with Server(tmp_path) as server:
-        found = safeload.validate(server.url("/a.npz"), executor=Plain())
-        assert findings(found) == findings(safeload.validate(server.url("/a.npz")))
+        found = safeload.check(server.url("/a.npz"), executor=Plain())
+        assert findings(found) == findings(safeload.check(server.url("/a.npz")))
         assert [one.code for one in found.errors] == ["file.crc"]
 
 
@@ -129,7 +129,7 @@ def test_pieces_get_secrets_from_whoever_runs_them(server, url, tmp_path):
 def test_what_executors_get_has_no_secrets(url):
     executor = Plain()
     safeload.stats(url, storage_options=OPTIONS, executor=executor)
-    safeload.validate(url, storage_options=OPTIONS, executor=executor)
+    safeload.check(url, storage_options=OPTIONS, executor=executor)
     assert executor.pieces
     assert SECRET not in json.dumps(executor.pieces)
 
@@ -139,7 +139,7 @@ def test_a_url_that_needs_its_query_is_refused(url, tmp_path):
     calls = [
         lambda: safeload.stats(signed, executor=Plain()),
         lambda: manifest.make(signed, executor=Plain()),
-        lambda: safeload.validate(signed, executor=Plain()),
+        lambda: safeload.check(signed, executor=Plain()),
         lambda: safeload.plan_convert(signed, tmp_path / "out", **SHARDS),
         lambda: pickle.dumps(safeload.open(signed)),
         lambda: pickle.dumps(safeload.open(signed).get_slice("model.norm.weight")),

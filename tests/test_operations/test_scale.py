@@ -45,7 +45,7 @@ step("open", opened.nbytes)
 step("list", sum(info.nbytes for info in opened.tensors.values()))
 step("slice", opened.get_slice(last)[-1, 5:8].astype("float32").tolist())
 step("view", opened[last].shape)
-report = safeload.validate(path, values=False)
+report = safeload.check(path, values=False)
 step("validate", [report.ok, report.tensors])
 found["memory"] = peak() - before
 print(json.dumps(found))
@@ -135,7 +135,7 @@ def test_a_shard_that_is_cut_is_named_without_reading_the_others(tmp_path):
     for shard in range(3):
         sparse(tmp_path / f"model-{shard + 1:05}-of-00003.safetensors", [f"{shard}.{k}" for k in range(TENSORS)])
     os.truncate(tmp_path / "model-00002-of-00003.safetensors", 5 << 30)
-    report = safeload.validate(tmp_path, values=False)
+    report = safeload.check(tmp_path, values=False)
     assert not report.ok
     assert report.errors[0].code == "file.format"
     assert "model-00002-of-00003.safetensors" in report.errors[0].message

@@ -47,7 +47,7 @@ def test_every_operation_takes_the_same_tensors(some, names, source, tmp_path):
     assert list(safeload.stats(source, **some)) == names
     assert list(safeload.stats(WEIGHTS, **some)) == names
     assert list(safeload.diff(source, WEIGHTS, **some).tensors) == names
-    assert list(safeload.validate(source, **some).stats) == names
+    assert list(safeload.check(source, **some).stats) == names
     safeload.convert(source, tmp_path / "x.npz", **some)
     with np.load(tmp_path / "x.npz") as written:
         assert written.files == names
@@ -76,12 +76,12 @@ def test_findings_about_other_tensors_are_left_out(tmp_path):
     tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     write_folder(tmp_path, config, tensors)
-    errors = {found.tensor for found in safeload.validate(tmp_path).errors}
+    errors = {found.tensor for found in safeload.check(tmp_path).errors}
     assert errors == {"model.norm.weight", "model.layers.1.mlp.up_proj.weight"}
-    assert [found.tensor for found in safeload.validate(tmp_path, drop="*norm*").errors] == [
+    assert [found.tensor for found in safeload.check(tmp_path, drop="*norm*").errors] == [
         "model.layers.1.mlp.up_proj.weight"
     ]
-    missing = safeload.validate(tmp_path, only="model.layers.0.*")
+    missing = safeload.check(tmp_path, only="model.layers.0.*")
     assert [found.tensor for found in missing.errors] == ["model.layers.1.mlp.up_proj.weight"]
     assert all(name.startswith("model.layers.0.") for name in missing.stats)
 
@@ -90,9 +90,9 @@ def test_what_is_missing_is_said_whatever_is_selected(tmp_path):
     config, tensors = small("llama")
     write_folder(tmp_path, config, {name: x for name, x in tensors.items() if ".up_proj." not in name})
     for some in ({"only": "model.layers.1.*"}, {"drop": "model.layers.0.*"}, {"only": "model.norm.weight"}):
-        assert not safeload.validate(tmp_path, **some).ok
+        assert not safeload.check(tmp_path, **some).ok
     wrong = {f"q{k}.w": x for k, x in enumerate(tensors.values())}
-    assert not safeload.validate(wrong, config=config, only="q3.w").ok
+    assert not safeload.check(wrong, config=config, only="q3.w").ok
 
 
 @pytest.fixture

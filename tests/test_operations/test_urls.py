@@ -94,7 +94,7 @@ def test_diff_of_other_dtypes(place, model, tmp_path):
 
 @pytest.mark.parametrize("values", [True, False])
 def test_validate(place, model, values):
-    assert findings(safeload.validate(place, values=values)) == findings(safeload.validate(model, values=values))
+    assert findings(safeload.check(place, values=values)) == findings(safeload.check(model, values=values))
 
 
 def test_a_manifest(place, model):
@@ -152,7 +152,7 @@ def test_packed_folders(family):
     """True weights, their statistics and findings: as of the local copy, or the same error."""
     folder = DATA / "quantized" / family
     there = Served.folder(folder).at("mem://model")
-    assert findings(safeload.validate(there)) == findings(safeload.validate(folder))
+    assert findings(safeload.check(there)) == findings(safeload.check(folder))
     for operation in (safeload.stats, manifest.make, lambda one: safeload.diff(one, folder).tensors):
         assert outcome(operation, there) == outcome(operation, folder)
 
@@ -172,10 +172,10 @@ def test_archives_have_their_entries_checked(name, tmp_path):
             content[at] ^= 1
         (tmp_path / name).write_bytes(content)
         there = Served({f"mem://{name}": bytes(content)}).at(f"mem://{name}")
-        here = safeload.validate(tmp_path / name)
+        here = safeload.check(tmp_path / name)
         assert here.ok == (at is None)
-        assert findings(safeload.validate(there))[1:] == findings(here)[1:]
-        assert len(safeload.validate(there).errors) == len(here.errors)
+        assert findings(safeload.check(there))[1:] == findings(here)[1:]
+        assert len(safeload.check(there).errors) == len(here.errors)
         if at is None:
             assert manifest.make(there) == manifest.make(tmp_path / name)
 
@@ -192,7 +192,7 @@ def large(tmp_path):
 
 
 def test_structure_takes_the_header_only(large):
-    report = safeload.validate(large.at("mem://model/model.safetensors"), values=False)
+    report = safeload.check(large.at("mem://model/model.safetensors"), values=False)
     assert report.tensors == 300
     assert len(large.requests) <= 2
     assert large.nbytes() <= 256 << 10
@@ -229,7 +229,7 @@ def test_options_reach_the_store(tmp_path):
             "stats": lambda **o: safeload.stats(url, **o),
             "diff a": lambda **o: safeload.diff(url, local, **o),
             "diff b": lambda **o: safeload.diff(local, url, **o),
-            "validate": lambda **o: safeload.validate(url, **o),
+            "validate": lambda **o: safeload.check(url, **o),
             "manifest": lambda **o: manifest.make(url, **o),
             "load_quantized": lambda **o: safeload.load_quantized(url, "q8_0", **o),
             "quantization_error a": lambda **o: safeload.quantization_error(url, local, **o),
@@ -247,20 +247,20 @@ def test_options_reach_the_store(tmp_path):
 
 def test_what_is_missing(place):
     wrong = place / "none.safetensors" if not isinstance(place, str) else place.rpartition("/")[0] + "/none.safetensors"
-    for operation in (safeload.stats, safeload.validate, manifest.make):
+    for operation in (safeload.stats, safeload.check, manifest.make):
         with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
             operation(wrong)
 
 
 def test_a_shard_that_is_missing_is_a_finding(model):
-    there, here = Served.folder(model), safeload.validate(model)
+    there, here = Served.folder(model), safeload.check(model)
     del there.content["mem://model/model-00002-of-00003.safetensors"]
-    report = safeload.validate(there.at("mem://model"))
+    report = safeload.check(there.at("mem://model"))
     assert here.ok
     assert [finding.code for finding in report.errors] == ["index.shard"]
     assert "model-00002-of-00003.safetensors" in report.errors[0].message
     there.content["mem://model/model-00003-of-00003.safetensors"] = b"\xff" * 100
-    report = safeload.validate(there.at("mem://model"))
+    report = safeload.check(there.at("mem://model"))
     assert sorted(finding.code for finding in report.errors) == ["file.format", "index.shard"]
     assert "2 of 3 shards are missing or damaged; fetch again: " in report.notes[0].message
 
@@ -272,7 +272,7 @@ def test_damaged_shards_behind_https_are_all_named(model, tmp_path):
     (folder / "model-00001-of-00003.safetensors").unlink()
     (folder / "model-00003-of-00003.safetensors").write_bytes(b"\xff" * 100)
     with Server(folder) as server:
-        report = safeload.validate(server.url("/model.safetensors.index.json"))
+        report = safeload.check(server.url("/model.safetensors.index.json"))
     assert sorted(finding.code for finding in report.errors) == ["file.format", "index.shard"]
     assert "2 of 3 shards are missing or damaged; fetch again: " in report.notes[0].message
 
@@ -286,7 +286,7 @@ def test_a_read_that_fails_is_a_finding_with_its_url(model):
     there = Served.folder(model, head=16 << 10)
     with safeload.open(there.at("mem://model")) as opened:
         there.failing[shard] = fail
-        report = safeload.validate(opened)
+        report = safeload.check(opened)
         assert [finding.code for finding in report.errors] == ["file.read"]
         assert shard in report.errors[0].message
         with pytest.raises(RemoteError, match="the connection broke"):
@@ -308,7 +308,7 @@ def test_ctrl_c_ends_it_at_once(operation, tmp_path):
         url, main = server.url("/a.safetensors"), threading.main_thread()
         call = {
             "stats": lambda: safeload.stats(url),
-            "validate": lambda: safeload.validate(url),
+            "validate": lambda: safeload.check(url),
             "diff": lambda: safeload.diff(url, tmp_path / "a.safetensors"),
             "manifest": lambda: manifest.make(url),
             "convert": lambda: safeload.convert(url, tmp_path / "out.safetensors", dtype="float16"),

@@ -1,4 +1,4 @@
-"""validate: each fault of a model gives exactly its finding, and a good model gives none."""
+"""check: each fault of a model gives exactly its finding, and a good model gives none."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from builders.models import SMALL, small, write_folder
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
-from safeload import QuantizedTensor, validate
+from safeload import QuantizedTensor, check
 from safeload.numpy import save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
@@ -32,7 +32,7 @@ def codes(report):
 def test_a_small_model_of_each_schema_passes(kind, tmp_path):
     config, tensors = small(kind)
     schema = SMALL[kind][0]
-    report = validate(tensors, config=config, schema=schema)
+    report = check(tensors, config=config, schema=schema)
     assert codes(report) == []
     assert report.ok
     assert report.schema == schema
@@ -42,7 +42,7 @@ def test_a_small_model_of_each_schema_passes(kind, tmp_path):
     if schema == "moondream2":
         return
     path = write_folder(tmp_path, config, tensors)
-    report = validate(path)
+    report = check(path)
     assert codes(report) == []
     assert (report.schema, report.format, len(report.files)) == (schema, "safetensors", 2)
 
@@ -183,9 +183,9 @@ def test_each_fault_is_reported_as_exactly_that(fault, severity, code, name, mes
     config, tensors = llama
     fault(tensors, config)
     for source in (tensors, write_folder(tmp_path, config, tensors)):
-        report = validate(source, config=config if source is tensors else None, schema="auto")
+        report = check(source, config=config if source is tensors else None, schema="auto")
         if source is tensors:
-            report = validate(source, config=config, schema="llama")
+            report = check(source, config=config, schema="llama")
         assert codes(report) == [(severity, code, name)]
         found = (report.errors or report.warnings)[0]
         assert message in found.message
@@ -199,7 +199,7 @@ def test_the_last_value_of_the_last_shard(llama, tmp_path):
     last = max(tensors)
     tensors[last][-1] = np.nan
     path = write_folder(tmp_path, config, tensors, shards=3)
-    assert codes(validate(path)) == [("error", "value.nan", last)]
+    assert codes(check(path)) == [("error", "value.nan", last)]
 
 
 def test_many_findings_of_a_kind_are_shown_once(llama):
@@ -207,10 +207,10 @@ def test_many_findings_of_a_kind_are_shown_once(llama):
     for k in range(3):
         for name in ("k_proj", "v_proj"):
             tensors[f"model.layers.{k}.self_attn.{name}.weight"] = np.ones((33 + k, 64), np.float32)
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert len(report.errors) == 6
     assert str(report).count("schema.shape") == 1  # of k_proj and v_proj in three layers
-    report = validate({f"layers.{k}.w": np.full((2, 2), np.nan, np.float32) for k in range(20)})
+    report = check({f"layers.{k}.w": np.full((2, 2), np.nan, np.float32) for k in range(20)})
     assert len(report.errors) == 20
     assert str(report).count("value.nan") == 1
     assert "and 19 more like it" in str(report)
@@ -219,10 +219,10 @@ def test_many_findings_of_a_kind_are_shown_once(llama):
 def test_a_tied_head_that_is_the_same(tmp_path):
     config, tensors = small("llama-tied")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    assert codes(validate(tensors, config=config)) == []
-    assert codes(validate(write_folder(tmp_path, config, tensors))) == []
+    assert codes(check(tensors, config=config)) == []
+    assert codes(check(write_folder(tmp_path, config, tensors))) == []
     tensors["lm_head.weight"][-1, -1] = 1
-    report = validate(write_folder(tmp_path, config, tensors))
+    report = check(write_folder(tmp_path, config, tensors))
     assert codes(report) == [("warning", "head.tied", "lm_head.weight")]
     assert "first at [95, 63]" in report.warnings[0].message
 
@@ -231,27 +231,27 @@ def test_the_head_of_an_architecture(llama):
     config, tensors = llama
     config |= {"architectures": ["LlamaForTokenClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
     head = tensors.pop("lm_head.weight")
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert codes(report) == [("error", "schema.missing", name) for name in ("score.weight", "score.bias")]
     tensors |= {"score.weight": head[:3], "score.bias": np.float32([1, 2, 3])}
-    assert codes(validate(tensors, config=config)) == []
-    report = validate({**tensors, "score.weight": head[:2]}, config=config)
+    assert codes(check(tensors, config=config)) == []
+    report = check({**tensors, "score.weight": head[:2]}, config=config)
     assert codes(report) == [("error", "schema.shape", "score.weight")]
     assert "[num_labels, hidden_size] is [3, 64] by the config" in report.errors[0].message
     # Of another architecture, in which the bias and a language model's head are not used.
     config["architectures"] = ["LlamaForSequenceClassification"]
-    report = validate({**tensors, "lm_head.weight": head}, config=config)
+    report = check({**tensors, "lm_head.weight": head}, config=config)
     assert codes(report) == [("note", "head.unchecked", "score.bias")]
     assert "'score.bias', 'lm_head.weight' were not checked" in report.notes[0].message
     # The labels are 2 where the config does not name them.
     del config["id2label"]
-    assert codes(validate({**tensors, "score.weight": head[:2]}, config=config))[0][1] != "schema.shape"
+    assert codes(check({**tensors, "score.weight": head[:2]}, config=config))[0][1] != "schema.shape"
 
 
 def test_a_tensor_of_another_architecture():
     config, tensors = small("whisper")
     tensors["layer_weights"] = np.float32([1, 2, 3])
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert codes(report) == [("error", "schema.unexpected", "layer_weights")]
     assert "belongs to WhisperForAudioClassification, but the config names another" in report.errors[0].message
 
@@ -259,7 +259,7 @@ def test_a_tensor_of_another_architecture():
 def test_names_of_another_kind(llama):
     config, tensors = llama
     other = {name.replace("model.layers", "blk").replace("model.", "x."): x for name, x in tensors.items()}
-    report = validate(other, config=config)
+    report = check(other, config=config)
     assert [code for _, code, _ in codes(report)] == ["schema.names"]
     assert "only 1 of 30 names are" in report.errors[0].message
 
@@ -272,16 +272,16 @@ def test_layers_without_a_schema():
         return {f"encoder.layers.{k}.{part}": np.float32([[1, 2], [3, k]]) for part in ("a.weight", "b.weight", "c")}
 
     tensors = {name: x for k in range(5) for name, x in layer(k).items()}
-    assert codes(validate(tensors)) == []
+    assert codes(check(tensors)) == []
     hole = {name: x for name, x in tensors.items() if ".2." not in name}
-    assert codes(validate(hole)) == [("error", "layers.hole", "encoder.layers.2")]
+    assert codes(check(hole)) == [("error", "layers.hole", "encoder.layers.2")]
     del tensors["encoder.layers.3.b.weight"]
-    report = validate(tensors)
+    report = check(tensors)
     assert codes(report) == [("warning", "layers.missing", "encoder.layers.3.b.weight")]
     assert "4 of the other 4 layers have it" in report.warnings[0].message
     sequential = {f"features.{k}.weight": np.float32([[1, 2]]) for k in (0, 3, 6)}
-    assert codes(validate(sequential)) == []
-    assert validate(tensors, schema=None).schema is None
+    assert codes(check(sequential)) == []
+    assert check(tensors, schema=None).schema is None
 
 
 def test_a_schema_of_ones_own(tmp_path):
@@ -290,7 +290,7 @@ def test_a_schema_of_ones_own(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"n": 2, "d": 2}))
     tensors = {"h.0.w": np.float32([[1, 2], [3, 4]]), "h.1.w": np.float32([[1, 2]])}
     for schema in (tiny, tmp_path / "tiny.json"):
-        report = validate(tensors, config=tmp_path / "config.json", schema=schema)
+        report = check(tensors, config=tmp_path / "config.json", schema=schema)
         assert codes(report) == [("error", "schema.shape", "h.1.w")]
         assert report.schema == "tiny"
 
@@ -299,34 +299,34 @@ def test_a_schema_of_ones_own(tmp_path):
 
 
 def test_sizes():
-    assert codes(validate({})) == [("error", "model.empty", None)]
-    report = validate({"e": np.zeros((0, 3)), "s": np.array(7), "x": np.float32([1, 2])})
+    assert codes(check({})) == [("error", "model.empty", None)]
+    report = check({"e": np.zeros((0, 3)), "s": np.array(7), "x": np.float32([1, 2])})
     assert codes(report) == [("warning", "tensor.empty", "e"), ("warning", "tensor.scalar", "s")]
     assert report.ok
 
 
 def test_one_array():
     x = np.float32([[1, 2, 3], [4, 5, 6]])
-    report = validate(x, shape=(2, 3))
+    report = check(x, shape=(2, 3))
     assert (codes(report), report.tensors, report.parameters) == ([], 1, 6)
-    assert codes(validate(x, shape=(None, 3))) == []
-    report = validate(x, shape=(3, None))
+    assert codes(check(x, shape=(None, 3))) == []
+    report = check(x, shape=(3, None))
     assert codes(report) == [("error", "array.shape", "array")]
     assert report.errors[0].message == "has shape [2, 3], expected [3, ?]"
-    assert codes(validate(x, limits=(0, 5))) == [("warning", "value.range", "array")]
+    assert codes(check(x, limits=(0, 5))) == [("warning", "value.range", "array")]
     quantized = safeload.quantize(x, "int8")
-    assert codes(validate(quantized, shape=(2, 3))) == []
+    assert codes(check(quantized, shape=(2, 3))) == []
 
 
 def test_limits():
     x = {"w": np.float32([[-200, 300]])}
-    assert codes(validate(x)) == [("warning", "value.range", "w")]
-    assert codes(validate(x, limits=(-1000, 1000))) == []
-    assert codes(validate(x, limits={"low": -1000, "high": 1000, "parameters": 2})) == []
-    report = validate(x, limits={"high": 300, "low": -200, "parameters": 3})
+    assert codes(check(x)) == [("warning", "value.range", "w")]
+    assert codes(check(x, limits=(-1000, 1000))) == []
+    assert codes(check(x, limits={"low": -1000, "high": 1000, "parameters": 2})) == []
+    report = check(x, limits={"high": 300, "low": -200, "parameters": 3})
     assert codes(report) == [("error", "model.parameters", None)]
     assert report.errors[0].message == "2 parameters, expected 3"
-    assert codes(validate({"n": np.array([[1000, 2]])})) == []  # integers have no range
+    assert codes(check({"n": np.array([[1000, 2]])})) == []  # integers have no range
 
 
 @pytest.mark.parametrize(
@@ -344,9 +344,9 @@ def test_limits():
 )
 def test_wrong_arguments(arguments, kind):
     with pytest.raises(kind):
-        validate({"w": np.ones(2)}, **arguments)
+        check({"w": np.ones(2)}, **arguments)
     with pytest.raises(TypeError):
-        validate(np.ones(2), shape="ab")
+        check(np.ones(2), shape="ab")
 
 
 # ---- quantized tensors ----
@@ -357,45 +357,45 @@ def test_scales():
     x = rng.standard_normal((4, 64), np.float32)
     for scheme in ("q4_0", "q8_0"):
         good = safeload.quantize(x, scheme)
-        assert codes(validate({"w": good})) == []
+        assert codes(check({"w": good})) == []
         size = 18 if scheme == "q4_0" else 34
         bad = safeload.quantize(x, scheme)
         bad.data.reshape(-1, size)[5, :2].view("<f2")[...] = np.inf
-        report = validate({"w": bad})
+        report = check({"w": bad})
         assert codes(report) == [("error", "quantization.scale", "w")]
         assert report.errors[0].message == (
             "1 of 8 blocks have a scale that is not finite, the first is block 5 with inf"
         )
     split = QuantizedTensor("iq1_m", (4, 256), np.full((4, 56), 0x31, np.uint8))
-    assert codes(validate({"w": split})) == []
+    assert codes(check({"w": split})) == []
     split.data[2].view("<u2")[-4:] = 0xCFFF, 0xBFFF, 0xCFFF, 0xFFFF  # the nibbles of 0xfcbc, a NaN
-    report = validate({"w": split})
+    report = check({"w": split})
     assert codes(report) == [("error", "quantization.scale", "w")]
     assert "1 of 4 blocks have a scale that is not finite, the first is block 2 with nan" in report.errors[0].message
     good = safeload.quantize(x, "int8", axis=0)
-    assert codes(validate({"w": good})) == []
+    assert codes(check({"w": good})) == []
     scale = good.scale.copy()
     scale[2] = np.nan
-    report = validate({"w": QuantizedTensor("int8", good.shape, good.data, scale, 0)})
+    report = check({"w": QuantizedTensor("int8", good.shape, good.data, scale, 0)})
     assert codes(report) == [("error", "quantization.scale", "w")]
     assert "scale 2 of axis 0 is nan" in report.errors[0].message
-    report = validate({"w": QuantizedTensor("int8", good.shape, good.data, -good.scale, 0)})
+    report = check({"w": QuantizedTensor("int8", good.shape, good.data, -good.scale, 0)})
     assert codes(report) == [("error", "quantization.scale", "w")]
 
 
 def test_expected_scales(tmp_path):
     x = np.float32([[-1.27, 0.5], [0.1, 1]])
     w = safeload.quantize(x, "int8")
-    assert codes(validate(w, limits={"absmax": np.abs(x).max()})) == []
-    assert codes(validate({"w": w}, limits={"scale": {"w": 0.01}})) == []
-    report = validate({"w": w}, limits={"scale": 0.02})
+    assert codes(check(w, limits={"absmax": np.abs(x).max()})) == []
+    assert codes(check({"w": w}, limits={"scale": {"w": 0.01}})) == []
+    report = check({"w": w}, limits={"scale": 0.02})
     assert codes(report) == [("error", "quantization.scale", "w")]
     assert "expected 0.02" in report.errors[0].message
-    assert codes(validate({"w": w}, limits={"absmax": {"w": 2}})) == [("error", "quantization.scale", "w")]
-    assert codes(validate({"w": w}, limits={"absmax": {"v": 2}})) == []
+    assert codes(check({"w": w}, limits={"absmax": {"w": 2}})) == [("error", "quantization.scale", "w")]
+    assert codes(check({"w": w}, limits={"absmax": {"v": 2}})) == []
     save_file({"w": w}, tmp_path / "q.safetensors")
-    assert codes(validate(tmp_path / "q.safetensors", limits={"scale": 0.01})) == []
-    assert codes(validate(tmp_path / "q.safetensors", limits={"scale": 0.02})) != []
+    assert codes(check(tmp_path / "q.safetensors", limits={"scale": 0.01})) == []
+    assert codes(check(tmp_path / "q.safetensors", limits={"scale": 0.02})) != []
 
 
 def test_a_quantized_llama(tmp_path):
@@ -403,7 +403,7 @@ def test_a_quantized_llama(tmp_path):
     path = write_folder(tmp_path, config, tensors)
     for scheme in ("int8", "q4_0", "q8_0"):
         quantized = safeload.load_quantized(path, scheme)
-        assert codes(validate(quantized, config=config)) == []
+        assert codes(check(quantized, config=config)) == []
 
 
 # ---- files ----
@@ -420,12 +420,12 @@ def test_a_wrong_total_size(folder):
     index["metadata"]["total_size"] += 1
     path.write_text(json.dumps(index))
     for source in (folder, path):
-        report = validate(source)
+        report = check(source)
         assert codes(report) == [("warning", "index.total_size", None)]
         assert f"is {index['metadata']['total_size']}" in report.warnings[0].message
     del index["metadata"]
     path.write_text(json.dumps(index))
-    assert codes(validate(folder)) == []
+    assert codes(check(folder)) == []
 
 
 def test_tensors_that_the_index_leaves_out(folder):
@@ -434,7 +434,7 @@ def test_tensors_that_the_index_leaves_out(folder):
     del index["weight_map"][MATRIX]
     del index["metadata"]
     path.write_text(json.dumps(index))
-    assert codes(validate(folder, schema=None)) == [
+    assert codes(check(folder, schema=None)) == [
         ("warning", "index.unlisted", MATRIX),
         ("warning", "layers.missing", MATRIX),
     ]
@@ -442,7 +442,7 @@ def test_tensors_that_the_index_leaves_out(folder):
 
 def test_a_missing_shard(folder):
     os.remove(folder / "model-00002-of-00002.safetensors")
-    report = validate(folder)
+    report = check(folder)
     assert codes(report) == [("error", "index.shard", None), ("note", "index.fetch", None)]
     assert "model-00002-of-00002.safetensors is missing" in report.errors[0].message
 
@@ -450,19 +450,17 @@ def test_a_missing_shard(folder):
 def test_a_missing_shard_without_an_index(llama, tmp_path):
     path = write_folder(tmp_path, *llama, shards=3)
     os.remove(path / "model.safetensors.index.json")
-    assert codes(validate(path)) == []
+    assert codes(check(path)) == []
     os.remove(path / "model-00002-of-00003.safetensors")
-    assert ("error", "index.shard", None) in codes(validate(path))
-    assert codes(validate(path / "model-00001-of-00003.safetensors", schema=None))[:1] != [
-        ("error", "index.shard", None)
-    ]
+    assert ("error", "index.shard", None) in codes(check(path))
+    assert codes(check(path / "model-00001-of-00003.safetensors", schema=None))[:1] != [("error", "index.shard", None)]
 
 
 @pytest.mark.parametrize("name", ["model-0000{}-of-000003", "model-0000{}-of-00003", "m-{}-of-3", "w-0{}-of-03"])
 def test_shards_are_numbered_with_any_number_of_digits(name, tmp_path):
     for k in (1, 3):
         save_file({f"w{k}": np.float32([1, 2])}, tmp_path / f"{name.format(k)}.safetensors")
-    report = validate(tmp_path)
+    report = check(tmp_path)
     assert codes(report) == [("error", "index.shard", None), ("note", "index.fetch", None)]
     assert report.errors[0].message == f"{name.format(2)}.safetensors is missing"
     assert "1 of 3 shards is missing or damaged; fetch again: " in report.notes[0].message
@@ -472,22 +470,22 @@ def test_files_that_cannot_be_opened(tmp_path, folder):
     path = tmp_path / "bad.safetensors"
     save_file({"w": np.ones(4)}, path)
     path.write_bytes(path.read_bytes()[:-1])
-    report = validate(path)
+    report = check(path)
     assert codes(report) == [("error", "file.format", None)]
     assert "end past the data" in report.errors[0].message
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    assert codes(validate(path)) == [("error", "file.unsupported", None)]
+    assert codes(check(path)) == [("error", "file.unsupported", None)]
     with pytest.raises(FileNotFoundError):
-        validate(tmp_path / "missing")
+        check(tmp_path / "missing")
     (folder / "config.json").write_text("{")
-    assert codes(validate(folder)) == [("error", "file.format", None)]
+    assert codes(check(folder)) == [("error", "file.format", None)]
 
 
 def test_a_file_that_shrinks_while_it_is_read(folder):
     with safeload.open(folder) as opened:
         last = opened.files[-1]
         os.truncate(last, os.path.getsize(last) - 10)
-        report = validate(opened)
+        report = check(opened)
     assert [code for _, code, _ in codes(report)] == ["file.read"]
     assert last in report.errors[0].message
 
@@ -502,10 +500,10 @@ def test_crc_of_a_torch_file(tmp_path):
     tensors = {name: tensor(Storage(name, np.float32([1, 2, 3, k]))) for k, name in enumerate("abc")}
     path = tmp_path / "x.pt"
     path.write_bytes(zip_file(tensors))
-    assert codes(validate(path)) == []
+    assert codes(check(path)) == []
     offset = safeload.open(path).tensors["b"].offset
     flip(path, offset + 1)
-    report = validate(path)
+    report = check(path)
     assert codes(report) == [("error", "file.crc", "b")]
     assert "data/b" in report.errors[0].message
     assert str(path) in report.errors[0].message
@@ -514,11 +512,11 @@ def test_crc_of_a_torch_file(tmp_path):
 def test_crc_of_a_real_file(shared, tmp_path):
     path = tmp_path / "x.pt"
     path.write_bytes((shared / "torch" / "akiki-vad.pt").read_bytes())
-    assert "file.crc" not in [code for _, code, _ in codes(validate(path))]
+    assert "file.crc" not in [code for _, code, _ in codes(check(path))]
     with safeload.open(path) as opened:
         info = list(opened.tensors.values())[-1]
     flip(path, info.offset)
-    found = [f for f in validate(path).errors if f.code == "file.crc"]
+    found = [f for f in check(path).errors if f.code == "file.crc"]
     assert [f.tensor for f in found] == [info.name]
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() in found[0].message
@@ -528,7 +526,7 @@ def test_every_real_file_is_looked_at(shared):
     for path in sorted((shared / "safetensors").glob("*.safetensors")) + sorted((shared / "torch").glob("*.pt*")):
         if "lightning" in path.name or "gammas" in path.name or "classifii" in path.name:
             continue
-        report = validate(path)
+        report = check(path)
         assert report.ok, f"{path}: {report}"
         json.dumps(report.to_json(), allow_nan=False)
 
@@ -539,7 +537,7 @@ def test_every_real_file_is_looked_at(shared):
 def test_the_report_as_json(llama):
     config, tensors = llama
     tensors[LAST][:] = np.nan
-    value = json.loads(json.dumps(validate(tensors, config=config).to_json(), allow_nan=False))
+    value = json.loads(json.dumps(check(tensors, config=config).to_json(), allow_nan=False))
     assert value["ok"] is False
     assert value["errors"] == [
         {
@@ -559,7 +557,7 @@ def test_the_report_as_text(llama, tmp_path, monkeypatch):
     config, tensors = llama
     tensors["bad\x1b[31m\nname"] = np.ones(2, np.float32)
     nan(tensors, config)
-    lines = str(validate(tensors, config=config)).split("\n")
+    lines = str(check(tensors, config=config)).split("\n")
     assert lines[:3] == [
         "dict: 31 tensors, 123,330 parameters, 241 KiB, schema llama",
         "2 errors",
@@ -567,12 +565,12 @@ def test_the_report_as_text(llama, tmp_path, monkeypatch):
     ]
     assert r"error    bad\x1b[31m\nname  schema.unexpected" in lines
     assert all(len(line) <= 80 for line in lines)
-    assert repr(validate({"w": np.ones(2)})) == "<CheckReport 'dict': no errors>"
+    assert repr(check({"w": np.ones(2)})) == "<CheckReport 'dict': no errors>"
 
 
 def test_debug_lines(caplog):
     with caplog.at_level(logging.DEBUG, "safeload"):
-        validate({"w": np.ones(2)})
+        check({"w": np.ones(2)})
     assert "validate dict: schema None" in caplog.text
 
 
@@ -581,11 +579,11 @@ def test_crc_of_npz(save, tmp_path):
     path = tmp_path / "x.npz"
     rng = np.random.default_rng(1)
     save(path, a=rng.standard_normal((20, 20)), b=rng.standard_normal((20, 20)))
-    assert codes(validate(path)) == []
+    assert codes(check(path)) == []
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo("b.npy")
     flip(path, info.header_offset + 30 + len("b.npy") + (1000 if save is np.savez else 500))
-    report = validate(path)
+    report = check(path)
     if save is np.savez:
         assert codes(report) == [("error", "file.crc", "b")]
     else:  # numpy.savez_compressed: unpacked when it is opened
@@ -598,10 +596,10 @@ def test_two_files_may_have_entries_of_the_same_name(tmp_path):
         (tmp_path / f"pytorch_model-0000{k + 1}-of-00002.bin").write_bytes(data)
     weight_map = {f"w{k}": f"pytorch_model-0000{k + 1}-of-00002.bin" for k in range(2)}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert codes(validate(tmp_path)) == []
+    assert codes(check(tmp_path)) == []
     path = tmp_path / "pytorch_model-00001-of-00002.bin"
     flip(path, safeload.open(tmp_path).tensors["w0"].offset)
-    assert codes(validate(tmp_path)) == [("error", "file.crc", "w0")]
+    assert codes(check(tmp_path)) == [("error", "file.crc", "w0")]
 
 
 # ---- without values ----
@@ -611,12 +609,12 @@ def test_structure_only(llama, tmp_path):
     config, tensors = llama
     tensors[LAST][:] = np.nan
     path = write_folder(tmp_path, config, tensors)
-    report = validate(path, values=False)
+    report = check(path, values=False)
     assert report.verdict == "no errors"
     assert (report.stats, report.to_json()["values"]) == ({}, False)
-    assert validate(path).verdict == "1 error"
+    assert check(path).verdict == "1 error"
     tensors[LAST] = np.ones(3, np.float32)
-    report = validate(write_folder(tmp_path, config, tensors), values=False)
+    report = check(write_folder(tmp_path, config, tensors), values=False)
     assert codes(report)[0] == ("error", "schema.shape", LAST)
 
 
@@ -671,9 +669,9 @@ def save_gguf(tensors, path):
 def test_a_file_whose_end_is_a_hole(save, suffix, values, tmp_path):
     path = tmp_path / f"x.{suffix}"
     save(weights(64), path)
-    assert codes(validate(path, schema=None)) == []
+    assert codes(check(path, schema=None)) == []
     end_is_hole(path, path.stat().st_size // 2 - 4096)
-    message = hole_of(validate(path, values=values))
+    message = hole_of(check(path, values=values))
     assert "zero, a hole that was never written" in message or "of them never written" in message
     assert "2 tensors are all zero, the first is 'c" in message
     assert message.endswith("; was the download finished?")
@@ -687,7 +685,7 @@ def test_a_file_whose_end_is_zero(save, suffix, tmp_path):
     path = tmp_path / f"x.{suffix}"
     save(weights(256), path)
     end_is_zero(path, path.stat().st_size - (2 << 20))
-    report = validate(path)
+    report = check(path)
     message = hole_of(report)
     assert codes(report)[0] == ("error", "file.hole", None)
     assert report.verdict == "1 error"
@@ -702,9 +700,9 @@ def test_quantized_tensors_at_a_zero_end(tmp_path):
         quantized = {name: safeload.quantize(x, scheme) for name, x in weights(1024).items()}
         path = tmp_path / f"{scheme}.{'safetensors' if scheme == 'int8' else 'gguf'}"
         (save_file if scheme == "int8" else save_gguf)(quantized, path)
-        assert codes(validate(path, schema=None)) == []
+        assert codes(check(path, schema=None)) == []
         end_is_zero(path, path.stat().st_size - (9 << 18))
-        assert "2 tensors are all zero, the first is 'c.weight'" in hole_of(validate(path))
+        assert "2 tensors are all zero, the first is 'c.weight'" in hole_of(check(path))
 
 
 def test_every_shard_is_looked_at(tmp_path):
@@ -717,7 +715,7 @@ def test_every_shard_is_looked_at(tmp_path):
         if k != 1:
             end_is_zero(path, path.stat().st_size - (4 << 20))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    report = validate(tmp_path)
+    report = check(tmp_path)
     assert [f.code for f in report.errors] == ["file.hole"] * 2
     assert report.errors[0].message.startswith("model-00002-of-00003.safetensors: 4,194,304 bytes")
     assert "2 tensors are all zero, the first is 'layers.1.a'" in report.errors[0].message
@@ -739,7 +737,7 @@ def test_zeros_at_the_end_that_are_meant_so(zero, tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({**weights(64, ("a.weight",)), **{name: np.zeros((512, 1024), np.float32) for name in zero}}, path)
     for values in (True, False):
-        report = validate(path, values=values)
+        report = check(path, values=values)
         assert report.ok
         assert "file.hole" not in [code for _, code, _ in codes(report)]
 
@@ -747,15 +745,15 @@ def test_zeros_at_the_end_that_are_meant_so(zero, tmp_path):
 def test_short_ends_of_zeros(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({**weights(64), "y.weight": np.zeros((8, 8), np.float32), "z.weight": np.zeros((8, 8), np.float32)}, path)
-    assert [code for _, code, _ in codes(validate(path))] == ["value.zero"] * 2
+    assert [code for _, code, _ in codes(check(path))] == ["value.zero"] * 2
     embedding = weights(4096)["a.weight"]
     embedding[1024:] = 0
     save_file({"a.weight": weights(8)["a.weight"], "embed_tokens.weight": embedding}, path)
-    assert codes(validate(path)) == []
+    assert codes(check(path)) == []
     save_file({}, path)
-    assert codes(validate(path)) == [("error", "model.empty", None)]
+    assert codes(check(path)) == [("error", "model.empty", None)]
     save_file({"e": np.zeros((0, 4), np.float32)}, path)
-    assert codes(validate(path)) == [("warning", "tensor.empty", "e")]
+    assert codes(check(path)) == [("warning", "tensor.empty", "e")]
 
 
 @holes
@@ -763,8 +761,8 @@ def test_a_hole_in_the_only_tensor(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file(weights(512, ("w",)), path)
     end_is_hole(path, 1 << 20)
-    assert "beginning inside 'w'" in hole_of(validate(path))
-    assert "beginning inside 'w'" in hole_of(validate(path, values=False))
+    assert "beginning inside 'w'" in hole_of(check(path))
+    assert "beginning inside 'w'" in hole_of(check(path, values=False))
 
 
 @holes
@@ -772,7 +770,7 @@ def test_a_block_of_a_large_tensor_that_a_writer_left_out(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file(weights(4096, ("w",)), path)
     end_is_hole(path, path.stat().st_size - 8192)
-    assert codes(validate(path, values=False)) == [("warning", "file.hole", None)]
+    assert codes(check(path, values=False)) == [("warning", "file.hole", None)]
 
 
 def test_formats_that_do_not_open_without_their_end(tmp_path):
@@ -786,17 +784,17 @@ def test_formats_that_do_not_open_without_their_end(tmp_path):
     for path in sorted(tmp_path.iterdir()):
         end_is_zero(path, path.stat().st_size // 2)
         for values in (True, False):
-            assert codes(validate(path, values=values)) == [("error", "file.format", None)], path
+            assert codes(check(path, values=values)) == [("error", "file.format", None)], path
 
 
 def test_zeros_in_an_archive_have_a_checksum(tmp_path):
     zero = np.zeros((512, 1024), np.float32)
     path = tmp_path / "x.pt"
     path.write_bytes(zip_file({"a": tensor(Storage("0", zero)), "b": tensor(Storage("1", zero))}))
-    assert "file.hole" not in [code for _, code, _ in codes(validate(path))]
+    assert "file.hole" not in [code for _, code, _ in codes(check(path))]
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "x.npz", a=zero, b=zero)
-        assert "file.hole" not in [code for _, code, _ in codes(validate(tmp_path / "x.npz"))]
+        assert "file.hole" not in [code for _, code, _ in codes(check(tmp_path / "x.npz"))]
 
 
 @holes
@@ -804,7 +802,7 @@ def test_an_array_that_we_have_unpacked_ourselves(tmp_path, monkeypatch):
     """A file system that stores zeros as holes does so with the unpacked file too."""
     np.savez_compressed(tmp_path / "x.npz", a=np.zeros((512, 1024), np.float32))
     monkeypatch.setattr(inside.validated_files, "hole_begin", lambda file: 1000)
-    assert validate(tmp_path / "x.npz", values=False).ok
+    assert check(tmp_path / "x.npz", values=False).ok
 
 
 def test_the_zeros_are_found_wherever_they_begin(tmp_path):
@@ -880,7 +878,7 @@ def packed(family, kind="llama-gqa"):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_weights_are_said_not_to_be_checked(family, kind, tmp_path, capsys):
     config, tensors = packed(family, kind)
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert codes(report) == [("note", "quantization.unchecked", None)]
     assert report.ok
     assert f" {family}: names, shapes and values of quantized weights were not checked" in report.notes[0].message
@@ -905,7 +903,7 @@ def test_quantized_weights_are_said_not_to_be_checked(family, kind, tmp_path, ca
 def test_packed_weights_of_a_folder_are_checked(family, kind, tmp_path, capsys):
     config, tensors = packed(family, kind)
     path = write_folder(tmp_path, config, tensors)
-    report = validate(path, limits=(-1e9, 1e9))
+    report = check(path, limits=(-1e9, 1e9))
     assert (codes(report), report.verdict) == ([], "no errors")
     assert report.stats.keys() == small(kind)[1].keys()
     assert main(["check", str(path)]) == 0
@@ -916,7 +914,7 @@ def test_biases_that_the_writer_of_gptq_adds(tmp_path):
     config, tensors = packed("gptq")
     bias = "model.layers.0.mlp.up_proj.bias"
     tensors[bias] = np.zeros(128, np.float16)
-    found = validate(write_folder(tmp_path, config, tensors), limits=(-1e9, 1e9))
+    found = check(write_folder(tmp_path, config, tensors), limits=(-1e9, 1e9))
     assert codes(found) == [("warning", "schema.unexpected", bias)]
     assert "AutoGPTQ stores zeros there" in found.warnings[0].message
 
@@ -927,7 +925,7 @@ def test_what_is_not_quantized_is_checked_all_the_same(family):
     tensors["model.layers.1.input_layernorm.weight"] = np.ones(3, np.float32)
     tensors[LAST] = np.full(64, np.nan, np.float32)
     del tensors["lm_head.weight"]
-    found = [(f.code, f.tensor) for f in validate(tensors, config=config).errors]
+    found = [(f.code, f.tensor) for f in check(tensors, config=config).errors]
     assert found == [
         ("schema.missing", "lm_head.weight"),
         ("schema.shape", "model.layers.1.input_layernorm.weight"),
@@ -935,13 +933,13 @@ def test_what_is_not_quantized_is_checked_all_the_same(family):
     ]
     for name in [name for name in tensors if ".layers.1." in name]:
         del tensors[name]
-    assert ("error", "schema.layer_missing", "model.layers.1") in codes(validate(tensors, config=config))
+    assert ("error", "schema.layer_missing", "model.layers.1") in codes(check(tensors, config=config))
 
 
 def test_quantized_weights_that_no_schema_knows():
     for family, more in FAMILIES.items():
         _, tensors = packed(family)
-        report = validate(tensors, config={"model_type": "unknown", **more})
+        report = check(tensors, config={"model_type": "unknown", **more})
         assert codes(report) == [("note", "quantization.unchecked", None)], family
 
 
@@ -951,7 +949,7 @@ def test_quantized_weights_that_the_config_does_not_tell_of(family):
     config, tensors = packed(family)
     for key in FAMILIES[family]:
         del config[key]
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert codes(report) == [("note", "quantization.unchecked", None)]
     assert report.notes[0].message.startswith("codes with separate scales: names, shapes and values")
 
@@ -959,15 +957,15 @@ def test_quantized_weights_that_the_config_does_not_tell_of(family):
 def test_integers_beside_a_scale_are_codes():
     """No schema, no config; beside a scale that cannot be theirs they are what they are."""
     w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.float32([500])}
-    assert codes(validate(w)) == [("note", "quantization.unchecked", None)]
+    assert codes(check(w)) == [("note", "quantization.unchecked", None)]
     w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.full((40, 3), 500, np.float32)}
-    assert [code for _, code, _ in codes(validate(w))] == ["value.range", "value.constant"]
+    assert [code for _, code, _ in codes(check(w))] == ["value.range", "value.constant"]
 
 
 def test_what_else_is_beside_quantized_weights():
     config, tensors = packed("gptq")
     tensors |= {"model.rotation": np.float32([1, 2]), "score.weight": np.float32([1, 2])}
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert report.ok
     assert [(f.code, f.tensor) for f in report.notes[1:]] == [
         ("head.unchecked", "score.weight"),
@@ -975,7 +973,7 @@ def test_what_else_is_beside_quantized_weights():
     ]
     inner = {key: value for key, value in config.items() if key != "architectures"} | {"model_type": "llama"}
     outer = {"model_type": "some", "text_config": inner}
-    report = validate({f"language_model.{name}": x for name, x in tensors.items()}, config=outer)
+    report = check({f"language_model.{name}": x for name, x in tensors.items()}, config=outer)
     assert report.ok
     assert "quantization_config gptq" in report.notes[0].message
     assert {f.code for f in report.notes} == {"quantization.unchecked", "schema.unchecked"}
@@ -986,29 +984,29 @@ def test_quantized_weights_under_names_of_no_schema():
     tensors = {f"some.{k}.q_weight": np.ones((2, 2), np.int32) for k in range(50)}
     tensors |= {f"else.{k}.table": np.ones(2, np.float32) for k in range(500)}
     config["quantization_config"] = {"quant_method": "exl3"}
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert report.ok
     assert [f.code for f in report.notes] == ["quantization.unchecked", "schema.unchecked"]
     del config["quantization_config"]
-    assert codes(validate(tensors, config=config))[0][1] == "schema.names"
+    assert codes(check(tensors, config=config))[0][1] == "schema.names"
 
 
 def test_fp8_codes_without_a_config():
     w = codes_of("fp8", "m", 64, 64)
-    assert codes(validate(w)) == [("note", "quantization.unchecked", None)]
+    assert codes(check(w)) == [("note", "quantization.unchecked", None)]
     w.pop("m.weight_scale_inv")
-    assert codes(validate(w)) == [("warning", "value.range", "m.weight")]
+    assert codes(check(w)) == [("warning", "value.range", "m.weight")]
     w |= {"m.weight_scale": np.float32([np.inf])}
-    assert codes(validate(w))[0] == ("error", "value.inf", "m.weight_scale")
+    assert codes(check(w))[0] == ("error", "value.inf", "m.weight_scale")
 
 
 def test_a_config_that_says_quantized_of_what_is_not(llama):
     config, tensors = llama
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    assert codes(validate(tensors, config=config)) == []
+    assert codes(check(tensors, config=config)) == []
     for odd in (None, [], {}, "gptq", 4, {"quant_method": ["x"]}):
         config["quantization_config"] = odd
-        assert codes(validate(tensors, config=config)) == []
+        assert codes(check(tensors, config=config)) == []
 
 
 # ---- models with other heads, and models in models ----
@@ -1040,7 +1038,7 @@ def test_a_model_with_another_head(kind, head):
     base = {name: x for name, x in whole.items() if not name.startswith(("lm_head.", "cls."))}
     for tensors in (base, {re.sub(r"^(model|transformer|bert)\.", "", name): x for name, x in base.items()}):
         for more in ({"model_type": model_type}, {}):
-            report = validate({**tensors, **extra}, config={**config, **more})
+            report = check({**tensors, **extra}, config={**config, **more})
             assert report.schema == model_type
             assert report.ok
             assert not report.warnings
@@ -1050,7 +1048,7 @@ def test_a_model_with_another_head(kind, head):
                 assert f"{next(iter(extra))!r}" in report.notes[0].message
     name = next(name for name in base if ".1." in name)
     broken = {key: x for key, x in base.items() if key != name}
-    assert ("error", "schema.missing", name) in codes(validate({**broken, **extra}, config=config))
+    assert ("error", "schema.missing", name) in codes(check({**broken, **extra}, config=config))
 
 
 @pytest.mark.parametrize(
@@ -1068,13 +1066,13 @@ def test_a_decoder_with_cross_attention(kind, class_name, added):
     crossing = [one for one in wanted.values() if one.required and "cross" in one.name]
     rng = np.random.default_rng(5)
     tensors |= {one.name: rng.standard_normal(one.shape, np.float32) for one in crossing}
-    assert codes(validate(tensors, config=whole)) == []
-    report = validate(tensors, config=config)
+    assert codes(check(tensors, config=whole)) == []
+    report = check(tensors, config=config)
     assert codes(report) == [("error", "schema.unexpected", one.name) for one in crossing]
     assert report.errors[0].message == "is present, but add_cross_attention in the config excludes it"
     for k in range(3):
         del tensors[added.format(k)]
-    report = validate(tensors, config=whole)
+    report = check(tensors, config=whole)
     assert codes(report) == [("error", "schema.missing", added.format(0))]
     assert report.errors[0].message == "is missing in each of the 3 layers"
 
@@ -1083,11 +1081,11 @@ def test_heads_beside_a_whole_model(llama):
     config, tensors = llama
     heads = ("v_head.summary.weight", "lm_head.bias", "reward_head.weight", "medusa_head.0.linear.weight", "score.bias")
     tensors |= {name: np.float32([1, 2]) for name in heads}
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert codes(report) == [("note", "head.unchecked", heads[0])]
     assert report.notes[0].message.endswith("and 1 more were not checked")
     tensors["ahead.weight"] = np.float32([1, 2])
-    assert codes(validate(tensors, config=config))[0] == ("error", "schema.unexpected", "ahead.weight")
+    assert codes(check(tensors, config=config))[0] == ("error", "schema.unexpected", "ahead.weight")
 
 
 PLACES = [
@@ -1116,23 +1114,23 @@ def test_a_language_model_in_a_model(kind, place, tmp_path):
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 3},
         "text_config": config,
     }
-    report = validate(write_folder(tmp_path, outer, tensors))
+    report = check(write_folder(tmp_path, outer, tensors))
     assert codes(report) == [("note", "schema.unchecked", others[0])]
     assert "only the part under text_config was checked" in report.notes[0].message
     assert "2 other tensors were not" in report.notes[0].message
     assert report.compared == len(tensors) - 2
     lost = place[0] + "layers.1.mlp.down_proj.weight"
-    assert codes(validate({n: x for n, x in tensors.items() if n != lost}, config=outer))[0][1:] == (
+    assert codes(check({n: x for n, x in tensors.items() if n != lost}, config=outer))[0][1:] == (
         "schema.missing",
         lost,
     )
     del config["hidden_size"]
-    report = validate(tensors, config=outer)
+    report = check(tensors, config=outer)
     assert codes(report) == [("note", "schema.unchecked", None)]
     assert "'hidden_size' is required" in report.notes[0].message
-    assert codes(validate(tensors, config={**outer, "text_config": {"model_type": "unknown"}})) == []
+    assert codes(check(tensors, config={**outer, "text_config": {"model_type": "unknown"}})) == []
     deep = {"model_type": "some", "thinker_config": {"text_config": config | {"hidden_size": 64}}}
-    assert codes(validate(tensors, config=deep)) == [("note", "schema.unchecked", others[0])]
+    assert codes(check(tensors, config=deep)) == [("note", "schema.unchecked", others[0])]
 
 
 def test_a_model_under_other_names(llama):
@@ -1140,10 +1138,10 @@ def test_a_model_under_other_names(llama):
     for prefix in ("module.model.", "_orig_mod.model.", "language_model.model."):
         outer = prefix.removesuffix("model.")
         tensors = {outer + name: x for name, x in whole.items()}
-        report = validate(tensors, config=config)
+        report = check(tensors, config=config)
         assert codes(report) == [("warning", "schema.prefix", f"{outer}model.embed_tokens.weight")]
         del tensors[f"{outer}lm_head.weight"]
-        assert codes(validate(tensors, config=config))[0] == ("error", "schema.missing", "lm_head.weight")
+        assert codes(check(tensors, config=config))[0] == ("error", "schema.missing", "lm_head.weight")
 
 
 # ---- norms, numbers, what was looked at ----
@@ -1154,18 +1152,18 @@ def test_norms_reach_further_than_weights(tmp_path):
     norm = "model.layers.1.post_feedforward_layernorm.weight"
     tensors[norm][3] = 600
     path = write_folder(tmp_path, config, tensors)
-    assert codes(validate(path)) == []
-    assert codes(validate(tensors)) == []  # by their names
+    assert codes(check(path)) == []
+    assert codes(check(tensors)) == []  # by their names
     assert main(["check", str(path), "--strict"]) == 0
     assert main(["check", str(path), "--strict", "--range", "-100", "100"]) == 1
-    assert codes(validate(path, limits=(-100, 100))) == [("warning", "value.range", norm)]
-    assert codes(validate(path, limits={"norm": 500})) == [("warning", "value.range", norm)]
+    assert codes(check(path, limits=(-100, 100))) == [("warning", "value.range", norm)]
+    assert codes(check(path, limits={"norm": 500})) == [("warning", "value.range", norm)]
     tensors[norm][3] = 5000
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert codes(report) == [("warning", "value.range", norm)]
     assert "to 4992, outside [-4096, 4096]" in report.warnings[0].message
     with pytest.raises(ValueError, match="norm must be >= 0, got -1"):
-        validate(tensors, limits={"norm": -1})
+        check(tensors, limits={"norm": -1})
 
 
 @pytest.mark.parametrize(
@@ -1185,9 +1183,9 @@ def test_norms_reach_further_than_weights(tmp_path):
     ],
 )
 def test_norms_by_their_names(name, norm):
-    assert codes(validate({name: np.float32([1, 300])})) == ([] if norm else [("warning", "value.range", name)])
+    assert codes(check({name: np.float32([1, 300])})) == ([] if norm else [("warning", "value.range", name)])
     matrix = np.float32([[1, 300], [1, 2]])
-    assert codes(validate({name: matrix})) == [("warning", "value.range", name)]
+    assert codes(check({name: matrix})) == [("warning", "value.range", name)]
 
 
 def test_long_names(llama):
@@ -1195,37 +1193,37 @@ def test_long_names(llama):
     for piece in ("_", ".", "norm_", "a.weight.", "lora_b", "1.", "layers.1.", "head_", "scale."):
         name = piece * (250_000 // len(piece)) + "!"
         for more in ({}, FAMILIES["gptq"]):
-            report = validate({**tensors, name: np.float32([1, 300])}, config={**config, **more})
+            report = check({**tensors, name: np.float32([1, 300])}, config={**config, **more})
             assert report.seconds < 2
         for count in (1, 3):
-            assert validate({f"{k}{name}": np.float32([1, 2]) for k in range(count)}).seconds < 2
+            assert check({f"{k}{name}": np.float32([1, 2]) for k in range(count)}).seconds < 2
 
 
 def test_layers_of_many_digits(llama):
     config, tensors = llama
     far = 10**10
     tensors |= {name.replace("layers.2", f"layers.{far}"): x for name, x in tensors.items() if "layers.2" in name}
-    report = validate(tensors, config=config)
+    report = check(tensors, config=config)
     assert codes(report) == [("error", "schema.layer_extra", f"model.layers.{far}")]
-    assert codes(validate(tensors, schema=None)) == [("warning", "layers.far", f"model.layers.{far}")]
+    assert codes(check(tensors, schema=None)) == [("warning", "layers.far", f"model.layers.{far}")]
     huge = "9" * 4300
     tensors = {f"layers.{k}.{part}": np.float32([1, 2]) for k in (0, 1, 2, huge) for part in "ab"}
-    assert codes(validate(tensors)) == [("warning", "layers.far", f"layers.{huge}")]
-    validate({name.replace(huge, "9" * 5000): x for name, x in tensors.items()})  # longer than Python makes numbers of
+    assert codes(check(tensors)) == [("warning", "layers.far", f"layers.{huge}")]
+    check({name.replace(huge, "9" * 5000): x for name, x in tensors.items()})  # longer than Python makes numbers of
 
 
 def test_what_was_looked_at(llama, tmp_path, capsys):
     config, tensors = llama
     path = write_folder(tmp_path, config, tensors)
-    report = validate(path)
+    report = check(path)
     assert (report.compared, report.checked) == (30, "30 names and shapes against schema llama, 123,328 values")
     assert report.to_json()["checked"] == report.checked
     assert 0 < report.seconds == report.to_json()["seconds"]
-    assert validate(path, values=False).checked == "30 names and shapes against schema llama, no values"
-    assert validate(path, schema=None).checked == "30 names, 123,328 values"
-    assert validate({"w": np.zeros((1, 1))}).checked == "1 name, 1 value"
-    assert validate({}).checked == "0 names, 0 values"
-    assert validate({"w": np.zeros(42_100_000, np.int8)}).checked == "1 name, 42.1 M values"
+    assert check(path, values=False).checked == "30 names and shapes against schema llama, no values"
+    assert check(path, schema=None).checked == "30 names, 123,328 values"
+    assert check({"w": np.zeros((1, 1))}).checked == "1 name, 1 value"
+    assert check({}).checked == "0 names, 0 values"
+    assert check({"w": np.zeros(42_100_000, np.int8)}).checked == "1 name, 42.1 M values"
     assert main(["check", str(path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"checked: 30 names and shapes against schema llama, 123,328 values, \d+\.\d s", last)
@@ -1238,7 +1236,7 @@ def test_what_was_looked_at(llama, tmp_path, capsys):
 def test_a_schema_that_nothing_was_compared_with_is_not_said_to_be_checked(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
-    report = validate(tmp_path)
+    report = check(tmp_path)
     assert (report.schema, report.checked) == ("llama", "1 name, 4 values")
 
 
@@ -1251,7 +1249,7 @@ def values_in(names, value=300.0):
 
 def test_findings_that_say_the_same_of_several_kinds_are_shown_as_one():
     kinds = ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
-    report = safeload.validate(values_in(f"model.layers.{k}.{kind}.weight" for k in range(3) for kind in kinds))
+    report = safeload.check(values_in(f"model.layers.{k}.{kind}.weight" for k in range(3) for kind in kinds))
     assert len(report.warnings) == len(report.to_json()["warnings"]) == 9
     lines = report.lines(1000)
     assert [line.split() for line in lines if line.startswith("warning")] == [
@@ -1264,25 +1262,25 @@ def test_findings_that_say_the_same_of_several_kinds_are_shown_as_one():
 
 
 def test_single_tensors_that_say_the_same_are_named_up_to_a_limit():
-    report = safeload.validate(values_in(["first", "x" * 300, *"abcdefghijkl"]))
+    report = safeload.check(values_in(["first", "x" * 300, *"abcdefghijkl"]))
     tail = report.lines(1000)[-1].partition("like it: ")[2]
     assert re.fullmatch(r"x{49}…x{50}, a, b, c, d, e, f, g and 5 other names", tail)
 
 
 def test_layers_that_say_the_same_of_one_kind_are_only_counted():
-    report = safeload.validate(values_in(f"h.{k}.w" for k in range(5)))
+    report = safeload.check(values_in(f"h.{k}.w" for k in range(5)))
     assert report.lines(1000)[-1].endswith("; and 4 more like it")
 
 
 def test_three_findings_and_different_messages_are_shown_one_by_one():
-    assert str(safeload.validate(values_in("abc"))).count("value.range") == 3
+    assert str(safeload.check(values_in("abc"))).count("value.range") == 3
     mixed = values_in("abc") | {name: np.full((2, 2), np.nan, np.float32) for name in "de"}
-    text = str(safeload.validate(mixed))
+    text = str(safeload.check(mixed))
     assert (text.count("value.range"), text.count("value.nan")) == (3, 2)
 
 
 def test_whole_numbers_and_others_say_the_same():
-    report = safeload.validate(
+    report = safeload.check(
         {name: np.float32([[-top, top]]) for name, top in zip("abcd", (300, 300.5, 1e9, 2e3), strict=True)}
     )
     assert str(report).count("value.range") == 1
@@ -1290,5 +1288,5 @@ def test_whole_numbers_and_others_say_the_same():
 
 def test_one_value_and_several_say_the_same():
     bad = {name: np.float32([[np.nan] * (1 + k), [1.0] * (1 + k)]) for k, name in enumerate("abcd")}
-    text = str(safeload.validate(bad))
+    text = str(safeload.check(bad))
     assert "1 of 2 values is NaN, the first at [0, 0]; and 3 more like it: b, c, d" in " ".join(text.split())

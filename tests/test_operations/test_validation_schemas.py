@@ -14,7 +14,7 @@ from builders.paths import ROOT
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
-from safeload import validate
+from safeload import check
 from safeload.numpy import save_file
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
@@ -37,21 +37,21 @@ EXPERT = "model.layers.{}.mlp.experts.{}.up_proj.weight"
 
 def test_experts_that_are_missing_or_too_many():
     config, tensors = small("qwen3_moe")
-    assert codes(validate(tensors, config=config)) == []
+    assert codes(check(tensors, config=config)) == []
     lost = EXPERT.format(1, 3)
-    assert codes(validate(without(tensors, lost), config=config)) == [("error", "schema.missing", lost)]
-    report = validate(without(tensors, "experts.3."), config=config)
+    assert codes(check(without(tensors, lost), config=config)) == [("error", "schema.missing", lost)]
+    report = check(without(tensors, "experts.3."), config=config)
     assert [f.tensor for f in report.errors] == [
         f"model.layers.{k}.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up", "down") for k in range(3)
     ]
-    report = validate(without(tensors, ".up_proj."), config=config)
+    report = check(without(tensors, ".up_proj."), config=config)
     assert codes(report) == [("error", "schema.missing", EXPERT.format(0, 0))]
     assert report.errors[0].message == "is missing in each of the 3 layers (12 tensors)"
     more = EXPERT.format(2, 4)
-    report = validate({**tensors, more: tensors[lost]}, config=config)
+    report = check({**tensors, more: tensors[lost]}, config=config)
     assert codes(report) == [("error", "schema.unexpected", more)]
     assert report.errors[0].message == "is present, but num_experts or is_sparse_layer in the config excludes it"
-    report = validate({**tensors, EXPERT.format(3, 0): tensors[lost]}, config=config)
+    report = check({**tensors, EXPERT.format(3, 0): tensors[lost]}, config=config)
     assert report.errors[0].message == "layer 3 (1 tensor) is beyond the 3 layers of the config"
 
 
@@ -59,30 +59,30 @@ def test_dense_layers_among_those_with_experts():
     config, tensors = small("deepseek_v3")
     assert "model.layers.0.mlp.up_proj.weight" in tensors
     assert "model.layers.1.mlp.up_proj.weight" not in tensors
-    report = validate(tensors, config={**config, "first_k_dense_replace": 2})
+    report = check(tensors, config={**config, "first_k_dense_replace": 2})
     assert ("error", "schema.missing", "model.layers.1.mlp.up_proj.weight") in codes(report)
     assert ("error", "schema.unexpected", "model.layers.1.mlp.gate.weight") in codes(report)
-    report = validate(without(tensors, "layers.0."), config=config)
+    report = check(without(tensors, "layers.0."), config=config)
     assert codes(report) == [("error", "schema.layer_missing", "model.layers.0")]
 
 
 def test_the_layer_for_multi_token_prediction():
     config, tensors = small("deepseek_v3")
     config["num_nextn_predict_layers"] = 1
-    assert codes(validate(tensors, config=config)) == []
+    assert codes(check(tensors, config=config)) == []
     schema = reading.built_in()["deepseek_v3"]
     there = schema.expand(config, ["model.layers.3.enorm.weight"])
     rng = np.random.default_rng(5)
     needed = {name: one.shape for name, one in there.items() if one.layer == 3 and one.required}
     more = {name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for name, shape in needed.items()}
     assert "model.layers.3.mlp.experts.2.up_proj.weight" in more
-    assert codes(validate({**tensors, **more}, config=config)) == []
+    assert codes(check({**tensors, **more}, config=config)) == []
     del more["model.layers.3.eh_proj.weight"]
-    assert codes(validate({**tensors, **more}, config=config)) == [
+    assert codes(check({**tensors, **more}, config=config)) == [
         ("error", "schema.missing", "model.layers.3.eh_proj.weight")
     ]
     del config["num_nextn_predict_layers"]
-    report = validate({**tensors, **more}, config=config)
+    report = check({**tensors, **more}, config=config)
     assert codes(report) == [("error", "schema.layer_extra", "model.layers.3")]
 
 
@@ -91,24 +91,24 @@ def test_the_layer_for_multi_token_prediction():
 )
 def test_layers_of_an_encoder_and_a_decoder(kind, stack, count):
     config, tensors = small(kind)
-    report = validate(without(tensors, f"{stack}1."), config=config)
+    report = check(without(tensors, f"{stack}1."), config=config)
     assert codes(report) == [("error", "schema.layer_missing", f"{stack}1")]
     assert f"layer 1 of {count} is missing, with all" in report.errors[0].message
     lost = next(name for name in tensors if name.startswith(f"{stack}1."))
     part = lost.removeprefix(f"{stack}1.")
-    report = validate({name: x for name, x in tensors.items() if not name.endswith(part)}, config=config)
+    report = check({name: x for name, x in tensors.items() if not name.endswith(part)}, config=config)
     assert [f.tensor for f in report.errors if f.tensor.startswith(stack)] == [f"{stack}0.{part}"]
     extra = {f"{stack}{count}.{part}": tensors[lost]}
-    assert codes(validate({**tensors, **extra}, config=config)) == [("error", "schema.layer_extra", f"{stack}{count}")]
+    assert codes(check({**tensors, **extra}, config=config)) == [("error", "schema.layer_extra", f"{stack}{count}")]
 
 
 def test_an_encoder_alone_may_have_its_decoder_beside_it():
     config, tensors = small("t5")
     config["architectures"] = ["T5EncoderModel"]
-    assert codes(validate(without(tensors, "lm_head", "decoder."), config=config)) == []
-    assert codes(validate(without(tensors, "lm_head"), config=config)) == []
+    assert codes(check(without(tensors, "lm_head", "decoder."), config=config)) == []
+    assert codes(check(without(tensors, "lm_head"), config=config)) == []
     config["architectures"] = ["T5Model"]
-    lost = {f.tensor for f in validate(without(tensors, "decoder."), config=config).errors}
+    lost = {f.tensor for f in check(without(tensors, "decoder."), config=config).errors}
     assert {"decoder.block.0", "decoder.block.1", "decoder.final_layer_norm.weight"} < lost
 
 
@@ -143,37 +143,37 @@ def test_a_folder_as_meta_publishes_it(original, tmp_path, capsys):
     (tmp_path / "params.json").write_text(json.dumps(params))
     write_pth(tmp_path / "consolidated.00.pth", tensors)
     for path in (tmp_path, tmp_path / "consolidated.00.pth"):
-        report = validate(path)
+        report = check(path)
         assert (report.schema, report.compared, codes(report)) == ("llama_original", 30, [])
     lost = "layers.2.feed_forward.w2.weight"
     write_pth(tmp_path / "consolidated.00.pth", without(tensors, lost))
-    assert codes(validate(tmp_path)) == [("error", "schema.missing", lost)]
+    assert codes(check(tmp_path)) == [("error", "schema.missing", lost)]
     assert main(["check", str(tmp_path)]) == 1
     assert "29 names and shapes against schema llama_original" in capsys.readouterr().out
     # The argument counts more, and a slice of a model-parallel checkpoint is not the whole model.
-    assert codes(validate(tmp_path, config={**params, "n_layers": 2}))[0][1] == "schema.layer_extra"
+    assert codes(check(tmp_path, config={**params, "n_layers": 2}))[0][1] == "schema.layer_extra"
     write_pth(tmp_path / "consolidated.01.pth", tensors)
-    assert validate(tmp_path / "consolidated.00.pth").schema is None
+    assert check(tmp_path / "consolidated.00.pth").schema is None
 
 
 def test_a_folder_as_mistral_publishes_it(original, tmp_path):
     params, tensors = original
     save_file(tensors, tmp_path / "consolidated.safetensors")
-    assert validate(tmp_path).schema is None
+    assert check(tmp_path).schema is None
     (tmp_path / "params.json").write_text(json.dumps({**params, "hidden_dim": 192}))
-    assert codes(validate(tmp_path)) == []
+    assert codes(check(tmp_path)) == []
     # The config.json beside it is about names that these files do not have.
     (tmp_path / "config.json").write_text(json.dumps(small("mistral")[0]))
-    assert validate(tmp_path).schema == "llama_original"
+    assert check(tmp_path).schema == "llama_original"
     save_file(tensors, tmp_path / "other.safetensors")
-    assert codes(validate(tmp_path / "other.safetensors", config=tmp_path / "params.json")) == []
+    assert codes(check(tmp_path / "other.safetensors", config=tmp_path / "params.json")) == []
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"dim": 64, "dim": 64}', "\x00", '{"dim": "x"}'])
 def test_a_params_json_that_is_damaged(content, original, tmp_path):
     save_file(original[1], tmp_path / "consolidated.safetensors")
     (tmp_path / "params.json").write_text(content)
-    report = validate(tmp_path)
+    report = check(tmp_path)
     found = ("error", "schema.config", None)
     assert codes(report) == ([] if "x" in content else [found])
     assert "x" in content or "params.json" in report.errors[0].message
@@ -193,11 +193,11 @@ def test_a_params_json_that_is_damaged(content, original, tmp_path):
 )
 def test_sizes_in_params_json_that_are_wrong(change, reason, original):
     params, tensors = original
-    report = validate(tensors, config={**params, **change})
+    report = check(tensors, config={**params, **change})
     assert codes(report) == [("error", "schema.config", None)]
     assert reason in report.errors[0].message
     for vocabulary in (-1, None):
-        assert codes(validate(tensors, config={**params, "vocab_size": vocabulary})) == []
+        assert codes(check(tensors, config={**params, "vocab_size": vocabulary})) == []
 
 
 # ---- packed weights, by what they mean ----
@@ -215,10 +215,10 @@ def test_weights_in_fp8_with_scales_for_blocks(tmp_path):
             stored[name] = x
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    report = validate(tmp_path)
+    report = check(tmp_path)
     assert (report.schema, report.compared, codes(report)) == ("deepseek_v3", len(tensors), [])
     (tmp_path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 64}))
-    (wrong,) = validate(tmp_path).errors
+    (wrong,) = check(tmp_path).errors
     assert wrong.message.startswith("config.json says moe_intermediate_size 64; all ")
 
 
@@ -226,13 +226,13 @@ def test_experts_in_mxfp4():
     folder = ROOT / "tests" / "data" / "quantized" / "gpt_oss"
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "vocab_size": 8, "num_attention_heads": 2}
-    report = validate(folder, config=config)
+    report = check(folder, config=config)
     with safeload.open(folder) as opened:
         there = set(opened)
     assert {f.tensor for f in report.errors}.isdisjoint(there)
     assert {f.code for f in report.errors} == {"schema.missing"}
     assert report.compared == len(there) == 6
-    report = validate(folder, config={**config, "intermediate_size": 64})
+    report = check(folder, config={**config, "intermediate_size": 64})
     (wrong,) = (f for f in report.errors if f.code != "schema.missing")
     assert wrong.message == "config.json says intermediate_size 64; all 3 tensors say 32"
 
@@ -240,7 +240,7 @@ def test_experts_in_mxfp4():
 @pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "moondream2"])
 def test_any_model_may_have_its_names_after_a_prefix(kind):
     config, tensors = small(kind)
-    report = validate({f"module.{name}": x for name, x in tensors.items()}, config=config, values=False)
+    report = check({f"module.{name}": x for name, x in tensors.items()}, config=config, values=False)
     assert [f.code for f in (*report.errors, *report.warnings)] == ["schema.prefix"]
     assert report.compared == len(tensors)
 
@@ -295,7 +295,7 @@ def test_the_tensors_of_a_config_are_counted_before_they_are_made():
         ({"kv_lora_rank": {"a": 1}}, "'kv_lora_rank' in config.json is {'a': 1}, expected an integer"),
     ):
         started = time.perf_counter()
-        report = validate(tensors, config={**config, **change})
+        report = check(tensors, config={**config, **change})
         assert time.perf_counter() - started < 10
         assert codes(report) == [("error", "schema.config", None)]
         assert reason in report.errors[0].message
@@ -333,12 +333,12 @@ def linearized(name):
 def test_mixtrals_experts_are_known_under_the_names_of_both_tools(renamed, prefix):
     config, tensors = small("mixtral")
     named = {prefix + renamed(name): x for name, x in tensors.items()}
-    report = validate(named, config=config, values=False)
+    report = check(named, config=config, values=False)
     assert [f.code for f in (*report.errors, *report.warnings)] == ["schema.prefix"] * bool(prefix)
     assert report.compared == len(tensors)
     wrong = next(name for name in named if renamed("w2") in name.split(".") or ".w2." in name)
     named[wrong] = named[wrong][:, :-1]
-    assert "schema.shape" in [f.code for f in validate(named, config=config, values=False).errors]
+    assert "schema.shape" in [f.code for f in check(named, config=config, values=False).errors]
 
 
 def test_mixtrals_fused_experts_are_known():
@@ -351,8 +351,8 @@ def test_mixtrals_fused_experts_are_known():
         gate, up, down = map(np.stack, one)
         named[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
         named[f"model.layers.{layer}.mlp.experts.down_proj"] = down
-    report = validate(named, config=config, values=False)
+    report = check(named, config=config, values=False)
     assert [f.code for f in (*report.errors, *report.warnings)] == []
     assert report.compared == len(named)
     del named["model.layers.0.mlp.experts.down_proj"]
-    assert "schema.missing" in [f.code for f in validate(named, config=config, values=False).errors]
+    assert "schema.missing" in [f.code for f in check(named, config=config, values=False).errors]

@@ -147,7 +147,7 @@ def test_zero_points_of_symmetric_codes_must_be_0(tmp_path):
         ):
             with pytest.raises(FormatError, match=message):
                 read(folder)
-        assert not safeload.validate(folder).ok
+        assert not safeload.check(folder).ok
 
 
 @pytest.mark.parametrize(

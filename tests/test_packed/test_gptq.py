@@ -104,7 +104,7 @@ def test_zero_points_of_symmetric_weights_say_it_themselves(bits, stored, said, 
     assert main(["info", str(folder)]) == 0
     disagree = (said == "gptq") != (stored == 1)
     assert ("zero points: the format differs from the configuration" in capsys.readouterr().out) == disagree
-    notes = safeload.validate(folder).notes
+    notes = safeload.check(folder).notes
     assert [(one.code, one.tensor) for one in notes] == ([("quantization.zero", "a.weight")] if disagree else [])
 
 
@@ -145,14 +145,14 @@ def test_a_zero_point_of_zero_wraps_and_is_reported(tmp_path):
     assert got[0, 0] == np.float32(codes) * np.float32(tensors["a.scales"][0, 0])
     np.testing.assert_array_equal(got[1:], want[1:])
     for given in (folder, dict(safeload.load(folder))):
-        found = safeload.validate(given).warnings
+        found = safeload.check(given).warnings
         assert [(one.code, one.tensor) for one in found] == [("quantization.zero", "a.weight")]
         assert found[0].message.startswith("1 zero point is 0, stored as -1")
-    in_pieces = safeload.validate(folder, executor=Plain())
+    in_pieces = safeload.check(folder, executor=Plain())
     assert in_pieces.warnings == found
-    assert in_pieces.stats == safeload.validate(folder).stats != {}
+    assert in_pieces.stats == safeload.check(folder).stats != {}
     folder = write(folder, tensors, **{**GPTQ, "checkpoint_format": "gptq_v2"})
-    assert not safeload.validate(folder).warnings
+    assert not safeload.check(folder).warnings
 
 
 def test_negative_scales_are_sound(tmp_path):
@@ -161,9 +161,9 @@ def test_negative_scales_are_sound(tmp_path):
     tensors["a.scales"] = -tensors["a.scales"]
     folder = write(tmp_path / "x", tensors, **GPTQ)
     np.testing.assert_array_equal(weight(folder), -want)
-    assert not safeload.validate(folder).errors
+    assert not safeload.check(folder).errors
     tensors["a.scales"][0, 0] = np.inf
-    (found,) = safeload.validate(write(folder, tensors, **GPTQ)).errors
+    (found,) = safeload.check(write(folder, tensors, **GPTQ)).errors
     assert (found.code, found.tensor) == ("quantization.scale", "a.weight")
 
 

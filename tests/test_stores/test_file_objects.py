@@ -229,7 +229,7 @@ def test_bytes_that_were_written_and_not_flushed_are_read(tmp_path):
 
 def test_every_function_of_checkpoints_takes_file_objects(tmp_path):
     for file in (io.BytesIO(DATA), Reader(DATA)):
-        assert safeload.validate(file, values=False).ok
+        assert safeload.check(file, values=False).ok
         assert set(safeload.stats(file)) == set(WEIGHTS)
         assert safeload.diff(file, io.BytesIO(DATA)).same
         safeload.convert(file, tmp_path / "out.npz", overwrite=True)

@@ -100,7 +100,7 @@ calls = {
     "schema": lambda path, name: reading.load(f"{path}/{name}"),
     "layout": lambda path, name: safeload.Layout.from_json(f"{path}/{name}"),
     "manifest": lambda path, name: manifest.read(f"{path}/{name}"),
-    "config": lambda path, name: safeload.validate(path + "/a.safetensors", config=f"{path}/{name}"),
+    "config": lambda path, name: safeload.check(path + "/a.safetensors", config=f"{path}/{name}"),
 }
 for call in calls:
     try: calls[call](*sys.argv[1:])

@@ -212,7 +212,7 @@ def test_a_name_is_never_taken_from_a_file(store, gguf, tmp_path):
 
 def test_commands_and_workers_take_names(store, gguf, tmp_path):
     store.add(f"{LIBRARY}/x/latest", [store.layer("model", gguf)])
-    assert safeload.validate("ollama://x").source == "ollama://x"
+    assert safeload.check("ollama://x").source == "ollama://x"
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         safeload.convert("ollama://x", tmp_path / "out", max_shard_size="1GB", executor=pool)
     np.testing.assert_array_equal(safeload.load(tmp_path / "out")["blk.0.w"], WEIGHTS["blk.0.w"])

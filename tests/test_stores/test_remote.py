@@ -199,7 +199,7 @@ def test_a_closed_checkpoint_gives_nothing_more_not_even_what_came_with_the_firs
         lambda: copy.copy(rows),
         lambda: list(stream),
         lambda: safeload.stats(opened),
-        lambda: safeload.validate(opened),
+        lambda: safeload.check(opened),
         lambda: safeload.load_quantized(opened, "int8"),
         lambda: safeload.convert(opened, tmp_path / "b.safetensors"),
     ):

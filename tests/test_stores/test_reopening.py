@@ -318,7 +318,7 @@ with safeload.open(folder) as opened:
     for thread in threads: thread.join()
     assert not faults, faults
     assert len(safeload.stats(opened)) == shards
-    assert safeload.validate(opened).ok
+    assert safeload.check(opened).ok
     safeload.convert(opened, folder + "-again", max_shard_size=20)
     check(safeload.load(folder + "-again"))
     safeload.convert(folder, folder + "-one.safetensors")

@@ -35,7 +35,7 @@ def describe(path: Path, data: io.BytesIO) -> list[dict[str, Any]]:
     print(info, info.model, info.memory["float32"], info.tensors["w"].dtype, safeload.info(data).to_dict())
     report: safeload.CheckReport = safeload.report(path, "report.html", quantize="q4_0", overwrite=True)
     checked = safeload.check(path)
-    assert isinstance(checked, safeload.ValidationReport)
+    assert isinstance(checked, safeload.CheckReport)
     return info.rows() + report.rows() + checked.stats.rows() + checked.stats["w"].rows()
 
 
@@ -101,7 +101,7 @@ def change(path: str, done: Callable[[int, int], object]) -> bool:
     print(made.nbytes, made.files[0], made.summary)
     safeload.convert([path, "y.gguf"], "z", max_shard_size="5GB", metadata={"license": None}, progress=done)
     safeload.convert({"x": np.ones(3)}, Path("x.npz"), rename={"x": "y"}, overwrite=True)
-    report = safeload.validate(path, limits={"low": -1.0, "high": 1.0}, drop="*.bias")
+    report = safeload.check(path, limits={"low": -1.0, "high": 1.0}, drop="*.bias")
     for finding in report.errors + report.warnings:
         print(finding.severity, finding.code, finding.tensor, finding.message)
     return report.ok and safeload.diff(path, "x.safetensors").same

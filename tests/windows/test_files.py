@@ -82,7 +82,7 @@ def test_a_folder_of_shards(prefix, path, tmp_path):
     safeload.convert(path, folder, max_shard_size="100KB")
     for place in (folder, rf"{folder}\model.safetensors.index.json"):
         assert same(safeload.load(place))
-    assert safeload.validate(folder).ok
+    assert safeload.check(folder).ok
 
 
 def test_long_paths(path, tmp_path):

@@ -67,8 +67,6 @@ class QuantizationStats(NamedTuple):
         return as_html("QuantizationStats", self.rows())
 
 
-QuantizationError = QuantizationStats
-
 #: Titles of the columns of `QuantizationStats.cells`.
 COLUMNS = ("max error", "RMS error", "SNR in dB")
 

@@ -229,9 +229,6 @@ class CheckReport:
     to_json = to_dict
 
 
-ValidationReport = CheckReport
-
-
 class FindingGroup(NamedTuple):
     """Findings with equal messages about different tensors."""
 

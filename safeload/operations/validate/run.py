@@ -154,9 +154,6 @@ def check(
     return validate_path(source, {"storage_options": storage_options}, options)
 
 
-validate = check
-
-
 def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     """Return the params.json beside a single file in the original format of Llama or Mistral, or None."""
     if len(weights) != 1:

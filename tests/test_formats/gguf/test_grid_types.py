@@ -69,7 +69,7 @@ def test_values_are_near_the_weights_that_ggml_quantized(expected):
 
 
 def test_operations_take_the_values(expected, tmp_path):
-    assert not safeload.validate(PATH, schema=None).errors
+    assert not safeload.check(PATH, schema=None).errors
     for name, one in safeload.stats(PATH).items():
         want = safeload.stats(expected[name])
         assert one[1:-1] == want[1:-1]  # without the bytes that they take

@@ -97,7 +97,7 @@ def test_operations_on_the_others(path):
 
 
 def test_check_warns_and_the_other_commands_answer(path, capsys):
-    report = safeload.validate(path)
+    report = safeload.check(path)
     assert report.ok
     assert [(one.code, one.tensor) for one in report.warnings] == [("file.unknown_type", "q.weight")]
     assert "ggml type 99 is unknown to this version: its values are not checked" in str(report)
@@ -188,7 +188,7 @@ def test_a_tensor_without_bytes_is_an_error(dims, truncated, tmp_path, capsys):
     tensors = [g.tensor("a.weight", [8], 0, 0), g.tensor("q.weight", dims, 99, 32)]
     more = [] if truncated else [g.tensor("z.weight", [8, 8], 0, 32)]
     path.write_bytes(g.build([], tensors + more, A.tobytes() + (b"" if truncated else Z.tobytes())))
-    report = safeload.validate(path)
+    report = safeload.check(path)
     assert [(one.code, one.tensor) for one in report.errors] == [("file.unknown_type", "q.weight")]
     assert "has no bytes" in str(report)
     assert main(["check", str(path)]) != 0
@@ -198,4 +198,4 @@ def test_a_tensor_without_bytes_is_an_error(dims, truncated, tmp_path, capsys):
 def test_an_empty_tensor_has_no_bytes(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(g.build([], [g.tensor("a.weight", [8], 0, 0), g.tensor("q.weight", (0, 2), 99, 32)], A.tobytes()))
-    assert safeload.validate(path).ok
+    assert safeload.check(path).ok
