@@ -61,7 +61,7 @@ def register(parser: Any) -> None:
         "--schema",
         metavar="NAME",
         default="auto",
-        help='expected tensors: "auto" (from the config), "none", the name of a schema, or a JSON file',
+        help='expected tensors: "auto" (from the config), "none", or the name of a schema',
     )
     suggest(schema, _schemas)
     parser.add_argument(
@@ -143,7 +143,7 @@ def _output(options: argparse.Namespace) -> Output | None:
         "manifest",
         is_manifest,
         overwrite=options.overwrite,
-        sources=(options.path, options.config, options.schema),
+        sources=(options.path, options.config),
     )
     output.check()
     return output

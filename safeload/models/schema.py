@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 from ..base.cached import cached_property
 from .expressions import Config, ConfigError, names_in
 
-ROLES = ("embedding", "norm", "bias", "head", "buffer")
 WEIGHT = "weight"
 
 # A config with more layers, experts or tensors is a mistake, and expanding it would exhaust memory. Published models
@@ -165,7 +164,7 @@ class Schema:
         """Return the embeddings of required heads that are absent because they are tied, by head.
 
         Raises:
-            ConfigError, ExpressionError: the condition cannot be evaluated.
+            ConfigError: the condition has no value in this config.
         """
         pairs = self.pairs(names, config).items()
         return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
@@ -174,7 +173,7 @@ class Schema:
         """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional.
 
         Raises:
-            ConfigError, ExpressionError: the condition cannot be evaluated.
+            ConfigError: the condition has no value in this config.
         """
         keys = Config(config, self.defaults, self.config)
         architecture = self.architecture(config)
@@ -199,8 +198,7 @@ class Schema:
             names: the tensors of the model, which select the prefix, alternative names and ``more_layers``.
 
         Raises:
-            ConfigError: a required key is missing or not an integer, or the model exceeds `MAX_TENSORS`.
-            ExpressionError: an expression cannot be evaluated.
+            ConfigError: a size has no value in this config, or the model exceeds `MAX_TENSORS`.
         """
         known = names if isinstance(names, (Set, Mapping)) else set(names)
         return _Expansion(self, config, known).run()
@@ -250,8 +248,8 @@ class _Expansion:
         self._known = known
         self._architecture = schema.architecture(config)
         self._prefix = schema.prefix_of(known)
-        self._counts: dict[str, int] = {}
-        self._conditions: dict[str, bool | dict[int, bool]] = {}  # by expression, and by layer if layers differ
+        self._counts = {"": schema.layers or "", **schema.counts}  # expressions by placeholder
+        self._conditions: dict[tuple[str, int | None], bool] = {}  # by expression and layer
         self._total = 0
 
     def run(self) -> dict[str, ExpectedTensor]:
@@ -273,17 +271,18 @@ class _Expansion:
 
     def _tensors(self, entry: SchemaEntry, *, optional: bool) -> Iterator[ExpectedTensor]:
         slots = PLACEHOLDER.findall(entry.name.replace(PREFIX, self._prefix))
-        layers = self._layers(entry, slots)
-        inner = self._count(slots[1]) if len(slots) > 1 and layers else 1
+        layers = [layer for layer in self._layers(slots) if self._holds(entry.when, layer)]
+        inner = self._count(self._counts[slots[1]]) if len(slots) > 1 and layers else 1
         self._total += len(layers) * inner
         if self._total > MAX_TENSORS:
-            counts = " and ".join(f"{self._text(slot)} is {self._counts[slot]}" for slot in slots) or "the schema"
+            texts = [self._counts[slot] for slot in slots]
+            counts = " and ".join(f"{text} is {self._count(text)}" for text in texts) or "the schema"
             raise ConfigError(f"{counts}: a model can have at most {MAX_TENSORS:,} tensors")
         if not layers:
             return
         shape = None if entry.shape is None else tuple(map(self._size, entry.shape))
         tied = None if entry.tied is None else entry.tied.replace(PREFIX, self._prefix)
-        if tied is not None and entry.tied_when is not None and self._keys.evaluate(entry.tied_when) == 0:
+        if tied is not None and not self._holds(entry.tied_when, None):
             tied = None
         required = not optional and tied is None
         spellings = [PLACEHOLDER.split(text.replace(PREFIX, self._prefix)) for text in (entry.name, *entry.also)]
@@ -296,39 +295,21 @@ class _Expansion:
                     name = next((text for text in names if text in self._known), name)
                 yield ExpectedTensor(name, shape, stack, layer, required, entry, tied)
 
-    def _layers(self, entry: SchemaEntry, slots: list[str]) -> list[int | None]:
-        """Return the layers with an entry; [None] if the entry exists outside of layers."""
-        layers = range(self._count(slots[0]) + (self._more() if slots[0] == "" else 0)) if slots else (None,)
-        when = entry.when
-        if when is None:
-            return list(layers)
-        return [layer for layer in layers if self._holds(when, layer)]
+    def _layers(self, slots: list[str]) -> Iterable[int | None]:
+        """Return the numbers of the first placeholder; a single None for a name without placeholders."""
+        if not slots:
+            return (None,)
+        count = self._count(self._counts[slots[0]])
+        return range(count + (self._count(self._schema.more_layers) if slots[0] == "" else 0))
 
-    def _holds(self, when: str, layer: int | None) -> bool:
-        if layer is None:
-            return self._keys.evaluate(when) != 0
-        by_layer = self._conditions.setdefault(when, {})
-        if isinstance(by_layer, bool):
-            return by_layer
-        if layer not in by_layer:
-            by_layer[layer], depends = self._keys.holds(when, layer)
-            if not depends:
-                self._conditions[when] = by_layer[layer]
-        return by_layer[layer]
+    def _holds(self, condition: str | None, layer: int | None) -> bool:
+        if condition is None:
+            return True
+        if (condition, layer) not in self._conditions:
+            self._conditions[condition, layer] = self._keys.evaluate(condition, layer) != 0
+        return self._conditions[condition, layer]
 
-    def _text(self, slot: str) -> str:
-        return (self._schema.layers or "") if slot == "" else self._schema.counts[slot]
-
-    def _count(self, slot: str) -> int:
-        if slot not in self._counts:
-            count = self._keys.evaluate(self._text(slot))
-            if not 0 <= count <= MAX_LAYERS:
-                raise ConfigError(f"{self._text(slot)} must be 0 to {MAX_LAYERS}, got {count}")
-            self._counts[slot] = count
-        return self._counts[slot]
-
-    def _more(self) -> int:
-        text = self._schema.more_layers
+    def _count(self, text: str | None) -> int:
         count = 0 if text is None else self._keys.evaluate(text)
         if not 0 <= count <= MAX_LAYERS:
             raise ConfigError(f"{text} must be 0 to {MAX_LAYERS}, got {count}")
@@ -351,7 +332,7 @@ class _Expansion:
         """Remove the additional layers without any tensor in the model."""
         if self._schema.more_layers is None:
             return result
-        usual = self._counts.get("", 0)
+        usual = self._count(self._schema.layers)
         tensors = filter(_in_layers, result.values())
         additional = [tensor for tensor in tensors if tensor.layer is not None and tensor.layer >= usual]
         present = {tensor.layer for tensor in additional if tensor.name in self._known}

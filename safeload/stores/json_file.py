@@ -1,4 +1,4 @@
-"""JSON files beside weights: index.json, config.json, schemas, layouts, manifests."""
+"""JSON files beside weights: index.json, config.json, layouts, manifests."""
 
 from __future__ import annotations
 

@@ -309,16 +309,6 @@ def _schemas():
     return [path.read_bytes() for path in sorted(folder.glob("*.json"))]
 
 
-def _expression():
-    texts = {"(a + 1) * -b // 3", "text.dim", "((((1))))", "9223372036854775807 + 1", "1 // 0", "a a", "1 +"}
-    texts |= {"a < b + 1", "a % b == 0 and not b", "times(a, b)", "item(a, 0) >= 2", "len(a, 1)", "contains(a, 1)"}
-    for schema in map(json.loads, _schemas()):
-        texts.update(str(value) for value in schema.get("defaults", {}).values())
-        for entry in schema.get("tensors", {}).values():
-            texts.update(str(size) for size in entry.get("shape") or ())
-    return [text.encode() for text in sorted(texts)]
-
-
 def _url():
     hosts = [
         "host",
@@ -596,9 +586,7 @@ SEEDS = {
     "flax": _flax,
     "onnx": _onnx,
     "gguf_split": _gguf_split,
-    "schema": _schemas,
     "config": _config,
-    "expression": _expression,
     "sentencepiece": _sentencepiece,
     "tokenizer": _tokenizer,
     "model_config": _model_config,

@@ -9,7 +9,7 @@ mkdir -p "$2"
 folder=$(cd "$2" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
 shift 2
-[ $# -gt 0 ] || set -- json safetensors gguf any torch pickle moon npz npy gguf_values quantized grouping adapters index gguf_split schema config expression url
+[ $# -gt 0 ] || set -- json safetensors gguf any torch pickle moon npz npy gguf_values quantized grouping adapters index gguf_split config url
 python "$here/corpus.py" unpack "$folder/corpus"
 python "$here/corpus.py" seeds "$folder/seeds"
 "$here/build.sh" fuzz "$folder/build"
@@ -23,7 +23,7 @@ for target in "$@"; do
     case $target in
     gguf*) words=gguf ;;
     torch | pickle) words=torch ;;
-    any | moon | npz | npy | expression | url) words= ;;
+    any | moon | npz | npy | url) words= ;;
     *) words=json ;;
     esac
     corpora="$folder/corpus/$target $folder/seeds/$target"

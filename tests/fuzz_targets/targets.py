@@ -34,21 +34,17 @@ except ImportError:
 with contextlib.suppress(ImportError):
     import tokenizers  # noqa: F401
 from builders import dcp_build, gguf_build, inside, orbax_build
-from builders.inside import EXPRESSION_LIMIT as LIMIT
 from builders.inside import (
     FAMILIES,
     LOCAL,
     Config,
     ConfigError,
-    ExpressionError,
     Location,
     choosing,
-    evaluate,
     files_of_manifest,
     files_of_statement,
     gguf_sources,
     is_manifest,
-    names_in,
     npy,
     npz,
     parse_json,
@@ -618,26 +614,6 @@ def gguf_split(data):
         check_refusal(error)
 
 
-CONFIG = {
-    **dict.fromkeys(("hidden_size", "vocab_size", "intermediate_size", "n", "a", "b"), 8),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "layers"), 2),
-    "text": {"dim": 4, "zero": 0},
-}
-
-
-def schema_file(data):
-    """A schema, and what it makes of a config."""
-    path = FOLDER / "schema.json"
-    path.write_bytes(data)
-    try:
-        with watched():
-            made = reading.load(path)
-    except SafeloadError as error:
-        check_refusal(error, len(data))
-        return
-    _expand(made, CONFIG)
-
-
 def config(data):
     """A config.json, for every schema that there is."""
     path = FOLDER / "config.json"
@@ -701,7 +677,7 @@ def model_config(data):
 def _expand(made, values):
     names = ["lm_head.weight", "model.layers.0.input_layernorm.weight", "h.1.ln_1.bias"]
     # 500,000 tensors are allowed, and take seconds.
-    with watched(), contextlib.suppress(ConfigError, ExpressionError):
+    with watched(), contextlib.suppress(ConfigError):
         keys = Config(values, made.defaults)
         counts = [text for text in (made.layers, made.more_layers, *made.counts.values()) if text is not None]
         if any(keys.evaluate(text) > 100 for text in counts):
@@ -712,34 +688,6 @@ def _expand(made, values):
             require(entry.shape is None or all(dim is None or dim >= 0 for dim in entry.shape), "sizes are sizes")
             require(made.find(name) is not None, f"{name!r} is a name of the schema")
         made.tied(names, values)
-
-
-_LAZY = re.compile(r"\b(?:and|or|not|contains|item|len|starts|times)\b", re.ASCII)
-NAMES = {"a": 3, "b": -7, "hidden_size": 4096, "text.dim": 12, "zero": 0}
-
-
-def expression(data):
-    """Against Python's own arithmetic on the same text."""
-
-    def lookup(name):
-        if name not in NAMES:
-            raise ExpressionError("no such name")
-        return NAMES[name]
-
-    text = data.decode("utf-8", "surrogateescape")
-    try:
-        with watched():
-            names = names_in(text)
-            value = evaluate(text, lookup)
-    except ExpressionError:
-        return
-    require(-LIMIT < value < LIMIT, "within 64 bits")
-    if _LAZY.search(text):
-        return  # names that are not evaluated, and values that Python gives as another number
-    require(set(names) <= NAMES.keys(), "every name was looked up")
-    plain = re.sub(r"[A-Za-z_][\w.]*", lambda found: f"({NAMES[found[0]]})", " ".join(text.split()), flags=re.ASCII)
-    plain = re.sub(r"\b0+(?=[0-9])", "", plain)
-    require(eval(plain, {"__builtins__": {}}) == value, f"{plain} is not {value}")
 
 
 def _divided_by_others(text):
@@ -839,9 +787,7 @@ TARGETS = {
     "flax": flax,
     "onnx": onnx,
     "gguf_split": gguf_split,
-    "schema": schema_file,
     "config": config,
-    "expression": expression,
     "sentencepiece": sentencepiece_model,
     "tokenizer": tokenizer_json,
     "model_config": model_config,

@@ -197,7 +197,6 @@ def test_a_terminal_gets_no_binary_data(run):
         (["convert", "m.safetensors", "o.npz", "--layout", "./pipe"], "the layout is not a regular file (./pipe)"),
         (["convert", "m.safetensors", "o.gguf", "--quantize", "q4_0", "--imatrix", "pipe"], "not a regular file"),
         (["check", "m.safetensors", "--config", "pipe"], "config.json is not a regular file (pipe)"),
-        (["check", "m.safetensors", "--schema", "./pipe"], "the schema is not a regular file (./pipe)"),
         (["check", "m.safetensors", "--manifest", "pipe"], "the manifest is not a regular file (pipe)"),
         (["patch", "apply", "m.safetensors", "pipe", "o.safetensors"], "not a regular file"),
         (["edit", "pipe", "--drop", "b"], "only regular files can be edited"),

@@ -1,188 +1,212 @@
-"""Schemas that extend others: what they take over, and what is wrong with one."""
+"""The built-in schemas: each is well-formed, inherits what it does not say, and is chosen by name only."""
 
+import ast
 import json
 import re
+from fnmatch import fnmatchcase
+from pathlib import Path
 
+import numpy as np
 import pytest
-from builders.inside import Config, reading
+from builders.inside import Config, gguf_architectures, main, names_in, reading
 from builders.paths import ROOT
 
 import safeload
 
-BASE = {
-    "name": "base",
-    "about": "a base",
-    "architectures": ["BaseForCausalLM"],
-    "model_types": ["base"],
-    "prefixes": ["model.", ""],
-    "layers": "n",
-    "defaults": {"m": "2 * d", "biases": 0},
-    "tensors": {
-        "{prefix}embed.weight": {"shape": ["v", "d"], "role": "embedding"},
-        "{prefix}h.{}.w": {"shape": ["m", "d"]},
-        "{prefix}h.{}.b": {"shape": ["m"], "role": "bias", "when": "biases"},
-        "{prefix}h.{}.c": {"shape": ["d"], "role": "bias"},
-    },
+CONTENTS = {
+    path.stem: json.loads(path.read_text("utf-8")) for path in (ROOT / "safeload" / "models" / "schemas").glob("*.json")
 }
-CONFIG = {"n": 2, "d": 5, "v": 9}
+FIELDS = {
+    *("name", "about", "extends", "without", "config", "layers", "more_layers", "architectures", "model_types"),
+    *("formats", "keys", "prefixes", "defaults", "counts", "tensors"),
+}
+ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also", "architectures"}
+ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
+PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
+
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
+FUNCTIONS = {"len", "item", "contains", "starts", "times"}
+
+GGUF = gguf_architectures.ARCHITECTURES
+SCHEMAS = {**reading.built_in(), **{f"gguf:{name}": gguf_architectures.schema_of(name) for name in GGUF}}
 
 
-def write(folder, name, **content):
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({"name": name, **content}))
-    return path
+def keys_of(text):
+    """The keys in an expression, in order; an assertion fails if it is not one."""
+    assert isinstance(text, str)
+    return list(keys_below(ast.parse(text, mode="eval").body))
 
 
-def test_a_schema_that_extends_another(tmp_path):
-    write(tmp_path, **BASE)
-    path = write(
-        tmp_path,
-        "other",
-        extends="base.json",
-        layers="layers",
-        without=["{prefix}h.{}.c", "*embed*"],
-        defaults={"m": 7, "e": 3},
-        counts={"expert": "e"},
-        tensors={
-            "{prefix}h.{}.b": {"when": None},
-            "{prefix}h.{}.w": {"shape": ["d", "m"]},
-            "{prefix}h.{}.e.{expert}": {"shape": ["?"], "optional": True},
-        },
-    )
-    other = reading.load(path)
-    assert (other.name, other.about, other.architectures, other.model_types) == ("other", "", (), ())
-    assert other.prefixes == ("model.", "")
-    assert [(entry.name, entry.role) for entry in other.entries] == [
-        ("{prefix}h.{}.w", "weight"),
-        ("{prefix}h.{}.b", "bias"),
-        ("{prefix}h.{}.e.{expert}", "weight"),
-    ]
-    wanted = other.expand({"layers": 2, "d": 5}, ())
-    assert {name: one.shape for name, one in wanted.items()} == {
-        **{f"model.h.{k}.w": (5, 7) for k in range(2)},
-        **{f"model.h.{k}.b": (7,) for k in range(2)},
-        **{f"model.h.{k}.e.{e}": (None,) for k in range(2) for e in range(3)},
-    }
-    assert [(one.stack, one.layer) for one in wanted.values() if one.name.endswith("e.2")] == [
-        ("model.h.", 0),
-        ("model.h.", 1),
-    ]
-    third = reading.load(write(tmp_path, "third", extends="other.json", tensors={"{prefix}h.{}.b": {"shape": None}}))
-    assert third.expand({"layers": 1, "d": 5}, ())["model.h.0.b"].shape is None
+def keys_below(node):
+    operands = []
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        yield ast.unparse(node)
+    elif isinstance(node, ast.BinOp):
+        assert isinstance(node.op, ARITHMETIC)
+        operands = [node.left, node.right]
+    elif isinstance(node, ast.Compare):
+        assert len(node.ops) == 1
+        assert isinstance(node.ops[0], COMPARISONS)
+        operands = [node.left, *node.comparators]
+    elif isinstance(node, ast.BoolOp):
+        operands = node.values
+    elif isinstance(node, ast.UnaryOp):
+        assert isinstance(node.op, ast.Not)
+        operands = [node.operand]
+    elif isinstance(node, ast.Call):
+        assert node.func.id in FUNCTIONS
+        key, argument = node.args
+        assert isinstance(key, (ast.Name, ast.Attribute))
+        word = node.func.id == "starts"
+        assert isinstance(argument, ast.Name) or not word
+        operands = [key] if word else [key, argument]
+    else:
+        assert type(node.value) is int, ast.unparse(node)
+    for operand in operands:
+        yield from keys_below(operand)
 
 
-def test_a_schema_extends_a_built_in_one():
-    mine = reading.parse({"name": "llama", "extends": "llama", "tensors": {"lm_head.bias": {"shape": ["vocab_size"]}}})
-    assert len(mine.entries) == len(reading.built_in()["llama"].entries) + 1
-    assert mine.role("model.layers.3.mlp.up_proj.weight") == "weight"
-    assert mine.architectures == ()
+@pytest.mark.parametrize("name", CONTENTS)
+def test_the_json_of_a_schema_is_well_formed(name):
+    content = CONTENTS[name]
+    assert content["name"] == name
+    assert content.keys() <= FIELDS
+    assert content.get("extends") in (None, *CONTENTS)
+    for field in ("architectures", "model_types", "formats", "keys", "prefixes", "without"):
+        assert isinstance(content.get(field, []), list)
+        assert all(isinstance(text, str) for text in content.get(field, []))
+    assert all("{" not in prefix for prefix in content.get("prefixes", ()))
+    assert all(type(value) in (int, str) for value in content.get("defaults", {}).values())
+    inherited = reading.built_in()[content["extends"]] if "extends" in content else None
+    for pattern in content.get("without", ()):
+        assert any(entry.name == pattern or fnmatchcase(entry.name, pattern) for entry in inherited.entries), pattern
+    for entry in content.get("tensors", {}).values():
+        assert entry.keys() <= ENTRY_FIELDS
+        assert type(entry.get("optional", False)) is bool
+        assert all(isinstance(entry.get(field, []), list) for field in ("also", "architectures"))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_is_well_formed(name):
+    schema = SCHEMAS[name]
+    slots = {*schema.counts, *([""] if schema.layers is not None else [])}
+    texts = [schema.layers, schema.more_layers, *schema.counts.values()]
+    texts += [value for value in schema.defaults.values() if isinstance(value, str)]
+    assert schema.entries
+    for entry in schema.entries:
+        assert entry.role in ROLES
+        for text in (entry.name, *entry.also):
+            bare = text.removeprefix("{prefix}")
+            placeholders = PLACEHOLDER.findall(bare)
+            assert placeholders == PLACEHOLDER.findall(entry.name.removeprefix("{prefix}"))
+            assert len(placeholders) <= 2
+            assert set(placeholders) <= slots
+            assert not re.search(r"[0-9}]\{|\}[0-9]", bare), "two numbers side by side"
+        sizes = [size.removesuffix("?") for size in entry.shape or () if size != "?"]
+        for size in sizes:
+            assert "layer" not in keys_of(size)
+            assert names_in(size) == keys_of(size)
+        if "{" not in entry.name.removeprefix("{prefix}"):
+            assert entry.when is None or "layer" not in keys_of(entry.when)
+        texts += [*sizes, entry.when, entry.tied_when]
+        assert entry.tied is None or any(entry.tied == other.name for other in schema.entries)
+    for text in filter(None, texts):
+        keys_of(text)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_no_default_depends_on_itself(name):
+    defaults = SCHEMAS[name].defaults
+
+    def visit(key, above):
+        assert key not in above, (*above, key)
+        if isinstance(defaults.get(key), str):
+            for other in keys_of(defaults[key]):
+                visit(other, (*above, key))
+
+    for key in defaults:
+        visit(key, ())
+
+
+def test_a_schema_inherits_what_it_does_not_say():
+    llama, qwen2, qwen3, moe, gpt_oss = (SCHEMAS[k] for k in ("llama", "qwen2", "qwen3", "qwen2_moe", "gpt_oss"))
+    assert moe.prefixes == qwen2.prefixes == llama.prefixes
+    assert (moe.layers, moe.config) == (llama.layers, llama.config)
+    assert moe.architectures[0] == "Qwen2MoeForCausalLM"
+    assert not set(moe.architectures) & set(qwen2.architectures)
+    assert {**llama.defaults, **qwen2.defaults}.keys() <= moe.defaults.keys()
+    entries = {schema.name: {entry.name: entry for entry in schema.entries} for schema in (llama, qwen2, moe, gpt_oss)}
+    name = "{prefix}layers.{}.self_attn.q_proj.bias"
+    # Null removes a condition, a field replaces one, and the others stay.
+    assert [entries[k][name].when for k in ("llama", "qwen2", "qwen2_moe")] == ["attention_bias", None, "qkv_bias"]
+    assert len({entries[k][name].shape for k in ("llama", "qwen2", "qwen2_moe")}) == 1
+    assert not any(".mlp.gate_proj" in text or "inv_freq" in text for text in entries["gpt_oss"])
+    assert "{prefix}layers.{}.self_attn.q_norm.weight" in {entry.name for entry in qwen3.entries}
 
 
 def test_numbers_in_names():
-    schema = reading.parse(
-        {
-            "name": "x",
-            "layers": "n",
-            "counts": {"expert": "e"},
-            "tensors": {"a.{}.b.0.c.{expert}": {"shape": ["1"]}, "a.0.x1": {"shape": []}, "h{}.w2": {"shape": []}},
-        }
-    )
-    found = schema.find("a.12.b.0.c.3")
-    assert (found.numbers, found.layer, found.stack) == ((12, 3), 12, "a.")
-    assert schema.find("a.0.x1").layer is None
-    assert schema.find("h7.w2").numbers == (7,)
-    for name in (
-        "a.12.b.1.c.3",
-        "a.012.b.0.c.3",
-        "a.1.x1",
-        "a.#.b.#.c.#",
-        "a.0.x#",
-        "h.w2",
-        "h07.w2",
-        "a.1.b.0.c.\uff13",
-    ):
-        assert schema.find(name) is None
-    assert schema.find(f"h{'9' * 5000}.w2") is None
-    assert schema.expand({"n": 0, "e": 5}, ()).keys() == {"a.0.x1"}
-    assert len(schema.expand({"n": 3, "e": 5}, ())) == 19
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"extends": "lama"}, r"extends is 'lama', expected .*one of bert, .*, did you mean 'llama'\?"),
-        (
-            {"extends": "missing.json"},
-            "extends is 'missing.json', expected a file.json beside this one, or one of bert",
-        ),
-        ({"extends": "../base.json"}, "extends is '../base.json', expected a file.json beside"),
-        ({"extends": "/etc/x.json"}, "extends is '/etc/x.json', expected"),
-        ({"extends": "C:base.json"}, "extends is 'C:base.json', expected"),
-        ({"extends": 5}, "extends is 5, expected"),
-        ({"extends": "x\x1b[31m"}, r"extends is 'x\\x1b\[31m', expected"),
-        ({"extends": "me.json"}, "extends: 'me.json' -> 'me.json' is a cycle"),
-        ({"extends": "one.json"}, "extends: 'one.json' -> 'two.json' -> 'one.json' is a cycle"),
-        ({"extends": "long0.json"}, "'long8.json' is longer than 8"),
-        (
-            {"extends": "base.json", "without": ["{prefix}h.{}.q"]},
-            "without: '{prefix}h.{}.q' matches no tensor of schema",
-        ),
-        ({"extends": "base.json", "without": "a"}, "without must be a list of strings"),
-        ({"extends": "base.json", "without": ["*"]}, "tensors must be a nonempty object"),
-        ({"extends": "base.json", "defaults": {"m": 1.5}}, "integers and expressions"),
-        ({"extends": "base.json", "tensors": {"{prefix}h.{}.w": 5}}, r"'{prefix}h.{}.w' must be an object with shape"),
-        ({"extends": "base.json", "tensors": {"new": {"role": "norm"}}}, "'new' must be an object with shape"),
-        ({"extends": "base.json", "layers": 3}, "expected an expression, got 3"),
-        ({"extends": "bad.json"}, "unknown field 'tensor'"),
-        ({"extends": "broken.json"}, "broken.json"),
-        ({"without": ["x"], "tensors": {"x": {"shape": []}}}, "without requires extends"),
-    ],
-)
-def test_what_is_wrong_with_a_schema_that_extends_another(change, reason, tmp_path):
-    write(tmp_path, **BASE)
-    write(tmp_path, "one", extends="two.json")
-    write(tmp_path, "two", extends="one.json")
-    write(tmp_path, "bad", tensor={})
-    (tmp_path / "broken.json").write_text("{")
-    for k in range(9):
-        write(tmp_path, f"long{k}", extends=f"long{k + 1}.json")
-    with pytest.raises(safeload.FormatError, match=reason) as caught:
-        reading.load(write(tmp_path, "me", **change))
-    assert caught.value.path.startswith(str(tmp_path))
-    assert str(tmp_path) in str(caught.value)
+    schema = SCHEMAS["qwen3_moe"]
+    found = schema.find("model.layers.12.mlp.experts.3.up_proj.weight")
+    assert (found.numbers, found.layer, found.stack) == ((12, 3), 12, "model.layers.")
+    assert SCHEMAS["vit"].find("decoder.0.weight").layer is None
+    assert SCHEMAS["gpt2"].find("h.7.ln_1.weight").numbers == (7,)
+    for number in ("07", "#", "", "\uff13", "9" * 5000):
+        assert SCHEMAS["gpt2"].find(f"h.{number}.ln_1.weight") is None
+    for name in ("decoder.1.weight", "decoder.00.weight", "decoder.#.weight"):
+        assert SCHEMAS["vit"].find(name) is None
 
 
 @pytest.mark.parametrize(
     ("name", "near"),
     [
+        ("lama", "llama"),
         ("Llama", "llama"),
         ("qwen3-moe", "qwen3_moe"),
         ("deepseek-v3", "deepseek_v3"),
         ("gpt-oss", "gpt_oss"),
         ("T5", "t5"),
         ("GPT2", "gpt2"),
+        ("llama.", "llama"),
         ("resnet", None),
         ("", None),
     ],
 )
 def test_a_name_that_is_not_one_of_a_schema(name, near):
-    with pytest.raises(ValueError, match=r"; expected a JSON file or one of bert, .*, llama, .*, whisper$") as caught:
-        reading.load(name)
-    assert (f", did you mean {near!r}?" if near else "; expected") in str(caught.value)
+    with pytest.raises(ValueError, match=r"; expected one of bert, .*, llama, .*, whisper$") as caught:
+        safeload.check({"w": np.ones(2)}, schema=name)
+    assert (f", did you mean {near!r}?" if near else f"unknown schema {name!r}; expected") in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [Path, str, lambda path: "./llama", lambda path: "llama.json"])
+def test_a_path_is_no_schema(make, tmp_path):
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(CONTENTS["llama"]))
+    with pytest.raises(ValueError, match=r"built-in schema.*; expected one of bert, .*, whisper$"):
+        safeload.check({"w": np.ones(2)}, schema=make(path))
+
+
+@pytest.mark.parametrize("schema", [CONTENTS["llama"], {}, ["llama"], True, 0, b"llama"])
+def test_the_content_of_a_schema_is_no_schema(schema):
+    with pytest.raises(ValueError, match=r"name of a built-in schema, got .*; expected one of bert") as caught:
+        safeload.check({"w": np.ones(2)}, schema=schema)
+    assert len(str(caught.value)) < 800
+
+
+def test_the_command_refuses_a_schema_file(tmp_path, capsys):
+    safeload.save({"w": np.ones(2, np.float32)}, tmp_path / "a.safetensors")
+    (tmp_path / "mine.json").write_text("{}")
+    assert main(["check", str(tmp_path / "a.safetensors"), "--schema", str(tmp_path / "mine.json")]) == 2
+    assert "only built-in schemas are supported, no files; expected one of bert, " in capsys.readouterr().err
 
 
 def test_the_guide_lists_every_schema():
     page = (ROOT / "docs" / "guide" / "validating.md").read_text("utf-8")
     table = page.partition("| models | schemas |")[2].partition("\n\n")[0]
     listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[2])]
-    assert sorted(listed) == sorted(reading.names())
+    assert sorted(listed) == sorted(CONTENTS)
 
 
 def test_defaults_that_need_each_other_twice_take_linear_time():
     defaults = {f"k{n}": f"k{n + 1} + k{n + 1}" for n in range(50)} | {"k50": 1}
     assert Config({}, defaults).evaluate("k0 // k1") == 2
-
-
-def test_a_number_of_400_digits_is_a_wrong_value():
-    with pytest.raises(ValueError, match="64 bits"):
-        Config({"big": 10**400}, {}).evaluate("times(big, 3)")

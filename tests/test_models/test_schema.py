@@ -1,32 +1,31 @@
-"""Schemas: expressions, tensors of published models, and which schema a config chooses."""
+"""Schemas: values of expressions, tensors of published models, and which schema a config chooses."""
 
-import json
 import math
 from importlib.resources import files
 
 import pytest
-from builders.inside import ConfigError, ExpressionError, choosing, evaluate, names_in, reading
+from builders.inside import Config, ConfigError, choosing, reading
 from builders.models import PUBLISHED, SMALL, small
 
-import safeload
 from safeload import layouts
 
 VALUES = {
     "a": 6,
     "b": 4,
     "zero": 0,
-    "text.dim": 64,
+    "text": {"dim": 64},
     "big": (1 << 63) - 1,
     "none": None,
     "list": [5, 7, 9],
     "object": {"x": 1, "y": 2},
     "many": [0] * 10_001,
     "texts": ["x"],
-    "text": "gated-gelu",
+    "word": "gated-gelu",
     "half": 1.5,
     "nan": float("nan"),
     "infinite": float("inf"),
     "huge": 1e300,
+    "digits": 10**400,
 }
 
 
@@ -35,11 +34,10 @@ VALUES = {
     [
         ("7", 7),
         ("a", 6),
-        (" a * b ", 24),
+        ("a * b", 24),
         ("a+b*2", 14),
         ("(a + b) * 2", 20),
         ("a - b - 1", 1),
-        ("a // b", 1),
         ("a // b * b", 4),
         ("2 * (a // (b - 1))", 4),
         ("3*text.dim", 192),
@@ -48,12 +46,10 @@ VALUES = {
         ("a % b", 2),
         ("a > b", 1),
         ("a <= b", 0),
-        ("a == 6 and b != 6", 1),
-        ("a < b or b < a", 1),
+        ("a == 6 and b >= 6", 0),
+        ("a == 7 or b >= 4", 1),
         ("not a", 0),
-        ("not not a", 1),
         ("not a == b", 1),
-        ("(a > b) * 10 + 1", 11),
         ("zero and 1 // zero", 0),
         ("1 or 1 // zero", 1),
         ("len(list, 2)", 3),
@@ -64,87 +60,51 @@ VALUES = {
         ("contains(list, a + 1)", 1),
         ("contains(list, 1)", 0),
         ("contains(none, 1)", 0),
-        ("starts(text, gated)", 1),
-        ("starts(text, relu)", 0),
+        ("starts(word, gated)", 1),
+        ("starts(word, relu)", 0),
         ("starts(none, gated)", 0),
         ("times(half, 2 * a + 1)", 19),
         ("times(a, 2)", 12),
         ("a + len(list, 0) * 2", 12),
-        ("+".join(["a"] * 500), 3000),
     ],
 )
 def test_expressions(text, value):
-    assert evaluate(text, VALUES.__getitem__, VALUES.get) == value
+    assert Config(VALUES, {}).evaluate(text) == value
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "the expression is empty"),
-        ("  ", "the expression is empty"),
-        ("a +", "invalid syntax at character 3"),
-        ("* a", "invalid syntax at character 1"),
-        ("a b", "invalid syntax at character 3"),
-        ("(a", "invalid syntax at character 1"),
-        ("a)", "invalid syntax at character 2"),
-        ("a / b", "'a / b' is not supported"),
-        ("a ** b", "'a ** b' is not supported"),
-        ("0x10", "'0x' is neither"),
-        ("1_000", "'1_' is neither"),
-        ("1.5", "'1.5' is not supported"),
-        ("a, b", "'a, b' is not supported"),
-        ("a is b", "'a is b' is not supported"),
-        ("True", "'True' is not supported"),
-        ("a if b else 1", "'a if b else 1' is not supported"),
-        ("len(list, key=1)", "len takes two arguments"),
-        ("item(*a, 1)", "takes the name of a key"),
-        ("a # b", "'#' is neither"),
-        ("~a", "'~' is neither"),
-        ("a.b.", "invalid syntax at character 4"),
-        ("-a", "'-a' is not supported"),
-        ("a % zero", "division by zero"),
-        ("a < b < a", "'a < b < a' is not supported"),
-        ("a ! b", "invalid syntax at character 3"),
-        ("and a", "invalid syntax at character 1"),
-        ("a and", "invalid syntax at character 5"),
-        ("a not b", "invalid syntax at character"),
-        ("len(list, 2", "invalid syntax at character 4"),
-        ("len()", "len takes two arguments"),
-        ("contains(list)", "contains takes two arguments"),
-        ("len(list, 1, 2)", "len takes two arguments"),
-        ("starts(text, 5)", "takes the name of a key"),
-        ("eval(text, 5)", "unknown function 'eval', expected one of contains, item, len, starts, times"),
+        ("a % zero", "'a % zero': division by zero"),
+        ("a // (b - 4)", "division by zero"),
         ("len(a, 2)", "'a' in the config is 6, expected a list or an object"),
-        ("contains(text, 1)", "expected a list of at most 10000 items"),
+        ("contains(word, 1)", "expected a list of at most 10000 items"),
         ("contains(many, 1)", "expected a list of at most 10000 items"),
         ("item(list, 3)", "expected an integer, or a list of integers with item 3"),
         ("item(texts, 0)", "expected an integer, or a list"),
         ("starts(list, x)", "expected a string"),
-        ("times(text, 1)", "expected a number"),
+        ("times(word, 1)", "expected a number"),
         ("times(nan, 1)", "expected a number"),
         ("times(infinite, 1)", "expected a number"),
-        ("times(none, 1)", "'none' in the config is None, expected a number"),
+        ("times(none, 1)", "'times(none, 1)': 'none' in the config is None, expected a number"),
         ("times(huge, 1)", "beyond 64 bits"),
+        ("times(digits, 3)", "beyond 64 bits"),
         ("times(half, big)", "beyond 64 bits"),
-        ("__import__('os')", '"\'" is neither'),
-        ("a // zero", "division by zero"),
-        ("a // (b - 4)", "division by zero"),
-        ("big + 1", "beyond 64 bits"),
+        ("big + 1", "'big + 1': a value beyond 64 bits"),
         ("big * big", "beyond 64 bits"),
-        ("99999999999999999999999", "beyond 64 bits"),
-        ("٣", "is neither"),
-        ("(" * 60 + "a" + ")" * 60, "more than 50 nested parentheses"),
-        ("a+" * 600 + "a", "got 1201"),
+        ("digits", "beyond 64 bits"),
+        ("huge", "beyond 64 bits"),
+        ("0 - big - 1", "beyond 64 bits"),
+        ("half", "'half' in config.json is 1.5, expected an integer"),
+        ("text", "expected an integer"),
+        ("text.width", "'text.width' is required, but config.json lacks it"),
+        ("a.width", "'a.width' is required"),
     ],
 )
-def test_expressions_that_have_no_value(text, reason):
-    with pytest.raises(ExpressionError) as caught:
-        evaluate(text, VALUES.__getitem__, VALUES.get)
+def test_values_that_give_no_size(text, reason):
+    with pytest.raises(ConfigError) as caught:
+        Config(VALUES, {}).evaluate(text)
     assert reason in str(caught.value)
-
-
-def test_names_in_an_expression():
-    assert names_in("(a + 2 * text.dim) // zero") == ["a", "text.dim", "zero"]
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -255,84 +215,10 @@ def test_defaults_and_configs():
     ):
         with pytest.raises(ConfigError, match=reason.replace("(", r"\(")):
             llama.expand({**config, **change}, ())
-    with pytest.raises(ExpressionError, match="division by zero"):
+    with pytest.raises(ConfigError, match="division by zero"):
         llama.expand({**config, "num_attention_heads": 0}, ())
     with pytest.raises(ConfigError, match=r"'vocab_size' is required, but there is no config\.json"):
         llama.expand(None, ())
-
-
-TINY = {
-    "name": "tiny",
-    "layers": "n",
-    "defaults": {"m": "2 * d"},
-    "tensors": {"h.{}.w": {"shape": ["m", "d"]}, "b": {"shape": [3, "?"], "role": "bias", "optional": True}},
-}
-
-
-def test_a_schema_of_ones_own(tmp_path):
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(TINY))
-    for source in (path, str(path), TINY):
-        wanted = reading.load(source).expand({"n": 2, "d": 5}, ())
-        assert {name: w.shape for name, w in wanted.items()} == {"h.0.w": (10, 5), "h.1.w": (10, 5), "b": (3, None)}
-    assert reading.load("llama") is reading.built_in()["llama"]
-    with pytest.raises(
-        ValueError,
-        match=r"unknown schema 'lama', did you mean 'llama'\?; expected a JSON file or one of bert, bert_mult",
-    ):
-        reading.load("lama")
-    with pytest.raises(FileNotFoundError):
-        reading.load(tmp_path / "missing.json")
-    with pytest.raises(ConfigError, match="the default of 'a' depends on itself: m -> a -> b -> a"):
-        reading.load({**TINY, "defaults": {"a": "b", "b": "a", "m": "a"}}).expand({"n": 1, "d": 1}, ())
-    chain = {f"a{k}": f"a{k + 1}" for k in range(1000)}
-    with pytest.raises(ExpressionError, match="too deep"):
-        reading.load({**TINY, "defaults": {**chain, "m": "a0"}}).expand({"n": 1, "d": 1}, ())
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"name": 3}, "a schema must be"),
-        ({"tensor": {}}, "unknown field 'tensor'"),
-        ({"tensors": {}}, "must be a nonempty object"),
-        ({"tensors": []}, "must be a nonempty object"),
-        ({"layers": None}, "but layers is missing"),
-        ({"layers": "n +"}, "layers, counts or defaults: 'n \\+': invalid syntax"),
-        ({"defaults": {"m": 1.5}}, "integers and expressions"),
-        ({"defaults": {"m": "2 d"}}, "'2 d': invalid syntax"),
-        ({"prefixes": "model."}, "prefixes must be a list of strings"),
-        ({"prefixes": ["", "x.{}."]}, "prefixes must not contain"),
-        ({"tensors": {"w": ["a"]}}, "'w' must be an object with shape"),
-        ({"tensors": {"w": {"role": "norm"}}}, "'w' must be an object with shape"),
-        ({"tensors": {"w": {"shape": "a"}}}, "the shape of 'w' must be a list"),
-        ({"tensors": {"w": {"shape": ["a /"]}}}, "'w': 'a /': invalid syntax"),
-        ({"tensors": {"w": {"shape": [1.5]}}}, "expected an expression, got 1.5"),
-        ({"tensors": {"w": {"shape": [True]}}}, "expected an expression, got True"),
-        ({"tensors": {"w": {"shape": [], "role": "king"}}}, "the role of 'w' is 'king'"),
-        ({"tensors": {"w": {"shape": [], "optional": 1}}}, "optional must be true or false for 'w'"),
-        ({"tensors": {"w": {"shape": [], "when": "("}}}, "'w'"),
-        ({"tensors": {"w": {"shape": [], "also": "x"}}}, "also must be a list of names for 'w'"),
-        ({"tensors": {"w": {"shape": [], "tied": ["v"]}}}, "tied must be a name for 'w'"),
-        ({"tensors": {"w.{}.{}.{}": {"shape": []}}}, "at most 2"),
-        ({"tensors": {"w.{expert}": {"shape": []}}}, "'w.{expert}' has {expert}, but counts has no expert"),
-        ({"tensors": {"w.{}0": {"shape": []}}}, "'w.{}0' has two adjacent numbers"),
-        ({"tensors": {"w.1{}": {"shape": []}}}, "two adjacent numbers"),
-        ({"tensors": {"w.{}{}": {"shape": []}}}, "two adjacent numbers"),
-        ({"counts": {"expert": "("}}, "layers, counts or defaults: '\\(': invalid syntax"),
-        ({"counts": {"expert": 5}}, "expected an expression, got 5"),
-        ({"counts": []}, "counts must be an object"),
-        ({"more_layers": "1 +"}, "'1 \\+': invalid syntax"),
-        ({"keys": "dim"}, "keys must be a list of strings"),
-        ({"config": 5}, "config must be a string"),
-        ({"tensors": {"w": {"shape": ["a? ?"]}}}, "'w': 'a\\? ': '\\?' is neither"),
-        ({"tensors": {"w": {"shape": [], "architectures": "A"}}}, "architectures must be a list of names for 'w'"),
-        ({"tensors": {"w.{}": {"shape": [], "also": ["v"]}}}, "the same number"),
-    ],
-)
-def test_what_is_no_schema(change, reason):
-    with pytest.raises(safeload.FormatError, match=reason):
-        reading.parse({**TINY, **change})
 
 
 def test_the_installed_package_has_the_schemas():

@@ -284,17 +284,6 @@ def test_layers_without_a_schema():
     assert check(tensors, schema=None).schema is None
 
 
-def test_a_schema_of_ones_own(tmp_path):
-    tiny = {"name": "tiny", "layers": "n", "tensors": {"h.{}.w": {"shape": ["d", 2]}}}
-    (tmp_path / "tiny.json").write_text(json.dumps(tiny))
-    (tmp_path / "config.json").write_text(json.dumps({"n": 2, "d": 2}))
-    tensors = {"h.0.w": np.float32([[1, 2], [3, 4]]), "h.1.w": np.float32([[1, 2]])}
-    for schema in (tiny, tmp_path / "tiny.json"):
-        report = check(tensors, config=tmp_path / "config.json", schema=schema)
-        assert codes(report) == [("error", "schema.shape", "h.1.w")]
-        assert report.schema == "tiny"
-
-
 # ---- sizes, arrays, limits ----
 
 
@@ -338,7 +327,7 @@ def test_limits():
         ({"limits": "ab"}, TypeError),
         ({"shape": (1,)}, ValueError),
         ({"schema": "lama"}, ValueError),
-        ({"schema": {"name": "x"}}, safeload.FormatError),
+        ({"schema": {"name": "x"}}, ValueError),
         ({"config": "missing.json"}, FileNotFoundError),
     ],
 )

@@ -1,4 +1,4 @@
-"""JSON beside weights: one reader for index.json, config.json, schemas, layouts and manifests."""
+"""JSON beside weights: one reader for index.json, config.json, layouts and manifests."""
 
 import json
 import os
@@ -92,12 +92,10 @@ try:
     if "asan" not in os.environ.get("LD_PRELOAD", ""):  # AddressSanitizer maps terabytes
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 except ImportError: pass
-from builders.inside import reading
 from builders.inside import manifest
 calls = {
     "open": lambda path, name: safeload.open(path),
     "index": lambda path, name: safeload.open(f"{path}/{name}"),
-    "schema": lambda path, name: reading.load(f"{path}/{name}"),
     "layout": lambda path, name: safeload.Layout.from_json(f"{path}/{name}"),
     "manifest": lambda path, name: manifest.read(f"{path}/{name}"),
     "config": lambda path, name: safeload.check(path + "/a.safetensors", config=f"{path}/{name}"),
@@ -123,7 +121,7 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_read(kind, tmp_path):
         timeout=60,
         cwd=tmp_path,
     )
-    calls = ("open", "index", "schema", "layout", "manifest", "config")
+    calls = ("open", "index", "layout", "manifest", "config")
     assert done.stdout.splitlines() == [f"{call} is refused" for call in calls], done.stderr
 
 

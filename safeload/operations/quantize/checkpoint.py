@@ -245,10 +245,10 @@ def load_quantized(
     """Load a checkpoint with its matrices quantized and other floating tensors as float32, in one pass over its bytes.
 
     Floating tensors with 2 axes are quantized (with 3 axes: each matrix), except embeddings, norms and biases. These
-    are identified by the schema of the architecture in ``config.json`` (see `safeload.models.schema`), or by
-    `KEPT_NAMES` if there is no schema. Integer, bool and complex tensors are unchanged. Tensors that are already
-    quantized stay as they are, unless another scheme is requested: then they are dequantized and quantized again. For
-    int8 each matrix is read twice, first for its absmax.
+    are identified by the schema of the architecture in ``config.json``, or by `KEPT_NAMES` if there is no schema.
+    Integer, bool and complex tensors are unchanged. Tensors that are already quantized stay as they are, unless another
+    scheme is requested: then they are dequantized and quantized again. For int8 each matrix is read twice, first for
+    its absmax.
 
     If the head is tied to the embedding and not stored, the head is quantized from the embedding, which stays float32.
     The schema and the config determine which tensors are tied. In unknown architectures ``lm_head.weight`` is tied to

@@ -71,7 +71,7 @@ def check(
     source: Source,
     *,
     config: PathLike | Mapping[str, Any] | None = None,
-    schema: str | PathLike | Mapping[str, Any] | None = "auto",
+    schema: str | None = "auto",
     shape: tuple[int | None, ...] | None = None,
     limits: Limits | Mapping[str, Any] | tuple[float, float] | None = None,
     values: bool = True,
@@ -97,7 +97,7 @@ def check(
         config: parsed config.json or its path. None uses the config.json of a folder, or the params.json beside
             consolidated.00.pth or consolidated.safetensors.
         schema: the expected names and shapes: "auto" to choose a schema by architectures and model_type in the config;
-            the name of a schema; the path or content of a schema (see `safeload.models.schema`); or None.
+            the name of a built-in schema; or None.
         shape: expected shape of a single array, with None for any size.
         limits: (low, high) for values; or a dict with any of low, high, norm (largest absolute value of norm weights),
             parameters (number of elements in all tensors), scale and absmax (of int8 tensors: a number, or numbers by
@@ -120,7 +120,7 @@ def check(
     Raises:
         ValueError, TypeError: invalid arguments, such as ``executor`` with tensors in memory.
         TensorNotFoundError: a pattern matches no tensor.
-        FormatError: the file of the schema or config is invalid.
+        FormatError: the file of the config is invalid.
         OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
 
     Example:

@@ -95,7 +95,7 @@ class CheckSettings(NamedTuple):
 
 def settings(
     config: PathLike | Mapping[str, Any] | None = None,
-    schema: str | PathLike | Mapping[str, Any] | None = "auto",
+    schema: str | None = "auto",
     limits: Any = None,
     *,
     values: bool = True,
