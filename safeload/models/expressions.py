@@ -44,6 +44,16 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], int]] = {
 }
 
 
+# The arguments that functions expect.
+_KINDS = {
+    "len": "a list or an object",
+    "item": "an integer, or a list of integers with item {}",
+    "contains": f"a list of at most {_ITEMS} items",
+    "starts": "a string",
+    "times": "a number",
+}
+
+
 class ConfigError(ValueError):
     """A config lacks a key of a schema, or has a value there from which no size follows."""
 
@@ -127,20 +137,21 @@ class Config:
             left, right = self._run(node.left, layer), self._run(node.comparators[0], layer)
             value = int(_OPERATORS[type(node.ops[0])](left, right))
         elif isinstance(node, ast.Call):
-            value = self._call(node.func, _name(node.args[0]), node.args[1], layer)
+            value = self._function(node, layer)
         else:
             value = self._integer(_name(node), layer)
         if not -_LIMIT < value < _LIMIT:
             raise _NoValueError("a value beyond 64 bits")
         return value
 
-    def _call(self, function: Any, key: str, argument: Any, layer: int | None) -> int:
+    def _function(self, node: Any, layer: int | None) -> int:
+        function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
         value = self.value(key, layer)
-        other = argument.id if function.id == "starts" else self._run(argument, layer)
-        kind, call = _FUNCTIONS[function.id]
-        result = call(value, other)
+        other = argument.id if function == "starts" else self._run(argument, layer)
+        result = _call(function, value, other)
         if result is None:
-            raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {kind.format(other)}")
+            expected = _KINDS[function].format(other)
+            raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
         return int(result)
 
 
@@ -148,44 +159,21 @@ def _name(node: Any) -> str:
     return node.id if isinstance(node, ast.Name) else f"{_name(node.value)}.{node.attr}"
 
 
-# ---- functions: None for a value of the wrong kind ----
-
-
-def _len(value: Any, missing: int) -> int | None:
-    if value is None:
-        return missing
-    return len(value) if isinstance(value, (list, tuple, Mapping)) else None
-
-
-def _item(value: Any, index: int) -> int | None:
-    if isinstance(value, (list, tuple)) and index < len(value):
-        value = value[index]
-    return value if isinstance(value, int) else None
-
-
-def _contains(value: Any, number: int) -> int | None:
-    if value is None:
-        return 0
-    return number in value if isinstance(value, (list, tuple)) and len(value) <= _ITEMS else None
-
-
-def _starts(value: Any, word: str) -> int | None:
-    if value is None:
-        return 0
-    return value.startswith(word) if isinstance(value, str) else None
-
-
-def _times(value: Any, number: int) -> int | None:
+def _call(function: str, value: Any, other: Any) -> int | None:
+    """Return the value of a function of a key's value, or None for a value of the wrong kind."""
+    listed = isinstance(value, (list, tuple))
+    if value is None and function not in ("item", "times"):
+        return other if function == "len" else 0
+    if function == "len":
+        return len(value) if listed or isinstance(value, Mapping) else None
+    if function == "item":
+        item = value[other] if listed and other < len(value) else value
+        return item if isinstance(item, int) else None
+    if function == "contains":
+        return other in value if listed and len(value) <= _ITEMS else None
+    if function == "starts":
+        return value.startswith(other) if isinstance(value, str) else None
     if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
         return None
     # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
-    return int(value * number) if -_LIMIT < value < _LIMIT else _LIMIT
-
-
-_FUNCTIONS: dict[str, tuple[str, Callable[[Any, Any], int | None]]] = {
-    "len": ("a list or an object", _len),
-    "item": ("an integer, or a list of integers with item {}", _item),
-    "contains": (f"a list of at most {_ITEMS} items", _contains),
-    "starts": ("a string", _starts),
-    "times": ("a number", _times),
-}
+    return int(value * other) if -_LIMIT < value < _LIMIT else _LIMIT

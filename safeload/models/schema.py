@@ -51,7 +51,7 @@ MAX_LISTED = 100
 
 # A layer number. ``int`` accepts at most 4300 digits.
 NUMBER = "0|[1-9][0-9]{0,4299}"
-_DIGITS = 4300
+_COUNT = re.compile(NUMBER)
 
 # Placeholders in names: a prefix, the layer number, and any number.
 PREFIX, LAYER = "{prefix}", "{}"
@@ -135,10 +135,13 @@ class Schema:
     def find(self, name: str) -> SchemaMatch | None:
         """Return the entry of a name, or None if the architecture has no such tensor."""
         parts = _NUMBERS.split(name)
-        numbers = parts[1::2]
         for entry, prefix, slots in self._places.get("#".join(parts[::2]), ()):
-            own = _own_numbers(numbers, slots)
-            if own is not None:
+            numbers = parts[1::2]
+            if len(numbers) != len(slots):  # the name contains the character that replaces numbers
+                continue
+            pairs = [*zip(numbers, slots, strict=True)]
+            if all(number == slot if slot else _COUNT.fullmatch(number) for number, slot in pairs):
+                own = tuple(int(number) for number, slot in pairs if not slot)
                 stack = name if not own else "".join(parts[: 2 * slots.index("") + 1])
                 return SchemaMatch(entry, prefix, stack, own)
         return None
@@ -161,11 +164,7 @@ class Schema:
         )
 
     def tied(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
-        """Return the embeddings of required heads that are absent because they are tied, by head.
-
-        Raises:
-            ConfigError: the condition has no value in this config.
-        """
+        """Return the embeddings of required heads that are absent because they are tied, by head; see `pairs`."""
         pairs = self.pairs(names, config).items()
         return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
 
@@ -179,7 +178,7 @@ class Schema:
         architecture = self.architecture(config)
         result = {}
         for entry in self.entries:
-            if entry.tied is None or not _in(entry, architecture) or PLACEHOLDER.search(_bare(entry)):
+            if entry.tied is None or not _in(entry, architecture) or _slots(entry):
                 continue
             if entry.tied_when is not None and keys.evaluate(entry.tied_when) == 0:
                 continue
@@ -211,25 +210,9 @@ class Schema:
         return max(self.prefixes, key=lambda prefix: counts[prefix])
 
 
-def _own_numbers(numbers: list[str], slots: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Return the numbers in place of placeholders; None if another number differs from the schema."""
-    if len(numbers) != len(slots):  # the name contains the character that replaces numbers
-        return None
-    own = []
-    for number, slot in zip(numbers, slots, strict=True):
-        if slot:
-            if number != slot:
-                return None
-        elif (number[0] == "0" and number != "0") or len(number) > _DIGITS:
-            return None
-        else:
-            own.append(int(number))
-    return tuple(own)
-
-
-def _bare(entry: SchemaEntry) -> str:
-    """Return the name of an entry without its prefix."""
-    return entry.name.removeprefix(PREFIX)
+def _slots(entry: SchemaEntry) -> list[str]:
+    """Return the placeholders of an entry without their braces: "" for the layer number."""
+    return PLACEHOLDER.findall(entry.name.removeprefix(PREFIX))
 
 
 def _in(entry: SchemaEntry, architecture: str | None) -> bool:
@@ -253,24 +236,32 @@ class _Expansion:
         self._total = 0
 
     def run(self) -> dict[str, ExpectedTensor]:
-        result: dict[str, ExpectedTensor] = {}
-        first = next(iter(self._schema.architectures), None)
-        for entry in self._schema.entries:
-            optional = entry.optional
-            if entry.architectures and not _in(entry, self._architecture):
-                # An architecture outside the schema can have the usual head.
-                usual = self._architecture is None and _in(entry, first)
-                if not optional and not usual:
-                    continue
-                optional = True
-            elif entry.architectures:
-                optional = False
-            for tensor in self._tensors(entry, optional=optional):
-                result[tensor.name] = tensor
-        return self._without_absent(result)
+        expected = {tensor.name: tensor for entry in self._schema.entries for tensor in self._tensors(entry)}
+        if self._schema.more_layers is None:
+            return expected
+        # Additional layers without any tensor in the model are absent.
+        usual = self._count(self._schema.layers)
+        in_layers = [tensor for tensor in expected.values() if _slots(tensor.entry)[:1] == [""]]
+        present = {tensor.layer for tensor in in_layers if tensor.name in self._known}
+        for tensor in in_layers:
+            if tensor.layer is not None and tensor.layer >= usual and tensor.layer not in present:
+                del expected[tensor.name]
+        return expected
 
-    def _tensors(self, entry: SchemaEntry, *, optional: bool) -> Iterator[ExpectedTensor]:
-        slots = PLACEHOLDER.findall(entry.name.replace(PREFIX, self._prefix))
+    def _required(self, entry: SchemaEntry) -> bool | None:
+        """Return False for an optional tensor, and None for one that the architecture does not have."""
+        if not entry.architectures:
+            return not entry.optional
+        if _in(entry, self._architecture):
+            return True
+        # An architecture outside the schema can have the usual head.
+        usual = self._architecture is None and _in(entry, next(iter(self._schema.architectures), None))
+        return False if entry.optional or usual else None
+
+    def _tensors(self, entry: SchemaEntry) -> Iterator[ExpectedTensor]:
+        required, slots = self._required(entry), _slots(entry)
+        if required is None:
+            return
         layers = [layer for layer in self._layers(slots) if self._holds(entry.when, layer)]
         inner = self._count(self._counts[slots[1]]) if len(slots) > 1 and layers else 1
         self._total += len(layers) * inner
@@ -284,7 +275,6 @@ class _Expansion:
         tied = None if entry.tied is None else entry.tied.replace(PREFIX, self._prefix)
         if tied is not None and not self._holds(entry.tied_when, None):
             tied = None
-        required = not optional and tied is None
         spellings = [PLACEHOLDER.split(text.replace(PREFIX, self._prefix)) for text in (entry.name, *entry.also)]
         stack = spellings[0][0] if slots else ""
         for layer in layers:
@@ -293,7 +283,7 @@ class _Expansion:
                 if len(spellings) > 1:
                     names = (_spell(parts, layer, number) for parts in spellings)
                     name = next((text for text in names if text in self._known), name)
-                yield ExpectedTensor(name, shape, stack, layer, required, entry, tied)
+                yield ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
 
     def _layers(self, slots: list[str]) -> Iterable[int | None]:
         """Return the numbers of the first placeholder; a single None for a name without placeholders."""
@@ -316,33 +306,13 @@ class _Expansion:
         return count
 
     def _size(self, text: str) -> int | None:
-        if text == ANY:
-            return None
         bare = text.removesuffix(ANY)
-        if bare != text and any(self._keys.value(name) is None for name in names_in(bare)):
+        if bare != text and (not bare or any(self._keys.value(name) is None for name in names_in(bare))):
             return None
         value = self._keys.evaluate(bare)
-        if value < 0:
-            if bare != text:
-                return None
+        if value < 0 and bare == text:
             raise ConfigError(f"the size {text} must be >= 0, got {value}")
-        return value
-
-    def _without_absent(self, result: dict[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
-        """Remove the additional layers without any tensor in the model."""
-        if self._schema.more_layers is None:
-            return result
-        usual = self._count(self._schema.layers)
-        tensors = filter(_in_layers, result.values())
-        additional = [tensor for tensor in tensors if tensor.layer is not None and tensor.layer >= usual]
-        present = {tensor.layer for tensor in additional if tensor.name in self._known}
-        absent = {tensor.layer for tensor in additional} - present
-        return {name: tensor for name, tensor in result.items() if not (tensor.layer in absent and _in_layers(tensor))}
-
-
-def _in_layers(tensor: ExpectedTensor) -> bool:
-    """Return True if the layer number of a tensor counts ``layers``."""
-    return _bare(tensor.entry).find(LAYER) == _bare(tensor.entry).find("{")
+        return value if value >= 0 else None
 
 
 def _spell(parts: list[str], layer: int | None, number: int) -> str:

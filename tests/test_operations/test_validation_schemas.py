@@ -294,9 +294,9 @@ def test_the_tensors_of_a_config_are_counted_before_they_are_made():
         ({"num_nextn_predict_layers": -3}, "num_nextn_predict_layers must be 0 to 10000, got -3"),
         ({"kv_lora_rank": {"a": 1}}, "'kv_lora_rank' in config.json is {'a': 1}, expected an integer"),
     ):
-        started = time.perf_counter()
+        started = time.process_time()
         report = check(tensors, config={**config, **change})
-        assert time.perf_counter() - started < 10
+        assert time.process_time() - started < 10
         assert codes(report) == [("error", "schema.config", None)]
         assert reason in report.errors[0].message
 
