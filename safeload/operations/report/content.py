@@ -16,7 +16,7 @@ from ...engine.run.progress import Bars
 from ..quantize.quantize import SchemeName
 from . import plots
 from .kinds import ReportContent, content
-from .page import collapsible, facts, finding, part, section, table
+from .page import collapsible, facts, finding, part, section, soft, table
 from .plots import Line
 from .source import File
 
@@ -68,34 +68,21 @@ def sections(
     infos = opened.tensors
     shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
     metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]
-    listed = (
-        collapsible(
-            _some(len(opened.metadata), _METADATA, "metadata entry", "metadata entries"),
-            facts(metadata, "pairs"),
-            rows=len(metadata),
-        )
-        if metadata
-        else ""
-    )
+    title = _some(len(opened.metadata), _METADATA, "metadata entry", "metadata entries")
+    listed = collapsible(title, facts(metadata, "pairs"), rows=len(metadata))
     yield section("Contents", facts(_facts(opened, report), "tiles"), listed)
     if not infos:
         return
     layered = bool(shown.layered)
     layers = len({row.layer for row in shown.layered})
     cut = f"The first {plots.LAYERS} of {layers:,} layers." if layers > plots.LAYERS else ""
-    by_layer = (
-        part("By layer", (f'<p class="soft small">{cut}</p>' if cut else "") + plots.stacks(shown)) if layered else ""
-    )
+    by_layer = part("By layer", soft(cut) + plots.stacks(shown)) if layered else ""
     yield section("Size breakdown", plots.bars(shown), by_layer, note=_BARS if layered else "")
     yield _sizes(opened)
     lines = [row for row in shown.layered if row.stats is not None]
-    drawn = plots.panels(lines, _SPREAD, log=True)
-    if drawn:
-        yield section("Values by layer", plots.legend(_SPREAD), drawn, note=cut)
+    yield section("Values by layer", plots.panels(lines, _SPREAD, log=True), note=cut)
     measured = [row for row in shown.tensors if row.stats is not None]
-    heat = plots.heat(measured, _lowest())
-    if heat:
-        yield section("Magnitude distribution", plots.shades(), heat, note=_HEAT)
+    yield section("Magnitude distribution", plots.heat(measured, _lowest()), note=_HEAT)
     if scheme is not None:
         yield _quantized(opened, shown, scheme, threads=threads, bars=bars)
     yield section("Tensors", _table(opened, report))
@@ -192,11 +179,11 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, *, 
         rows = [[*row, ""] for row in rows]
         rows += [[name, "", "", "", reason] for name, reason in islice(refused.items(), _ROWS)]
     line = Line("signal-to-noise ratio in dB, higher is better", 2, lambda row: float(errors[row.name].snr_db))
-    drawn = plots.panels([row for row in shown.layered if row.name in errors], [line], log=False)
+    lines = [row for row in shown.layered if row.name in errors]
     title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
     return section(
         f"Error when quantized to {scheme}",
-        plots.legend([line]) + drawn if drawn else "",
+        plots.panels(lines, [line], log=False),
         table(title, header, rows, label=f"quantization error of {scheme}"),
     )
 

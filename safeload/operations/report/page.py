@@ -58,7 +58,8 @@ def finding(first: Finding, *, similar: Sequence[tuple[str, str]], left: int) ->
     items = [f"<li><code>{escaped(name)}</code> {escaped(message)}</li>" for name, message in similar]
     if left:
         items.append(f"<li>and {left:,} more; safeload check --json lists all</li>")
-    listed = collapsible(f"{count - 1:,} more like it", f"<ul>{''.join(items)}</ul>", rows=len(items)) if items else ""
+    inside = f"<ul>{''.join(items)}</ul>" if items else ""
+    listed = collapsible(f"{count - 1:,} more like it", inside, rows=len(items))
     return (
         f'<li class="{escape(severity)}"><p class="what"><b>{escape(severity)}</b> '
         f"<code>{escaped(first.code)}</code>{many}</p>"
@@ -71,8 +72,12 @@ def section(title: str, *parts: str, note: str = "") -> str:
     inside = "".join(parts)
     if not inside:
         return ""
-    explained = f'<p class="soft small">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{explained}{inside}</section>"
+    return f"<section><h2>{escape(title)}</h2>{soft(note)}{inside}</section>"
+
+
+def soft(note: str) -> str:
+    """Return a note in small type."""
+    return f'<p class="soft small">{escape(note)}</p>' if note else ""
 
 
 def part(title: str, inside: str) -> str:
@@ -81,7 +86,9 @@ def part(title: str, inside: str) -> str:
 
 
 def collapsible(title: str, inside: str, *, rows: int, closed: bool = True) -> str:
-    """Return a collapsible list; on paper a short list is printed and a long list is only named."""
+    """Return a collapsible list, "" for an empty one; on paper a short list is printed, and a long list named."""
+    if not inside:
+        return ""
     state = "" if closed else " open"
     short = ' class="short"' if rows <= _PRINTED else ""
     missing = "" if short else f'<p class="printed soft">Not printed: {escape(title)}.</p>'

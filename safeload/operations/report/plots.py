@@ -54,27 +54,13 @@ def bars(shown: ReportContent) -> str:
     """Bar chart of the bytes of each kind of tensor, in the colours of `stacks`."""
     totals = by_size(shown.tensors)
     total_bytes = max(1, sum(totals.values()))
-    largest = max(1, max(totals.values(), default=1))
-    names = labels(totals)
-    rows = [(names[kind], shown.colours.get(kind), total) for kind, total in list(totals.items())[:KINDS]]
-    rest = len(totals) - len(rows)
-    if rest:
-        remaining = sum(totals.values()) - sum(total for *_, total in rows)
-        rows.append((f"{rest:,} other{'' if rest == 1 else 's'}", None, remaining))
-        largest = max(largest, remaining)
-    plain = "o" if shown.colours else 0
-    lines = [
-        _bar(
-            breakable(name),
-            total,
-            largest,
-            kind="name mono",
-            colour=plain if colour is None else colour,
-            remark=_share(total / total_bytes),
-        )
-        for name, colour, total in rows
-    ]
-    return f'<table class="bars"><thead><tr>{_BARS_HEAD}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    names, plain = labels(totals), "o" if shown.colours else 0
+    rows = [(breakable(names[kind]), shown.colours.get(kind, plain), total) for kind, total in totals.items()]
+    if rest := rows[KINDS:]:
+        others = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
+        rows[KINDS:] = [(others, plain, sum(total for *_, total in rest))]
+    drawn = _bars([(*row, _share(row[-1] / total_bytes)) for row in rows], "name mono")
+    return f'<table class="bars"><thead><tr>{_BARS_HEAD}</tr></thead>{drawn}</table>'
 
 
 def _share(part: float) -> str:
@@ -84,60 +70,53 @@ def _share(part: float) -> str:
 def measures(rows: Sequence[tuple[str, int]]) -> str:
     """Bar chart of sizes, each with its ratio to the first."""
     first = max(1, rows[0][1])
-    largest = max(1, *(total for _, total in rows))
+    bars = [(escape(name), 0 if k else "o", total, f"{total / first:.2f}x") for k, (name, total) in enumerate(rows)]
+    return f'<table class="bars">{_bars(bars, "name")}</table>'
+
+
+def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str) -> str:
+    """Return the body of a bar chart: HTML of the title, colour, bytes and a remark for each bar."""
+    largest = max([1, *(total for _, _, total, _ in rows)])
     lines = [
-        _bar(escape(name), total, largest, kind="name", colour=0 if k else "o", remark=f"{total / first:.2f}x")
-        for k, (name, total) in enumerate(rows)
+        f'<tr><th scope="row" class="{kind}">{title}</th><td class="bar">'
+        + (f'<span class="f{colour}" style="width:{100 * total / largest:.2f}%"></span>' if total else "")
+        + f'</td><td class="number">{size(total)}</td><td class="number share soft">{escaped(remark)}</td></tr>'
+        for title, colour, total, remark in rows
     ]
-    return f'<table class="bars"><tbody>{"".join(lines)}</tbody></table>'
-
-
-def _bar(title: str, total: int, largest: int, *, kind: str, colour: int | str, remark: str) -> str:
-    drawn = f'<span class="f{colour}" style="width:{100 * total / largest:.2f}%"></span>' if total else ""
-    return (
-        f'<tr><th scope="row" class="{kind}">{title}</th><td class="bar">{drawn}</td>'
-        f'<td class="number">{size(total)}</td><td class="number share soft">{escaped(remark)}</td></tr>'
-    )
+    return f"<tbody>{''.join(lines)}</tbody>"
 
 
 def stacks(shown: ReportContent) -> str:
     """Stacked bar chart of the bytes of each layer, by kind."""
     layers = _layers(shown.layered)
     place = {layer: k for k, layer in enumerate(layers)}
-    sums = np.zeros(len(layers))
-    drawn = []
-    kinds: dict[str | None, list[ReportRow]] = {}
-    for row in shown.layered:
-        kinds.setdefault(row.kind if row.kind in shown.colours else None, []).append(row)
     names = labels(by_size(shown.layered))
+    heights = {kind: np.zeros(len(layers)) for kind in (*shown.colours, None)}
+    for row in shown.layered:
+        if row.layer in place:
+            heights[row.kind if row.kind in shown.colours else None][place[row.layer]] += row.nbytes
+    top = max(1.0, float(sum(heights.values(), np.zeros(len(layers))).max(initial=0)))
     gap = 0.1 if len(layers) <= 128 else 0
-    for kind in [*shown.colours, None]:
-        heights = np.zeros(len(layers))
-        for row in kinds.get(kind, ()):
-            if row.layer in place:
-                heights[place[row.layer]] += row.nbytes
-        if heights.any():
-            drawn.append((kind, sums.copy(), heights))
-            sums += heights
-    top = max(1.0, float(sums.max(initial=0)))
-    marks = []
-    for kind, bottoms, heights in drawn:
+    sums, marks = np.zeros(len(layers)), []
+    for kind, own in heights.items():
         boxes = [
             f"M{k + gap:g} {_HEIGHT * (1 - low / top):.0f}h{1 - 2 * gap:g}v{-_HEIGHT * height / top:.1f}H{k + gap:g}z"
-            for k, (low, height) in enumerate(zip(bottoms, heights, strict=True))
+            for k, (low, height) in enumerate(zip(sums, own, strict=True))
             if height
         ]
-        colour = "o" if kind is None else shown.colours[kind]
-        title = escaped("others" if kind is None else names[kind])
-        marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{title}</title></path>')
+        colour, title = ("o", "others") if kind is None else (shown.colours[kind], names[kind])
+        if boxes:
+            marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{escaped(title)}</title></path>')
+        sums += own
     per_unit, unit_name = unit(int(top))
     ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit, 4)]
     label = f"Bytes of {plural(len(layers), 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
-    return _plot("".join(marks), len(layers), ticks, label=label, axis=_layer_axis(layers, 12), caption="layer")
+    axis = f"{_layer_axis(layers, 12)}<p class=caption>layer</p>"
+    return _plot("".join(marks), len(layers), ticks, label=label, axis=axis)
 
 
 def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) -> str:
-    """Line charts of values over the layers, a chart per kind, all on one scale."""
+    """Line charts of values over the layers with a legend, a chart per kind, all on one scale."""
     layers = _layers(tensors)
     place = {layer: k for k, layer in enumerate(layers)}
     groups = by_kind([row for row in tensors if row.layer in place])
@@ -146,7 +125,7 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
     if not every:
         return ""
     bottom, top, ticks = _scale(min(every), max(every), log=log)
-    names = labels(groups)
+    names, axis = labels(groups), _layer_axis(layers, 3)
     figures = []
     for kind, drawn in series:
         marks, extents = [], []
@@ -155,15 +134,9 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
             values = [10**y if log else y for _, y in points]
             extents.append(f"{line.title} {min(values):.3g} to {max(values):.3g}" if values else f"no {line.title}")
         label = f"{names[kind]}, {plural(len(layers), 'layer')}: {', '.join(extents)}"
-        axis = _layer_axis(layers, 3)
         figures.append(_plot("".join(marks), len(layers), ticks, title=names[kind], label=label, axis=axis))
-    return f'<div class="panels">{"".join(figures)}</div>'
-
-
-def legend(lines: Iterable[Line]) -> str:
-    """Return the legend of `panels`."""
-    items = "".join(f'<span><i class="f{line.colour}"></i>{escape(line.title)}</span>' for line in lines)
-    return f'<p class="legend">{items}</p>'
+    legend = "".join(f'<span><i class="f{line.colour}"></i>{escape(line.title)}</span>' for line in lines)
+    return f'<p class="legend">{legend}</p><div class="panels">{"".join(figures)}</div>'
 
 
 def _layers(tensors: Iterable[ReportRow]) -> list[int]:
@@ -193,25 +166,22 @@ def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[fl
     return drawn
 
 
-def _plot(
-    marks: str,
-    width: int,  # of the marks in SVG units
-    ticks: Sequence[tuple[float, str]],  # positions on the vertical axis, between 0 and 1, and their texts
-    *,
-    title: str = "",
-    label: str,  # for screen readers
-    axis: str,
-    caption: str = "",  # of the horizontal axis
-) -> str:
-    """Return a chart with its axes."""
+def _plot(marks: str, width: int, ticks: Sequence[tuple[float, str]], *, title: str = "", label: str, axis: str) -> str:
+    """Return a chart; ticks are positions on the vertical axis, between 0 and 1, and their texts."""
     rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
     scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(text)}</span>' for at, text in ticks)
+    heading = f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""
     return (
-        f'<figure class="plot">{f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""}'
-        f'<div class="y">{scale}</div><div class="area">'
-        f'<svg role="img" aria-label="{escaped(label)}" viewBox="0 0 {width} {_HEIGHT}" preserveAspectRatio="none">'
-        f"<title>{escaped(label)}</title>{rules}{marks}</svg></div>"
-        f"{axis}{f'<p class=caption>{escaped(caption)}</p>' if caption else ''}</figure>"
+        f'<figure class="plot">{heading}<div class="y">{scale}</div>'
+        f'<div class="area">{_svg(label, width, _HEIGHT, rules + marks)}</div>{axis}</figure>'
+    )
+
+
+def _svg(label: str, width: int, height: int, marks: str, options: str = "") -> str:
+    """Return a drawing that is stretched to its place, with a description for screen readers."""
+    return (
+        f'<svg role="img" aria-label="{escaped(label)}" viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
+        f"{options}><title>{escaped(label)}</title>{marks}</svg>"
     )
 
 
@@ -224,20 +194,19 @@ def _layer_axis(layers: Sequence[int], limit: int) -> str:
     return _axis([((k + 0.5) / len(layers), str(layers[k])) for k in places], edges=len(layers) > _DOTS)
 
 
-def _axis(ticks: Iterable[tuple[float, str]], *, edges: bool = False) -> str:
+def _axis(ticks: Sequence[tuple[float, str]], *, edges: bool = False) -> str:
     """Return the texts below a chart; a phone omits every second text if there are many."""
-    listed = list(ticks)
-    last = len(listed) - 1
-
-    def span(k: int, at: float, text: str) -> str:
-        kinds = ["between"] if last > 3 and k % 2 and not (edges and k == last) else []
-        if edges and k in (0, last):  # stay within the chart
-            at, kind = (0, "first") if k == 0 else (1, "last")
-            kinds.append(kind)
+    last = len(ticks) - 1
+    spans = []
+    for k, (at, text) in enumerate(ticks):
+        edge = {last: "last", 0: "first"}.get(k) if edges else None
+        kinds = ["between"] if last > 3 and k % 2 and edge != "last" else []
+        if edge is not None:  # stays within the chart
+            kinds.append(edge)
+            at = float(k > 0)
         chosen = f' class="{" ".join(kinds)}"' if kinds else ""
-        return f'<span{chosen} style="left:{100 * at:.2f}%">{escaped(text)}</span>'
-
-    return f'<div class="x">{"".join(span(k, at, text) for k, (at, text) in enumerate(listed))}</div>'
+        spans.append(f'<span{chosen} style="left:{100 * at:.2f}%">{escaped(text)}</span>')
+    return f'<div class="x">{"".join(spans)}</div>'
 
 
 def _steps(top: float, limit: int) -> list[float]:
@@ -277,7 +246,7 @@ def _power(exponent: int) -> str:
 
 
 def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
-    """Heat map of the values of each kind by binary order of magnitude; histograms begin at 2**``lowest``."""
+    """Heat map of the values of each kind by order of magnitude, with a legend; the first bin starts at 2**lowest."""
     groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
     counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}
@@ -290,14 +259,14 @@ def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
     for kind, bins in counts.items():
         middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
         low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
-        label = escaped(f"{names[kind]}: most absolute values lie between {low} and {high}")
-        rows.append(
-            f'<tr><th scope="row" class="name mono">{breakable(names[kind])}</th><td class="map"><svg role="img" '
-            f'aria-label="{label}" viewBox="0 0 {last - first} 1" preserveAspectRatio="none" '
-            f'shape-rendering="crispEdges"><title>{label}</title>{_cells(bins[first:last])}</svg></td></tr>'
-        )
+        label = f"{names[kind]}: most absolute values lie between {low} and {high}"
+        drawing = _svg(label, last - first, 1, _cells(bins[first:last]), ' shape-rendering="crispEdges"')
+        name = f'<th scope="row" class="name mono">{breakable(names[kind])}</th>'
+        rows.append(f'<tr>{name}<td class="map">{drawing}</td></tr>')
     axis = f'<tr class="axis"><td></td><td>{_axis(_powers(first + lowest, last + lowest))}</td></tr>'
-    return f'<table class="heat"><tbody>{"".join(rows)}{axis}</tbody></table>'
+    steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)
+    legend = f'<p class="legend"><span>few values {steps} many</span></p>'
+    return f'{legend}<table class="heat"><tbody>{"".join(rows)}{axis}</tbody></table>'
 
 
 def _cells(bins: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
@@ -316,9 +285,3 @@ def _powers(low: int, high: int) -> list[tuple[float, str]]:
     step = -(-len(tens) // 6) or 1
     at = [(power / math.log10(2) - low) / (high - low) for power in tens]
     return [(place, _power(power)) for power, place in zip(tens, at, strict=True) if power % step == 0]
-
-
-def shades() -> str:
-    """Return the legend of the heat map."""
-    steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)
-    return f'<p class="legend"><span>few values {steps} many</span></p>'
