@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from importlib.resources import files
 
 import numpy as np
 import pytest
 from builders.inside import codes_of, main, quantization_of
+from builders.paths import DATA
 from builders.quantized import FIXTURES, IN_GGUF, each_kind_with
 
 import safeload
@@ -477,3 +480,30 @@ def test_rows_have_each_name_and_each_key_once():
         assert all(text == text.lower() for text in texts)
         used.update(text[1:] for text in (*texts, *ignored, *row.get("aliases", ())) if text.startswith("@"))
     assert used | {"anywhere"} == table["lists"].keys()
+
+
+FIRST_USE = """
+import sys, threading
+import numpy as np
+import safeload
+
+paths = sys.argv[1:] * 4
+begin, results = threading.Barrier(len(paths)), [None] * len(paths)
+
+def load(k):
+    begin.wait()
+    results[k] = safeload.load(paths[k], dtype="float32")
+
+threads = [threading.Thread(target=load, args=(k,)) for k in range(len(paths))]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+for path, got in zip(paths, results, strict=True):
+    for name, values in safeload.load(path, dtype="float32").items():
+        assert np.array_equal(got[name], values), name
+"""
+
+
+def test_threads_that_need_the_tables_first_read_the_same(tmp_path):
+    folders = [str(FIXTURES[name].folder) for name in ("gptq4_g32_asym", "ct_mixed", "quark_integers", "fp8_block")]
+    command = [sys.executable, "-c", FIRST_USE, *folders, str(DATA / "torch" / "bfloat16.pt")]
+    subprocess.run(command, check=True)
