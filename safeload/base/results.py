@@ -1,11 +1,11 @@
-"""Results of functions: rows for data frames, tables for notebooks, and plain values for JSON."""
+"""Results of functions: rows for data frames, tables for notebooks, plain values for JSON, and text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from . import html
 from .layout import figure, terminal_columns, terminal_rows
@@ -35,8 +35,49 @@ def as_html(title: str, rows: Sequence[Row], more: Iterable[str] = (), header: S
     return html.table(title, header, cells, "; ".join((*hidden, *more)))
 
 
+class Result:
+    """A result, which declares its columns once: ``_columns`` has their names, `_values` their values.
+
+    A column has values of a single type ("" and [] instead of None), because polars derives it from the first 100 rows.
+    """
+
+    __slots__ = ()
+
+    _columns: ClassVar[tuple[str, ...]]  # keys of the rows
+    _notebook: ClassVar[tuple[str, ...]] = ()  # the columns that notebooks show; () for all
+    _json: ClassVar[tuple[str | tuple[str, Callable[[Any], Any]], ...]]  # attributes in `to_dict`, or keys and getters
+
+    def _values(self) -> Iterable[Any]:
+        """Return a tuple of values per row; a result that is a tuple is its only row."""
+        return (self,)
+
+    def _about(self) -> Sequence[str]:
+        """Return the line above the table in a notebook, and the lines below it."""
+        return [type(self).__name__]
+
+    def _notable(self, rows: list[Row]) -> list[Row]:
+        """Select the rows for a notebook."""
+        return rows
+
+    def rows(self) -> list[Row]:
+        """Return a dict of plain values per row, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
+        return [dict(zip(self._columns, values, strict=True)) for values in self._values()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values for ``json.dump``; NaN and infinity become None."""
+        keys = ((key, getattr(self, key)) if isinstance(key, str) else (key[0], key[1](self)) for key in self._json)
+        return {key: plain(value) for key, value in keys}
+
+    def _repr_html_(self) -> str:
+        title, *more = self._about()
+        rows, header = self._notable(self.rows()), self._notebook or self._columns
+        cells = [[_cell(key, row[key]) for key in header] for row in rows[:_ROWS]]
+        hidden = [f"... and {len(rows) - _ROWS:,} more"] if len(rows) > _ROWS else []
+        return html.table(title, header, cells, "; ".join((*hidden, *more)))
+
+
 def _cell(key: str, value: Any) -> str:
-    if value is None or value == []:
+    if value == []:
         return ""
     if key == "nbytes":
         return size(value)
@@ -47,12 +88,18 @@ def _cell(key: str, value: Any) -> str:
 
 def plain(value: Any, *, lossless: bool = False) -> Any:
     """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hex, complex to text."""
+    if type(value) in (str, int):
+        return value
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value) if lossless else None
     if isinstance(value, Mapping):
         return {str(key): plain(item, lossless=lossless) for key, item in value.items()}
+    if isinstance(value, Result):
+        return value.to_dict()
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict(), lossless=lossless)
     if isinstance(value, (list, tuple)):
         return [plain(item, lossless=lossless) for item in value]
     if isinstance(value, (set, frozenset)):
@@ -62,17 +109,31 @@ def plain(value: Any, *, lossless: bool = False) -> Any:
     return value.hex() if isinstance(value, (bytes, bytearray)) else value
 
 
-class Result(Protocol):
-    """A result about a single tensor."""
+class Report(Result):
+    """A result with a page of text."""
 
-    def rows(self) -> list[Row]:
-        """Return the result as a row in a list."""
+    def lines(self, columns: int | None = 80) -> list[str]:
+        """Return the report as lines of text.
+
+        Args:
+            columns: width in characters; None cuts nothing.
+
+        Returns:
+            Lines without line ends.
+        """
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(terminal_columns()))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._about()[0]}>"
 
 
-_R = TypeVar("_R", bound=Result)
+_R = TypeVar("_R")
 
 
-class ResultTable(dict[str, _R], Generic[_R]):
+class ResultTable(Result, dict[str, _R]):
     """Results by tensor name, which print as a table. The base of the dicts that functions return."""
 
     def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
@@ -81,27 +142,26 @@ class ResultTable(dict[str, _R], Generic[_R]):
         Args:
             columns: width in characters; None cuts nothing.
             rows: maximum number of rows; None shows all.
+
+        Returns:
+            Lines without line ends.
         """
         raise NotImplementedError
-
-    def rows(self) -> list[Row]:
-        """Return a row for each tensor, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
-        return [{**row, "name": name} for name, result in self.items() for row in result.rows()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows by tensor name, for ``json.dump``; NaN and infinity become None."""
         return {row.pop("name"): plain(row) for row in self.rows()}
 
     def __str__(self) -> str:
-        rows = terminal_rows(_LISTED)
-        return "\n".join([*self.lines(terminal_columns(), rows), *self._rest(rows)])
+        return self._first(terminal_rows(_LISTED))
 
     def __repr__(self) -> str:
-        return "\n".join([*self.lines(terminal_columns(), _LINES), *self._rest(_LINES)])
+        return self._first(_LINES)
 
-    def _rest(self, rows: int | None) -> list[str]:
-        """Return the line that counts hidden rows, if there are any."""
-        return [] if rows is None or len(self) <= rows else [f"... and {len(self) - rows:,} more"]
+    def _first(self, rows: int | None) -> str:
+        """Return this many rows as text, and the number of hidden rows."""
+        more = [] if rows is None or len(self) <= rows else [f"... and {len(self) - rows:,} more"]
+        return "\n".join([*self.lines(terminal_columns(), rows), *more])
 
-    def _repr_html_(self) -> str:
-        return as_html(plural(len(self), "tensor"), self.rows())
+    def _about(self) -> Sequence[str]:
+        return [plural(len(self), "tensor")]

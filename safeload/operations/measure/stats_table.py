@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import numpy as np
 from ...base.arrays import Array
 from ...base.layout import figure, table, terminal_columns, width
 from ...base.native import lib
-from ...base.results import ResultTable, Row, as_html, plain, tensor_row
-from ...base.text import plural, printable
+from ...base.results import Result, ResultTable
+from ...base.text import printable
 from ...errors import exported
 
 # Width from which the table has more columns.
@@ -28,11 +28,29 @@ bin larger finite values."""
 HISTOGRAM_EDGES.flags.writeable = False
 
 
+class _StatsFields(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    count: int  # type: ignore[assignment] # hides tuple.count
+    min: float
+    max: float
+    absmax: float
+    mean: float
+    std: float
+    nan: int
+    inf: int
+    zeros: int
+    first_nan: tuple[int, ...] | None
+    first_inf: tuple[int, ...] | None
+    histogram: Array | None = None
+    nbytes: int = 0
+
+
 @exported()
-class TensorStats(NamedTuple):
+class TensorStats(Result, _StatsFields):
     """Statistics of a tensor. ``str()`` is its row in ``safeload stats``.
 
-    If no element is finite, ``min`` to ``std`` are nan.
+    If no element is finite, ``min`` to ``std`` are nan. Its row has the name "", and floats from ``min`` to ``std``.
 
     Attributes:
         dtype: dtype code, such as "BF16" or "Q4_0". Quantized int8 is "I8", with statistics of the dequantized values.
@@ -60,43 +78,30 @@ class TensorStats(NamedTuple):
         (1, (2,), 1, 1.0)
     """
 
-    dtype: str
-    shape: tuple[int, ...]
-    count: int  # type: ignore[assignment] # hides tuple.count
-    min: float
-    max: float
-    absmax: float
-    mean: float
-    std: float
-    nan: int
-    inf: int
-    zeros: int
-    first_nan: tuple[int, ...] | None
-    first_inf: tuple[int, ...] | None
-    histogram: Array | None = None
-    nbytes: int = 0
+    __slots__ = ()
 
-    def rows(self) -> list[Row]:
-        """Return a single row for ``pandas.DataFrame`` or ``polars.DataFrame``; its name is "", its range is floats."""
-        row = tensor_row("", self.dtype, self.shape, self.nbytes, count=self.count)
-        row |= {key: float(getattr(self, key)) for key in ("min", "max", "absmax", "mean", "std")}
-        row |= {"nan": self.nan, "inf": self.inf, "zeros": self.zeros}
-        row |= {"first_nan": list(self.first_nan or ()), "first_inf": list(self.first_inf or ())}
-        return [{**row, "histogram": [] if self.histogram is None else self.histogram.tolist()}]
+    _columns = (
+        *("name", "dtype", "shape", "nbytes", "count", "min", "max", "absmax", "mean", "std"),
+        *("nan", "inf", "zeros", "first_nan", "first_inf", "histogram"),
+    )
+    _notebook = ("name", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zeros")
+    _json = _StatsFields._fields
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the statistics for ``json.dump``: NaN and infinity become None, arrays and indices become lists."""
-        return {key: plain(value) for key, value in self._asdict().items()}
+    def _values(self) -> Iterable[Any]:
+        return _rows([("", self)])
 
     def __str__(self) -> str:
         return "\n".join(line for line, _ in lines_of([("", self)], terminal_columns()))
 
-    def _repr_html_(self) -> str:
-        return as_html("TensorStats", self.rows(), header=COLUMNS)
 
-
-# Columns in notebooks.
-COLUMNS = ("name", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zeros")
+def _rows(stats: Iterable[tuple[str, TensorStats]]) -> Iterator[Any]:
+    for name, (dtype, shape, count, *numbers, nan, inf, zeros, first_nan, first_inf, histogram, nbytes) in stats:
+        yield (
+            *(name, dtype, [*shape], nbytes, count),
+            *map(float, numbers),
+            *(nan, inf, zeros, [*(first_nan or ())], [*(first_inf or ())]),
+            [] if histogram is None else histogram.tolist(),
+        )
 
 
 @exported()
@@ -111,11 +116,13 @@ class StatsTable(ResultTable[TensorStats]):
         w         1    3     2  0.816
     """
 
+    _columns, _notebook = TensorStats._columns, TensorStats._notebook
+
+    def _values(self) -> Iterable[Any]:
+        return _rows(self.items())
+
     def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
         return [line for line, _ in lines_of([*islice(self.items(), rows)], columns)]
-
-    def _repr_html_(self) -> str:
-        return as_html(plural(len(self), "tensor"), self.rows(), header=COLUMNS)
 
 
 def lines_of(

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...base.arrays import Array, as_array
 from ...base.layout import table
-from ...base.results import ResultTable, Row, as_html, plain, tensor_row
+from ...base.results import Result, ResultTable
 from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import exported, public
@@ -21,8 +21,14 @@ from .checkpoint import ModelRules
 from .engine_layout import like
 
 
+class _ErrorFields(NamedTuple):
+    max_error: float
+    rms_error: float
+    snr_db: float
+
+
 @exported()
-class QuantizationStats(NamedTuple):
+class QuantizationStats(Result, _ErrorFields):
     """The distance of dequantized values from the originals. ``str()`` is a line.
 
     Attributes:
@@ -40,17 +46,9 @@ class QuantizationStats(NamedTuple):
         True
     """
 
-    max_error: float
-    rms_error: float
-    snr_db: float
+    __slots__ = ()
 
-    def rows(self) -> list[Row]:
-        """Return a single row, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
-        return [self._asdict()]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers for ``json.dump``; infinity becomes None."""
-        return {key: plain(value) for key, value in self._asdict().items()}
+    _columns = _json = _ErrorFields._fields
 
     def cells(self) -> tuple[str, str, str]:
         """Return the numbers as text for tables.
@@ -62,9 +60,6 @@ class QuantizationStats(NamedTuple):
     def __str__(self) -> str:
         largest, rms, snr = self.cells()
         return f"max error {largest}, RMS error {rms}, SNR {snr} dB"
-
-    def _repr_html_(self) -> str:
-        return as_html("QuantizationStats", self.rows())
 
 
 #: Titles of the columns of `QuantizationStats.cells`.
@@ -84,16 +79,16 @@ class QuantizationTable(ResultTable[QuantizationStats]):
         w       ...
     """
 
+    _columns = ("name", "dtype", "shape", "nbytes", *_ErrorFields._fields)
+
     def __init__(self, stats: Mapping[str, QuantizationStats], tensors: Iterable[TensorDescription]) -> None:
         super().__init__(stats)
         self._tensors = {about.name: about for about in tensors}
 
-    def rows(self) -> list[Row]:
-        rows = []
+    def _values(self) -> Iterable[Any]:
         for name, stats in self.items():
             about = self._tensors[name]
-            rows.append(tensor_row(name, about.code, about.shape, about.nbytes, **stats._asdict()))
-        return rows
+            yield name, about.code, [*about.shape], about.nbytes, *stats
 
     def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
         cells = [(printable(name), *stats.cells()) for name, stats in islice(self.items(), rows)]
