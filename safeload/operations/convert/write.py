@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ...base import dtypes, log
 from ...base.gc_pause import paused
-from ...base.results import Row, as_html
+from ...base.results import Result
 from ...base.text import plural, printable, show, size
 from ...engine.run.progress import Progress, reporter
 from ...errors import FormatError, SafeloadError, exported
@@ -34,9 +34,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class _ConvertFields(NamedTuple):
+    destination: str
+    format: str
+    files: list[str]
+    tensors: int
+    nbytes: int
+    seconds: float
+    summary: Summary | None
+    left_out: Sequence[str] = ()
+
+
 @exported()
-class ConvertReport(NamedTuple):
+class ConvertReport(Result, _ConvertFields):
     """The result of `convert`. ``str()`` gives the text that ``safeload convert`` prints.
+
+    It has a single row, with the number of files; ``summary`` has rows about tensors.
 
     Attributes:
         destination: path of the file or the folder.
@@ -57,14 +70,16 @@ class ConvertReport(NamedTuple):
              1 quantized to q8_0: w
     """
 
-    destination: str
-    format: str
-    files: list[str]
-    tensors: int
-    nbytes: int
-    seconds: float
-    summary: Summary | None
-    left_out: Sequence[str] = ()
+    __slots__ = ()
+
+    _columns = ("destination", "format", "files", "tensors", "nbytes", "seconds")
+    _json = _ConvertFields._fields
+
+    def _values(self) -> Iterable[Any]:
+        return [(self.destination, self.format, len(self.files), self.tensors, self.nbytes, self.seconds)]
+
+    def _about(self) -> Sequence[str]:
+        return [repr(self)[1:-1], *(line.strip() for line in str(self).splitlines()[1:])]
 
     def __str__(self) -> str:
         lines = [
@@ -76,20 +91,6 @@ class ConvertReport(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<ConvertReport {show(self.destination)}: {self._totals()}>"
-
-    def rows(self) -> list[Row]:
-        """Return a single row, for a data frame of several conversions; ``summary`` has rows about tensors."""
-        counts = {"files": len(self.files), "tensors": self.tensors, "nbytes": self.nbytes, "seconds": self.seconds}
-        return [{"destination": self.destination, "format": self.format, **counts}]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as values for ``json.dump``."""
-        summary = None if self.summary is None else self.summary.to_dict()
-        return {**self._asdict(), "summary": summary, "left_out": list(self.left_out)}
-
-    def _repr_html_(self) -> str:
-        _, *summary = str(self).splitlines()
-        return as_html(repr(self)[1:-1], self.rows(), [line.strip() for line in summary])
 
     def _totals(self) -> str:
         files = f" in {len(self.files)} files" if len(self.files) > 1 else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ from ...base.arrays import Array
 from ...base.listing import dict_repr
 from ...base.messages import error_about
 from ...base.paths import PathLike
-from ...base.results import Row, as_html, tensor_row
+from ...base.results import Result
 from ...base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
 from ...base.text import show, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -50,9 +50,19 @@ Scheme: TypeAlias = SchemeName | EngineFormat | Mapping[str, SchemeName | None]
 _F32 = dtypes.BY_CODE["F32"]
 
 
+class _SummaryFields(NamedTuple):
+    bytes_before: int
+    bytes_after: int
+    quantized: dict[str, str]
+    kept: dict[str, str]
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] | None = None
+
+
 @exported()
-class Summary(NamedTuple):
+class Summary(Result, _SummaryFields):
     """Summary of `load_quantized`; prints as a table.
+
+    It has a row for each tensor; ``scheme`` is "" for tensors that were kept, for the reason in ``kept``.
 
     Attributes:
         bytes_before: bytes of all tensors as stored in the source.
@@ -62,36 +72,19 @@ class Summary(NamedTuple):
         tensors: dtype, shape and bytes of each tensor in the source, by name. Unknown after a conversion in pieces.
     """
 
-    bytes_before: int
-    bytes_after: int
-    quantized: dict[str, str]
-    kept: dict[str, str]
-    tensors: dict[str, tuple[str, tuple[int, ...], int]] | None = None
+    __slots__ = ()
 
-    def rows(self) -> list[Row]:
-        """Return a row for each tensor, for ``pandas.DataFrame`` or ``polars.DataFrame``.
+    _columns = ("name", "dtype", "shape", "nbytes", "scheme", "kept")
+    _json = (*_SummaryFields._fields[:-1], ("tensors", Result.rows))
 
-        ``scheme`` is "" for tensors that were kept, for the reason in ``kept``.
-        """
+    def _values(self) -> Iterable[Any]:
         tensors = self.tensors or {}
-        names = {**dict.fromkeys(tensors), **dict.fromkeys(self.quantized), **dict.fromkeys(self.kept)}
-        return [
-            tensor_row(
-                name,
-                *tensors.get(name, ("", (), 0)),
-                scheme=self.quantized.get(name, ""),
-                kept=self.kept.get(name, ""),
-            )
-            for name in names
-        ]
+        for name in {**dict.fromkeys(tensors), **dict.fromkeys(self.quantized), **dict.fromkeys(self.kept)}:
+            dtype, shape, nbytes = tensors.get(name, ("", (), 0))
+            yield name, dtype, [*shape], nbytes, self.quantized.get(name, ""), self.kept.get(name, "")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as values for ``json.dump``."""
-        return {**self._asdict(), "tensors": self.rows()}
-
-    def _repr_html_(self) -> str:
-        first, *rest = str(self).splitlines()
-        return as_html(first, self.rows(), [line.strip() for line in rest])
+    def _about(self) -> Sequence[str]:
+        return [line.strip() for line in str(self).splitlines()]
 
     def __str__(self) -> str:
         ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
