@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base.layout import quantity, shorten, table, terminal_columns, terminal_rows, wrap
-from ...base.results import Row, as_html, plain, tensor_row
+from ...base.results import Result, plain
 from ...base.table import TensorInfo
 from ...base.text import clip, plural, printable, show, size
 from ...errors import exported
@@ -21,10 +21,6 @@ from . import adapters, listing
 ROWS = 100
 # Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
 _ITEMS = 8
-
-
-# Columns in notebooks.
-_HEADER = ("name", "dtype", "shape", "nbytes")
 
 
 class View(NamedTuple):
@@ -48,8 +44,8 @@ class View(NamedTuple):
 
 @exported()
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Info:
-    """The result of `safeload.info`. ``str()`` is the listing of ``safeload info``.
+class Info(Result):
+    """The result of `safeload.info`, with a row per selected tensor. ``str()`` is the listing of ``safeload info``.
 
     Attributes:
         path: path or URL of the checkpoint, as messages should show it.
@@ -95,14 +91,15 @@ class Info:
     quantization: list[str]
     adapter: adapters.Found
 
-    def rows(self) -> list[Row]:
-        """Return a row for each selected tensor, for ``pandas.DataFrame`` or ``polars.DataFrame``."""
-        return [
-            tensor_row(
-                *tensor[:4], parameters=tensor.size, file=tensor.file, offset=tensor.offset, parts=[*tensor.parts]
-            )
-            for tensor in self.tensors.values()
-        ]
+    _columns = ("name", "dtype", "shape", "nbytes", "parameters", "file", "offset", "parts")
+    _notebook = _columns[:4]
+
+    def _values(self) -> Iterable[Any]:
+        for info in self.tensors.values():
+            yield info.name, info.dtype, [*info.shape], info.nbytes, info.size, info.file, info.offset, [*info.parts]
+
+    def _about(self) -> Sequence[str]:
+        return [repr(self)[1:-1], *filter(None, [self.model, *self.quantization])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values for ``json.dump``, as ``safeload info --json`` prints it."""
@@ -113,14 +110,14 @@ class Info:
             "format": self.format,
             "files": [{"path": file, "nbytes": nbytes} for file, nbytes in self.files.items()],
             "header_nbytes": self.header_nbytes,
-            "notes": self.notes,
+            "notes": [*self.notes],
             "model": self.model or None,
             "metadata": plain(self.metadata, lossless=True),
-            "globals": self.globals,
+            "globals": {**self.globals},
             "tensor_count": self.tensor_count,
             "parameters": self.parameters,
             "nbytes": self.nbytes,
-            "memory": self.memory,
+            "memory": {**self.memory},
             "dtypes": {
                 code: {"tensors": count, "elements": elements, "nbytes": nbytes}
                 for code, (count, elements, nbytes) in self.dtypes.items()
@@ -136,9 +133,6 @@ class Info:
 
     def __repr__(self) -> str:
         return f"<Info {show(self.path)}: {self.format}, {plural(self.tensor_count, 'tensor')}, {size(self.nbytes)}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(repr(self)[1:-1], self.rows(), filter(None, [self.model, *self.quantization]), _HEADER)
 
 
 def title_of(path: str) -> str:

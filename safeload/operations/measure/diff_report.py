@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...base.cached import cached_property
-from ...base.layout import shorten, table, terminal_columns
+from ...base.layout import shorten, table
 from ...base.names import layer_of, natural_key
-from ...base.results import Row, as_html, plain, tensor_row
+from ...base.results import Report, Row
 from ...base.text import clip, plural, printable, show
 from ...errors import exported
 
@@ -94,11 +94,6 @@ _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
 }
 
 
-# Columns of rows and of tables in notebooks.
-_NUMBERS, _COUNTS = ("max", "rms", "relative_change", "cosine"), ("unequal", "nonfinite")
-_HEADER = ("name", "dtype", "shape", "status", *_NUMBERS, "unequal")
-
-
 def _cells(difference: TensorDiff) -> tuple[str, ...]:
     """Return a row of the table, without the name."""
     cosine = f"{difference.cosine:.6f}"
@@ -110,13 +105,21 @@ def _cells(difference: TensorDiff) -> tuple[str, ...]:
     )
 
 
+def _by_name(differences: Mapping[str, TensorDiff]) -> dict[str, dict[str, Any]]:
+    return {name: {**d._asdict(), "relative_change": d.relative_change} for name, d in differences.items()}
+
+
 def _near(difference: TensorDiff, tolerance: float) -> bool:
     return difference.max <= tolerance and not difference.nonfinite
 
 
 @exported()
-class DiffReport:
+class DiffReport(Report):
     """The result of `safeload.diff`. ``str()`` is a table.
+
+    It has a row per tensor of either checkpoint, whose ``status`` is "equal", "different", "only in a", "only in b" or
+    "other shape". Numbers are those of the common rows for another shape, and nan for tensors that were not compared.
+    dtype, shape and nbytes describe the tensor in ``b``, if it is there.
 
     Attributes:
         a: title of the first checkpoint, as in messages.
@@ -137,6 +140,18 @@ class DiffReport:
         >>> report.same, report.within(0.001)
         (False, True)
     """
+
+    _columns = (
+        *("name", "dtype", "shape", "nbytes", "status"),
+        *("max", "rms", "relative_change", "cosine", "unequal", "nonfinite"),
+    )
+    _notebook = (*_columns[:3], *_columns[4:10])
+    _json = (
+        *("same", "a", "b", "only_a", "only_b", "shapes", "dtypes"),
+        ("tensors", lambda report: _by_name(report.tensors)),
+        ("common_rows", lambda report: _by_name(report.common_rows)),
+        "layers",
+    )
 
     def __init__(self, a: str, b: str) -> None:
         self.a = a
@@ -298,51 +313,27 @@ class DiffReport:
         )
         return f"different: {', '.join(parts)}; {count} compared"
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_columns()))
-
     def __repr__(self) -> str:
-        return f"<DiffReport {show(self.a)}, {show(self.b)}: {self.lines()[-1]}>"
+        return f"<DiffReport {show(self.a)}, {show(self.b)}: {self._verdict(None)}>"
 
-    def rows(self) -> list[Row]:
-        """Return a row for each tensor of either checkpoint, for ``pandas.DataFrame`` or ``polars.DataFrame``.
-
-        ``status`` is "equal", "different", "only in a", "only in b" or "other shape". Numbers are those of the common
-        rows for another shape, and nan for tensors that were not compared. dtype, shape and nbytes describe the tensor
-        in ``b``, if it is there.
-        """
-        rows, only_b = [], frozenset(self.only_b)
+    def _values(self) -> Iterable[Any]:
+        only_b = frozenset(self.only_b)
         for name, (dtype, shape, nbytes) in self.described.items():
-            difference = self.tensors.get(name, self.common_rows.get(name))
+            d = self.tensors.get(name, self.common_rows.get(name))
             if name in self.shapes:
                 status = "other shape"
-            elif difference is not None:
-                status = "different" if difference.unequal else "equal"
+            elif d is not None:
+                status = "different" if d.unequal else "equal"
             else:
                 status = "only in b" if name in only_b else "only in a"
-            numbers = {key: math.nan if difference is None else float(getattr(difference, key)) for key in _NUMBERS}
-            counts = {key: 0 if difference is None else getattr(difference, key) for key in _COUNTS}
-            rows.append(tensor_row(name, dtype, shape, nbytes, status=status, **numbers, **counts))
-        return rows
+            numbers = [math.nan] * 4 if d is None else map(float, (d.max, d.rms, d.relative_change, d.cosine))
+            counts = (0, 0) if d is None else (d.unequal, d.nonfinite)
+            yield name, dtype, [*shape], nbytes, status, *numbers, *counts
 
-    def _repr_html_(self) -> str:
-        rows = [row for row in self.rows() if row["status"] != "equal"]
-        return as_html(f"{self.a} and {self.b}", rows, [self.lines()[-1]], _HEADER)
+    def _about(self) -> Sequence[str]:
+        return [f"{self.a} and {self.b}", self._verdict(None)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for ``json.dump``; NaN and infinity become None."""
+    def _notable(self, rows: list[Row]) -> list[Row]:
+        return [row for row in rows if row["status"] != "equal"]
 
-        def row(difference: TensorDiff) -> Any:
-            return plain({**difference._asdict(), "relative_change": difference.relative_change})
-
-        return {
-            "same": self.same,
-            **{name: getattr(self, name) for name in ("a", "b", "only_a", "only_b")},
-            "shapes": {name: [list(shape) for shape in pair] for name, pair in self.shapes.items()},
-            "dtypes": {name: list(pair) for name, pair in self.dtypes.items()},
-            "tensors": {name: row(difference) for name, difference in self.tensors.items()},
-            "common_rows": {name: row(difference) for name, difference in self.common_rows.items()},
-            "layers": {layer: plain(difference._asdict()) for layer, difference in self.layers.items()},
-        }
-
-    to_json = to_dict
+    to_json = Report.to_dict
