@@ -1,6 +1,7 @@
 """Results as data frames, as plain values, as text and as tables for notebooks."""
 
 import copy
+import inspect
 import json
 import pickle
 import re
@@ -34,6 +35,10 @@ def folder(tmp_path_factory):
     del b["a.2"]
     save_file(a, folder / "a.safetensors", durable=False)
     save_file(b, folder / "b.safetensors", durable=False)
+    (folder / "a.pkl").write_bytes(pickle.dumps([np.float32, {"a": 1}]))
+    size = (folder / "a.pkl").stat().st_size
+    listed = {name: {"size": size, "sha256": 64 * "0"} for name in ("a.pkl", "gone.bin")}
+    (folder / "list.json").write_text(json.dumps({"safeload_manifest": 1, "files": listed}))
     return folder
 
 
@@ -52,6 +57,9 @@ def results(folder):
         "TensorStats": safeload.stats(ODD["z.nan"]),
         "QuantizationTable": safeload.quantization_error(weights, {k: loaded[k] for k in weights}),
         "QuantizationStats": safeload.quantization_error(x, safeload.quantize(x, "q8_0")),
+        "ScanReport": safeload.scan(folder / "a.pkl"),
+        "VerifyReport": safeload.verify(folder, folder / "list.json"),
+        "LocalModels": safeload.local_models(folder),
     }
 
 
@@ -63,6 +71,7 @@ def every(folder):
 NAMES = (
     *("Info", "CheckReport", "ConvertReport", "DiffReport", "Summary"),
     *("StatsTable", "TensorStats", "QuantizationTable", "QuantizationStats"),
+    *("ScanReport", "VerifyReport", "LocalModels"),
 )
 ABOUT_TENSORS = {"Info", "DiffReport", "Summary", "StatsTable", "TensorStats", "QuantizationTable"}
 
@@ -167,7 +176,52 @@ def test_a_report_in_a_pipe_cuts_no_name(capsys):
     assert name in str(safeload.stats({name: np.float32([1])}))
 
 
-def test_a_good_checkpoint_has_a_table_without_rows():
-    report = safeload.check({"w": np.float32([[1, 2], [3, 4]])})
-    assert report.rows() == []
-    assert "<th" in report._repr_html_()
+EMPTY = {
+    "check": lambda folder: safeload.check({"w": np.float32([[1, 2], [3, 4]])}),
+    "scan": lambda folder: safeload.scan(folder / "a.safetensors"),
+    "stats": lambda folder: safeload.stats({"w": np.array([True])}, drop="w"),
+    "quantization_error": lambda folder: safeload.quantization_error({"w": np.ones(3)}, {"w": np.ones(3)}),
+    "diff": lambda folder: safeload.diff(folder / "a.safetensors", folder / "a.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_table_without_rows_has_its_columns(name, folder):
+    page = EMPTY[name](folder)._repr_html_()
+    assert "<tbody></tbody>" in page
+    assert page.count("<th ") >= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_dicts_are_new_objects(name, every):
+    """What a caller changes in them is not a change of the result."""
+    result = every[name]
+    before = json.dumps([result.rows(), result.to_dict()], default=list)
+    for value in (*result.rows(), result.to_dict()):
+        for item in value.values():
+            if isinstance(item, (list, dict)):
+                item.clear()
+        value.clear()
+    assert json.dumps([result.rows(), result.to_dict()], default=list) == before
+
+
+@pytest.mark.parametrize("name", ["ConvertReport", "Summary", "TensorStats", "QuantizationStats"])
+def test_results_about_one_thing_are_named_tuples(name, every):
+    result = every[name]
+    kind, fields = type(result), result._fields
+    assert isinstance(result, tuple)
+    assert [*inspect.signature(kind).parameters] == [*fields] == [*kind.__match_args__] == [*result._asdict()]
+    assert kind(*result) == kind(**result._asdict()) == result._replace() == tuple(result)
+    assert type(result._replace()) is type(kind._make(result)) is kind
+    assert not hasattr(result, "__dict__")
+    with pytest.raises(AttributeError):
+        setattr(result, fields[0], None)
+    with pytest.raises(AttributeError):
+        result.other = None
+    assert result.to_dict().keys() == set(fields)
+
+
+@pytest.mark.parametrize("name", ["TensorStats", "QuantizationStats", "Summary"])
+def test_their_repr_names_the_fields(name, every):
+    result = every[name]
+    assert re.match(rf"{name}\({result._fields[0]}=.*, {result._fields[1]}=", repr(result))

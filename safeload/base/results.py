@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from . import html
@@ -16,23 +15,6 @@ Row: TypeAlias = dict[str, Any]
 
 # Maximum number of rows in a notebook, in a repr, and on a terminal.
 _ROWS, _LINES, _LISTED = 20, 8, 100
-
-
-def tensor_row(name: str, dtype: str, shape: Sequence[int], nbytes: int, **more: Any) -> Row:
-    """Return a row about a tensor.
-
-    A column should have values of a single type ("" and [] instead of None), because polars derives it from the first
-    100 rows.
-    """
-    return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": nbytes, **more}
-
-
-def as_html(title: str, rows: Sequence[Row], more: Iterable[str] = (), header: Sequence[str] = ()) -> str:
-    """Return the first rows as a table for a notebook."""
-    header = header or list(rows[0] if rows else ())
-    cells = [[_cell(key, row.get(key)) for key in header] for row in islice(rows, _ROWS)]
-    hidden = [f"... and {len(rows) - len(cells):,} more"] if len(rows) > len(cells) else []
-    return html.table(title, header, cells, "; ".join((*hidden, *more)))
 
 
 class Result:

@@ -8,12 +8,12 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
-from ..base.layout import table, terminal_columns
+from ..base.layout import table
 from ..base.names import natural_key
 from ..base.paths import PathLike, native_path, os_error
-from ..base.results import Row, as_html
+from ..base.results import Report
 from ..base.text import plural, printable, size
 from ..errors import SafeloadError, exported, one_line, public
 from ..formats.folder import choose, listed_shards
@@ -64,7 +64,7 @@ class LocalModel(NamedTuple):
 
 
 @exported()
-class LocalModels(Sequence[LocalModel]):
+class LocalModels(Report, Sequence[LocalModel]):
     """The result of `safeload.local_models`: a sequence of `LocalModel`, sorted by name. ``str()`` is a table.
 
     Attributes:
@@ -76,6 +76,9 @@ class LocalModels(Sequence[LocalModel]):
         >>> model.name, model.path, model.note
         ('tiny-llama', 'tiny-llama', '')
     """
+
+    _columns = LocalModel._fields
+    _json = (("models", list), "notes")
 
     def __init__(self, models: Iterable[LocalModel], notes: Iterable[str] = ()) -> None:
         self._models = sorted(models, key=lambda model: (natural_key(model.name), model.path))
@@ -91,38 +94,19 @@ class LocalModels(Sequence[LocalModel]):
     def __len__(self) -> int:
         return len(self._models)
 
-    def rows(self) -> list[Row]:
-        """Return a dict of plain values per model, for ``pandas.DataFrame`` and the like."""
-        return [model._asdict() for model in self._models]
+    def _values(self) -> Iterable[LocalModel]:
+        return self._models
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the models and notes as a dict for ``json.dump``."""
-        return {"models": self.rows(), "notes": self.notes}
+    def _about(self) -> Sequence[str]:
+        return [plural(len(self), "model"), *self.notes]
 
     def lines(self, columns: int | None = 80) -> list[str]:
-        """Return the table as lines of text.
-
-        Args:
-            columns: width in characters; None cuts nothing.
-
-        Returns:
-            Lines without line ends.
-        """
         if not self._models:
             return ["no models found", *map(printable, self.notes)]
         rows = [(printable(m.name), m.format, size(m.nbytes), _shown(m)) for m in self._models]
         lines = table(_HEAD, rows, right=frozenset((2,)), columns=columns)
         total = sum(model.nbytes for model in self._models)
         return [*lines, "", f"{plural(len(self), 'model')}, {size(total)}", *map(printable, self.notes)]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_columns()))
-
-    def __repr__(self) -> str:
-        return f"<LocalModels: {plural(len(self), 'model')}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(plural(len(self), "model"), self.rows(), self.notes)
 
 
 def _shown(model: LocalModel) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...base.layout import table, terminal_columns
+from ...base.layout import table
 from ...base.paths import os_error
-from ...base.results import Row, as_html
+from ...base.results import Report
 from ...base.text import plural, printable, show
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import SafeloadError, exported, one_line, public
@@ -63,7 +63,7 @@ class ScanFinding(NamedTuple):
 
 
 @exported()
-class ScanReport:
+class ScanReport(Report):
     """The result of `safeload.scan`. ``str()`` is a table; the report is false unless everything is harmless.
 
     Programs should look at ``verdict``: a file without findings can still be unreadable.
@@ -80,6 +80,12 @@ class ScanReport:
         >>> report.verdict, report.pickles, bool(report)
         ('harmless', 1, True)
     """
+
+    _columns = ScanFinding._fields
+    _json = (
+        *("verdict", "files", "pickles", "findings"),
+        ("unreadable", lambda report: [{"path": path, "reason": reason} for path, reason in report.unreadable]),
+    )
 
     def __init__(self) -> None:
         self.findings: list[ScanFinding] = []
@@ -106,16 +112,6 @@ class ScanReport:
     def __bool__(self) -> bool:
         return self.ok
 
-    def rows(self) -> list[Row]:
-        """Return a dict of plain values per finding, for ``pandas.DataFrame`` and the like."""
-        return [finding._asdict() for finding in self.findings]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for ``json.dump``."""
-        unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
-        counts = {"files": self.files, "pickles": self.pickles}
-        return {"verdict": self.verdict, **counts, "findings": self.rows(), "unreadable": unreadable}
-
     def add(self, other: ScanReport) -> None:
         """Add the findings of another report."""
         self.findings = sorted([*self.findings, *other.findings], key=lambda f: -VERDICTS.index(f.verdict))
@@ -123,8 +119,11 @@ class ScanReport:
         self.files += other.files
         self.pickles += other.pickles
 
-    def _cells(self, findings: Iterable[ScanFinding]) -> list[tuple[str, str, str, str]]:
-        return [(printable(f.name), f.verdict, printable(f.where), f.reason) for f in findings]
+    def _values(self) -> Iterable[ScanFinding]:
+        return self.findings
+
+    def _about(self) -> Sequence[str]:
+        return [self.lines(None)[-1], *(f"not judged: {path}" for path, _ in self.unreadable[:_ROWS])]
 
     def lines(self, columns: int | None = 80, *, harmless: bool = True) -> list[str]:
         """Return the report as lines of text.
@@ -139,20 +138,10 @@ class ScanReport:
         lines: list[str] = []
         findings = [f for f in self.findings if harmless or f.verdict != HARMLESS]
         if findings:
-            lines = [*table(_HEAD, self._cells(findings), right=frozenset(), columns=columns), ""]
+            rows = [(printable(f.name), f.verdict, printable(f.where), f.reason) for f in findings]
+            lines = [*table(_HEAD, rows, right=frozenset(), columns=columns), ""]
         lines += [f"not judged: {printable(path)}: {printable(reason)}" for path, reason in self.unreadable]
         return [*lines, f"{self.verdict}: {plural(self.pickles, 'pickle')} in {plural(self.files, 'file')}"]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_columns()))
-
-    def __repr__(self) -> str:
-        return f"<ScanReport: {self.lines(None)[-1]}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(
-            self.lines(None)[-1], self.rows(), (f"not judged: {path}" for path, _ in self.unreadable[:_ROWS])
-        )
 
 
 @public

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Literal, NamedTuple
 
-from ...base.layout import table, terminal_columns
+from ...base.layout import table
 from ...base.paths import PathLike, os_error
-from ...base.results import Row, as_html
+from ...base.results import Report, Row
 from ...base.text import plural, printable, size
 from ...engine.codes.pieces import Meter
 from ...engine.run.progress import Progress
@@ -61,7 +61,7 @@ class FileCheck(NamedTuple):
 
 
 @exported()
-class VerifyReport:
+class VerifyReport(Report):
     """The result of `safeload.verify`. ``str()`` is a summary; the report is false if a file is not as expected.
 
     Attributes:
@@ -82,6 +82,9 @@ class VerifyReport:
         (True, ['ok'])
     """
 
+    _columns = FileCheck._fields
+    _json = ("ok", "path", "source", "proof", "files")
+
     def __init__(self, path: str, source: str, proof: str, files: Sequence[FileCheck]) -> None:
         self.path, self.source, self.proof = path, source, proof
         self.files = list(files)
@@ -99,14 +102,14 @@ class VerifyReport:
     def __bool__(self) -> bool:
         return self.ok
 
-    def rows(self) -> list[Row]:
-        """Return a dict of plain values per file, for ``pandas.DataFrame`` and the like."""
-        return [file._asdict() for file in self.files]
+    def _values(self) -> Iterable[FileCheck]:
+        return self.files
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for ``json.dump``."""
-        head = {"ok": self.ok, "path": self.path, "source": self.source, "proof": self.proof}
-        return {**head, "files": self.rows()}
+    def _about(self) -> Sequence[str]:
+        return [self.verdict]
+
+    def _notable(self, rows: list[Row]) -> list[Row]:
+        return [row for row in rows if row["status"] != "ok"] or rows
 
     @property
     def verdict(self) -> str:
@@ -121,11 +124,6 @@ class VerifyReport:
         return f"{count} ({total}) {matches} {printable(self.source)}; {printable(self.proof)}"
 
     def lines(self, columns: int | None = 80) -> list[str]:
-        """Return the files that are not as expected, and the verdict.
-
-        Args:
-            columns: width in characters; None cuts nothing.
-        """
         faults = self.faults
         if not faults:
             return [self.verdict]
@@ -135,16 +133,6 @@ class VerifyReport:
         ]
         more = [f"... and {len(faults) - _ROWS:,} more"] if len(faults) > _ROWS else []
         return [*table(_HEAD, rows, right=frozenset((2,)), columns=columns), *more, "", self.verdict]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_columns()))
-
-    def __repr__(self) -> str:
-        return f"<VerifyReport: {self.verdict}>"
-
-    def _repr_html_(self) -> str:
-        faults = [file._asdict() for file in self.faults]
-        return as_html(self.verdict, faults or self.rows())
 
 
 @public

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from ...base.layout import NARROW, quantity, shorten, terminal_columns, wrap
+from ...base.layout import NARROW, quantity, shorten, wrap
 from ...base.names import pattern_of
-from ...base.results import Row, as_html
+from ...base.results import Report
 from ...base.text import clip, plural, printable, size
 from ...errors import exported
 from ..measure.stats_table import StatsTable
@@ -85,8 +85,10 @@ def note(code: str, tensor: str | None, message: str) -> Finding:
 
 
 @exported()
-class CheckReport:
+class CheckReport(Report):
     """The result of `safeload.check`. ``str()`` is a table; the report is false if there are errors.
+
+    It has a row for each finding, whose ``tensor`` is "" if it is about a file; ``stats`` has rows about all tensors.
 
     Attributes:
         ok: True if there are no errors.
@@ -111,6 +113,12 @@ class CheckReport:
         >>> report.ok, report.schema, report.tensors, len(report.errors)
         (True, 'llama', 30, 0)
     """
+
+    _columns = Finding._fields
+    _json = (
+        *("ok", "source", "format", "files", "schema", "tensors", "parameters", "nbytes", "values"),
+        *("compared", "checked", "seconds", "errors", "warnings", "notes", "stats"),
+    )
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -164,14 +172,6 @@ class CheckReport:
         return f"{names}, {quantity(count, 'value') if self.values else 'no values'}"
 
     def lines(self, columns: int | None = 80) -> list[str]:
-        """Return the report as lines of text.
-
-        Args:
-            columns: width in characters; None never shortens names.
-
-        Returns:
-            Lines without line ends.
-        """
         details = [] if self.format is None else [self.format]
         if self.tensors:
             details += [plural(self.tensors, "tensor"), plural(self.parameters, "parameter"), size(self.nbytes)]
@@ -195,38 +195,16 @@ class CheckReport:
             lines += wrap(text, columns, " " * 9)
         return lines
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_columns()))
-
     def __repr__(self) -> str:
         return f"<CheckReport {self.source!r}: {self.verdict}>"
 
-    def rows(self) -> list[Row]:
-        """Return a row for each finding, for ``pandas.DataFrame`` or ``polars.DataFrame``.
+    def _values(self) -> Iterable[Finding]:
+        return (f._replace(tensor=f.tensor or "") for f in (*self.errors, *self.warnings, *self.notes))
 
-        ``tensor`` is "" for findings about files; ``stats`` has rows about all tensors.
-        """
-        findings = (*self.errors, *self.warnings, *self.notes)
-        return [{**finding._asdict(), "tensor": finding.tensor or ""} for finding in findings]
+    def _about(self) -> Sequence[str]:
+        return [f"{self.source}: {self.verdict}", *([f"checked: {self.checked}"] if self.tensors else [])]
 
-    def _repr_html_(self) -> str:
-        title, checked = f"{self.source}: {self.verdict}", [f"checked: {self.checked}"] if self.tensors else []
-        return as_html(title, self.rows(), checked, Finding._fields)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for ``json.dump``; NaN and infinity become None."""
-        return {
-            "ok": self.ok,
-            **{name: getattr(self, name) for name in ("source", "format", "files", "schema")},
-            **{name: getattr(self, name) for name in ("tensors", "parameters", "nbytes", "values")},
-            **{name: getattr(self, name) for name in ("compared", "checked", "seconds")},
-            "errors": [finding._asdict() for finding in self.errors],
-            "warnings": [finding._asdict() for finding in self.warnings],
-            "notes": [finding._asdict() for finding in self.notes],
-            "stats": {name: stats.to_dict() for name, stats in self.stats.items()},
-        }
-
-    to_json = to_dict
+    to_json = Report.to_dict
 
 
 class FindingGroup(NamedTuple):
