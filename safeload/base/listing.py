@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from . import html
 from .table import TensorInfo
-from .text import clip, plural, printable, size
+from .text import clip, more, plural, printable, size
 
 # Maximum number of rows in a notebook, and of lines in a repr.
 _ROWS, _LINES = 20, 8
@@ -45,16 +45,13 @@ def _screen(head: str, tensors: Mapping[str, Any]) -> str:
     for name, tensor in islice(tensors.items(), _LINES):
         kind = getattr(tensor, "scheme", None) or getattr(tensor, "dtype", type(tensor).__name__)
         lines.append(f"  {clip(printable(str(name)), _NAME)}  {kind} {list(getattr(tensor, 'shape', ()))}")
-    if len(tensors) > _LINES:
-        lines.append(f"  ... and {len(tensors) - _LINES:,} more")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {line}" for line in more(len(tensors), _LINES))])
 
 
 def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
     """Return a table of the first tensors for a notebook."""
     rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos, _ROWS)]
-    more = f"... and {count - len(rows):,} more" if count > len(rows) else ""
-    return html.table(title, ("tensor", "dtype", "shape", "size"), rows, more)
+    return html.table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(count, _ROWS)))
 
 
 def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:

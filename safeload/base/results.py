@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from . import html
 from .layout import figure, terminal_columns, terminal_rows
-from .text import plural, show, size
+from .text import more, plural, show, size
 
 # A row of a table: a plain value for each column.
 Row: TypeAlias = dict[str, Any]
@@ -51,11 +51,10 @@ class Result:
         return {key: plain(value) for key, value in keys}
 
     def _repr_html_(self) -> str:
-        title, *more = self._about()
+        title, *notes = self._about()
         rows, header = self._notable(self.rows()), self._notebook or self._columns
         cells = [[_cell(key, row[key]) for key in header] for row in rows[:_ROWS]]
-        hidden = [f"... and {len(rows) - _ROWS:,} more"] if len(rows) > _ROWS else []
-        return html.table(title, header, cells, "; ".join((*hidden, *more)))
+        return html.table(title, header, cells, "; ".join((*more(len(rows), _ROWS), *notes)))
 
 
 def _cell(key: str, value: Any) -> str:
@@ -142,8 +141,7 @@ class ResultTable(Result, dict[str, _R]):
 
     def _first(self, rows: int | None) -> str:
         """Return this many rows as text, and the number of hidden rows."""
-        more = [] if rows is None or len(self) <= rows else [f"... and {len(self) - rows:,} more"]
-        return "\n".join([*self.lines(terminal_columns(), rows), *more])
+        return "\n".join([*self.lines(terminal_columns(), rows), *more(len(self), rows)])
 
     def _about(self) -> Sequence[str]:
         return [plural(len(self), "tensor")]

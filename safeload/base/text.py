@@ -99,6 +99,11 @@ def check_name(name: Any) -> None:
         raise TypeError(f"a tensor name must be str, got {type(name).__name__}")
 
 
+def more(count: int, most: int | None) -> list[str]:
+    """Return the line that counts the items after the first ``most``, if there are any."""
+    return [] if most is None or count <= most else [f"... and {count - most:,} more"]
+
+
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: "1 tensor", "1,024 tensors"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -10,7 +10,7 @@ from ...base.cached import cached_property
 from ...base.layout import shorten, table
 from ...base.names import layer_of, natural_key
 from ...base.results import Report, Row
-from ...base.text import clip, plural, printable, show
+from ...base.text import clip, more, plural, printable, show
 from ...errors import exported
 
 
@@ -223,9 +223,7 @@ class DiffReport(Report):
             if entries:
                 lines.extend(("", title))
                 room = None if columns is None else columns - 2
-                lines.extend(f"  {entry}" for entry in shorten(entries[:rows], room))
-                if rows is not None and len(entries) > rows:
-                    lines.append(f"  ... and {len(entries) - rows:,} more")
+                lines.extend(f"  {entry}" for entry in (*shorten(entries[:rows], room), *more(len(entries), rows)))
 
         block("only in a", [printable(name) for name in self.only_a])
         block("only in b", [printable(name) for name in self.only_b])
@@ -241,16 +239,12 @@ class DiffReport(Report):
         if sort is not None:
             unequal = dict(sorted(unequal.items(), key=_ORDERS[sort]))
         if unequal:
-            top = list(unequal.items())[:rows]
-            cells: list[tuple[str, ...]] = [(printable(name), *_cells(difference)) for name, difference in top]
+            cells: list[tuple[str, ...]] = [(printable(name), *_cells(d)) for name, d in [*unequal.items()][:rows]]
             header: tuple[str, ...] = ("different values", "max", "rms", "relative", "cosine", "unequal", "not finite")
             if not any(d.nonfinite for d in unequal.values()):
                 header, cells = header[:-1], [row[:-1] for row in cells]
-            lines.append("")
-            lines += table(header, cells, right=frozenset(range(1, len(header))), columns=columns)
-            if len(top) < len(unequal):
-                lines.append(f"... and {len(unequal) - len(top):,} more")
-            lines += self._layer_lines(columns, rows)
+            lines += ["", *table(header, cells, right=frozenset(range(1, len(header))), columns=columns)]
+            lines += [*more(len(unequal), rows), *self._layer_lines(columns, rows)]
         lines.append("")
         lines.append(self._verdict(tolerance))
         return lines
@@ -280,10 +274,8 @@ class DiffReport(Report):
             )
             for layer, row in changed[:rows]
         ]
-        lines = ["", *table(("by layer", "relative", "tensors"), cells, right=frozenset((1, 2)), columns=columns)]
-        if rows is not None and len(changed) > rows:
-            lines.append(f"... and {len(changed) - rows:,} more")
-        return lines
+        lines = table(("by layer", "relative", "tensors"), cells, right=frozenset((1, 2)), columns=columns)
+        return ["", *lines, *more(len(changed), rows)]
 
     def _verdict(self, tolerance: float | None) -> str:
         """Return the last line, which agrees with `same` or, with a tolerance, with `within`."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from ...base.layout import table
 from ...base.paths import PathLike, os_error
 from ...base.results import Report, Row
-from ...base.text import plural, printable, size
+from ...base.text import more, plural, printable, size
 from ...engine.codes.pieces import Meter
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads, thread_count
@@ -131,8 +131,8 @@ class VerifyReport(Report):
             (printable(f.file), f.status, size(f.nbytes) if f.nbytes else "", printable(f.reason))
             for f in faults[:_ROWS]
         ]
-        more = [f"... and {len(faults) - _ROWS:,} more"] if len(faults) > _ROWS else []
-        return [*table(_HEAD, rows, right=frozenset((2,)), columns=columns), *more, "", self.verdict]
+        lines = table(_HEAD, rows, right=frozenset((2,)), columns=columns)
+        return [*lines, *more(len(faults), _ROWS), "", self.verdict]
 
 
 @public
