@@ -362,7 +362,7 @@ def test_results_derive_what_they_show():
     by_hand = [
         f"{module_name(path)}: {kind}.{method}"
         for path in PYTHON_FILES
-        for kind, method in contents_of(path)[2]
+        for kind, method in source(path).methods
         if method in shown
     ]
     assert "base.results: Result.rows" in by_hand

@@ -13,6 +13,7 @@ class Source(NamedTuple):
     imports: list  # its import statements, at any depth
     positional: list  # name and number of positional parameters, without self, of each function
     classes: list  # name and line of each class
+    methods: list  # names of class and method, for each method without a decorator
     docstrings: list  # of the module, its classes and functions; None for those without
     body: int  # top-level statements
 
@@ -32,7 +33,7 @@ def source(path):
 @functools.cache
 def parsed(text):
     tree = ast.parse(text)
-    result = Source([], [], [], [ast.get_docstring(tree, clean=False)], len(tree.body))
+    result = Source([], [], [], [], [ast.get_docstring(tree, clean=False)], len(tree.body))
     for parent, node in statements(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             result.imports.append(node)
@@ -43,5 +44,7 @@ def parsed(text):
             names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
             own = names[names[:1] in (["self"], ["cls"]) and isinstance(parent, ast.ClassDef) :]
             result.positional.append((node.name, len(own)))
+            if isinstance(parent, ast.ClassDef) and not node.decorator_list:
+                result.methods.append((parent.name, node.name))
             result.docstrings.append(ast.get_docstring(node, clean=False))
     return result
