@@ -43,9 +43,8 @@ static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
 
 static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_error *error) {
     const sl_packed *packed = job->packed;
-    if (packed->transpose == 0 || packed->layout == SL_LAYOUT_PLANES || packed->word_codes > 0)
-        return sl_fail(error, SL_E_ARGUMENT, -1,
-                       "codes in columns are always transposed; planes and words of %d codes never",
+    if (packed->layout == SL_LAYOUT_PLANES || packed->word_codes > 0)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "planes and words of %d codes are never transposed",
                        packed->word_codes);
     if (packed->rows % unit != 0)
         return sl_fail(error, SL_E_ARGUMENT, -1, "rows of %llu values are not a whole number of blocks of %llu",

@@ -16,7 +16,7 @@ bool sl_packed_by_row(const sl_packed *packed) {
     return packed->layout == SL_LAYOUT_COLUMNS || (packed->layout == SL_LAYOUT_WORDS && packed->transpose != 0);
 }
 
-bool sl_packed_in_tiles(const sl_packed *packed) { return packed->transpose != 0 || sl_packed_by_row(packed); }
+bool sl_packed_in_tiles(const sl_packed *packed) { return packed->transpose != 0; }
 
 bool sl_packed_scaled(const sl_packed *packed) { return packed->scales != NULL || packed->stored_scales != NULL; }
 
@@ -370,7 +370,9 @@ static const float *advanced(const float *grid, uint64_t by) { return grid == NU
 
 static sl_scaling scaling_of(const sl_packed *packed, const sl_plan *plan, const codes *range, float *gathered) {
     uint64_t column = range->column, count = range->count, row = range->row / packed->row_block;
-    if (packed->groups != NULL) {
+    if (packed->groups != NULL && sl_packed_by_row(packed))
+        row = packed->groups[range->row];
+    else if (packed->groups != NULL) {
         uint64_t at = range->matrix * packed->grid_step + row * packed->grid_columns;
         const uint32_t *groups = packed->groups + column;
         return (sl_scaling){1, 0, gather(packed->scales + at, groups, count, gathered),
@@ -386,10 +388,12 @@ static sl_scaling scaling_of(const sl_packed *packed, const sl_plan *plan, const
                         grids[SL_GRID_BIASES]};
 }
 
-/* Multiplies values by the factors of their columns, if any. */
+/* Multiplies values by the factors of their columns, or of their row, if any. */
 static void multiply(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values) {
     if (packed->factors == NULL) return;
-    const sl_scaling factors = {1, 0, packed->factors + range->column, NULL, NULL};
+    bool by_row = sl_packed_by_row(packed);
+    const sl_scaling factors = {by_row ? (size_t)range->count : 1, 0,
+                                packed->factors + (by_row ? range->row : range->column), NULL, NULL};
     plan->restore.scale(values, (size_t)range->count, &factors);
 }
 
@@ -508,11 +512,45 @@ static int32_t restore_masked(const sl_job *job, const sl_plan *plan, uint64_t e
     return status;
 }
 
+/* Dequantizes codes in columns row by row. A code of 3, 5, 6 or 7 bits can end in the next word. */
+static int32_t restore_down(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, uint8_t *out,
+                            uint8_t *scratch, sl_error *error) {
+    const sl_packed *packed = job->packed;
+    uint64_t bits = (uint64_t)packed->bits, lines = packed->rows * bits / 32;
+    uint8_t *stream = scratch + 8 * SL_VALUES; /* a byte per code, behind two rows of words */
+    for (uint64_t some; count > 0; count -= some, element += some, out += 4 * some) {
+        codes range = {.row = element / packed->columns, .column = element % packed->columns};
+        range.matrix = range.row / packed->rows;
+        range.row %= packed->rows;
+        range.count = some = sl_min_u64(sl_min_u64(packed->columns - range.column, count), SL_VALUES);
+        uint64_t shift = range.row * bits % 32;
+        uint64_t begin = (range.matrix * lines + range.row * bits / 32) * packed->row_bytes + 4 * range.column;
+        const uint8_t *low, *high = NULL;
+        int32_t status = sl_fetch(job, begin, 4 * some, scratch, &low, error);
+        if (status == SL_OK && shift + bits > 32)
+            status = sl_fetch(job, begin + packed->row_bytes, 4 * some, scratch + 4 * SL_VALUES, &high, error);
+        if (status != SL_OK) return status;
+        for (size_t i = 0; i < some; i++) {
+            uint32_t code = load32(low, i) >> shift;
+            if (high != NULL) code |= load32(high, i) << (32 - shift);
+            stream[i] = (uint8_t)(code & ((1u << bits) - 1));
+        }
+        sl_restore_stream(stream, 0, 8, (size_t)some, packed->table, out);
+        if (sl_packed_scaled(packed)) {
+            const sl_scaling own = scaling_of(packed, plan, &range, (float *)(void *)(scratch + SL_STAGING));
+            plan->restore.scale(out, (size_t)some, &own);
+        }
+        multiply(packed, plan, &range, out);
+    }
+    return SL_OK;
+}
+
 int32_t sl_packed_restore(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, void *values,
                           uint8_t *scratch, sl_error *error) {
     const sl_packed *packed = job->packed;
     uint8_t *out = values;
     if (packed->layout == SL_LAYOUT_MASKED) return restore_masked(job, plan, element, count, out, scratch, error);
+    if (packed->layout == SL_LAYOUT_COLUMNS) return restore_down(job, plan, element, count, out, scratch, error);
     while (count > 0) {
         span one = span_of(packed, element, count);
         const uint8_t *bytes;

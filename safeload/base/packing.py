@@ -148,7 +148,7 @@ class Packed(NamedTuple):
 
 def by_columns(packed: Packing) -> bool:
     """Return whether rows of values are columns of codes, which can be dequantized independently."""
-    return packed.layout == COLUMNS or (packed.layout == WORDS and packed.transpose)
+    return packed.transpose and packed.layout in (COLUMNS, WORDS)
 
 
 def row_unit(packed: Packing) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..base import packing
 from ..base.packing import Packing
 
 # ``model_type`` of the models of transformers with such layers, and the last names of the layers.
@@ -37,6 +36,6 @@ def as_stored(packed: Packing) -> Packing | str:
     """Return the packing of a layer's weight as [in, out], or why there is none."""
     if packed.family not in _TURNED or len(packed.shape) != 2:
         return packed
-    if packed.layout != packing.ROWS or packed.flat or packed.transpose:
-        return "its module is a Conv1D, which stores [in, out], and its codes can only be read as [out, in]"
-    return packed._replace(shape=packed.shape[::-1], transpose=True)
+    if packed.flat:
+        return "its module is a Conv1D, which stores [in, out], and its blocks cross the rows of [out, in]"
+    return packed._replace(shape=packed.shape[::-1], transpose=not packed.transpose)

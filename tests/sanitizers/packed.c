@@ -269,6 +269,32 @@ static const sl_packed GOOD[] = {
      .stored_zeros = GIVEN,
      .zero_layout = SL_LAYOUT_WORDS,
      .zero_table = GIVEN},
+    {.layout = SL_LAYOUT_COLUMNS,
+     .bits = 3,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 96,
+     .columns = 70,
+     .column_block = 1,
+     .table = GIVEN,
+     .scales = GIVEN,
+     .zeros = GIVEN,
+     .groups = GIVEN,
+     .factors = GIVEN},
+    {.layout = SL_LAYOUT_COLUMNS,
+     .bits = 4,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 64,
+     .columns = 130,
+     .row_block = 16,
+     .column_block = 1,
+     .table = GIVEN,
+     .stored_scales = GIVEN,
+     .scale_dtype = SL_F16,
+     .stored_zeros = GIVEN,
+     .zero_layout = SL_LAYOUT_ROWS,
+     .zero_table = GIVEN},
 };
 enum { GOOD_COUNT = sizeof GOOD / sizeof *GOOD };
 
@@ -748,9 +774,8 @@ static void refuse_all(void) {
     REFUSE(8, forbidden, 4, "can be forbidden");
     REFUSE(8, forbidden, 256, "can be forbidden"); /* not code 0 */
     REFUSE(0, interleaved, 1, "only planes");
-    REFUSE(5, transpose, 0, "always transposed");
-    REFUSE(8, transpose, 1, "always transposed");
-    REFUSE(2, transpose, 1, "always transposed");
+    REFUSE(8, transpose, 1, "never transposed");
+    REFUSE(2, transpose, 1, "never transposed");
     REFUSE(10, codes, SL_F16, "cannot be blocks");
     REFUSE(10, codes, SL_Q8_K, "cannot be blocks"); /* without a kernel */
     REFUSE(10, codes, -1, "cannot be blocks");

@@ -185,6 +185,7 @@ def test_random_descriptions_restore_to_the_values_of_numpy(seed, on, tmp_path):
         more["high_first"] = bits == 4 and "word_codes" not in more and bool(rng.integers(2))
     elif layout == COLUMNS:
         rows = 32 * -(-rows // 32)
+        more["transpose"] = bool(rng.integers(2))
     elif layout == WORDS:
         columns = 8 * -(-columns // 8)
         more["transpose"] = bool(rng.integers(2))
@@ -208,6 +209,7 @@ def test_rows_of_every_length_begin_anywhere_in_a_byte(columns, tier, on):
         Case(ROWS, 1 + columns % 8, (1, 3, columns), (2, 32)),
         Case(PLANES, 2, (1, 4, columns), (1, 16), ("zeros",)),
         Case(COLUMNS, 4, (1, 8 * (columns % 3 + 1), columns), (8, 1), ("zeros",)),
+        Case(COLUMNS, 1 + columns % 8, (1, 32, columns), (8, 1), ("zeros",), transpose=False),
         Case(WORDS, 4, (1, columns, 8), (16, 1), ("zeros",)),
         Case(ROWS, 4, (1, columns, 19), (1, 16), transpose=True),
     ):
@@ -232,6 +234,8 @@ BORDERS = {
     "nibbles that do not fill the last word": made(ROWS, 4, (1, 65, TILE_READ // 32 + 77), (1, 32), transpose=True),
     "fp8 transposed": made(ROWS, 8, (1, 70, TILE_READ // 64 + 999), (128, 128), numbers=E4M3, transpose=True),
     "columns of long rows": made(COLUMNS, 4, (1, 136, TILE_READ // 32 + 99), (64, 1), ("zeros",)),
+    "untransposed columns of 5 bits in long rows":
+       made(COLUMNS, 5, (1, 32, TILE_READ // 24 + 98), (8, 1), ("zeros",), transpose=False, gap=4),
     "columns of 3 bits in long rows": made(COLUMNS, 3, (1, 160, TILE_READ // 24 + 98), (32, 1), ("zeros",)),
     "groups in long rows": made(COLUMNS, 8, (1, 64, TILE_READ // 64 + 99), (1, 1), ("sequence", "groups", "zeros")),
     "permuted words of long rows": made(WORDS, 4, (1, 96, TILE_READ // 32 + 72), (32, 1), ("zeros",)),
@@ -338,6 +342,8 @@ IN_ORDER = {
     "fp8": made(ROWS, 8, (1, 900, 1100), (128, 128), numbers=E4M3),
     "groups": made(ROWS, 4, (1, 64, 2050), (1, 1), ("groups", *ALL)),
     "planes": made(PLANES, 2, (1, 400, 901), (400, 901)),
+    "columns": made(COLUMNS, 4, (2, 64, 2050), (16, 1), ("zeros",), transpose=False),
+    "columns of codes across words": made(COLUMNS, 3, (1, 96, 2050), (1, 1), ("groups", *ALL), transpose=False),
     "blocks": made(BLOCKS, 4, (1, 300, 1408), (300, 1408), numbers=NVFP4),
     "mask": masked(BF16, (1, 701, 1203)),
 }

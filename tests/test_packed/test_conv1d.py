@@ -92,25 +92,95 @@ def test_an_adapter_meets_the_axes_of_the_file(folder, tmp_path):
     np.testing.assert_allclose(merged, FIXTURE.expected()[SQUARE] + (b @ a).T, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gptq4_g32_asym", "awq4_gemm"])
-def test_codes_that_cannot_be_turned_are_refused(name, tmp_path):
-    fixture, path = FIXTURES[name], tmp_path / "x"
-    shutil.copytree(fixture.folder, path)
-    renamed = {}
+def as_conv1d(name, path):
+    """A fixture whose linear layers are named and configured as Conv1D layers, and the weights as the file has them."""
+    shutil.copytree(FIXTURES[name].folder, path)
+    layers = {".q_proj": ".c_attn", ".k_proj": ".q_attn", ".up_proj": ".c_fc", ".down_proj": ".c_proj"}
+
+    def renamed(text):
+        for old, new in layers.items():
+            text = text.replace(old, new)
+        return text
+
     for file in path.glob("*.safetensors"):
-        tensors = {key.replace(".q_proj.", ".c_proj."): x.copy() for key, x in load_file(file).items()}
-        renamed |= dict.fromkeys(tensors, file.name)
-        save_file(tensors, file)
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        index.write_text(json.dumps({"weight_map": renamed}))
+        save_file({renamed(key): array.copy() for key, array in load_file(file).items()}, file)
+    for document in path.glob("*.json"):
+        document.write_text(renamed(document.read_text()).replace("(down|", "(c_proj|").replace(")_proj$", ")$"))
     change_config(path, model_type="gpt2")
-    weight = next(key for key in renamed if ".c_proj." in key).rpartition(".")[0] + ".weight"
-    with pytest.raises(safeload.UnsupportedError, match=r"Conv1D, which stores \[in, out\]"):
-        safeload.load(path, dtype="float32")
-    others = [key for key in safeload.open(path) if ".c_proj." not in key]
-    assert safeload.load(path, others, dtype="float32").keys() == set(others)
-    assert weight not in others
+    with safeload.open(path) as checkpoint:
+        quantized = {key for key, entry in checkpoint.tensors.items() if entry.dtype.startswith(("gptq", "awq"))}
+    want = {renamed(key): array for key, array in FIXTURES[name].expected().items()}
+    turned = {key for key in quantized if f".{key.split('.')[-2]}" in layers.values()}
+    assert turned
+    return {key: np.ascontiguousarray(array.T) if key in turned else array for key, array in want.items()}, turned
+
+
+WORDS = ["gptq2_older", "gptq3_act_order", "gptq4_g32_asym", "autoround_raw_zeros", "gptq_dynamic_raw_zeros"]
+WORDS += ["autoround_gptq", "awq4_gemm", "awq4_gemv"]
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_of_codes_have_the_axes_of_the_file(name, tmp_path):
+    want, turned = as_conv1d(name, tmp_path / "x")
+    found = safeload.load(tmp_path / "x", dtype="float32")
+    assert found.keys() == want.keys()
+    for key, array in want.items():
+        np.testing.assert_array_equal(found[key], array)
+    with safeload.open(tmp_path / "x") as checkpoint:
+        for key in turned:
+            rows = want[key]
+            assert checkpoint.tensors[key].shape == rows.shape
+            for index in np.s_[5:37], np.s_[-1], np.s_[3::7, 1:9], np.s_[:, 31], np.s_[40:40]:
+                np.testing.assert_array_equal(checkpoint.get_slice(key, dtype="float32")[index], rows[index])
+            np.testing.assert_array_equal(checkpoint.take(key, [31, 0, 7], dtype="float32"), rows[[31, 0, 7]])
+            vector = np.linspace(-1, 1, rows.shape[1], dtype=np.float32)
+            np.testing.assert_allclose(checkpoint[key] @ vector, rows @ vector, rtol=1e-4, atol=1e-4)
+    stats = safeload.stats(tmp_path / "x")
+    assert all(stats[key].absmax == np.abs(want[key]).max() for key in turned)
+
+
+def test_blocks_across_rows_are_refused(folder):
+    tensors = {name: array.copy() for name, array in load_file(folder / "model.safetensors").items()}
+    (state,) = (name for name in tensors if name.startswith(SQUARE) and "quant_state" in name)
+    text = bytes(tensors[state]).decode()
+    assert '"shape": [64, 64]' in text
+    tensors[state] = np.frombuffer(text.replace("[64, 64]", "[128, 32]").encode(), np.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(safeload.UnsupportedError, match=r"Conv1D, which stores \[in, out\], and its blocks cross"):
+        safeload.load(folder, dtype="float32")
+    others = [name for name in safeload.open(folder) if not name.startswith(SQUARE)]
+    assert safeload.load(folder, others, dtype="float32").keys() == set(others)
+
+
+def test_an_adapter_meets_the_axes_of_words(tmp_path):
+    want, turned = as_conv1d("gptq3_act_order", tmp_path / "x")
+    (key,) = turned
+    rows, columns = want[key].shape
+    a, b = np.ones((1, rows), np.float32), np.arange(columns, dtype=np.float32).reshape(-1, 1)
+    (tmp_path / "lora").mkdir()
+    prefix = f"base_model.model.{key.removesuffix('.weight')}"
+    save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, tmp_path / "lora/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "fan_in_fan_out": True, "target_modules": ["c_attn"]}
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps(config))
+    merged = safeload.load(tmp_path / "x", dtype="float32", adapters=tmp_path / "lora")[key]
+    np.testing.assert_allclose(merged, want[key] + (b @ a).T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gptq3_act_order", "gptq4_g32_asym", "awq4_gemm"])
+def test_copies_of_words_keep_the_axes(name, tmp_path):
+    want, turned = as_conv1d(name, tmp_path / "x")
+    safeload.convert(tmp_path / "x", tmp_path / "alone.safetensors")
+    safeload.convert(tmp_path / "x", tmp_path / "copy", max_shard_size="4KB", resume=True)
+    safeload.convert(tmp_path / "x", tmp_path / "plain", dtype="float32")
+    safeload.save(safeload.load(tmp_path / "x"), tmp_path / "saved.safetensors")
+    safeload.convert(tmp_path / "x", tmp_path / "plain.npz", dtype="float32")
+    for copy in ("alone.safetensors", "copy", "plain", "saved.safetensors", "plain.npz"):
+        found = safeload.load(tmp_path / copy, dtype="float32")
+        for key in turned:
+            np.testing.assert_array_equal(found[key], want[key], err_msg=copy)
+    with safeload.open(tmp_path / "x") as checkpoint:
+        for key, array in checkpoint.stream(dtype="float32"):
+            np.testing.assert_array_equal(array, want[key])
 
 
 @pytest.mark.parametrize("scheme", ["bnb_nf4", "w4a16", "fp8_dynamic", "deepseek_fp8"])

@@ -127,7 +127,7 @@ def flat_ranges(packed: Packing, limit: int) -> Iterator[Range]:
 
 def rows_apart(packed: Packing) -> bool:
     """Return True if rows of the values can be dequantized separately."""
-    return by_columns(packed) or (packed.layout != packing.PLANES and not packed.transpose)
+    return by_columns(packed) or not (packed.transpose or packed.layout in (packing.COLUMNS, packing.PLANES))
 
 
 def stored_rows(packed: Packing, rows: int) -> int:

@@ -313,7 +313,7 @@ class CodeReader:
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
-        down = by_columns(self._packed)
+        down = by_columns(self._packed) or self._packed.layout == packing.COLUMNS
         if (groups == -1).all() and not down:  # allocated by the writer, and not used
             return None
         block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
@@ -365,7 +365,7 @@ def restore_job(packed: Packed, op: int, memory: int, name: str, *, owner: Any =
 
 def in_order(packed: Packing) -> bool:
     """Return True if codes are stored in the order of the values."""
-    return not packed.transpose and packed.layout != packing.COLUMNS
+    return not packed.transpose
 
 
 def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:
