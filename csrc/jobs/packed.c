@@ -369,10 +369,10 @@ static const float *gather(const float *grid, const uint32_t *groups, uint64_t c
 static const float *advanced(const float *grid, uint64_t by) { return grid == NULL ? NULL : grid + by; }
 
 static sl_scaling scaling_of(const sl_packed *packed, const sl_plan *plan, const codes *range, float *gathered) {
-    uint64_t column = range->column, count = range->count, row = range->row / packed->row_block;
-    if (packed->groups != NULL && sl_packed_by_row(packed))
-        row = packed->groups[range->row];
-    else if (packed->groups != NULL) {
+    bool by_row = packed->groups != NULL && sl_packed_by_row(packed);
+    uint64_t column = range->column, count = range->count;
+    uint64_t row = by_row ? packed->groups[range->row] : range->row / packed->row_block;
+    if (packed->groups != NULL && !by_row) {
         uint64_t at = range->matrix * packed->grid_step + row * packed->grid_columns;
         const uint32_t *groups = packed->groups + column;
         return (sl_scaling){1, 0, gather(packed->scales + at, groups, count, gathered),

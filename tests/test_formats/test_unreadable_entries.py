@@ -9,6 +9,8 @@ import zipfile
 import numpy as np
 import pytest
 from builders.inside import main
+from builders.torch_build import Call, Ref, Storage, zip_file
+from builders.torch_build import tensor as torch_tensor
 
 import safeload
 from safeload import UnsupportedError
@@ -104,6 +106,38 @@ def flax(dtype, elements):
 
 LONG = np.zeros(2, np.longdouble)
 TEXT, OBJECTS, DATES = np.array("x"), np.array([None, 1]), np.array(["2020-01-01"], "M8[D]")
+
+
+
+def tagged(tensor):
+    """A tensor with an attribute of Python, which torch saves."""
+    tensor.tag = 1
+    return tensor
+
+
+TORCH = [
+    ("coo", lambda t: t.eye(2).to_sparse(), "sparse float32"),
+    ("hybrid coo", lambda t: t.ones(2, 3, dtype=t.float64).to_sparse(1), "sparse float64"),
+    ("csr", lambda t: t.eye(2).bfloat16().to_sparse_csr(), "sparse bfloat16"),
+    ("csc", lambda t: t.eye(2).to_sparse_csc(), "sparse float32"),
+    ("bsr", lambda t: t.eye(4).to_sparse_bsr((2, 2)), "sparse float32"),
+    ("sparse with attributes", lambda t: tagged(t.eye(2).to_sparse()), "sparse float32"),
+    ("sparse parameter", lambda t: t.nn.Parameter(t.eye(2).to_sparse()), "sparse float32"),
+    ("nested", lambda t: t.nested.nested_tensor([t.ones(2), t.ones(3)]), "nested float32"),
+    ("per tensor", lambda t: t.quantize_per_tensor(t.ones(2), 0.1, 0, t.qint8), "quantized qint8"),
+    ("qint32", lambda t: tagged(t.quantize_per_tensor(t.ones(2), 0.1, 0, t.qint32)), "quantized qint32"),
+    (
+        "per channel",
+        lambda t: t.quantize_per_channel(t.ones(2, 2), t.ones(2), t.zeros(2), 0, t.quint8),
+        "quantized quint8",
+    ),
+    ("meta", lambda t: t.empty(2, 3, device="meta"), "meta float32"),
+    ("meta parameter", lambda t: t.nn.Parameter(t.empty(2, device="meta", dtype=t.float16)), "meta float16"),
+    ("lazy parameter", lambda t: t.nn.LazyLinear(2).weight, "uninitialized"),
+    ("lazy buffer", lambda t: t.nn.LazyBatchNorm1d().running_mean, "uninitialized"),
+    ("bits", lambda t: t.zeros(4, dtype=t.uint8).view(t.bits8), "bits8"),
+    ("bits of two bytes", lambda t: t.zeros(4, dtype=t.int16).view(t.bits16), "bits16"),
+]
 # file name, writer, label of the odd entry, and whether it is a tensor
 CASES = {
     "npz text": ("m.npz", npz(TEXT), "<U1", False),
@@ -151,6 +185,17 @@ CASES = {
         "complex64",
         True,
     ),
+    **{
+        f"torch {name}{' legacy' * legacy}": (
+            "m.pt",
+            torch_file(make, **({"_use_new_zipfile_serialization": False} if legacy else {})),
+            label,
+            True,
+        )
+        for name, make, label in TORCH
+        for legacy in (False, True)
+        if not legacy or name in ("coo", "per tensor", "meta")
+    },
     "dcp complex32": ("dcp", dcp(lambda t: t.zeros(2, dtype=t.complex32)), "complex32", True),
 }  # fmt: skip
 
@@ -211,6 +256,41 @@ def test_convert_names_what_it_leaves_out(case, capsys):
             assert "'odd' is left out" in out
         np.testing.assert_array_equal(safeload.load(target)["w"], W)
         assert list(safeload.open(target)) == ["w"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_state_dict_opens(tmp_path):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    dynamic = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    torch.save(dynamic.state_dict(), tmp_path / "m.pt")
+    with safeload.open(tmp_path / "m.pt") as opened:
+        odd = {name: info for name, info in opened.tensors.items() if info.np_dtype is None}
+        codes = "_packed_params._packed_params.0"
+        assert {name: (info.dtype, info.shape) for name, info in odd.items()} == {
+            f"0.{codes}": ("quantized qint8", (3, 4)),
+            f"2.{codes}": ("quantized qint8", (2, 3)),
+        }
+        found = opened.load(drop=f"*{codes}")
+    np.testing.assert_array_equal(found["0._packed_params._packed_params.1"], model[0].bias.detach().numpy())
+    assert found["0.scale"].shape == found["2.zero_point"].shape == ()
+
+
+ODD_ARGUMENTS = [(), (1,), ((), ()), ({}, 3), (None, (None, None)), ("torch.sparse_coo", (1, (1, -1)))]
+
+
+@pytest.mark.parametrize("args", ODD_ARGUMENTS)
+@pytest.mark.parametrize("name", ["sparse", "sparse_csr", "q", "nested", "meta"])
+def test_arguments_that_torch_never_writes_are_the_fault_of_that_entry(name, args, tmp_path):
+    function = "meta_tensor_no_storage" if name == "meta" else f"{name}tensor" if name == "q" else f"{name}_tensor"
+    odd = Call(Ref("torch._utils", f"_rebuild_{function}"), *args)
+    path = tmp_path / "m.pt"
+    path.write_bytes(zip_file({"odd": odd, "w": torch_tensor(Storage("0", W))}))
+    with safeload.open(path) as opened:
+        assert list(opened) == ["odd", "w"]
+        np.testing.assert_array_equal(opened.load(only="w")["w"], W)
+        with pytest.raises(UnsupportedError, match="tensor 'odd': "):
+            opened.load()
 
 
 def test_a_text_is_refused_if_it_is_asked_for(tmp_path):

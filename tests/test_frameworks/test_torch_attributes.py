@@ -7,7 +7,6 @@ torch = pytest.importorskip("torch")
 from builders.inside import TENSOR_OWN  # noqa: E402
 
 import safeload  # noqa: E402
-from safeload import ForbiddenError  # noqa: E402
 
 
 def tagged(tensor, **attributes):
@@ -49,19 +48,3 @@ def test_every_attribute_that_torch_implements_itself_is_listed():
     classes = torch.Tensor.__mro__
     own = {name: next(cls.__dict__[name] for cls in classes if name in cls.__dict__) for name in dir(torch.Tensor)}
     assert {name for name, value in own.items() if hasattr(type(value), "__set__")} <= TENSOR_OWN
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("attributes", [{}, {"a": 1}])
-def test_tensors_that_are_no_block_of_numbers_are_refused_with_a_remedy(attributes, tmp_path):
-    path = tmp_path / "x.pt"
-    for tensor, remedy in (
-        (torch.eye(2).to_sparse(), r"makes a sparse tensor: save tensor\.to_dense\(\)"),
-        (torch.eye(2).to_sparse_csr(), r"makes a sparse tensor: save tensor\.to_dense\(\)"),
-        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"makes a quantized tensor: save tensor\.deq"),
-        (torch.empty(3, device="meta"), "makes a tensor on the meta device, which has no values"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"makes a nested tensor: save the list"),
-    ):
-        torch.save({"w": tagged(tensor, **attributes)}, path)
-        with pytest.raises(ForbiddenError, match=remedy):
-            safeload.open(path)

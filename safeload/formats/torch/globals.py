@@ -23,6 +23,8 @@ from ..unpickle.numpy_arrays import ROWS
 
 # Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of them.
 MAX_ATTRIBUTES = 100
+# First arguments to look at for the shape and the dtype of an unreadable tensor.
+_FEW = 8
 # Key of the unknown class of a tensor in `PickledTensor.pending`.
 SUBCLASS = "subclass"
 _TABLE = read_data(__name__, "globals.json")
@@ -60,13 +62,13 @@ class PickledTensor:
     """A tensor as the pickle describes it, unchecked.
 
     Attributes:
-        storage: holds the elements.
+        storage: holds the elements; of an unreadable tensor, why it is unreadable.
         offset: first element in the storage.
         shape: elements per axis.
         strides: elements between neighbours along each axis.
         dtype: row of its dtype; None for the dtype of the storage.
-        pending: operations to apply to the elements, such as {"conj": True}, and an unknown class; or the name of the
-            global that makes an unreadable tensor of them.
+        pending: operations to apply to the elements, such as {"conj": True}, and an unknown class; of an unreadable
+            tensor, its dtype in listings, or the name of the unknown global that makes it.
     """
 
     __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
@@ -238,6 +240,34 @@ def _check_attributes(attributes: Any) -> None:
             raise Fault(text, UnsupportedError)
 
 
+def _layout(args: tuple[Any, ...]) -> Any:
+    _arity(args, 1, 1, "_get_layout")
+    if type(args[0]) is not str:
+        raise Fault(f"_get_layout takes a name, got {describe(args[0])}")
+    return args[0]
+
+
+def _unreadable(kind: str, reason: str) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a function that makes an unreadable tensor, whose shape is the first tuple of its arguments."""
+
+    def build(args: tuple[Any, ...]) -> Any:
+        parts = args[:_FEW]
+        if kind == "sparse":
+            parts = args[1][:_FEW][::-1] if len(args) > 1 and type(args[1]) is tuple else ()
+        elif args and type(args[0]) is dict:
+            parts = (args[0].get("values"),)
+        shape = next((part for part in parts if type(part) is tuple), ())
+        source = next((part for part in parts if type(part) in (PickledTensor, Storage, Global)), None)
+        if type(source) is PickledTensor:
+            source = source.dtype or source.storage
+        row = source.type if type(source) is Storage else source
+        names = _TABLE["dtypes_of_storages"]
+        label = kind if type(row) is not Global else f"{kind} {names.get(row.name, row.name.removeprefix('torch.'))}"
+        return PickledTensor(reason, 0, shape, (), dtype=None, pending=label)
+
+    return build
+
+
 STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", "container", "value", "class"
 
 _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
@@ -248,6 +278,7 @@ _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "complex": _complex,
     "size": _size,
     "device": _device,
+    "layout": _layout,
     "rebuild_tensor": _rebuild_tensor,
     "rebuild_tensor_v2": _rebuild_tensor_v2,
     "rebuild_tensor_v3": _rebuild_tensor_v3,
@@ -277,6 +308,8 @@ def _allowed(name: str, row: dict[str, Any]) -> Global:
 # Built once for all threads, because rows are compared by identity.
 ALLOWED: dict[str, Global] = {
     **{name: _allowed(name, row) for name, row in _TABLE["globals"].items()},
+    **{name: Global(name, TENSOR, _unreadable(**row)) for name, row in _TABLE["unreadable"].items()},
+    **{name: Global(name, VALUE) for name in _TABLE["schemes_of_quantized"]},
     **{row.name: row for row in ROWS},
 }
 

@@ -27,18 +27,12 @@ from .globals import ALLOWED, PickledTensor, Storage
 
 # numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
 MAX_RANK = 64
-# Globals of tensors that have no values: on the meta device, and of lazy modules.
-_NO_VALUES = (
-    "torch._utils._rebuild_meta_tensor_no_storage",
-    "torch.nn.parameter.UninitializedParameter",
-    "torch.nn.parameter.UninitializedBuffer",
-)
 # Maximum size in bytes of a tensor that exceeds its storage by repeating elements (stride 0). Real examples are masks
 # and positions of a few MiB. A converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
 
 # Dtypes with the size of torch dtypes unknown to NumPy.
-STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8", "torch.uint32"))}
+STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8", "torch.uint16", "torch.uint32"))}
 
 
 class PickleTables(NamedTuple):
@@ -112,9 +106,6 @@ def make_tables(
     if outside:
         shown = f"{plural(len(outside), 'tensor')} that the state dict of its module does not have"
         notes.append(f"left out: {shown}, such as {show(next(iter(outside)))}")
-    notes.extend(
-        f"left out: tensors without values, which {name} makes" for name in pickled.foreign if name in _NO_VALUES
-    )
     named_globals = dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
     in_file = [listing for listing in listings.values() if listing is not None]
     table = ListedTable(in_file, tree.metadata(root), big_endian=big_endian, named_globals=named_globals)
@@ -131,7 +122,7 @@ class TensorPlaces:
     def place(self, name: str, tensor: PickledTensor) -> Listing:
         """Check a tensor against its storage and describe it."""
         storage, offset = tensor.storage, tensor.offset
-        if type(tensor.pending) is str:  # the global that has made it
+        if type(tensor.pending) is str:
             try:
                 shape = self._integers(tensor.shape, "the shape", name)
             except FormatError:
@@ -139,6 +130,8 @@ class TensorPlaces:
             if len(shape) > MAX_RANK or not array_fits(shape, 1):
                 shape = ()
             reason = "makes the tensor, and is unknown to safeload; save the values as a plain tensor"
+            if type(storage) is str:
+                reason = storage
             return unreadable(name, tensor.pending, shape, reason)
         type_ = tensor.dtype or storage.type
         if type_.code is None or tensor.pending is not None:

@@ -43,15 +43,6 @@ _CLAUSE = "the pickle references"
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
 # Maximum number of names in a message.
 MAX_SHOWN = 100
-# Functions of tensors that are more than a block of numbers, and how to save such a tensor instead.
-_REMEDIES = {
-    "torch._utils._rebuild_sparse_tensor": "a sparse tensor: save tensor.to_dense()",
-    "torch._utils._rebuild_qtensor": "a quantized tensor: save tensor.dequantize()",
-    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no values: load them first",
-    "torch._utils._rebuild_nested_tensor": "a nested tensor: save the list tensor.unbind()",
-    "torch.nested._internal.nested_tensor._rebuild_njt": "a nested tensor: save the list tensor.unbind()",
-}
-
 
 class TruncatedError(FormatError):
     """The bytes end before the pickle ends."""
@@ -115,8 +106,7 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fau
         shown += f" and {len(names) - MAX_SHOWN} more"
     globals_ = "a global that is" if len(names) == 1 else f"{len(names)} globals that are"
     advice = "" if fault else ADVICE
-    remedies = "".join(f". {name} makes {_REMEDIES[name]}" for name in names if name in _REMEDIES)
-    text = f"{clause} {globals_} not on the allowlist: {shown}{fault}{remedies}. Nothing was imported or called{advice}"
+    text = f"{clause} {globals_} not on the allowlist: {shown}{fault}. Nothing was imported or called{advice}"
     raise error_about(ForbiddenError, text, path=path)
 
 

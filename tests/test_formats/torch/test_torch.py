@@ -631,8 +631,8 @@ def test_inert_objects(tmp_path):
 
 def test_foreign_storages_and_tensors_are_listed_when_inert(tmp_path):
     strange = Storage("0", np.zeros(2, np.float32), type=Ref("torch.some", "Storage"))
-    value = {"strange": tensor(strange), "quantized": Call(Ref("torch._utils", "_rebuild_qtensor"), 1), "w": one(1)}
-    with pytest.raises(ForbiddenError, match=r"torch\._utils\._rebuild_qtensor, torch\.some\.Storage"):
+    value = {"strange": tensor(strange), "other": Call(Ref("torch._utils", "_rebuild_other"), 1), "w": one(1)}
+    with pytest.raises(ForbiddenError, match=r"torch\._utils\._rebuild_other, torch\.some\.Storage"):
         opened(tmp_path, value)
     with opened(tmp_path, value, unknown_globals="inert") as checkpoint:
         assert list(checkpoint) == ["strange", "w"]
