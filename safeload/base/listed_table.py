@@ -39,9 +39,10 @@ def unreadable(
     begin: int = 0,
     end: int = 0,
     is_tensor: bool = True,
+    is_missing: bool = False,
 ) -> Listing:
     """List an unreadable entry; see `Unknown`."""
-    row, unknown = dtypes.BY_NUMBER[lib.SL_UNKNOWN], Unknown(printable(label), shape, reason, is_tensor)
+    row, unknown = dtypes.BY_NUMBER[lib.SL_UNKNOWN], Unknown(printable(label), shape, reason, is_tensor, is_missing)
     return Listing(name, row, (end - begin,), begin, end, unknown=unknown)
 
 

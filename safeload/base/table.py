@@ -107,6 +107,7 @@ class Unknown(NamedTuple):
     shape: tuple[int, ...]  # logical
     reason: str  # follows the label in messages
     is_tensor: bool = True  # False for texts and objects, which `convert` leaves out
+    is_missing: bool = False  # nothing stores its values
 
 
 class Table:
@@ -381,7 +382,7 @@ class Table:
         for index in indices if self.unknown else ():
             name = self.names[index]
             if name in self.unknown:
-                label, _, reason, _ = self.unknown[name]
+                label, _, reason, *_ = self.unknown[name]
                 text = f": {label} {reason}; select the other tensors by names, only= or drop="
                 raise error_about(UnsupportedError, text, path=path, tensor=name)
 

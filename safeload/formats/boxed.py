@@ -79,5 +79,5 @@ def boxed_file(
 def _listing(name: str, tensor: BoxedListing, begin: int, end: int) -> Listing:
     if tensor.unknown is None:
         return Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
-    label, shape, reason, is_tensor = tensor.unknown
+    label, shape, reason, is_tensor, _ = tensor.unknown
     return unreadable(name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)

@@ -182,9 +182,36 @@ def test_external_data_is_a_view_of_its_file(tmp_path):
     opened = safeload.open(path)
     assert np.shares_memory(opened["a"], opened["a"])
     assert (opened["a"] == A).all()
-    (tmp_path / "sub" / "m.data").unlink()
-    with pytest.raises(FileNotFoundError, match=r"sub.m\.data; .*m\.onnx has elements there: was the"):
-        safeload.open(path)
+
+
+@pytest.mark.parametrize("source", ["file", "folder", "url"])
+def test_only_tensors_of_a_missing_file_are_refused(source, tmp_path):
+    folder, target = tmp_path / "m", tmp_path / "o.safetensors"
+    folder.mkdir()
+    path = folder / "model.onnx"
+    (folder / "there.data").write_bytes(A.tobytes())
+    tensors = [external("there", 1, A.shape, location="there.data")]
+    tensors += [external(f"gone {k}", 1, A.shape, location=f"sub/{k % 2}.data", offset=24 * k) for k in range(5)]
+    path.write_bytes(model(graph(*tensors, tensor("inside", A))))
+    with Server(folder) as server:
+        place = {"file": path, "folder": folder, "url": server.url("/model.onnx")}[source]
+        with safeload.open(place) as opened:
+            assert list(opened) == ["there", *(f"gone {k}" for k in range(5)), "inside"]
+            assert opened.tensors["gone 1"].shape == A.shape
+            for name in ("there", "inside"):
+                assert (opened[name] == A).all()
+            with pytest.raises(UnsupportedError, match="'gone 1': FLOAT is stored in .*1.data, which is missing: was"):
+                opened["gone 1"]
+            assert opened.load(drop="gone*").keys() == {"there", "inside"}
+        with pytest.raises(UnsupportedError, match=r"'gone 0': .*drop="):
+            safeload.convert(place, target)
+        safeload.convert(place, target, drop="gone*")
+        assert set(safeload.open(target)) == {"there", "inside"}
+        if source != "url":
+            faults = [(finding.code, finding.tensor) for finding in safeload.check(place).errors]
+            assert faults == [("file.unknown_type", f"gone {k}") for k in range(5)]
+        else:
+            assert sum(request.path.endswith("1.data") for request in server.requests) <= 6
 
 
 def test_folders(tmp_path):

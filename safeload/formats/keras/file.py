@@ -46,7 +46,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     boxed: dict[str, BoxedListing] = {}
     for name, dataset in datasets.items():
         if dataset.unknown is not None:
-            label, shape, reason, is_tensor = dataset.unknown
+            label, shape, reason, is_tensor, _ = dataset.unknown
             direct.append(unreadable(name, label, shape, reason, is_tensor=is_tensor))
         elif dataset.begin is not None:
             end = dataset.begin + dataset.nbytes

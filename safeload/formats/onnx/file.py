@@ -26,7 +26,7 @@ from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.messages import error_about
 from ...base.text import plural, show
 from ...engine.run.weight_file import WeightFile, open_without_table
-from ...errors import FormatError, TensorNotFoundError, UnsupportedError, missing_file
+from ...errors import FormatError, TensorNotFoundError, UnsupportedError
 from ...stores.assembled import Box, BoxSource, InFile, Region
 from ..boxed import BoxedListing, boxed_file
 from ..format import Candidate, Content, OpenRequest, place_beside
@@ -117,6 +117,7 @@ class TensorPlacer:
         self._listings: dict[WeightFile, list[Listing]] = {file: []}
         self._boxed: dict[str, BoxedListing] = {}
         self._external: dict[str, WeightFile] = {}
+        self._missing: dict[str, str] = {}  # why a file of external data cannot be opened
 
     def close(self) -> None:
         """Close the files of external data."""
@@ -145,7 +146,8 @@ class TensorPlacer:
             self._add(name, tensor, type_)
         except UnsupportedError as error:
             is_tensor = type_ is None or bool(type_.code)
-            listing = unreadable(name, label, tuple(tensor.dims), str(error), is_tensor=is_tensor)
+            missing = _location(tensor) in self._missing
+            listing = unreadable(name, label, tuple(tensor.dims), str(error), is_tensor=is_tensor, is_missing=missing)
             self._listings[self._file].append(listing)
 
     def _add(self, name: str, tensor: TensorProto, type_: ElementType) -> None:
@@ -229,7 +231,9 @@ class TensorPlacer:
 
     def _external_place(self, name: str, tensor: TensorProto, nbytes: int) -> tuple[WeightFile, ByteSpan]:
         """Return the file of external data and the place of a tensor in it."""
-        location = tensor.external.get("location", "").removeprefix("./")
+        location = _location(tensor)
+        if location in self._missing:
+            raise UnsupportedError(self._missing[location])
         file = self._external.get(location) or self._open(location, name, tensor)
         begin = self._number(tensor, "offset", name) or 0
         length = self._number(tensor, "length", name)
@@ -255,14 +259,13 @@ class TensorPlacer:
         if path is None:
             text = f": its location must be a file in the model's folder, got {show(location)}"
             raise self._fault(text, name, tensor)
-        if len(self._external) == MAX_FILES:
+        if len(self._external) + len(self._missing) == MAX_FILES:
             raise self._fault(f": external data in more than {MAX_FILES:,} files", name, tensor)
         try:
             file = open_without_table(path, files=self._file.files)
         except FileNotFoundError as error:
-            place = error.filename
-            advice = f"{self._file.path} has elements there: was the download finished?"
-            raise missing_file(place, f"No such file or directory: {place}; {advice}") from None
+            self._missing[location] = f"is stored in {error.filename}, which is missing: was the download finished?"
+            raise UnsupportedError(self._missing[location]) from None
         except IsADirectoryError:
             raise self._fault(f": its location {show(location)} is a folder", name, tensor) from None
         self._external[location] = file
@@ -270,6 +273,10 @@ class TensorPlacer:
 
     def _fault(self, text: str, name: str, tensor: TensorProto) -> FormatError:
         return error_about(FormatError, text, path=self._file.path, offset=tensor.at, tensor=name)
+
+
+def _location(tensor: TensorProto) -> str:
+    return tensor.external.get("location", "").removeprefix("./")
 
 
 # ---- elements that are decoded when they are read ----

@@ -132,7 +132,7 @@ class TensorPlaces:
             reason = "makes the tensor, and is unknown to safeload; save the values as a plain tensor"
             if type(storage) is str:
                 reason = storage
-            return unreadable(name, tensor.pending, shape, reason)
+            return unreadable(name, tensor.pending, shape, reason, is_missing=reason.startswith("has no values"))
         type_ = tensor.dtype or storage.type
         if type_.code is None or tensor.pending is not None:
             return self._special(name, tensor, type_)

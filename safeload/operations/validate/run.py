@@ -413,6 +413,8 @@ def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
     if in_gguf and about.nbytes == 0 and 0 not in about.shape:
         message = f"{about.dtype} tensor {list(about.shape)} has no bytes: the file is truncated, or an offset is wrong"
         return error("file.unknown_type", about.name, message)
+    if unknown.is_missing:
+        return error("file.unknown_type", about.name, f"{about.dtype} {unknown.reason}")
     what = "is unknown to this version" if in_gguf else unknown.reason
     message = f"{about.dtype} {what}: its values are not checked"
     return warning("file.unknown_type", about.name, message)
