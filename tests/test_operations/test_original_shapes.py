@@ -131,3 +131,20 @@ def test_a_shape_that_does_not_fit_closes_no_file(tmp_path, shape):
     assert [(finding.code, finding.tensor) for finding in safeload.check(tmp_path / "x.gguf").errors] == [
         ("gguf.shape", "a")
     ]
+
+
+@pytest.mark.parametrize("target", ["y.npz", "y.safetensors", "folder/"])
+@pytest.mark.parametrize("shape", [np.int32([3, 3]), np.int32([-1, -2304]), "64 x 36", np.zeros(0, np.int32)])
+def test_a_shape_that_does_not_fit_is_the_fault_of_its_tensor(shape, target, tmp_path):
+    rows, target = np.ones((9, 256), np.float32), str(tmp_path / target)
+    metadata = {"general.architecture": "sdxl", KEY + "a": shape, KEY + "b": np.int32([64, 4, 3, 3])}
+    path = tmp_path / "x.gguf"
+    gguf.save_file({"a": rows, "b": rows}, path, metadata)
+    for options in ({}, {"only": "*"}, {"names": ["a"]}, {"dtype": "float16"}):
+        with pytest.raises(safeload.FormatError, match=r"tensor 'a': .*orig_shape\.a'.*drop="):
+            safeload.convert(path, target, **options)
+    for options in ({"drop": "a"}, {"only": "b"}, {"names": iter(["b"])}):
+        safeload.convert(path, target, overwrite=True, **options)
+        same(safeload.load(target)["b"], rows.reshape(64, 4, 3, 3))
+    with pytest.raises(safeload.TensorNotFoundError):
+        safeload.convert(path, target, overwrite=True, drop="nothing")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ...base import dtypes, log
 from ...base.messages import error_about
 from ...base.text import plural, show
-from ...errors import UnsupportedError
+from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import file_type, mixtures, values
 from ...models.diffusion import (
     ARCHITECTURE,
@@ -111,11 +111,17 @@ def _dtype_of(name: str, about: TensorDescription, model: DiffusionModel) -> str
     return "BF16" if code == "BF16" else "F16"
 
 
-def from_comfyui(catalog: Catalog) -> Catalog:
+def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
     """Return the tensors of a GGUF file of a diffusion model in their original shapes."""
     catalog.refuse_codes(catalog, "convert a diffusion model")
     metadata = catalog.metadata
-    shapes = {name: original_shape(metadata, name, tuple(catalog.about(name).shape), catalog.title) for name in catalog}
+    shapes = {name: tuple(catalog.about(name).shape) for name in catalog}
+    for name in shapes.keys() & chosen:
+        try:
+            original_shape(metadata, name, shapes[name])
+        except FormatError as error:
+            text = f": {error}; drop= leaves it out"
+            raise error_about(FormatError, text, path=catalog.title, tensor=name) from None
     recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
     general = {key: value for key, value in metadata.items() if not _describes_file(key)}
     restored = dtypes.BY_CODE["BF16" if "BF16" in set(_codes(catalog)) else "F16"]

@@ -210,7 +210,8 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
 
     diffusion = None
     if request.format != "gguf" and model_of(catalog.metadata) is not None:
-        return from_comfyui(catalog)
+        names, only, drop = options.get("names"), options.get("only"), options.get("drop")
+        return from_comfyui(catalog, catalog.choose(names, only, drop, list(catalog.ignored)))
     if request.format == "gguf" and source_of(catalog.config) is None:
         diffusion = recognized(catalog)
         if diffusion is None:
