@@ -605,7 +605,7 @@ def fit(
 def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
     """Warn if the merged tensors need a config other than the base's."""
     for head, embedding in heads.untied.items():
-        place = "the model's config" if config is None else "config.json"
+        place = "config" if config is None else "config.json"
         log.warning(
             "the adapter gives %s and %s different values: load them into a model whose %s has "
             '"tie_word_embeddings": false',
