@@ -108,6 +108,29 @@ def test_a_numbered_set_without_an_index_is_compared(llama, tmp_path):
     assert ("schema.shape", "model.norm.weight") in codes(safeload.check(tmp_path))
 
 
+INDEXES = [b"{", b"", b"[]", b"{}", b"\xff", b'{"weight_map": {"w": 3}}', b'{"weight_map": {"w": "../w"}}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("source", ["folder", "index"])
+@pytest.mark.parametrize("content", INDEXES)
+def test_shards_beside_a_damaged_index_are_checked(llama, tmp_path, content, source):
+    config, tensors = llama
+    tensors["model.norm.weight"] = np.full(64, np.nan, np.float32)
+    write_folder(tmp_path, config, tensors)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(content)
+    path = tmp_path if source == "folder" else index
+    report = safeload.check(path)
+    assert codes(report) == {("file.format", None), ("value.nan", "model.norm.weight")}
+    assert report.tensors == len(tensors)
+    lose(tmp_path, "cut")
+    report = safeload.check(path)
+    assert [finding.code for finding in report.errors].count("file.format") == 2
+    (note,) = [finding.message for finding in report.notes if finding.code == "index.fetch"]
+    assert f"fetch again: {index.name}, {SHARDS[0]}" in note
+    assert safeload.check(tmp_path, values=False).errors
+
+
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_folder_with_a_lost_shard_gets_a_page(llama, tmp_path, how):
     folder = tmp_path / "model"

@@ -66,10 +66,16 @@ class ShardCheck(NamedTuple):
     @classmethod
     def of(cls, path: str, files: Files, opening: Mapping[str, Any]) -> ShardCheck | None:
         """Check each shard that a path needs; return None if it does not need several files."""
+        index: list[CheckedShard] = []
         try:
             expected = expected_shards(path, files)
-        except (SafeloadError, OSError):  # the error of opening says it
-            return None
+        except (SafeloadError, OSError) as problem:
+            name = files.split(str(getattr(problem, "path", None) or path))[1]
+            index = [CheckedShard(name, refusal(problem))]
+            try:
+                expected = expected_shards(path, files, indexed=False)
+            except (SafeloadError, OSError):  # the error of opening says it
+                return None
         if expected is None:
             return None
         faults: list[Finding] = []
@@ -81,7 +87,7 @@ class ShardCheck(NamedTuple):
             faults.append(refusal(problem))
         inert = opening.get("unknown_globals") == "inert"
         request = OpenRequest(None, opening.get("root"), inert, files)
-        shards = files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))
+        shards = [*index, *files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))]
         faults += [shard.fault for shard in shards if shard.fault is not None]
         good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.opens]
         advice = list(_advice(shards, expected, broken_config, _is_unfinished(expected.folder, files)))
@@ -144,15 +150,18 @@ def _advice(
     yield note("index.fetch", None, f"{message}; {advice}; {unchecked}")
 
 
-def expected_shards(path: str, files: Files) -> ExpectedShards | None:
+def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:
     """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file."""
     path = path if files.remote else hub_cache.snapshot_of(path) or path
     folder, base = files.split(path)
     numbered: NumberedFiles | None
     if base.endswith(".json"):
-        return listed_shards(folder, base, files)
+        if indexed:
+            return listed_shards(folder, base, files)
+        path = folder
     if files.is_folder(path):
         names = [name for name, is_folder in files.listing(path) if not is_folder]
+        names = [name for name in names if indexed or not name.endswith(".json")]
         try:
             chosen = choose_whole(names, path, [*STEMS], Location(files, path)) or choose_whole(names, path, [*STEMS])
             chosen = chosen or []
