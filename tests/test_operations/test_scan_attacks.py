@@ -476,6 +476,21 @@ def test_work_is_in_proportion_to_the_file(name, content, tmp_path):
     assert len(report.unreadable) < 2500
 
 
+FRAME = b"\x95" + bytes(8)
+
+
+@pytest.mark.parametrize("before", [b"", b"x"])
+@pytest.mark.parametrize("unit", [b"\x80\x04", b"\x80\x02\x80\x05", b"\x80\x04" + FRAME, FRAME + b"\x80\x03"])
+def test_a_run_of_protocols_is_followed_once(unit, before, tmp_path):
+    (tmp_path / "x.bin").write_bytes(before + unit * 2000)
+    report = safeload.scan(tmp_path / "x.bin")
+    assert not [fault for _, fault in report.unreadable if "opcodes" in fault]
+    (tmp_path / "x.bin").write_bytes(before + unit * 2000 + b"cos\nsystem\n(S'true'\ntR." + unit * 10)
+    assert safeload.scan(tmp_path / "x.bin").verdict == "dangerous"
+    (tmp_path / "x.bin").write_bytes(before + unit * 2000 + b"\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.")
+    assert safeload.scan(tmp_path / "x.bin").verdict == "dangerous"
+
+
 def test_tensors_of_any_values_are_harmless(tmp_path):
     values = np.random.default_rng(3)
     drawn = values.standard_normal((600, 50)), values.integers(0, 50_000, (600, 50)), values.integers(0, 127, (600, 50))

@@ -62,6 +62,7 @@ class Traced(NamedTuple):
     opcodes: int
     limited: bool  # the fault is a limit of this module, not of the pickle
     globals_at: frozenset[int] = frozenset()  # offsets of its GLOBAL and INST opcodes
+    heads: frozenset[int] = frozenset()  # offsets of opcodes that only PROTO and FRAME precede
 
 
 class _Unknown:
@@ -689,7 +690,8 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
     outer: list[_Tracer] = []
     opcodes = 0
     globals_at: set[int] = set()
-    fault, limited = "", False
+    heads: set[int] = set()
+    fault, limited, is_head = "", False, True
     try:
         while True:
             opcodes += 1
@@ -697,6 +699,9 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
                 raise TraceLimit(f"more than {most:,} opcodes")
             tracer.start = tracer.at
             code = tracer.take(1)[0]
+            if is_head:
+                heads.add(tracer.start)
+                is_head = code in b"\x80\x95"
             if code in b"ci":
                 globals_at.add(tracer.start)
             if code == 0x2E:  # STOP
@@ -732,4 +737,5 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
         opcodes + tracer.charged,
         limited,
         frozenset(globals_at),
+        frozenset(heads),
     )
