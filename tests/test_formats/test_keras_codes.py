@@ -27,6 +27,9 @@ USES = {
     "stats": lambda path, out: safeload.stats(path),
     "diff": lambda path, out: safeload.diff(path, path),
     "convert": lambda path, out: safeload.convert(path, out, dtype="bfloat16"),
+    "copy": lambda path, out: safeload.convert(path, out),
+    "copy to a folder": lambda path, out: safeload.convert(path, f"{out.with_suffix('')}/"),
+    "copy in pieces": lambda path, out: safeload.convert(path, f"{out.with_suffix('')}/", max_shard_size=100),
     "quantize": lambda path, out: safeload.convert(path, out, quantize="int8"),
 }
 
@@ -45,6 +48,12 @@ def test_codes_open_as_stored(path):
     assert loaded[CODES][0, :2].tolist() == [-75, -12]
     assert safeload.load(path, [SCALE], dtype="float16")[SCALE].dtype == np.float16
     assert safeload.stats(path, only=SCALE)
+
+
+def test_codes_are_copied_on_request_only(path, tmp_path):
+    for options in ({"raw": True}, {"drop": CODES}, {"names": [SCALE]}):
+        safeload.convert(path, tmp_path / "out.safetensors", overwrite=True, **options)
+        assert (CODES in safeload.open(tmp_path / "out.safetensors")) == ("raw" in options)
 
 
 def test_check_leaves_codes_out_by_name(path):

@@ -20,7 +20,7 @@ from ...engine.read.tensors import Tensors
 from ...engine.run.atomic_file import AtomicFile
 from ...errors import RangeError
 from ...formats.metadata import as_texts
-from ...formats.registry import SAFETENSORS
+from ...formats.registry import KERAS, SAFETENSORS
 from ...formats.safetensors.header import ROOM, Header
 from ...formats.safetensors.quantized import texts_with
 from ...stores.files import Location
@@ -163,7 +163,8 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     tensors = catalog.plain(blocks=True)
     if tensors is None:
         return None
-    if target is not None and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
+    refuses = target is not None or catalog.format == KERAS  # see `Decider`
+    if refuses and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
         return None
     if not request.every_tensor:
         tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))

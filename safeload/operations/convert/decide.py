@@ -18,7 +18,7 @@ from ...base.preset import PRESETS
 from ...base.scheme import INT8, SCHEMES
 from ...base.text import show
 from ...errors import FormatError
-from ...formats.registry import SAFETENSORS
+from ...formats.registry import KERAS, SAFETENSORS
 from ...models.diffusion import model_of
 from ...models.layout import Layout, StackedTensor
 from ...packed import codes_without_scale
@@ -97,7 +97,8 @@ class Decider:
             rules.prepare(self.descriptions)
         if self._engine is not None:
             self.descriptions = {k: v for k, v in self.descriptions.items() if not self._engine.drops(k)}
-        if self._target is not None or rules is not None or self._format != SAFETENSORS:
+        unnamed = catalog.format == KERAS and not options.get("raw")  # in a copy nothing would tell codes from weights
+        if self._target is not None or rules is not None or self._format != SAFETENSORS or unnamed:
             cause = f"the format {self._format}" if self._target is None else "dtype="
             cause = cause if rules is None else "quantize="
             codes_without_scale.refuse(catalog.codes, self.descriptions, f"convert with {cause}")
