@@ -6,8 +6,9 @@ Before we expand anything, we count its expanded size, with shared containers re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from ...base.messages import error_about
@@ -49,7 +50,7 @@ CYCLE = "<cycle>"
 _MODULE = ("_parameters", "_buffers", "_modules")
 _TRANSIENT = "_non_persistent_buffers_set"
 # Classes of TorchScript.
-_SCRIPT = "__torch__."
+SCRIPT = "__torch__."
 # What `torch.compile` makes of a module, and the name of that module inside.
 _COMPILED, _COMPILED_FROM = "torch._dynamo.eval_frame.OptimizedModule", "_orig_mod"
 # Arguments of a call to search for a storage.
@@ -78,10 +79,16 @@ class _Node:
 
 
 class Tree:
-    """The containers of a value; its limits grow with the ``size`` of the pickle in bytes."""
+    """The containers of a value; its limits grow with the ``size`` of the pickle in bytes.
 
-    def __init__(self, value: Any, path: str, size: int) -> None:
+    ``members`` are the names of parameters and buffers by class of TorchScript.
+    """
+
+    def __init__(
+        self, value: Any, path: str, size: int, members: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> None:
         self._root = value
+        self._script_members = members
         self._path = path
         self._nodes: dict[int, _Node] = {}
         self._texts: dict[int, str] = {}
@@ -132,7 +139,7 @@ class Tree:
         self._members += len(state) + sum(map(len, members))
         if self._members > self._most_members:
             raise self._too_many(self._most_members, "members of modules when shared states are unfolded")
-        if _name_as_module(value):
+        if _name_as_module(value, self._script_members.get(value.name)):
             self._modules.add(id(value))
 
     def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
@@ -376,16 +383,24 @@ def _holds_storage(value: Inert) -> bool:
     return any(type(arg) is Storage for arg in args)
 
 
-def _name_as_module(value: Inert) -> bool:
-    """Give the tensors of a pickled `torch.nn.Module` the names of its `state_dict`; return False for other objects."""
+def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
+    """Give the tensors of a pickled `torch.nn.Module` the names of its `state_dict`; return False for other objects.
+
+    Args:
+        members: names of parameters and buffers of a class of TorchScript; None if they are unknown.
+    """
     state = value.state
     if value.name == _COMPILED and value.args and state is None and not value.items:
         value.items, value.args = {_COMPILED_FROM: value.args[0]}, value.args[1:]
         return True
     if type(state) is not dict or value.items:
         return False
-    if value.name.startswith(_SCRIPT):
-        entries = {key: item for key, item in state.items() if type(item) in TENSORS or _is_script(item)}
+    if value.name.startswith(SCRIPT):
+        entries = {
+            key: item
+            for key, item in state.items()
+            if _is_script(item) or (type(item) in TENSORS and (members is None or key in members))
+        }
         rest = {key: item for key, item in state.items() if key not in entries}
     else:
         parts: list[Any] = [state.get(key) for key in _MODULE]
@@ -407,7 +422,7 @@ def _name_as_module(value: Inert) -> bool:
 
 
 def _is_script(value: Any) -> bool:
-    return type(value) is Inert and value.name.startswith(_SCRIPT)
+    return type(value) is Inert and value.name.startswith(SCRIPT)
 
 
 def _describe(value: Any) -> Any:

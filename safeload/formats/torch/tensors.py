@@ -76,7 +76,7 @@ def make_tables(
     big_endian: bool = False,
 ) -> PickleTables:
     """Return the tables of a pickle."""
-    tree = Tree(pickled.value, path, pickled.size)
+    tree = Tree(pickled.value, path, pickled.size, pickled.members)
     root = None if request.root is None else tree.select(request.root)
     by_id: dict[int, Listing] = {}
     listings: dict[str, Listing | None] = {}

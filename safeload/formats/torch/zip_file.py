@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from ...base.messages import error_about
@@ -24,8 +26,15 @@ from ..unpickle import run as unpickler
 from ..unpickle.run import Unpickled, unpickle
 from ..zip import DEFLATED, STORED, Archive
 from . import package as torch_package
+from .flatten import SCRIPT
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import PickleTables, TensorPlaces, content_of, make_tables
+
+# A class of TorchScript in its source, with the names of its parameters and buffers, and a name without escapes.
+_CLASS = re.compile(rb"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE)
+_NAMES = re.compile(rb'(?:"[^"\\]*", )*')
+# Bytes of all sources.
+_MAX_SOURCES = 16 << 20
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
@@ -132,12 +141,32 @@ def _run_pickle(archive: Archive, file: WeightFile, inert: bool) -> tuple[Unpick
         return read_persistent_id(value, storages)
 
     try:
-        return unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert), prefix
+        pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert)
+        if any(name.startswith(SCRIPT) for name in pickled.foreign):
+            pickled = pickled._replace(members=_members_of(archive, f"{prefix}code/"))
+        return pickled, prefix
     except ForbiddenError as error:
         if not _is_script(archive, prefix):
             raise
         text = f"this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
         raise error_about(UnsupportedError, text, path=file.path) from None
+
+
+def _members_of(archive: Archive, folder: str) -> dict[str, frozenset[str]]:
+    """Return the parameters and buffers of each class of TorchScript, as far as its source can be read."""
+    sources = [name for name in archive.entries if name.startswith(folder) and name.endswith(".py")]
+    members: dict[str, frozenset[str]] = {}
+    if sum(archive.entries[name].size for name in sources) > _MAX_SOURCES:
+        return members
+    archive.prefetch(sources)
+    for name in sources:
+        with suppress(FormatError, UnsupportedError, LimitError):
+            module = name.removeprefix(folder).removesuffix(".py").replace("/", ".")
+            for cls, *lists in _CLASS.findall(archive.read(name)[0]):
+                if all(map(_NAMES.fullmatch, lists)):
+                    names = b"".join(lists).decode("utf-8", "replace").split('"')[1::2]
+                    members[f"{module}.{cls.decode()}"] = frozenset(names)
+    return members
 
 
 def _find_pickle(archive: Archive, path: str) -> str:

@@ -18,7 +18,7 @@ persistent ids, `Global`, `Foreign` and `Inert`. `_run` has the opcodes of tenso
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ class Unpickled(NamedTuple):
     data: Any = b""  # the bytes that hold it
     places: Mapping[int, int] = MappingProxyType({})  # see `Machine`
     base: int | None = None  # offset of `data` in the file; None if the file stores it compressed
+    members: Mapping[str, Collection[str]] = MappingProxyType({})  # see `Tree` of torch
 
 
 def unpickle(

@@ -156,6 +156,46 @@ def test_torchscript(tmp_path):
         same(dict(sorted(got.items())), dict(sorted(script.state_dict().items())))
 
 
+class Attributes(nn.Module):
+    """Tensors that are neither parameters nor buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.plain = nn.Linear(2, 2), torch.ones(3)
+        self.register_buffer("buffer", torch.zeros(2))
+        self.many = [torch.ones(2), torch.ones(3)]
+
+    def forward(self, x):
+        return self.inner(x) + self.buffer + self.plain.sum() + self.many[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", ["none", "deflate", "no sources", "escape", "damaged"])
+def test_scripts_show_the_tensors_of_state_dict_only(change, tmp_path):
+    script = torch.jit.script(nn.Sequential(Attributes(), nn.ReLU(), Attributes()))
+    wanted, path = script.state_dict(), tmp_path / "m.pt"
+    torch.jit.save(script, str(path))
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            source = name.endswith(".py")
+            if source and change == "no sources":
+                continue
+            if source and change == "escape":
+                content = content.replace(b'["buffer", ]', b'["buff\\145r", ]')
+            compression = zipfile.ZIP_DEFLATED if source and change == "deflate" else zipfile.ZIP_STORED
+            archive.writestr(name, b"\xff(\0" if source and change == "damaged" else content, compression)
+    with safeload.open(path, unknown_globals="inert") as opened:
+        got = opened.load()
+        if change in ("none", "deflate"):
+            same(dict(sorted(got.items())), dict(sorted(wanted.items())))
+            (note,) = opened.notes
+            assert "tensors that the state dict of its module does not have, such as 'plain'" in note
+        else:  # nothing says what the attributes are
+            assert set(got) == {*wanted, "0.plain", "2.plain"}
+
+
 def test_a_module_in_a_loop_and_one_that_is_none(tmp_path):
     model, path = nn.Sequential(nn.Linear(2, 2)), tmp_path / "m.pt"
     model.parent = [model]
