@@ -384,11 +384,7 @@ def _holds_storage(value: Inert) -> bool:
 
 
 def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
-    """Give the tensors of a pickled `torch.nn.Module` the names of its `state_dict`; return False for other objects.
-
-    Args:
-        members: names of parameters and buffers of a class of TorchScript; None if they are unknown.
-    """
+    """Give the tensors of a pickled `torch.nn.Module` the names of its `state_dict`; return False for other objects."""
     state = value.state
     if value.name == _COMPILED and value.args and state is None and not value.items:
         value.items, value.args = {_COMPILED_FROM: value.args[0]}, value.args[1:]
@@ -396,11 +392,8 @@ def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
     if type(state) is not dict or value.items:
         return False
     if value.name.startswith(SCRIPT):
-        entries = {
-            key: item
-            for key, item in state.items()
-            if _is_script(item) or (type(item) in TENSORS and (members is None or key in members))
-        }
+        known = state if members is None else members
+        entries = {k: x for k, x in state.items() if _is_script(x) or (type(x) in TENSORS and k in known)}
         rest = {key: item for key, item in state.items() if key not in entries}
     else:
         parts: list[Any] = [state.get(key) for key in _MODULE]

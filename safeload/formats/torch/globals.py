@@ -153,9 +153,10 @@ def _size(args: tuple[Any, ...]) -> Any:
 
 
 def _device(args: tuple[Any, ...]) -> Any:
+    """Return the text of a device, or of a layout."""
     _arity(args, 1, 2, "torch.device")
     if type(args[0]) is not str or any(type(index) is not int for index in args[1:]):
-        raise Fault("torch.device takes a name and a number")
+        raise Fault("torch.device takes a name and a number, and _get_layout a name")
     return ":".join(map(str, args))
 
 
@@ -240,13 +241,6 @@ def _check_attributes(attributes: Any) -> None:
             raise Fault(text, UnsupportedError)
 
 
-def _layout(args: tuple[Any, ...]) -> Any:
-    _arity(args, 1, 1, "_get_layout")
-    if type(args[0]) is not str:
-        raise Fault(f"_get_layout takes a name, got {describe(args[0])}")
-    return args[0]
-
-
 def _unreadable(kind: str, reason: str) -> Callable[[tuple[Any, ...]], Any]:
     """Return a function that makes an unreadable tensor, whose shape is the first tuple of its arguments."""
 
@@ -278,7 +272,6 @@ _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "complex": _complex,
     "size": _size,
     "device": _device,
-    "layout": _layout,
     "rebuild_tensor": _rebuild_tensor,
     "rebuild_tensor_v2": _rebuild_tensor_v2,
     "rebuild_tensor_v3": _rebuild_tensor_v3,
