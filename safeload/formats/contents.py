@@ -298,9 +298,8 @@ class PickleFinder:
 
     def _search(self, content: ContentRange, place: str, begin: int, level: int) -> Iterator[PickleSite]:
         """Search bytes for pickles that begin somewhere."""
-        # No pickle before an offset is followed again, nor from a global that the last text followed to the same fault,
-        # nor from a PROTO that the last pickle began with.
-        beyond, followed, heads = begin, frozenset[int](), frozenset[int]()
+        # No pickle before an offset is followed again, nor from an opcode that the last of its kind led to the same end.
+        beyond, followed = begin, [frozenset[int](), frozenset[int]()]  # binary, text
         for at, end in self._not_searched(content, begin, "pickles"):
             if self._searched > MAX_SEARCHED:
                 self._unsearched += 1
@@ -314,12 +313,10 @@ class PickleFinder:
                 for text, pattern in enumerate((_PROTOCOL, _TEXT_GLOBAL)):
                     for match in pattern.finditer(data):
                         start = at + match.start()
-                        if start < beyond or match.start() >= size or self._left() <= 0:
-                            continue
-                        if start in (followed if text else heads):
+                        if start < beyond or start in followed[text] or match.start() >= size or self._left() <= 0:
                             continue
                         traced = self._trace(content, start, strict=not text)
-                        followed, heads = (traced.globals_at, heads) if text else (followed, traced.heads)
+                        followed[text] = traced.globals_at if text else traced.heads
                         if traced.limited or (_attacks(traced) if text and traced.fault else _counted(traced)):
                             beyond = max(traced.end, start + 1)
                             yield PickleSite(place, start, traced, fault=traced.fault if traced.limited else "")
