@@ -298,7 +298,7 @@ class PickleFinder:
 
     def _search(self, content: ContentRange, place: str, begin: int, level: int) -> Iterator[PickleSite]:
         """Search bytes for pickles that begin somewhere."""
-        # No pickle before an offset is followed again, nor from an opcode that the last of its kind led to the same end.
+        # No pickle before an offset is followed again, nor from an opcode that the last of its kind passed alike.
         beyond, followed = begin, [frozenset[int](), frozenset[int]()]  # binary, text
         for at, end in self._not_searched(content, begin, "pickles"):
             if self._searched > MAX_SEARCHED:

@@ -108,7 +108,6 @@ LONG = np.zeros(2, np.longdouble)
 TEXT, OBJECTS, DATES = np.array("x"), np.array([None, 1]), np.array(["2020-01-01"], "M8[D]")
 
 
-
 def tagged(tensor):
     """A tensor with an attribute of Python, which torch saves."""
     tensor.tag = 1

@@ -108,7 +108,16 @@ def test_a_numbered_set_without_an_index_is_compared(llama, tmp_path):
     assert ("schema.shape", "model.norm.weight") in codes(safeload.check(tmp_path))
 
 
-INDEXES = [b"{", b"", b"[]", b"{}", b"\xff", b'{"weight_map": {"w": 3}}', b'{"weight_map": {"w": "../w"}}', b"[" * 100_000]
+INDEXES = [
+    b"{",
+    b"",
+    b"[]",
+    b"{}",
+    b"\xff",
+    b'{"weight_map": {"w": 3}}',
+    b'{"weight_map": {"w": "../w"}}',
+    b"[" * 99_999,
+]
 
 
 @pytest.mark.parametrize("source", ["folder", "index"])

@@ -44,6 +44,7 @@ ADVICE = '; unknown_globals="inert" reads the tensors around them'
 # Maximum number of names in a message.
 MAX_SHOWN = 100
 
+
 class TruncatedError(FormatError):
     """The bytes end before the pickle ends."""
 

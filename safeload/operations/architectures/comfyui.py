@@ -116,12 +116,12 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
     catalog.refuse_codes(catalog, "convert a diffusion model")
     metadata = catalog.metadata
     shapes = {name: tuple(catalog.about(name).shape) for name in catalog}
-    for name in shapes.keys() & chosen:
-        try:
+    try:
+        for name in shapes.keys() & chosen:
             original_shape(metadata, name, shapes[name])
-        except FormatError as error:
-            text = f": {error}; drop= leaves it out"
-            raise error_about(FormatError, text, path=catalog.title, tensor=name) from None
+    except FormatError as error:
+        text = f": {error}; drop= leaves it out"
+        raise error_about(FormatError, text, path=catalog.title, tensor=name) from None
     recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
     general = {key: value for key, value in metadata.items() if not _describes_file(key)}
     restored = dtypes.BY_CODE["BF16" if "BF16" in set(_codes(catalog)) else "F16"]
