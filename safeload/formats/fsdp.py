@@ -37,8 +37,7 @@ from .unpickle.machine import FROM_TYPE, Foreign, Inert, describe
 _NAME = re.compile(r"model_world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.pt", re.ASCII)
 # Globals outside the allowlist that these files name; they become placeholders.
 _KNOWN = re.compile(
-    r"torch\.distributed\.[\w.]+|torch\.serialization\._get_layout|torch\._utils\._rebuild_wrapper_subclass"
-    r"|(?:__builtin__|builtins)\.getattr"
+    r"torch\.distributed\.[\w.]+|torch\._utils\._rebuild_wrapper_subclass|(?:__builtin__|builtins)\.getattr"
 )
 # Levels of dicts in a state dict.
 MAX_DEPTH = 64

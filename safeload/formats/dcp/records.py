@@ -93,7 +93,6 @@ RECORDS: dict[str, Global] = {
         Global(_PLANNER + "WriteItemType", VALUE, _number),
         *(Global(module + "_MEM_FORMAT_ENCODING", VALUE, _number) for module in (_MODULE, _OLD_MODULE)),
         Global(_OLD_MODULE + "MEM_FORMAT_ENCODING", VALUE, _number),
-        Global("torch.serialization._get_layout", VALUE, _text, copies=True),
         *(
             Global(f"{module}.{kind}", VALUE, _text, copies=True)
             for module in ("pathlib", "pathlib._local")
