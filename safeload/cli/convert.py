@@ -19,6 +19,7 @@ from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
 from ..operations.convert.write import ConvertReport
 from ..operations.folders.destinations import is_folder, where
+from ..operations.folders.folder import refuse_inputs
 from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (
@@ -218,6 +219,7 @@ def _to_stdout(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
+    refuse_inputs(destination, [options.layout])
     with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         verify = _verify(options)

@@ -210,8 +210,9 @@ def is_manifest(head: bytes) -> bool:
 
 
 def is_signature(head: bytes) -> bool:
-    """Return True if a file with these first bytes can be a bundle of a model signature: a JSON object."""
-    return head.lstrip()[:1] == b"{" and not is_manifest(head)
+    """Return True if a file with these first bytes can be a bundle of a model signature."""
+    keys = rb'"(mediaType|verificationMaterial|dsseEnvelope|messageSignature)"'
+    return re.match(rb"\s*\{\s*" + keys + rb"\s*:", head) is not None
 
 
 def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, ExpectedFile] | None:

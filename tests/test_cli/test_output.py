@@ -100,7 +100,8 @@ def test_no_source_is_replaced(folder, write, case, more):
     source, path = SOURCES[case]
     status, _, err = write(source, path, *more)
     assert (status, err) == (2, err)
-    assert err.endswith(f"{path} is a source file; choose another path\n")
+    assert err.startswith(f"safeload: {path} would replace ")
+    assert err.endswith(", which is read: choose another path\n")
     assert content(folder) == before
 
 
@@ -114,7 +115,7 @@ def test_a_source_by_its_url(folder, write):
 def test_the_file_of_an_option_is_a_source(folder, capsys):
     (folder / "c.json").write_text('{"safeload_manifest": 1}')
     assert main(["check", "m", "--config", "c.json", "--write-manifest", "c.json", "--overwrite"]) == 2
-    assert "is a source file" in capsys.readouterr().err
+    assert "which is read" in capsys.readouterr().err
 
 
 def test_a_neighbour_of_a_file_is_no_source(folder, write):

@@ -323,7 +323,7 @@ def test_the_page_does_not_replace_the_file_that_it_is_about(folder, capsys):
     before = (folder.parent / shard).read_bytes()
     for path in ("tiny", shard):
         status, _, err = report(capsys, path, "-o", shard)
-        assert (status, err) == (2, f"safeload: --output {shard} is a source file; choose another path\n")
+        assert (status, err) == (2, f"safeload: {shard} would replace {shard}, which is read: choose another path\n")
     assert (folder.parent / shard).read_bytes() == before
 
 
@@ -374,7 +374,7 @@ def test_no_file_of_the_source_is_replaced_by_the_page(name, tmp_path, capsys, m
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     before = (tmp_path / "model" / name).read_bytes()
     assert main(["report", "model", "-o", f"model/{name}"]) == 2
-    assert "is a source file; choose another path" in capsys.readouterr().err
+    assert "which is read: choose another path" in capsys.readouterr().err
     assert (tmp_path / "model" / name).read_bytes() == before
     for _ in range(2):
         assert main(["report", "model", "-o", "model/report.html"]) == 0

@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +119,161 @@ def test_a_conversion_replaces_no_importance_matrix(files):
     refused(files, lambda: safeload.convert(source, target, quantize="q8_0", imatrix=target, raw=True, overwrite=True))
 
 
+@pytest.fixture
+def model(tmp_path):
+    """A folder of shards with its index and config, and a manifest."""
+    folder = tmp_path / "model"
+    safeload.save(OLD, folder, max_shard_size=4000)
+    (folder / "config.json").write_text("{}")
+    (folder / "quantize_config.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(b"tokens")
+    return folder
+
+
+INDEX = "model.safetensors.index.json"
+PARTS = ["model-00002-of-00002.safetensors", INDEX, "config.json", "quantize_config.json", "tokenizer.model"]
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS)
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [*((source, name) for source in ("", PARTS[1]) for name in PARTS), *((PARTS[0], name) for name in PARTS[1:])],
+)
+def test_a_file_replaces_no_part_of_its_source(model, source, name, spelled):
+    target = spelled(model / name)
+    refused(
+        model, lambda: safeload.convert(model / source, target, format="safetensors", dtype="bfloat16", overwrite=True)
+    )
+
+
+def test_a_file_replaces_none_of_several_sources(files):
+    save_file({"u": NEW["w"]}, files / "other.safetensors")
+    sources = [files / "old.safetensors", files / "other.safetensors"]
+    refused(files, lambda: safeload.convert(sources, sources[1], overwrite=True))
+
+
+@pytest.mark.parametrize("suffix", ["npz", "gguf"])
+def test_a_file_replaces_no_source_of_another_format(files, suffix):
+    target = files / f"second.{suffix}"
+    safeload.convert({"u": NEW["w"]}, target, raw=True)
+    refused(files, lambda: safeload.convert([files / "old.safetensors", target], target, raw=True, overwrite=True))
+
+
+@pytest.mark.parametrize("name", ["onnx/external", "onnx/files", "dcp/plain_2", "deepspeed/zero2_3/global_step1"])
+def test_a_file_replaces_no_part_of_a_checkpoint_of_several_files(tmp_path, name):
+    folder = tmp_path / "folder"
+    shutil.copytree(DATA / name, folder)
+    source = folder / "model.onnx" if "onnx" in name else folder
+    files = list(folder.iterdir()) if source == folder else list(map(Path, safeload.open(source).files))
+    assert len(files) > 1
+    for file in files:
+        target = tmp_path / f"{file.name}.npz"
+        os.link(file, target)
+        refused(folder, partial(safeload.convert, source, target, dtype="float32", overwrite=True))
+        assert target.samefile(file)
+
+
+def test_the_command_replaces_no_layout(files):
+    layout = files / "layout.json"
+    layout.write_text("{}")
+    command = ["convert", files / "old.safetensors", layout, "--layout", layout, "--format", "npz", "--overwrite"]
+    assert main(list(map(os.fspath, command))) != 0
+    assert layout.read_text() == "{}"
+
+
+def test_a_file_of_a_store_replaces_none_of_several_sources():
+    fs = pytest.importorskip("fsspec").filesystem("memory")
+    places = [f"memory://inputs/{name}.safetensors" for name in ("a", "b")]
+    for place in places:
+        safeload.save({place[-13]: NEW["w"]}, place, overwrite=True)
+    before = {place: fs.cat_file(place) for place in places}
+    with pytest.raises(ValueError, match="which is read"):
+        safeload.convert(places, places[1], overwrite=True)
+    assert {place: fs.cat_file(place) for place in places} == before
+    safeload.convert(places[0], places[0], dtype="bfloat16", overwrite=True)
+    assert fs.cat_file(places[0]) != before[places[0]]
+    fs.rm("/inputs", recursive=True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="not on Windows")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("options", [{}, {"resume": True}, {"max_shard_size": 4000}], ids=str)
+def test_links_in_a_folder_are_replaced_and_lead_to_what_was_there(tmp_path, name, link, options):
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    folder.mkdir()
+    save_file(OLD, source / "model.safetensors")
+    for other in ("config.json", "tokenizer.json"):
+        (source / other).write_text('{"torch_dtype": "float32"}')
+    link(source / name, folder / name)
+    before = contents(source)
+    safeload.convert(source, folder, dtype="bfloat16", overwrite=True, **options)
+    assert contents(source) == before
+    assert {info.dtype for info in safeload.open(folder).tensors.values()} == {"BF16"}
+    assert not (folder / "config.json").is_symlink()
+    if name != "tokenizer.json":  # which stays as it is
+        assert not [path for path in folder.iterdir() if path.is_symlink()]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", INDEX])
+def test_a_folder_replaces_no_document_to_verify_with_and_no_adapter(files, name):
+    (files / "folder").mkdir()
+    target = files / "folder" / name
+    main(["check", os.fspath(files / "old.safetensors"), "--write-manifest", os.fspath(target)])
+    convert = partial(safeload.convert, files / "old.safetensors", files / "folder", overwrite=True)
+    for options in ({"verify": target}, {"adapters": os.fspath(target)}):
+        refused(files / "folder", partial(convert, **options))
+
+
+def test_the_only_weight_file_is_replaced(files):
+    (files / "model").mkdir()
+    (files / "model" / "config.json").write_text("{}")
+    path = files / "model" / "model.safetensors"
+    for source in (path, path.parent):
+        save_file(OLD, path)
+        safeload.convert(source, path, dtype="bfloat16", overwrite=True)
+        assert {info.dtype for info in safeload.open(path).tensors.values()} == {"BF16"}
+
+
+@pytest.mark.parametrize("name", ["list.json", "model.sig", "public.pem", "trusted.pem"])
+def test_a_conversion_replaces_no_document_to_verify_with(files, name):
+    main(["check", os.fspath(files / "old.safetensors"), "--write-manifest", os.fspath(files / "list.json")])
+    for other in ("model.sig", "public.pem", "trusted.pem"):
+        (files / other).write_text("{}")
+    target = files / name
+    way = {"trusted.pem": {"certificate": [files / "trusted.pem"]}}.get(name, {"key": files / "public.pem"})
+    verify = target if name == "list.json" else safeload.Signature(files / "model.sig", **way)
+    source = files / "old.safetensors"
+    refused(files, lambda: safeload.convert(source, target, format="safetensors", verify=verify, overwrite=True))
+
+
+def test_a_signature_replaces_no_configuration(model, capsys):
+    pytest.importorskip("model_signing")
+    key = DATA / "signatures" / "test-key.pem"
+    (model / "link.sig").symlink_to(model / PARTS[0])
+    before = contents(model)
+    for name, options in [(name, options) for name in [*PARTS, "link.sig"] for options in ([], ["--overwrite"])]:
+        assert main(["sign", os.fspath(model), "--key", os.fspath(key), "-o", os.fspath(model / name), *options]) != 0
+        assert capsys.readouterr().err
+        assert contents(model) == before
+    (model / "link.sig").unlink()
+    signature = os.fspath(model / "signed.json")
+    for _ in range(2):  # the second replaces the first
+        assert main(["sign", os.fspath(model), "--key", os.fspath(key), "-o", signature]) == 0
+
+
+@pytest.mark.parametrize("command", [["check", "--write-manifest"], ["report", "-o"]])
+@pytest.mark.parametrize("name", PARTS[1:])
+def test_other_commands_replace_no_document_beside_a_file(model, command, name, capsys):
+    before = contents(model)
+    for source in ("", PARTS[0]):
+        path = os.fspath(model / source)
+        assert main([command[0], path, command[1], os.fspath(model / name), "--overwrite"]) != 0
+        assert "which is read" in capsys.readouterr().err
+        assert contents(model) == before
+
+
 def test_a_signature_replaces_no_file_that_is_signed(files, capsys):
     pytest.importorskip("model_signing")
     key = DATA / "signatures" / "test-key.pem"
@@ -132,7 +290,7 @@ def test_other_commands_refuse_as_well(files, command, capsys):
     path = os.fspath(files / "old.safetensors")
     before = contents(files)
     assert main([command[0], path, command[1], path, "--overwrite"]) != 0
-    assert "old.safetensors is a source file" in capsys.readouterr().err
+    assert "which is read" in capsys.readouterr().err
     assert contents(files) == before
 
 

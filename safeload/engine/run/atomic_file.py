@@ -43,7 +43,7 @@ class AtomicFile:
     A new file gets mode 0666 less the umask. A replaced file keeps its mode and owner, and symbolic links are followed.
     Devices and pipes are written directly, in order.
 
-    ``size`` bytes are reserved before the first byte is written.
+    ``size`` bytes are reserved before the first byte is written. A symbolic link is replaced itself if not ``follow``.
     """
 
     identity: Identity | None = None  # of the complete file, after `seal`
@@ -56,8 +56,10 @@ class AtomicFile:
         overwrite: bool = True,
         durable: bool = True,
         digest: Digest | None = None,
+        follow: bool = True,
     ) -> None:
         self._digest = digest
+        self._follow = follow
         self.path = native_path(path)[0]
         self._overwrite = overwrite
         self._durable = durable
@@ -89,7 +91,8 @@ class AtomicFile:
         if self._in_order:  # by the unresolved path, because realpath of /dev/stdout may not be openable
             self._descriptor = os.open(self.path, flags)
             return
-        self._target = _resolved(self.path)
+        place, link = os.path.split(self.path)
+        self._target = _resolved(self.path) if self._follow else os.path.join(_resolved(place or os.curdir), link)
         folder, name = os.path.split(self._target)
         self._temporary = os.path.join(folder, f"{_stem(name)}{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
         try:
@@ -309,7 +312,7 @@ class Swap:
         """Give a file that will be replaced a second name; without hard links, rename it."""
         hidden = self._hidden(path)
         try:
-            os.link(path, hidden)
+            os.link(path, hidden, follow_symlinks=os.link not in os.supports_follow_symlinks)
         except OSError:
             os.rename(path, hidden)
 

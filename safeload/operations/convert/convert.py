@@ -14,14 +14,16 @@ from ...base.selecting import Patterns, Renames
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, public
+from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
+from ...stores.signature import Signature
 from ..folders import unfinished
 from ..folders.destinations import Destination, file_in_store, replacement_of
 from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
-from ..folders.folder import check_free, refuse_inputs
+from ..folders.folder import check_free, read_with, refuse_inputs
 from ..folders.replacement import OldShards
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
@@ -278,18 +280,25 @@ def _at_once(
     """Convert in this process, without records of complete shards."""
     request = request_of(dst, options)
     folder, old = request.folder, None
+    adapters = _paths_of(options.get("adapters"))
+    given = [options.get("imatrix"), *adapters, *_documents_of(verify)]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
             file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
             check_free(request.path, overwrite)
-            refuse_inputs(request.path, [options.get("imatrix"), *_paths_of(options.get("adapters"))])
+            refuse_inputs(request.path, [*given, *read_with(adapters)])
             old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
         else:
             replacement_of(folder).check_free(overwrite)
+            for name in (SINGLE, INDEX, CONFIG):
+                refuse_inputs((folder.location / name).path, given)
         catalog = stack.enter_context(open_sources(src, request, verify))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
+        if folder is None:
+            whole = len(catalog.files) == 1  # a single file is replaced as a whole
+            refuse_inputs(request.place.shown, [*read_with(catalog.files), *(() if whole else catalog.files)])
         if old is not None:
             old.check_source([file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
         in_place = overwrite and folder is not None and unfinished.is_source(folder, catalog)
@@ -304,6 +313,12 @@ def _paths_of(adapters: Adapters) -> list[Any]:
     from ...loading.adapter import listed  # only here: most conversions merge nothing
 
     return [path for path, _ in listed(adapters)]
+
+
+def _documents_of(verify: Verify) -> list[Any]:
+    if verify is None or isinstance(verify, bool):
+        return []
+    return [verify.path, verify.key, *verify.certificates] if isinstance(verify, Signature) else [verify]
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:

@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, suppress
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ...base.paths import absolute
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
 from ...errors import FormatError
+from ...formats.registry import WEIGHT_SUFFIXES
 from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.json_file import read_json
@@ -29,6 +31,15 @@ from ...stores.store import ByteStore
 _BUFFER = 8 << 20
 # The names of subfolders in which shards wait begin with this; the id of their plan follows.
 ASIDE = ".safeload-"
+# Files for other libraries, besides the weights and config.json: tokenizers (sentencepiece and tiktoken
+# included), chat templates, settings of generation and processors.
+_EXTRAS = (
+    *("tokenizer*", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+# Other files that decide what weights are: configurations, indexes, manifests, signatures, metadata of DCP and Orbax.
+_DOCUMENTS = (*_EXTRAS, "*.json", "*.sig", "*.ocdbt", ".*", "_*")
 
 
 class Folder(ABC):
@@ -113,7 +124,7 @@ class LocalFolder(Folder):
 
     def writing(self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None) -> AtomicFile:
         os.makedirs(self.location.path, exist_ok=True)
-        return AtomicFile(self.shown(name), size, overwrite=overwrite, digest=digest)
+        return AtomicFile(self.shown(name), size, overwrite=overwrite, digest=digest, follow=False)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -138,6 +149,11 @@ def homes_of(folder: Folder) -> list[Folder]:
     return [folder, LocalFolder(target)] if name.startswith(ASIDE) and isinstance(folder, LocalFolder) else [folder]
 
 
+def is_extra(name: str) -> bool:
+    """Return whether a file beside weights is copied by a conversion, for other libraries."""
+    return any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
+
+
 def check_free(path: str, overwrite: bool) -> None:
     """Refuse an existing file before anything is read."""
     if not overwrite and os.path.lexists(path):
@@ -147,14 +163,35 @@ def check_free(path: str, overwrite: bool) -> None:
 def refuse_inputs(path: Any, inputs: Iterable[Any]) -> None:
     """Refuse to write over a local file that is read, whatever its spelling or links; a folder stands for its files."""
     place = _local(path)
-    if place is None or not os.path.isfile(place):
+    if place is not None and not os.path.isfile(place):
         return
-    for source in filter(None, map(_local, inputs)):
-        names = os.listdir(source) if os.path.isdir(source) else [""]
-        for file in (os.path.join(source, name) if name else source for name in names):
-            with suppress(OSError):
-                if os.path.samefile(place, file):
-                    raise ValueError(f"{place} would replace {file}, which is read: choose another path")
+    for file in inputs:
+        local = _local(file)
+        with suppress(OSError):
+            if isinstance(file, str) and file == path if place is None else local and os.path.samefile(place, local):
+                raise ValueError(f"{path} would replace {file}, which is read: choose another path")
+
+
+def read_with(sources: Iterable[Any]) -> list[str]:
+    """Return all files in a folder or beside an index, and the documents beside a weight file, such as its config."""
+    folders: dict[str, bool] = {}
+    for source in filter(None, map(_local, sources)):
+        folder, name = os.path.split(source)
+        if os.path.isdir(source):
+            folders[source] = True
+        elif os.path.isfile(source) and (name.endswith(".index.json") or not _is_document(name)):
+            folders[folder] = folders.get(folder, False) or name.endswith(".index.json")
+    return [
+        os.path.join(folder, name)
+        for folder, whole in folders.items()
+        for name in os.listdir(folder or os.curdir)
+        if whole or _is_document(name)
+    ]
+
+
+def _is_document(name: str) -> bool:
+    plain = os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
+    return plain and any(fnmatchcase(name, pattern) for pattern in _DOCUMENTS)
 
 
 def _local(path: Any) -> str | None:

@@ -6,10 +6,10 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from ...engine.run.atomic_file import check_place, write_text
 from ...stores import url as urls
+from .folder import read_with, refuse_inputs
 
 # Bytes at the start of a file that identify safeload as its writer.
 _HEAD = 4096
@@ -48,8 +48,8 @@ class Output:
             return True
         empty = stat.S_ISREG(existing.st_mode) and not existing.st_size
         ours = empty or self.is_ours()
-        if self._is_source(sources, ours):
-            raise ValueError(f"{self._argument} {path} is a source file; choose another path")
+        read = [*self._sources, *sources]
+        refuse_inputs(path, [*read, *(() if ours else read_with(read))])  # its own file may be in a source folder
         if not ours and not self._overwrite:
             raise self._exists()
         return True
@@ -73,22 +73,3 @@ class Output:
         """True if safeload wrote the existing file as this kind of file."""
         with open(self._path, "rb", buffering=0) as file:
             return self._recognises(file.read(_HEAD))
-
-    def _is_source(self, sources: Iterable[str], ours: bool) -> bool:
-        """True if the existing file is a source, or in a source folder."""
-        folders = {os.path.dirname(os.path.abspath(self._path)), os.path.dirname(os.path.realpath(self._path))}
-        for source in map(_place, (*self._sources, *sources)):
-            with suppress(OSError, ValueError):
-                if os.path.isdir(source):
-                    if not ours and any(os.path.samefile(folder, source) for folder in folders):
-                        return True
-                elif os.path.samefile(self._path, source):
-                    return True
-        return False
-
-
-def _place(source: str) -> str:
-    """Return the local path of a file:// URL, or the folder of an index."""
-    if urls.is_url(source) and urls.scheme_of(source) == "file":
-        source = urls.local_path(source)
-    return os.path.dirname(source) or "." if source.endswith(".index.json") else source

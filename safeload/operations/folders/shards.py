@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,27 +29,15 @@ from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, w
 from ...stores.files import Location
 from ...stores.remote import RemoteStore
 from .destinations import replacement_of
-from .folder import Folder
+from .folder import Folder, is_extra
 from .replacement import Put, Replacement
 
-# Files for other libraries, besides the weights and config.json: tokenizers (sentencepiece and tiktoken
-# included), chat templates, settings of generation and processors.
-_EXTRAS = (
-    *("tokenizer*", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
-    *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
-    *("preprocessor_config.json", "processor_config.json"),
-)
 # The limit in bytes; tokenizers have up to 40 MB.
 _LARGEST_EXTRA = 1 << 30
 _COPY_BUFFER = 4 << 20
 
 # A tensor for a writer.
 Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
-
-
-def is_extra(name: str) -> bool:
-    """Return True if a conversion copies a file beside weights, for other libraries."""
-    return any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
 
 
 def config_with(

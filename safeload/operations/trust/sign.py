@@ -39,10 +39,9 @@ def sign(
     target = output or (os.path.join(path, SIGNATURE_NAME) if os.path.isdir(path) else f"{path}.sig")
     refuse_inputs(target, (key, certificate, *chain))
     written = Output("--output", target, "signature", is_signature, overwrite=overwrite, sources=())
-    if written.check() and overwrite and not written.is_ours() and not target.endswith(".sig"):
-        refuse_inputs(
-            target, [path, *(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)]
-        )
+    if written.check() and overwrite and not written.is_ours():
+        signed = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+        refuse_inputs(target, [path, *(file for file in signed if not file.endswith(".sig"))])
     os.stat(path)
     library()
     hashing = import_module("model_signing.hashing").Config()
