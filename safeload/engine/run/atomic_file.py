@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -244,8 +244,15 @@ class AtomicFile:
         try:
             with self._naming():
                 self._commit()
-        except BaseException:
+        except BaseException as raised:
+            in_place = self._temporary is None and not self._in_order  # only the fsync of the folder has failed
             self._abandon()
+            if in_place and not self._overwrite:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._target)
+            elif in_place and isinstance(raised, OSError):
+                text = f"{raised.strerror}; the file is in place, but a crash of the machine can take it back"
+                raise type(raised)(raised.errno, text, self.path) from None
             raise
 
     def _commit(self) -> None:
@@ -295,7 +302,7 @@ class AtomicFile:
 class Swap:
     """Files that are replaced in turn; an error restores all of them, the last first.
 
-    If a step cannot be taken back, the earlier ones stay too: their order keeps readers away. Clear ``undo`` when all
+    If a step cannot be taken back, the earlier ones stay too: their order keeps readers away. Call `finish` when all
     steps are done. The end of the block removes hidden files.
     """
 
@@ -315,6 +322,17 @@ class Swap:
             os.link(path, hidden, follow_symlinks=os.link not in os.supports_follow_symlinks)
         except OSError:
             os.rename(path, hidden)
+
+    def finish(self, old: Sequence[str]) -> bool:
+        """Remove old files; return False if one stays, and keep hidden files then: an index among them may name it."""
+        self.undo.clear()
+        for path in old:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        if any(map(os.path.lexists, old)):
+            self.hidden.clear()
+            return False
+        return True
 
     def _hidden(self, path: str) -> str:
         folder, name = os.path.split(path)
@@ -339,7 +357,8 @@ class Swap:
 
 def _bring_back(hidden: str, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # the error came before it was hidden
-        os.replace(hidden, path)
+        if not os.path.exists(path) or not os.path.samefile(hidden, path):
+            os.replace(hidden, path)
         os.unlink(hidden)  # a second name of the same file stays
 
 
@@ -438,6 +457,11 @@ def leftovers(folder: str, names: Iterable[str]) -> list[str]:
         for entry in os.listdir(folder)
         if entry.endswith(_SUFFIX) and entry[: -_RANDOM - len(_SUFFIX)] in stems
     ]
+
+
+def hidden_name(entry: str) -> str | None:
+    """Return the name of the file that a temporary file belongs to; None for any other file."""
+    return entry[1 : -_RANDOM - len(_SUFFIX) - 1] if _TEMPORARY.fullmatch(entry) else None
 
 
 def remove_abandoned(folder: str, names: Iterable[str]) -> None:

@@ -215,7 +215,7 @@ def write(
             replacing: AbstractContextManager[object] | None = None
             # In a store, new shards get other names than the shards of the source.
             if in_place and not folder.location.files.remote:
-                replacing = unfinished.noted(folder, unfinished.UnfinishedNote())
+                replacing = unfinished.noted(folder, unfinished.UnfinishedNote(old=unfinished.heads_of(folder)))
             files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
             warn_of_schemes(path, conversion.schemes)
     count, summary = conversion.tensor_count, conversion.summary

@@ -15,22 +15,25 @@ step                                                  prefers ``model.safetensor
 ``config.json`` stays the same, or no weights are here:
 1. tokenizer, config, shards                          old                           old
    (if there is no old index: old or refused)
-2a. shards: the index is replaced                     old single file, else new     new
-    the old ``model.safetensors`` is renamed aside    new                           new
+2a. shards: an old index of another name is hidden    old single file, else new     refused
+    the index is replaced                             old single file, else new     new
+    the old ``model.safetensors`` is hidden           new                           new
 2b. a single file: it is put in place                 new                           old index, else new
-    the old index is renamed aside                    new                           new
+    the old index is hidden                           new                           new
 ``config.json`` changes:
-1. the old ``model.safetensors`` is renamed aside     old index, else refused       old index, else refused
-2. an index that names a missing file replaces it     refused                       refused
+1. an index that names a missing file replaces it     old single file, else refused refused
+2. the old ``model.safetensors`` is hidden            refused                       refused
 3. tokenizer, ``config.json``                         refused                       refused
 4. shards and their index, or the single file         refused, then new             refused, then new
+5. a single file: the index of step 1 is hidden       new                           new
 both: old shards, index and hidden files are removed  new                           new
 ====================================================  ============================  ============================
 
-The index of step 2 also names an old file that is there, or safeload's reader would call it stale. Before the files
-are removed, an error takes all steps back, the last one first; a kill leaves the state of its step. A folder without
-an index whose shards are a complete set, and weights of other formats, count as an old index. Programs that ignore the
-index and read every ``model*.safetensors`` can find both models.
+A hidden file is called ``.NAME.*.tmp``, like a new file that waits. The index of step 1 also names ``config.json``, or
+safeload's reader would call it stale, and the old and new shards. Before the files are removed, an error takes all
+steps back, the last one first; a kill leaves the state of its step. The next call removes the shards that any index
+names, hidden or not. A folder without an index whose shards are a complete set, and weights of other formats, count as
+an old index. Programs that ignore the index and read every ``model*.safetensors`` can find both models.
 """
 
 from __future__ import annotations
@@ -45,13 +48,21 @@ from functools import partial
 from types import TracebackType
 from typing import TypeAlias
 
-from ...engine.run.atomic_file import AtomicFile, Swap, leftovers, set_owner_and_mode, sync_folder
+from ...engine.run.atomic_file import (
+    AtomicFile,
+    Swap,
+    hidden_name,
+    leftovers,
+    remove_abandoned,
+    set_owner_and_mode,
+    sync_folder,
+)
 from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
 from ...formats.numbered import PART, sets_of
 from ...stores.local import identity_of, replace
 from . import journal
-from .folder import ASIDE, Folder, LocalFolder, check_free
+from .folder import ASIDE, Folder, LocalFolder, check_free, is_extra
 from .journal import RECORD
 
 # Shards of any writer. An old index can name other files too; they are never removed.
@@ -59,8 +70,8 @@ _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.
 # Names of indexes.
 _INDEX_SUFFIX = ".safetensors.index.json"
 
-# A file that is never there.
-_MISSING = "model-being-replaced.safetensors"
+# A file that is never there; by its name, readers miss it before they open another.
+_MISSING = "being-replaced.safetensors"
 
 # Puts a new shard in place, with the owner and mode of an old file.
 Put: TypeAlias = Callable[[Swap, "os.stat_result | None"], object]
@@ -129,7 +140,7 @@ class Replacement(ABC):
         return nullcontext()
 
     def blocking_index(
-        self, config: bytes | None, shards: Collection[str], placed: Collection[str]
+        self, config: bytes | None, outdated: Sequence[str], shards: Collection[str], placed: Collection[str]
     ) -> dict[str, dict[str, str]] | None:
         """Return an index that keeps readers from the folder during `commit`; None if its config does not change."""
         return None
@@ -164,20 +175,13 @@ class LocalReplacement(Replacement):
     def outdated(self, files: Sequence[str]) -> list[str]:
         """List ``model.safetensors``, indexed and recorded shards, and records; the only index of another name too."""
         names = self._folder.names()
-        indexes = sorted(name for name in names if name.endswith(_INDEX_SUFFIX) and not name.startswith("."))
+        indexes = sorted(name for name in names if _is_index(name) and not name.startswith("."))
         old_index = INDEX if INDEX in indexes or len(indexes) != 1 else indexes[0]
-        indexed = _indexed(self._folder, old_index)
-        if INDEX in names and SINGLE not in indexed and SINGLE not in files:
-            self._check_no_single()
-        shards = {name for name in indexed if _NUMBERED.fullmatch(name)}
-        shards.update(name for name in journal.shards(self._folder, names) & names if _NUMBERED.fullmatch(name))
+        named = _indexed(self._folder, old_index) | (journal.shards(self._folder, names) & names)
         if not names & {INDEX, SINGLE, *indexes}:  # the only complete set of shards is the old checkpoint
-            shards.update(filter(_NUMBERED.fullmatch, _complete_set(names - {*files})))
+            named.update(_complete_set(names - {*files}))
+        shards = set(filter(_NUMBERED.fullmatch, named))
         single = {SINGLE} if self._has_single() else set()
-        hidden_indexes = self.leftovers([INDEX]) if names else []  # a conversion was killed while they were hidden
-        single.update(self.leftovers([SINGLE, CONFIG]) if names else (), hidden_indexes)
-        for hidden in hidden_indexes:
-            shards.update(name for name in _indexed(self._folder, hidden) if _NUMBERED.fullmatch(name))
         records = {name + RECORD for name in shards} & names
         index = {old_index} & names if SINGLE in files or old_index != INDEX else set()
         return sorted((single | index | shards | records) - {*files, *(file + RECORD for file in files)})
@@ -235,14 +239,12 @@ class LocalReplacement(Replacement):
         return nullcontext(stack)
 
     def blocking_index(
-        self, config: bytes | None, shards: Collection[str], placed: Collection[str]
+        self, config: bytes | None, outdated: Sequence[str], shards: Collection[str], placed: Collection[str]
     ) -> dict[str, dict[str, str]] | None:
         """Return an index also if the old index names a file that will be replaced."""
-        weights = sorted(filter(is_weight_file, self._folder.names() - {*placed}))
-        if not weights:
-            return None
+        weights = {*filter(is_weight_file, self._folder.names())} - {*placed}
         changes = False
-        if config is not None:
+        if config is not None and weights:
             try:
                 with open(self._folder.shown(CONFIG), "rb") as file:
                     changes = file.read(len(config) + 1) != config
@@ -250,9 +252,8 @@ class LocalReplacement(Replacement):
                 changes = True
         if not changes and (_indexed(self._folder) - {*placed}).isdisjoint(shards):
             return None
-        old = [name for name in weights if name != SINGLE][:1]  # which is renamed aside
-        named = (_MISSING, *old, *sorted(shards))  # the shards, so that a later call removes those of a killed one
-        return {"metadata": {}, "weight_map": {name: name for name in named}}
+        # The next call removes the shards of a killed one. Without a file that is there, the index would be stale.
+        return {"metadata": {}, "weight_map": {name: name for name in (_MISSING, CONFIG, *outdated, *sorted(shards))}}
 
     def commit(
         self,
@@ -265,28 +266,28 @@ class LocalReplacement(Replacement):
     ) -> None:
         if not single and SINGLE not in outdated:
             self._check_no_single()
-        index = [name for name in (INDEX,) if name in beside]
-        rest = sorted(beside.keys() - {INDEX}, key=lambda name: name == CONFIG)
+        other_indexes = [name for name in outdated if _is_index(name) and name != INDEX]
+        gone = {SINGLE, INDEX} & {*outdated, *([] if block is None else [INDEX])} - {*shards, *beside}
         with Swap() as swap:
             if block is not None:
-                self._hide({SINGLE} & {*outdated, *shards}, swap)
                 block.put(swap)
-            for name in rest:
+                self._hide({SINGLE} & {*outdated, *shards}, swap)
+            for name in sorted(beside.keys() - {INDEX}, key=lambda name: name == CONFIG):
                 beside[name].put(swap)
             like = self._like(outdated)
             for put in shards.values():
                 put(swap, like)
-            for name in index:
-                beside[name].put(swap)
-            if block is None:
-                self._hide({SINGLE, INDEX} & {*outdated}, swap)
-            self._hide([name for name in outdated if name.endswith(_INDEX_SUFFIX) and name != INDEX], swap)
+            self._hide(other_indexes, swap)
+            if INDEX in beside:
+                beside[INDEX].put(swap)
+            self._hide(gone, swap)
             try:
                 sync_folder(self._folder.location.path)
             except OSError as error:
                 raise type(error)(error.errno, error.strerror, self._folder.location.path) from None
-            swap.undo.clear()  # the hidden index names the old shards: it is removed after them
-            self._folder.remove([*outdated, *([INDEX] if block is not None and not index else [])])
+            finished = swap.finish([*map(self._folder.shown, outdated)])
+        if finished:
+            remove_killed(self._folder)
 
     def _like(self, outdated: Iterable[str]) -> os.stat_result | None:
         """Return the status of an old shard."""
@@ -351,6 +352,22 @@ def free_names(files: Collection[str], taken: Collection[str]) -> dict[str, str]
         shift += 1
     new = {file: f"{part[1]}-{part[2]}-of-{int(part[3]) + shift:05}{part[4]}" for file, part in parts.items()}
     return {file: new[file] if shift and file in new else file for file in files}
+
+
+def remove_killed(folder: LocalFolder) -> None:
+    """Remove what killed calls left of a model: their temporary files, and shards that only their indexes name."""
+    names = folder.names()
+    hidden = {entry: name for entry in names if (name := hidden_name(entry)) is not None}
+    kept = {shard for name in names - hidden.keys() if _is_index(name) for shard in _indexed(folder, name)}
+    for entry, name in hidden.items():
+        if _is_index(name):
+            folder.remove(shard for shard in _indexed(folder, entry) - kept if _NUMBERED.fullmatch(shard))
+    of_models = [name for name in hidden.values() if name.endswith((".safetensors", ".json")) or is_extra(name)]
+    remove_abandoned(folder.location.path or os.curdir, of_models)
+
+
+def _is_index(name: str) -> bool:
+    return name.endswith(_INDEX_SUFFIX)
 
 
 def _indexed(folder: LocalFolder, index: str = INDEX) -> set[str]:

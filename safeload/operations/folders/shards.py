@@ -224,7 +224,7 @@ def write_beside(
 
     config = None if beside.config is None else (json.dumps(dict(beside.config), indent=2) + "\n").encode()
     names = {*beside.weight_map.values()}
-    blocking = replacement.blocking_index(config, names or {SINGLE}, placed)
+    blocking = replacement.blocking_index(config, outdated, names or {SINGLE}, placed)
     block = None
     if blocking is not None:
         block = _write_text(stack, json.dumps(blocking).encode(), folder, INDEX, overwrite=overwrite)

@@ -17,6 +17,7 @@ from typing import Any
 from ...base.text import printable, show
 from ...checkpoint import Checkpoint, recipe_of
 from ...errors import FormatError
+from ...formats.folder import INDEX, SINGLE
 from ...stores import url as urls
 from ...stores.files import Location
 from ...stores.json_file import read_if_there
@@ -60,6 +61,7 @@ class UnfinishedNote:
     parameters: int | None = None  # as in the plan
     pieces: tuple[NotedPiece, ...] | None = None
     config: dict[str, Any] | None = None  # the new config.json
+    old: list[Any] | None = None  # what `heads_of` gave before the first step
 
     def __post_init__(self) -> None:
         if self.id is not None and not _ID.fullmatch(self.id):
@@ -75,13 +77,20 @@ def note(folder: Folder, content: UnfinishedNote) -> None:
 
 @contextmanager
 def noted(folder: Folder, content: UnfinishedNote) -> Iterator[None]:
-    """Write the note of a conversion; an error, which restores the old folder, removes the note."""
-    note(folder, content)
+    """Write the note of a conversion; an error, which restores the old folder, removes a new note."""
+    continues = NAME in folder.names()
     try:
+        note(folder, content)
         yield
     except BaseException:
-        forget(folder)
+        if not continues:
+            forget(folder)
         raise
+
+
+def heads_of(folder: Folder) -> list[Any]:
+    """Identify the files from which the weights of a folder are read; while they stay, the old weights are whole."""
+    return [folder.identity(name) for name in (SINGLE, INDEX)]
 
 
 def forget(folder: Folder) -> None:
@@ -160,6 +169,8 @@ def _check(path: str) -> None:
         plain = _read(folder) or {}
     except (FormatError, OSError):
         plain = {}
+    if plain.get("old") == heads_of(folder):
+        return
     raise _half_replaced(folder, plain)
 
 

@@ -6,16 +6,18 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from ...base.text import show
-from ...engine.run.atomic_file import write_text
+from ...engine.run.atomic_file import AtomicFile, Swap
 from ...errors import FormatError, UnsupportedError, public
 from ...formats.folder import parse_index
 from ...formats.numbered import PART
 from ...stores.files import LOCAL
 from ...stores.json_file import read_json
-from ..folders.replacement import free_names
+from ..folders.folder import LocalFolder
+from ..folders.replacement import free_names, remove_killed
 from .edit_base import Edit, EditedMetadata, resolved
 from .edit_file import SafetensorsEdit, edit_file
 
@@ -26,7 +28,7 @@ class FolderEdit(Edit):
     def __init__(self, index: str, *, force: bool, durable: bool) -> None:
         super().__init__()
         self.path = index
-        self._real = resolved(index, force=force)
+        self._real = resolved(index, force=True)  # a new file replaces it
         self._content = read_json(self._real, "an index")
         parse_index(self._content, index, LOCAL)
         self._files: dict[str, str] = dict(self._content["weight_map"])
@@ -95,43 +97,39 @@ class FolderEdit(Edit):
         }
         free = free_names(numbered.values(), os.listdir(folder))
         names = {file: free[name] for file, name in numbered.items()}
-        with ExitStack() as undo:
+        with ExitStack() as stack:
+            # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.
+            index = self._new_index(stack, names) if replaced else None
+            swap = stack.enter_context(Swap())
             for file, shard in replaced.items():
                 if not len(shard):  # a shard without tensors leaves the folder
                     continue
                 path = os.path.join(folder, names[file])
-                undo.callback(_remove, path)
+                swap.undo.append(partial(_remove, path))
                 shard.write_to(path, overwrite=False)
             for file, shard in self._shards.items():
                 if file not in replaced:
                     shard._write()
-                    undo.callback(_undo, shard)
-            try:
-                if replaced:
-                    self._write_index(names)
-            except OSError:
-                if self._is_written():  # all but the fsync of the folder
-                    undo.pop_all()
-                raise
-            undo.pop_all()
-        for file in replaced:
-            _remove(os.path.join(folder, file))
+                    swap.undo.append(partial(_undo, shard))
+            if index is not None:
+                index.put(swap)
+            finished = swap.finish([os.path.join(folder, file) for file in replaced])
+        if finished and replaced:
+            remove_killed(LocalFolder(folder))
 
-    def _is_written(self) -> bool:
-        """Return True unless the index is certain to be the old one."""
-        try:
-            return bool(read_json(self._real, "an index")["weight_map"] != self._content["weight_map"])
-        except OSError:
-            return True
-
-    def _write_index(self, names: dict[str, str]) -> None:
-        """Write the index with the new names of shards."""
+    def _new_index(self, stack: ExitStack, names: dict[str, str]) -> AtomicFile:
+        """Return the sealed index with the new names of shards."""
         content = dict(self._content)
         content["weight_map"] = {name: names.get(file, file) for name, file in self._files.items()}
         total = sum(shard.nbytes for shard in self._shards.values())
         if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
             content["metadata"] = {**content["metadata"], "total_size": total}
-        write_text(self._real, json.dumps(content, indent=2) + "\n", overwrite=True)
+        text = (json.dumps(content, indent=2) + "\n").encode()
+        file = stack.enter_context(AtomicFile(self._real, len(text)))
+        with file.stream() as stream:
+            stream.write(text)
+        file.seal()
+        return file
 
 
 def _undo(shard: SafetensorsEdit) -> None:
