@@ -131,7 +131,7 @@ class Replacement(ABC):
         """Return a context with a stack for putting a shard in place: ``stack``, or one that uploads at once."""
         # Local shards wait for each other. Uploading each at once saves disk space on this machine.
 
-    def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
+    def before_config(self, config: bytes | None, placed: Collection[str]) -> AbstractContextManager[object]:
         """Return a context that must end when only the config, and the index or only shard, are left to upload."""
         return nullcontext()
 
@@ -252,8 +252,7 @@ class LocalReplacement(Replacement):
                 changes = True
         if not changes and (_indexed(self._folder) - {*placed}).isdisjoint(shards):
             return None
-        # The next call removes the shards of a killed one. Without a file that is there, the index would be stale.
-        return {"metadata": {}, "weight_map": {name: name for name in (_MISSING, CONFIG, *outdated, *sorted(shards))}}
+        return blocking_index([CONFIG, *outdated, *sorted(shards)])
 
     def commit(
         self,
@@ -341,6 +340,15 @@ class LocalReplacement(Replacement):
                 f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
             )
             raise FileExistsError(errno.EEXIST, message, self._folder.shown(SINGLE))
+
+
+def blocking_index(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return an index that no reader can open.
+
+    Args:
+        names: other files. One that is there keeps the index from being stale; the next call removes the shards.
+    """
+    return {"metadata": {}, "weight_map": {name: name for name in (_MISSING, *names)}}
 
 
 def free_names(files: Collection[str], taken: Collection[str]) -> dict[str, str]:

@@ -233,7 +233,7 @@ def write_beside(
         if text is not None:
             replaces = overwrite or (name == INDEX and block is not None)
             files[name] = _write_text(stack, text, folder, name, overwrite=replaces)
-    stack.enter_context(replacement.before_config(config))
+    stack.enter_context(replacement.before_config(config, placed))
     for name, content in beside.extras.items():
         if isinstance(content, bytes):
             files[name] = _write_text(stack, content, folder, name, overwrite=overwrite)

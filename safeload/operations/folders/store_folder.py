@@ -1,12 +1,13 @@
 """A folder of shards in a store behind a URL, where nothing can be renamed.
 
 New shards get new names if they replace a checkpoint, and the old shards are removed once the index names the new
-shards. If the conversion is interrupted, the folder has the old checkpoint, the new checkpoint, or no index.
+shards. If the conversion is interrupted, the folder has the old checkpoint, the new one, or an index of a missing file.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import tempfile
@@ -19,7 +20,7 @@ from ...base.text import plural, size
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
 from ...errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
-from ...formats.folder import CONFIG, INDEX, SINGLE
+from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...stores import url as urls
 from ...stores.files import Location
 from ...stores.json_file import MAX_JSON
@@ -28,7 +29,7 @@ from ...stores.store import read_at
 from . import journal
 from .folder import Folder
 from .journal import RECORD
-from .replacement import Replacement
+from .replacement import Replacement, blocking_index
 
 if TYPE_CHECKING:
     from ...stores.remote_files import Backend, RemoteFiles
@@ -130,9 +131,12 @@ class StoreReplacement(Replacement):
             raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List ``model.safetensors``, and the shards and records of earlier conversions."""
-        kept = {*files, *(file + RECORD for file in files)}
-        return sorted(name for name in self._folder.names() - kept if name == SINGLE or _SHARD.fullmatch(name))
+        """List old shards and records, an old ``model.safetensors``, and the index if the new checkpoint has none."""
+        kept, names = {*files, *(file + RECORD for file in files)}, self._folder.names()
+        gone = {name for name in names if name == SINGLE or _SHARD.fullmatch(name)}
+        if SINGLE in files and names:
+            gone.add(INDEX)  # `before_config` may put it there
+        return sorted(gone - kept)
 
     def free_names(self, files: Collection[str]) -> dict[str, str]:
         taken = {INDEX, *files, *(file + RECORD for file in files)}
@@ -177,13 +181,18 @@ class StoreReplacement(Replacement):
             yield own
 
     @contextmanager
-    def before_config(self, config: bytes | None) -> Iterator[None]:
-        """Remove an old config and its index at the end: no weights stand beside a foreign config at any moment."""
+    def before_config(self, config: bytes | None, placed: Collection[str]) -> Iterator[None]:
+        """Keep readers away from old weights at the end: no weights stand beside a foreign config at any moment."""
         yield
+        new = {*self._uploaded, *placed}
+        old = {*filter(is_weight_file, self._folder.names())} - new
+        if config is not None and old and config != self._config():
+            text = json.dumps(blocking_index([CONFIG, *sorted(new)])).encode()
+            with self._folder.writing(INDEX, len(text), overwrite=True) as file, file.stream() as stream:
+                stream.write(text)
+            self._complete = True
+            self._folder.remove({SINGLE} & old)
         self._complete = True
-        if config is not None and self._folder.names() & {INDEX, SINGLE} and config != self._config():
-            self._folder.remove([CONFIG])
-            self._folder.remove([INDEX, SINGLE])
 
     def _config(self) -> bytes | None:
         location = self._folder.location / CONFIG
@@ -199,6 +208,8 @@ class StoreReplacement(Replacement):
         try:
             self._folder.remove(outdated)
         except (OSError, RemoteError) as error:  # the new checkpoint is complete
+            if {SINGLE, INDEX} & {*outdated} & self._folder.names():  # which readers may prefer
+                raise
             shown = self._folder.location.shown
             log.warning(
                 "%s: cannot delete %s of the replaced checkpoint: %s", shown, plural(len(outdated), "file"), error
