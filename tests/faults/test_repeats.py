@@ -23,7 +23,7 @@ INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "co
 DIFFUSERS = "diffusion_pytorch_model"
 CHANGES = RENAME | UNLINK | CREATE | SYNC
 SHARD = 1200
-STEP = 1 if THOROUGH else 11
+STEP = 1 if THOROUGH else 23
 
 
 def model(version):
@@ -93,7 +93,6 @@ NEW = {
     "Writer": write_with_writer,
     "convert": lambda folder, source: convert(folder, source, max_shard_size=SHARD),
     "convert to one": convert,
-    "resume": lambda folder, source: convert(folder, source, max_shard_size=SHARD, resume=True),
     "edit": edit,
     "patch": lambda folder, source: safeload.apply_patch(
         folder / SINGLE, source / "patch.safetensors", folder / SINGLE, overwrite=True, check=False
@@ -105,7 +104,7 @@ CASES += [("edit", "single", "same config"), ("patch", "single", "same config")]
 FOREIGN = {"notes.txt": b"mine", "consolidated.safetensors.txt": b"mine"}
 
 
-@pytest.fixture(params=part_of(CASES, 5, 24), ids=", ".join)
+@pytest.fixture(params=part_of(CASES, 5, 17), ids=", ".join)
 def case(request, tmp_path):
     """The folder, what restores it, the call, its name, and what the call writes into a new folder."""
     new, old, config = request.param
@@ -198,7 +197,7 @@ def test_after_a_kill_the_repeat_leaves_what_a_fresh_call_writes(case, action):
         died = killed(call, folder, CHANGES, action, nth)
         found = versions(folder)
         changed = json.loads((folder / CONFIG).read_text())["version"] if (folder / CONFIG).exists() else None
-        if "convert" in new or new == "resume":
+        if "convert" in new:
             assert all(version in (None, changed) or changed == 1 != found[0] for version in found[:1])
         assert all(version in (None, 1, before) for version, before in zip(found, old, strict=True)), (nth, found)
         if not died:
@@ -229,6 +228,7 @@ def test_after_a_failure_the_repeat_leaves_what_a_fresh_call_writes(case):
             assert found[0] == 1
         else:
             assert found == old, shot.trace[nth - 1 :]
+        if error is not None and found == old:
             unlinked = shot.trace[nth - 1][0].startswith("U")
             left = {name for name in contents_below(folder) if not (unlinked and TEMPORARY.fullmatch(name))}
             assert left == before.keys(), shot.trace[nth - 1]

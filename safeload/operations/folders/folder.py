@@ -24,9 +24,9 @@ from ...errors import FormatError
 from ...formats.registry import WEIGHT_SUFFIXES
 from ...stores import url as urls
 from ...stores.files import LOCAL, Location
-from ...stores.json_file import read_json
+from ...stores.json_file import MAX_JSON, read_json
 from ...stores.local import Identity, identity_of
-from ...stores.store import ByteStore
+from ...stores.store import ByteStore, read_at
 
 _BUFFER = 8 << 20
 # The names of subfolders in which shards wait begin with this; the id of their plan follows.
@@ -67,6 +67,15 @@ class Folder(ABC):
         """Parse a file; see `stores.json_file.read_json`."""
         location = self.location / name
         return read_json(location.path, what, location.files)
+
+    def content(self, name: str) -> bytes | None:
+        """Return a small file, or None if it is missing or unreadable."""
+        location = self.location / name
+        try:
+            with closing(location.files.open(location.path)) as store:
+                return read_at(store, 0, min(store.size, MAX_JSON))
+        except self._unreadable:
+            return None
 
     @abstractmethod
     def names(self) -> set[str]:

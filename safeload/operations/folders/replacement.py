@@ -243,13 +243,7 @@ class LocalReplacement(Replacement):
     ) -> dict[str, dict[str, str]] | None:
         """Return an index also if the old index names a file that will be replaced."""
         weights = {*filter(is_weight_file, self._folder.names())} - {*placed}
-        changes = False
-        if config is not None and weights:
-            try:
-                with open(self._folder.shown(CONFIG), "rb") as file:
-                    changes = file.read(len(config) + 1) != config
-            except OSError:
-                changes = True
+        changes = config is not None and bool(weights) and config != self._folder.content(CONFIG)
         if not changes and (_indexed(self._folder) - {*placed}).isdisjoint(shards):
             return None
         return blocking_index([CONFIG, *outdated, *sorted(shards)])
@@ -263,8 +257,9 @@ class LocalReplacement(Replacement):
         single: bool,
         block: AtomicFile | None,
     ) -> None:
-        if not single and SINGLE not in outdated:
-            self._check_no_single()
+        if not single and SINGLE not in outdated and self._has_single():
+            text = f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
+            raise FileExistsError(errno.EEXIST, text, self._folder.shown(SINGLE))
         other_indexes = [name for name in outdated if _is_index(name) and name != INDEX]
         gone = {SINGLE, INDEX} & {*outdated, *([] if block is None else [INDEX])} - {*shards, *beside}
         with Swap() as swap:
@@ -332,14 +327,6 @@ class LocalReplacement(Replacement):
 
     def _has_single(self) -> bool:
         return os.path.isfile(self._folder.shown(SINGLE))
-
-    def _check_no_single(self) -> None:
-        """Refuse to leave a ``model.safetensors`` beside the index."""
-        if self._has_single():
-            message = (
-                f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
-            )
-            raise FileExistsError(errno.EEXIST, message, self._folder.shown(SINGLE))
 
 
 def blocking_index(names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -23,9 +23,7 @@ from ...errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedE
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...stores import url as urls
 from ...stores.files import Location
-from ...stores.json_file import MAX_JSON
 from ...stores.stop import left_behind
-from ...stores.store import read_at
 from . import journal
 from .folder import Folder
 from .journal import RECORD
@@ -186,21 +184,13 @@ class StoreReplacement(Replacement):
         yield
         new = {*self._uploaded, *placed}
         old = {*filter(is_weight_file, self._folder.names())} - new
-        if config is not None and old and config != self._config():
+        if config is not None and old and config != self._folder.content(CONFIG):
             text = json.dumps(blocking_index([CONFIG, *sorted(new)])).encode()
             with self._folder.writing(INDEX, len(text), overwrite=True) as file, file.stream() as stream:
                 stream.write(text)
             self._complete = True
             self._folder.remove({SINGLE} & old)
         self._complete = True
-
-    def _config(self) -> bytes | None:
-        location = self._folder.location / CONFIG
-        try:
-            with closing(location.files.open(location.path)) as store:
-                return read_at(store, 0, min(store.size, MAX_JSON))
-        except (FileNotFoundError, FormatError):
-            return None
 
     @contextmanager
     def after_index(self, outdated: Sequence[str]) -> Iterator[None]:
