@@ -69,7 +69,7 @@ def _cell(key: str, value: Any) -> str:
 
 def plain(value: Any, *, lossless: bool = False) -> Any:
     """Convert a value for JSON: keys to str, arrays, tuples and sets to lists, bytes to hex, complex to text."""
-    if type(value) in (str, int):
+    if value is None or type(value) in (str, int, bool):
         return value
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         value = value.tolist()
