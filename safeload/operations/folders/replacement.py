@@ -21,6 +21,7 @@ step                                                  prefers ``model.safetensor
 2b. a single file: it is put in place                 new                           old index, else new
     the old index is hidden                           new                           new
 ``config.json`` changes:
+0. an old index of another name is hidden             old or refused                refused
 1. an index that names a missing file replaces it     old single file, else refused refused
 2. the old ``model.safetensors`` is hidden            refused                       refused
 3. tokenizer, ``config.json``                         refused                       refused
@@ -264,6 +265,7 @@ class LocalReplacement(Replacement):
         gone = {SINGLE, INDEX} & {*outdated, *([] if block is None else [INDEX])} - {*shards, *beside}
         with Swap() as swap:
             if block is not None:
+                self._hide(other_indexes, swap)  # the next call could not tell that they are old
                 block.put(swap)
                 self._hide({SINGLE} & {*outdated, *shards}, swap)
             for name in sorted(beside.keys() - {INDEX}, key=lambda name: name == CONFIG):
