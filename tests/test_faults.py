@@ -21,7 +21,7 @@ pytestmark = [
 
 
 # Modules that run in one process: each takes a moment to start.
-RUNS = ("test_reads", "test_shards", "test_folders test_repeats", "test_allocations test_edits test_saves")
+RUNS = ("test_reads test_allocations", "test_shards", "test_folders test_repeats test_edits test_saves")
 # pytest loads a dozen otherwise, and does not know their options then.
 WITHOUT_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 

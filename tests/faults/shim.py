@@ -49,14 +49,17 @@ def armed(folder, classes, action, nth=1, value=0):
         shot.trace = [line.split("\t") for line in os.fsdecode(library.fault_trace()).splitlines()]
 
 
-def sweep(operation, folder, classes, action, value=0, before=lambda: None, step=1):
-    """Runs an operation with its first call suffering, then its second, ... until none is left.
+def places(step):
+    """The first eight calls, which differ most, and every ``step``-th after them."""
+    return itertools.chain(range(1, 9), itertools.count(9, step))
 
-    Of the calls after the first eight, which differ most, every ``step``-th.
+
+def sweep(operation, folder, classes, action, value=0, before=lambda: None, step=1):
+    """Runs an operation with one of its calls suffering, then another, ... until none is left: see ``places``.
 
     Yields (shot, what it returned, the error that it raised), the last time untouched.
     """
-    for nth in itertools.chain(range(1, 9), itertools.count(9, step)):
+    for nth in places(step):
         assert nth < MOST_CALLS
         before()
         result = raised = None

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from builders.thorough import THOROUGH
 from faults.reads import CASES, WORK
 from faults.saves import NEW, SAVES
 from faults.shim import ALLOCATE, FAIL, sweep
@@ -11,10 +12,12 @@ pytestmark = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's allocator stands before the shim's"
 )
 
+STEP = 1 if THOROUGH else 5
+
 
 def refuse_each(operation, folder, expected):
     failures = 0
-    for shot, result, error in sweep(operation, folder, ALLOCATE, FAIL):
+    for shot, result, error in sweep(operation, folder, ALLOCATE, FAIL, step=STEP):
         if error is None:
             assert result == expected  # with fewer threads, or read where a mapping was refused
             continue

@@ -1,7 +1,6 @@
 """Each system call of each edit in turn: refused, or the last that the process does."""
 
 import errno
-import itertools
 
 import numpy as np
 import pytest
@@ -22,12 +21,14 @@ from faults.shim import (
     UNLINK,
     WRITE,
     armed,
+    places,
     sweep,
 )
 
 import safeload
 
 NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
+STEP = 1 if THOROUGH else 3
 ALL = WRITE | RESERVE | SYNC | RENAME
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -133,7 +134,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(cas
     path, change, restore, versions = case
     inside.tune(monkeypatch, edit_pause=0)
     seen, broken = [], 0
-    for nth in itertools.count(1):
+    for nth in places(STEP):
         assert nth < MOST_CALLS
         restore()
         died = killed(change, path.parent, ALL | UNLINK, action, nth)
@@ -166,7 +167,7 @@ def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch)
     inside.tune(monkeypatch, edit_pause=0)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
     seen = []
-    for nth in itertools.count(1):
+    for nth in places(STEP):
         assert nth < MOST_CALLS
         empty(folder.parent)
         safeload.save(items, folder, max_shard_size=1000, metadata={"step": "1"})
@@ -215,7 +216,7 @@ def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp
 
     restore()
     files, failures = contents(folder).keys(), 0
-    for shot, _, error in sweep(lambda: edit_folder(folder), folder, ALL, action, errno.ENOSPC, before=restore):
+    for shot, _, error in sweep(lambda: edit_folder(folder), folder, ALL, action, errno.ENOSPC, restore, STEP):
         if error is None:
             assert not shot.hit or shot.trace[shot.nth - 1][0][0] == "L"  # without links, the file is renamed
             assert "q" in safeload.load(folder)

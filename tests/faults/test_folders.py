@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 CHANGES = RENAME | UNLINK | CREATE | SYNC
 SHARD = 1200
-STEP = 1 if THOROUGH else 9
+STEP = 1 if THOROUGH else 18
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
 
@@ -229,7 +229,7 @@ def test_a_reader_beside_it_finds_one_model(tmp_path):
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for k in range(200 if THOROUGH else 30):
+        for k in range(200 if THOROUGH else 15):
             safeload.save(model(k), tmp_path / "m", max_shard_size=SHARD, overwrite=True, durable=False)
     finally:
         done.set()

@@ -1,7 +1,6 @@
 """Each write, reservation, fsync and rename of each save in turn: short, refused, or the last that the process does."""
 
 import errno
-import itertools
 import re
 
 import pytest
@@ -20,9 +19,11 @@ from faults.shim import (
     UNLINK,
     WRITE,
     armed,
+    places,
     sweep,
 )
 
+STEP = 1 if THOROUGH else 3
 ALL = WRITE | RESERVE | SYNC | RENAME
 # Python 3.12 warns of fork beside threads, of which numpy's libraries have some.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -91,7 +92,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(save, versions, 
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file(save, versions, place, action, existing):
     path, restore = place
     seen = []
-    for nth in itertools.count(1):
+    for nth in places(STEP):
         assert nth < MOST_CALLS
         restore()
         if not existing:

@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 from builders.malformed import ACCEPTED, CASES, DEEPEST, GOOD_HEADER, build, change, nested, one
+from builders.thorough import THOROUGH
 
 import safeload
 
@@ -193,7 +194,7 @@ def mutate(rng):
     return build(bytes(header), bytes(size), max(0, len(header) + rng.choice((0,) * 20 + (1, -1))))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if THOROUGH else 10))
 def test_verdicts_on_mutated_files_agree(seed, tmp_path):
     rng = random.Random(seed)
     accepted = 0
@@ -327,7 +328,7 @@ class Maker:
         return build(header, rng.randbytes(max(0, end + rng.choice((0,) * 40 + (1, -1)))), len(header) + off)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(10 if THOROUGH else 5))
 def test_verdicts_on_made_files_agree(seed, tmp_path):
     maker = Maker(random.Random(seed))
     verdicts = Counter()

@@ -858,7 +858,7 @@ def test_no_configuration_makes_it_raise_anything_else(name, tmp_path):
     ways = [way for way in places(config) if way[0] in roots]
     assert ways
     for k, way in enumerate(ways):
-        for value in part_of(JUNK, k, 9 if len(ways) > 12 else 3):
+        for value in part_of(JUNK, k, 16 if len(ways) > 12 else 6):
             changed = json.loads(json.dumps(config))
             holder = changed
             for key in way[:-1]:
@@ -976,7 +976,7 @@ CONFIGS = [
 def test_shapes(dtype, names, tmp_path):
     place = (F8, U8, I8, U32, I32).index(dtype) + ord(names[0][1]) + len(names[1])
     for k, shape in enumerate(SHAPES):
-        for j, scale in enumerate(part_of(SCALES, k + place, 6)):
+        for j, scale in enumerate(part_of(SCALES, k + place, 12)):
             scales = np.ones(scale, (F32, U8, E8M0)[(j + k) % 3])
             tensors = {names[0]: np.zeros(shape, dtype), names[1]: scales}
             for config in CONFIGS[(j + k) % 3 :: 3]:

@@ -125,7 +125,7 @@ def run(program, path, moments=MOMENTS):
 @pytest.mark.parametrize("door", DOORS)
 def test_a_child_forked_during_a_first_use_can_do_it_too(door, path):
     before, work = DOORS[door]
-    run(PROGRAM.format(before=before, work=work), path, part_of(MOMENTS, [*DOORS].index(door), 3))
+    run(PROGRAM.format(before=before, work=work), path, part_of(MOMENTS, [*DOORS].index(door), 6))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])

@@ -10,6 +10,7 @@ import pytest
 from builders import inside
 from builders.inside import Channels, Job, available_tiers, dtypes, ffi, jobs, lib, tier_name
 from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Masked, i2_s, nvfp4
+from builders.thorough import dealt
 
 from safeload import FormatError, RangeError, SafeloadError
 
@@ -199,8 +200,7 @@ def test_random_descriptions_restore_to_the_values_of_numpy(seed, on, tmp_path):
     assert_restores(case, tmp_path, threads=(1 + seed % 3,))
 
 
-@TIERS
-@pytest.mark.parametrize("columns", range(1, 131))
+@pytest.mark.parametrize(("columns", "tier"), dealt(range(1, 131), available_tiers()))
 def test_rows_of_every_length_begin_anywhere_in_a_byte(columns, tier, on):
     """A single stream with many blocks, and rows that a piece of a conversion cuts."""
     on(tier)
@@ -250,8 +250,7 @@ BORDERS = {
 }  # fmt: skip
 
 
-@TIERS
-@pytest.mark.parametrize("name", BORDERS)
+@pytest.mark.parametrize(("name", "tier"), dealt(BORDERS, available_tiers()))
 def test_values_at_the_ends_of_reads_and_chunks(name, tier, on, tmp_path):
     on(tier)
     assert_restores(once(BORDERS[name]), tmp_path, threads=(1, 3) if tier == available_tiers()[-1] else (3,))
@@ -293,9 +292,9 @@ TO_BLOCKS = {
 }
 
 
-@TIERS
-@pytest.mark.parametrize("code", TARGETS)
-@pytest.mark.parametrize("name", TO_BLOCKS)
+@pytest.mark.parametrize(("name", "code", "tier"), [
+    (name, *rest) for k, name in enumerate(TO_BLOCKS) for rest in dealt([*TARGETS[k:], *TARGETS[:k]], available_tiers())
+])  # fmt: skip
 def test_another_dtype_is_the_conversion_of_the_values(name, code, tier, on, tmp_path):
     on(tier)
     assert_restores(once(TO_BLOCKS[name]), tmp_path, code)
@@ -367,9 +366,8 @@ def channels_of(case, axis):
     return Channels(count, inner, factors)
 
 
-@TIERS
 @pytest.mark.parametrize("op", ["INT8", "ABSMAX", "FINITE", "STATS", "HISTOGRAM"])
-@pytest.mark.parametrize("name", IN_ORDER)
+@pytest.mark.parametrize(("name", "tier"), dealt(IN_ORDER, available_tiers()))
 def test_an_operation_on_codes_is_that_on_their_values(name, op, tier, on, tmp_path):
     on(tier)
     case, number = once(IN_ORDER[name]), getattr(lib, f"SL_OP_{op}")

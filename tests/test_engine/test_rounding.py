@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.random import rng
+from builders.thorough import examples
 
 import safeload
 from safeload.numpy import save_file
@@ -45,7 +46,7 @@ def near_ties(values, source):
     """Numbers of a dtype on, just below and just above the ties between neighbouring values, and at its own limits."""
     step = values[-1] - values[-2]
     pairs = list(zip(values, [*values[1:], values[-1] + step], strict=True))
-    chosen = [*pairs[:20], *pairs[-20:], *(pairs[k] for k in rng.integers(0, len(pairs), 60))]
+    chosen = [*pairs[:10], *pairs[-10:], *(pairs[k] for k in rng.integers(0, len(pairs), examples(60)))]
     ties = [(a + b) / 2 for a, b in chosen]
     if np.dtype(source).kind in "iu":
         info = np.iinfo(source)

@@ -180,7 +180,7 @@ def test_truncated_at_every_byte(path):
 
 @pytest.mark.no_core
 def test_many_tiny_tensors_take_little_memory(path):
-    count = 50_000
+    count = 15_000
     path.write_bytes(HEAD + b"".join(entry(b"%06x" % k, ()) for k in range(count)))
     size = path.stat().st_size
     safeload.open(path)

@@ -63,17 +63,19 @@ def test_values_against_numpy(dtype, tmp_path):
     a, b = x.astype(dtype), (x + rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.1)).astype(dtype)
     exact_a, exact_b = a.astype(np.float64), b.astype(np.float64)
     difference = exact_a - exact_b
+    largest, rms = np.abs(difference).max(), np.sqrt(np.mean(difference**2))
+    cosine = (exact_a * exact_b).sum() / np.linalg.norm(exact_a) / np.linalg.norm(exact_b)
+    unequal = np.count_nonzero(difference)
     save_file({"w": a}, tmp_path / "a")
     save_file({"w": b}, tmp_path / "b")
     for threads in (1, 3):
         for one, other in (({"w": a}, {"w": b}), (tmp_path / "a", tmp_path / "b"), (tmp_path / "a", {"w": b})):
             found = diff(one, other, threads=threads).tensors["w"]
-            assert found.max == np.abs(difference).max()
+            assert found.max == largest
             assert abs(difference[found.index]) == found.max
-            assert found.rms == pytest.approx(np.sqrt(np.mean(difference**2)), rel=1e-12)
-            cosine = (exact_a * exact_b).sum() / np.linalg.norm(exact_a) / np.linalg.norm(exact_b)
+            assert found.rms == pytest.approx(rms, rel=1e-12)
             assert found.cosine == pytest.approx(cosine, rel=1e-12)
-            assert found.unequal == np.count_nonzero(difference)
+            assert found.unequal == unequal
             assert found.nonfinite == 0
 
 

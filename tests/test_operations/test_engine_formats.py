@@ -29,6 +29,7 @@ from builders.inside import PRESET_NAMES, PRESETS, Move, RowRange, TensorRecipe,
 from builders.models import small, write_folder
 from builders.paths import ROOT
 from builders.remote import Served
+from builders.thorough import dealt
 
 import safeload
 from safeload.errors import FormatError, RangeError, TensorNotFoundError, UnsupportedError
@@ -246,8 +247,10 @@ def test_stacked_experts_are_read_checked_and_measured(models, tmp_path, kind):
     assert sizes(source).schemes["mlx4"] == sum(value.nbytes for value in quantized.values())
 
 
-@pytest.mark.parametrize("name", ["mlx4", "w4a16", "fp8_block", "nvfp4a16", "deepseek_fp8"])
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    dealt(["mlx4", "w4a16", "fp8_block", "nvfp4a16", "deepseek_fp8"], ["qwen2_moe", "qwen3_moe", "deepseek_v3"]),
+)
 def test_fused_experts_give_the_folder_of_separate_ones(models, tmp_path, kind, name):
     fused = write_experts(tmp_path / "fused", kind, fused=True)
     safeload.convert(models[kind, "bfloat16"], tmp_path / "expected", quantize=name)

@@ -93,19 +93,19 @@ def test_q4_0_is_the_numpy_expression(dtype):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_any_number_of_threads_gives_the_same_bytes(scheme, threads):
+def test_any_number_of_threads_gives_the_same_bytes(scheme):
     """Several chunks, of which the channels of axis 0 and 1 are no divisors."""
     x = np.resize(rng.standard_normal(100_003), (1037, 4096)).astype(ml_dtypes.bfloat16)
     for axis in (None, 0, 1) if scheme == "int8" else (None,):
-        q = quantize(x, scheme, axis=axis, threads=threads)
+        q = quantize(x, scheme, axis=axis, threads=2)
         if scheme == "int8":
             codes, scale = int8(x, axis)
             np.testing.assert_array_equal(q.data, codes)
             np.testing.assert_array_equal(q.scale, scale)
         elif scheme == "q4_0":
             np.testing.assert_array_equal(q.data, q4_0(x))
-        assert q == quantize(x, scheme, axis=axis, threads=2)
+        for threads in (1, 3, 8):
+            assert q == quantize(x, scheme, axis=axis, threads=threads), threads
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 3), (2_000_000,), (2, 1_000_000), (1_000_000, 2)])
@@ -155,7 +155,7 @@ def test_one_huge_value_in_a_block():
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_what_is_not_finite_is_refused_with_its_index(scheme, bad, dtype):
-    x = rng.standard_normal((300, 20, 320)).astype(dtype)
+    x = np.resize(rng.standard_normal(100_003).astype(dtype), (300, 20, 320))
     x[250, 3, 7] = x[250, 3, 8] = x[299, 19, 319] = bad
     word = {"nan": "nan", "inf": "infinity", "-inf": "minus infinity"}[str(bad)]
     with pytest.raises(RangeError, match=rf"^element \[250, 3, 7\] is {word}: only finite numbers"):

@@ -6,6 +6,7 @@ from builders import inside
 from builders.calls import count_calls
 from builders.inside import making as make
 from builders.random import rng
+from builders.thorough import dealt
 
 import safeload
 from safeload.numpy import save_file
@@ -29,8 +30,10 @@ def outcome(path, out, **options):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "gguf"])
-@pytest.mark.parametrize("quantize", ["int8", "q8_0", {"*1*": "int8", "*.a": "q4_0", "*": "mxfp4"}])
-@pytest.mark.parametrize("bad", [None, np.nan, 3e38])
+@pytest.mark.parametrize(
+    ("quantize", "bad"),
+    dealt(["int8", "q8_0", {"*1*": "int8", "*.a": "q4_0", "*": "mxfp4"}], [None, np.nan, 3e38]),
+)
 def test_files_and_errors_are_those_of_tensor_by_tensor(tmp_path, monkeypatch, suffix, quantize, bad):
     tensors = weights()
     for name in ("x190", "x140.b", "x7.a") if bad is not None else ():
