@@ -1,8 +1,8 @@
 #!/bin/sh
 # What .ci/run leaves out because it takes hours: long.sh FOLDER [SECONDS for each fuzz target, 3600]
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
-#   - random examples, what a byte or a key may be instead, and where a conversion is killed: CI tries a part of it
-#     (tests/builders/thorough.py);
+#   - random examples, what a byte or a key may be instead, where a conversion is killed, and which case meets which tier of
+#     kernels: CI tries a part of it (tests/builders/thorough.py);
 #   - packed tensors: CI tries a checkpoint of each kind with one value of an option (tests/builders/quantized.py), this all;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
 #   - torch and JAX: CI runs a part of their tests, this all, and upstream's (tests/frameworks/run.sh);
@@ -21,13 +21,7 @@ set -eu
 here=$(dirname "$0")
 mkdir -p "$1"
 kept=$(cd "$1" && pwd)
-SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_core/test_dequantization.py" \
-    "$here/test_core/test_quantization_kernels.py" "$here/test_engine" "$here/test_formats" "$here/test_faults.py" \
-    "$here/test_packed" "$here/test_base/test_forking.py" \
-    "$here/test_stores/test_descriptor_budget.py" "$here/test_operations/test_destinations.py" \
-    "$here/test_operations/test_differences_in_blocks.py" "$here/test_operations/test_in_place.py" \
-    "$here/test_operations/test_interrupted.py" "$here/test_operations/test_linear.py" \
-    "$here/test_operations/test_packed_tensors.py" "$here/test_operations/test_resume.py" "$here/test_saving"
+SAFELOAD_FULL_SWEEP=1 pytest "$here"
 "$here/frameworks/run.sh" "$kept/frameworks"
 SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"

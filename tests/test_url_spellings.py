@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders.thorough import part_of
 
 pytest.importorskip("urllib3")
 
@@ -92,7 +93,8 @@ def test_names_of_shards_are_data_in_every_store(name, marked, tmp_path):
                     assert pickle.loads(pickle.dumps(opened))["w"].tolist() == [MARKED.index(name)], kind
         assert not any(re.search(r"\.\.(/|%2f)", request.path, re.IGNORECASE) for request in server.requests)
         with ThreadPoolExecutor(1) as executor:
-            for number, (kind, source, options) in enumerate(ways_to(marked[name], server, tmp_path)):
+            ways = [*ways_to(marked[name], server, tmp_path)]
+            for number, (kind, source, options) in enumerate(part_of(ways, MARKED.index(name), 2)):
                 if may_be_pickled(kind, name):
                     out = tmp_path / f"out{number}"
                     safeload.convert(

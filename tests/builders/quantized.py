@@ -3,7 +3,8 @@
 `tests/data/quantized/README.md` says what each of them shows; `tests/data/quantized/make` made them.
 """
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -99,13 +100,23 @@ KINDS = (
 every_fixture = pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES.keys())
 
 
-def each_kind(*left_out: str) -> pytest.MarkDecorator:
-    """Parametrizes ``fixture`` with `KINDS`, or with all fixtures when there is time, but for those left out."""
+def _kinds(test: Callable, left_out: Sequence[str]) -> list[str]:
+    """All fixtures when there is time, otherwise every second of `KINDS`: of some tests these, of others the rest."""
     names = [name for name in (FIXTURES if THOROUGH else KINDS) if name not in left_out]
-    return pytest.mark.parametrize("fixture", [FIXTURES[name] for name in names], ids=names)
+    return part_of(names, zlib.crc32(test.__name__.encode()), 2)
 
 
-def each_kind_with(names: str, values: Mapping[str, object], *left_out: str) -> pytest.MarkDecorator:
+def each_kind(*left_out: str) -> Callable[[Callable], Callable]:
+    """Parametrizes ``fixture`` with `KINDS`, or with all fixtures when there is time, but for those left out."""
+
+    def decorate(test: Callable) -> Callable:
+        names = _kinds(test, left_out)
+        return pytest.mark.parametrize("fixture", [FIXTURES[name] for name in names], ids=names)(test)
+
+    return decorate
+
+
+def each_kind_with(names: str, values: Mapping[str, object], *left_out: str) -> Callable[[Callable], Callable]:
     """Parametrizes ``fixture`` and other names, whose values are dealt out to the kinds; every pair when there is time.
 
     Args:
@@ -113,10 +124,13 @@ def each_kind_with(names: str, values: Mapping[str, object], *left_out: str) -> 
         values: a value for each id, or a tuple where there are several names.
         left_out: fixtures that are not tried.
     """
-    fixtures = [name for name in (FIXTURES if THOROUGH else KINDS) if name not in left_out]
-    cases = []
-    for k, fixture in enumerate(fixtures):
-        for id in part_of(list(values), k % len(values), len(values)):
-            more = values[id] if "," in names else (values[id],)
-            cases.append(pytest.param(FIXTURES[fixture], *more, id=f"{fixture}-{id}"))
-    return pytest.mark.parametrize(f"fixture, {names}", cases)
+
+    def decorate(test: Callable) -> Callable:
+        cases = []
+        for k, fixture in enumerate(_kinds(test, left_out)):
+            for id in part_of(list(values), k % len(values), len(values)):
+                more = values[id] if "," in names else (values[id],)
+                cases.append(pytest.param(FIXTURES[fixture], *more, id=f"{fixture}-{id}"))
+        return pytest.mark.parametrize(f"fixture, {names}", cases)(test)
+
+    return decorate

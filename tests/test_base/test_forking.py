@@ -122,10 +122,10 @@ def run(program, path, moments=MOMENTS):
     assert done.stdout == "fine\n", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", part_of([*DOORS], 0, 2))
 def test_a_child_forked_during_a_first_use_can_do_it_too(door, path):
     before, work = DOORS[door]
-    run(PROGRAM.format(before=before, work=work), path, part_of(MOMENTS, [*DOORS].index(door), 6))
+    run(PROGRAM.format(before=before, work=work), path, part_of(MOMENTS, [*DOORS].index(door), 4))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])

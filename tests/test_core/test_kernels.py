@@ -11,6 +11,7 @@ import pytest
 from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded, unsigned
 from builders.random import rng
+from builders.thorough import part_of
 
 SCALAR = lib.SL_TIER_SCALAR
 TIERS = [pytest.param(tier, id=tier_name(tier)) for tier in available_tiers() if tier != SCALAR]
@@ -98,7 +99,7 @@ def test_every_length_and_alignment_gives_the_bits_of_scalar(tier, pair):
     raw_in, raw_out = np.zeros(source.nbytes + 64, np.uint8), np.zeros(131 * target_size + 128, np.uint8)
     for shift in range(8):
         raw_in[shift : shift + source.nbytes] = source
-        for count in range(131):
+        for count in part_of(range(131), shift, 4):
             raw_out[:] = 0xA5
             address = ffi.cast("char *", ffi.from_buffer(raw_out)) + shift
             assert (
@@ -116,7 +117,7 @@ def test_every_length_and_alignment_gives_the_bits_of_scalar(tier, pair):
                          ids="{0[0]} to {0[1]}".format)  # fmt: skip
 def test_nothing_is_touched_outside_of_source_and_destination(pair, at_end):
     step = 4 if dtypes.BY_CODE[pair[0]].bits < 8 else 1
-    for count in [*range(0, 131, step), 2048, 5000]:
+    for count in [*part_of(range(0, 131, step), at_end, 2), 130 // step * step, 2048, 5000]:
         source = Guarded(nbytes(pair[0], count), at_end)
         target = Guarded(nbytes(pair[1], count), at_end)
         for tier in available_tiers():

@@ -3,8 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import Job, available_tiers, dtypes, ffi, jobs, lib, tier_name
+from builders.inside import Job, available_tiers, dtypes, ffi, jobs, lib
 from builders.packed_codes import COLUMNS, ROWS, WORDS, Case
+from builders.thorough import dealt
 
 import safeload
 
@@ -46,11 +47,13 @@ def test_packed_codes_rounded(transpose):
     assert np.array_equal(large(size, fill), expected)
 
 
-@pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
-@pytest.mark.parametrize(("source", "target"), [("BF16", "F32"), ("F32", "BF16"), ("Q8_0", "F32"), ("BF16", "F16")])
-def test_conversions(source, target, tier):
+@pytest.mark.parametrize(
+    ("codes", "tier"),
+    dealt([("BF16", "F32"), ("F32", "BF16"), ("Q8_0", "F32"), ("BF16", "F16")], available_tiers()),
+)
+def test_conversions(codes, tier):
     """By a call and by jobs, against conversions of small parts."""
-    source, target = (dtypes.BY_NUMBER[getattr(lib, f"SL_{code}")] for code in (source, target))
+    source, target = (dtypes.BY_NUMBER[getattr(lib, f"SL_{code}")] for code in codes)
     count, step = 13_000_000 // 256 * 256, 1 << 20
     block = np.random.default_rng(1).integers(0, 60, source.nbytes(1 << 16), np.uint8)  # no NaN, no infinity
     data = np.resize(block, source.nbytes(count))

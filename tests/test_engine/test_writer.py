@@ -24,6 +24,7 @@ import safetensors.numpy as upstream
 from builders import inside
 from builders.cuts import killed_at_the_end
 from builders.inside import AtomicFile, address_of, npy, npz, remove_abandoned
+from builders.thorough import part_of
 
 import safeload
 import safeload.gguf
@@ -881,8 +882,7 @@ def test_a_loaded_dict_can_be_saved_over_its_own_file(tmp_path):
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps freed memory")
 @pytest.mark.parametrize(
     "array",
-    ["base", "base.T", "np.broadcast_to(base[:1], base.shape)", "base[::-1]", "base.view('>f4')"],
-    ids=["plain", "transposed", "broadcast", "reversed", "big-endian"],
+    part_of(["base", "base.T", "np.broadcast_to(base[:1], base.shape)", "base[::-1]", "base.view('>f4')"], 0, 2),
 )
 def test_no_second_copy_of_the_data_is_made(array, tmp_path):
     code = f"""

@@ -15,6 +15,7 @@ from builders.dcp_build import Checkpoint, archive, grid, properties, record, sa
 from builders.inside import LocalStore, assembled
 from builders.paths import ROOT
 from builders.random import rng
+from builders.thorough import part_of
 from builders.torch_build import Call, Ref, Storage, dump, tensor, zip_file
 
 import safeload
@@ -88,7 +89,7 @@ def test_every_way_to_read_gives_what_torch_gave(fixture):
 def test_slices_and_rows_are_those_of_the_whole(fixture):
     want = expected(fixture)
     with safeload.open(DATA / fixture) as opened:
-        for name, array in want.items():
+        for name, array in part_of([*want.items()], FIXTURES.index(fixture), 2):
             part = opened.get_slice(name)
             assert equal(part[...], array)
             if array.ndim:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from builders.inside import npz
 from builders.random import rng
+from builders.thorough import dealt
 
 import safeload
 
@@ -257,8 +258,7 @@ def test_output_that_zlib_holds_back_is_asked_for(path):
     assert safeload.check(path).ok
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, MEBI - 128, MEBI, MEBI + 1, 3 * MEBI + 7])
-@pytest.mark.parametrize("level", [0, 1, 9])
+@pytest.mark.parametrize(("size", "level"), dealt([0, 1, 1000, MEBI - 128, MEBI, MEBI + 1, 3 * MEBI + 7], [0, 1, 9]))
 def test_every_size_level_and_stream(path, size, level):
     """Random bytes do not deflate. What goes to a stream that cannot seek gets data descriptors."""
     array = rng.integers(0, 256, size, np.uint8)

@@ -20,6 +20,7 @@ from builders.inside import crc32c, ocdbt
 from builders.orbax_build import OrbaxCheckpoint, column, framed, sample, varint
 from builders.paths import ROOT
 from builders.random import rng
+from builders.thorough import part_of
 
 import safeload
 from safeload.errors import FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -102,7 +103,7 @@ def test_every_way_to_read_gives_what_orbax_gave(data, fixture):
 def test_slices_and_rows_are_those_of_the_whole(data, fixture):
     want = expected(fixture)
     with safeload.open(data / fixture) as opened:
-        for name, array in want.items():
+        for name, array in part_of([*want.items()], FIXTURES.index(fixture), 2):
             part = opened.get_slice(name)
             assert equal(part[...], array)
             if array.ndim:

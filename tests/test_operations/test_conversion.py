@@ -17,6 +17,7 @@ from builders.models import moondream
 from builders.paths import DATA
 from builders.random import rng
 from builders.rooms import without_room
+from builders.thorough import part_of
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
@@ -348,14 +349,18 @@ def large(tmp_path_factory):
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer holds freed memory back")
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("x.safetensors", {"dtype": "float16"}),
-        ("x.safetensors", {"quantize": "q4_0"}),
-        ("x.safetensors", {"quantize": "int8"}),
-        ("x.npz", {"dtype": "float16"}),
-        ("x.moon", {"dtype": "float16"}),
-        ("x", {"max_shard_size": "50MB"}),
-    ],
+    part_of(
+        [
+            ("x.safetensors", {"dtype": "float16"}),
+            ("x.safetensors", {"quantize": "q4_0"}),
+            ("x.safetensors", {"quantize": "int8"}),
+            ("x.npz", {"dtype": "float16"}),
+            ("x.moon", {"dtype": "float16"}),
+            ("x", {"max_shard_size": "50MB"}),
+        ],
+        1,
+        2,
+    ),
 )
 def test_memory_is_one_tensor_and_little_more(large, tmp_path, name, options):
     paths = DATA / "silero_vad_16k.safetensors", tmp_path / f"small-{name}", large, tmp_path / name

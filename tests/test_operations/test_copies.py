@@ -12,6 +12,7 @@ from builders.inside import conversion as operation
 from builders.mixed_tensors import many, tensor
 from builders.remote import Served
 from builders.rooms import without_room
+from builders.thorough import dealt
 
 import safeload
 from safeload.errors import FormatError, SafeloadError, UnsupportedError
@@ -80,19 +81,21 @@ def both(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("source", ["model", "folder"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": "bfloat16"},
-        {"dtype": "float32"},
-        {"dtype": "float64", "only": "y.*"},
-        {"drop": ["x.*", "*1*"]},
-        {"only": "x.*", "rename": [("^x", "a"), (r"\d", "9\\g<0>")]},
-        {"metadata": {"more": "1", "z": None}},
-        {"threads": 1},
-    ],
+    ("options", "source"),
+    dealt(
+        [
+            {},
+            {"dtype": "bfloat16"},
+            {"dtype": "float32"},
+            {"dtype": "float64", "only": "y.*"},
+            {"drop": ["x.*", "*1*"]},
+            {"only": "x.*", "rename": [("^x", "a"), (r"\d", "9\\g<0>")]},
+            {"metadata": {"more": "1", "z": None}},
+            {"threads": 1},
+        ],
+        ["model", "folder"],
+    ),
     ids=str,
 )
 def test_the_bytes_are_those_of_tensor_by_tensor(both, request, source, options):

@@ -116,7 +116,7 @@ def test_killed_anywhere_the_same_call_continues(folder, adapter, tmp_path, monk
     safeload.convert(folder, tmp_path / "want", **options)
     want = content(tmp_path / "want")
     first = KINDS.index(kind)
-    for count in range(0 if first == 0 else first % 8, 100, 1 if first == 0 else 8):
+    for count in part_of(list(range(100)), first, 1 if first == 0 else 8):
         made = tmp_path / f"made{count}"
         shutil.copytree(folder, made)
         done = killed_in_finalize(made, options, monkeypatch, count)
@@ -160,7 +160,7 @@ def test_sources_without_an_index(folder, adapter, tmp_path, monkeypatch, there)
         for path in folder.glob("*.safetensors"):
             path.unlink()
         shutil.copy(tmp_path / "s.safetensors", folder / "model.safetensors")
-    for count in range(len(there) % 5, 100, 5):
+    for count in part_of(list(range(100)), len(there), 9):
         made = tmp_path / f"made{count}"
         shutil.copytree(folder, made)
         source = made / "model.safetensors" if there.endswith("path") else made
@@ -229,7 +229,7 @@ def test_a_conversion_in_one_go_that_was_killed(folder, adapter, tmp_path, monke
     shutil.copytree(folder, tmp_path / "want")
     safeload.convert(tmp_path / "want", tmp_path / "want", **options)
     want = content_of_files(tmp_path / "want")
-    for count in range(100):
+    for count in part_of(list(range(100)), kind == "rename", 2):
         made = tmp_path / f"made{count}"
         shutil.copytree(folder, made)
         if survives(lambda made=made: safeload.convert(made, made, **options), monkeypatch, count):
@@ -355,7 +355,7 @@ def test_codes_and_scales_in_different_shards(tmp_path, monkeypatch):
     folder, options = fp8_folder(tmp_path / "model"), {"dtype": "bfloat16", "max_shard_size": "400KB"}
     safeload.convert(folder, tmp_path / "want", **options)
     want = content(tmp_path / "want")
-    for count in range(1, 100, 4):
+    for count in part_of(list(range(100)), 1, 7):
         made = tmp_path / f"made{count}"
         shutil.copytree(folder, made)
         done = killed_in_finalize(made, options, monkeypatch, count)
@@ -416,7 +416,7 @@ def test_a_folder_in_a_store(folder, adapter, monkeypatch):
         return counting
 
     seen = set()
-    for count in part_of(list(range(100)), 0, 2):
+    for count in part_of(list(range(100)), 0, 4):
         url = f"memory://in-place/{count}"
         fs.put(str(folder), url, recursive=True)
         plan = safeload.plan_convert(url, url, overwrite=True, **options)

@@ -41,7 +41,7 @@ def test_finalize_interrupted_anywhere_while_it_replaces_a_checkpoint(model, tmp
     safeload.convert(model, tmp_path / "want", **options)
     want = content(tmp_path / "want")
     safeload.convert(model, tmp_path / "before", max_shard_size=limit)
-    for count in part_of(list(range(100)), limit == "100KB", 2):
+    for count in part_of(list(range(100)), limit == "100KB", 4):
         made = tmp_path / f"made{count}"
         shutil.copytree(tmp_path / "before", made)
         plan = safeload.plan_convert(model, made, overwrite=True, **options)

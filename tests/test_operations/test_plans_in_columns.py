@@ -17,6 +17,7 @@ from builders.models import small, write_folder
 from builders.paths import DATA
 from builders.quantized import FIXTURES
 from builders.random import rng
+from builders.thorough import dealt
 
 import safeload
 from safeload.numpy import save_file
@@ -89,19 +90,21 @@ def both(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("source", ["file", "folder", "pair"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": "bfloat16"},
-        {"dtype": "float64", "only": "*y.*"},
-        {"drop": ["*x.*", "*1*"], "extras": False},
-        {"only": "*x.*", "rename": [("^(.*)x", r"\1a"), (r"\d", "9\\g<0>")]},
-        {"metadata": {"more": "1", "z": None, "safeload.quantized": "{}"}},
-        {"max_shard_size": "5GB", "dtype": "float16"},
-    ],
-    ids=["nothing", "dtype", "dtype and only", "drop", "rename", "metadata", "one shard"],
+    ("options", "source"),
+    dealt(
+        [
+            {},
+            {"dtype": "bfloat16"},
+            {"dtype": "float64", "only": "*y.*"},
+            {"drop": ["*x.*", "*1*"], "extras": False},
+            {"only": "*x.*", "rename": [("^(.*)x", r"\1a"), (r"\d", "9\\g<0>")]},
+            {"metadata": {"more": "1", "z": None, "safeload.quantized": "{}"}},
+            {"max_shard_size": "5GB", "dtype": "float16"},
+        ],
+        ["file", "folder", "pair"],
+    ),
+    ids=str,
 )
 def test_plan_and_bytes_are_those_of_tensor_by_tensor(both, request, source, options):
     plan = both(request.getfixturevalue(source), **options)

@@ -108,7 +108,7 @@ def test_any_number_of_threads_gives_the_same_bytes(scheme):
             assert q == quantize(x, scheme, axis=axis, threads=threads), threads
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 3), (2_000_000,), (2, 1_000_000), (1_000_000, 2)])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 3), (900_000,), (2, 450_000), (450_000, 2)])
 @pytest.mark.parametrize("axis", [None, 0, -1])
 def test_int8_of_any_shape(shape, axis):
     if not shape and axis is not None:

@@ -173,7 +173,7 @@ def test_results_of_pieces_from_before_the_repair_do_not_complete_the_folder(sou
 def test_killed_anywhere_after_a_repair_that_continues_in_the_folder_of_the_first_plan(source, tmp_path, monkeypatch):
     safeload.convert(source, tmp_path / "before", **LIMIT)
     options = {"metadata": {"a": "b"}, "overwrite": True, **LIMIT}
-    for count in part_of(list(range(100)), 0, 2):
+    for count in part_of(list(range(100)), 0, 4):
         made = tmp_path / f"made{count}"
         shutil.copytree(tmp_path / "before", made)
         write_shard(source, 1)

@@ -13,6 +13,7 @@ from builders.http_server import CERTIFICATE, Server
 from builders.hub import Hub, Repository
 from builders.packed_codes import words
 from builders.random import rng
+from builders.thorough import dealt
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
@@ -120,8 +121,10 @@ def described(path):
     return facts
 
 
-@pytest.mark.parametrize("name", ["llama3", "mixtral"])
-@pytest.mark.parametrize("kind", [gptq_folder, fp8_folder, dcp_folder, torch_folder, sharded_folder])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    dealt([gptq_folder, fp8_folder, dcp_folder, torch_folder, sharded_folder], ["llama3", "mixtral"]),
+)
 def test_the_file_is_that_of_the_plain_folder(kind, name, tmp_path):
     """Values that were dequantized are rounded to the dtype of the config only if they are stored."""
     source = kind(tmp_path / "source", name)

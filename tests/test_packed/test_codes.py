@@ -4,14 +4,12 @@ Layouts of the families: names, dtypes and shapes as their writers choose them, 
 """
 
 import json
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import codes_without_scale, quantization_of
+from builders.inside import codes_without_scale, main, quantization_of
 from builders.inside import packed_families as families
 from builders.random import rng
 
@@ -385,18 +383,12 @@ def test_convert_keeps_what_is_stored(tmp_path, family):
 
 
 @pytest.mark.parametrize("command", ["stats", "diff", "convert"])
-def test_the_command_line_exits_with_1(tmp_path, command):
+def test_the_command_line_exits_with_1(tmp_path, capsys, command):
     folder = folder_of(tmp_path, "eetq")
     more = {"stats": [], "diff": [folder], "convert": [tmp_path / "x.safetensors", "--dtype", "float32"]}[command]
-    done = subprocess.run(
-        [sys.executable, "-m", "safeload", command, folder, *more],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 1
-    assert f"'{P}.weight' holds I8 codes, whose scale is '{P}.weight_scales' (quant_method eetq" in done.stderr
+    assert main([command, str(folder), *map(str, more)]) == 1
+    said = capsys.readouterr().err
+    assert f"'{P}.weight' holds I8 codes, whose scale is '{P}.weight_scales' (quant_method eetq" in said
 
 
 @pytest.mark.parametrize("family", ["deepseek", "autofp8", "comfyui", "mistral", "bnb-4bit-bf16"])

@@ -400,8 +400,8 @@ SEEDS = [
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_one_byte_may_be_anything(tmp_path, seed):
-    for at in range(len(seed)):
-        for value in part_of([255, seed[at] ^ 1, ord("."), 0], at, 4):
+    for k, at in enumerate(part_of(range(len(seed)), 0, 2)):
+        for value in part_of([255, seed[at] ^ 1, ord("."), 0], k, 4):
             bent = seed[:at] + bytes((value,)) + seed[at + 1 :]
             with contextlib.suppress(SafeloadError), opened(tmp_path, bent, unknown_globals="inert") as checkpoint:
                 checkpoint.load()
@@ -409,6 +409,6 @@ def test_any_one_byte_may_be_anything(tmp_path, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_truncation_at_every_byte_is_refused(tmp_path, seed):
-    for size in range(len(seed)):
+    for size in part_of(range(len(seed)), 0, 2):
         with pytest.raises(SafeloadError):
             opened(tmp_path, seed[:size])
