@@ -100,6 +100,7 @@ def test_slices_and_rows_are_those_of_the_whole(fixture):
             assert equal(pickle.loads(pickle.dumps(part))[...], array)
 
 
+@pytest.mark.parametrize("fixture", part_of(FIXTURES, 1, 2), indirect=True)
 def test_operations_take_a_folder_like_any_other(fixture, tmp_path):
     want, path = expected(fixture), DATA / fixture
     safeload.convert(path, tmp_path / "one.safetensors")

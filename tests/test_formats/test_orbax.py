@@ -1112,7 +1112,7 @@ def test_names_of_folders_stay_in_the_checkpoint(name, tmp_path):
     refused(tmp_path, FormatError, "cannot be the name of a folder in the checkpoint")
 
 
-@pytest.mark.parametrize("fixture", ["ocdbt2_2", "raw3_4", "zarr3_1", "small_4"])
+@pytest.mark.parametrize("fixture", part_of(["ocdbt2_2", "raw3_4", "zarr3_1", "small_4"], 0, 2))
 def test_a_file_cut_or_missing_is_an_error_and_never_another_value(data, fixture, tmp_path):
     pytest.importorskip("zstandard")
     want = expected(fixture)

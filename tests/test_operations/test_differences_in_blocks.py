@@ -9,7 +9,7 @@ import pytest
 from builders import inside
 from builders.inside import Location, diff_blocks
 from builders.remote import Served
-from builders.thorough import THOROUGH
+from builders.thorough import THOROUGH, dealt
 
 import safeload
 from safeload import TensorDiff, diff
@@ -91,8 +91,7 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3) if THOROUGH else range(1))
-@pytest.mark.parametrize("size", [1024, 1 << 19])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("size", "threads"), dealt([1024, 1 << 19], [3, 1]))
 def test_random_tables(tmp_path, monkeypatch, size, threads, seed):
     """In files, in memory, and one of each; in small and in large blocks."""
     inside.tune(monkeypatch, diff_block_bytes=size, diff_block_numbers=size)

@@ -90,8 +90,8 @@ def opened(kind, data, folder):
     path = folder / "weights.bin"
     path.write_bytes(data)
     if kind in ("gzip", "bz2", "lzma"):
-        module = {"gzip": gzip, "bz2": bz2, "lzma": lzma}[kind]
-        path.write_bytes(module.compress(data))
+        module, fast = {"gzip": (gzip, {"compresslevel": 1}), "bz2": (bz2, {}), "lzma": (lzma, {"preset": 0})}[kind]
+        path.write_bytes(module.compress(data, **fast))
         with module.open(path, "rb") as file:
             yield file
     elif kind == "zip":
@@ -101,7 +101,7 @@ def opened(kind, data, folder):
             yield file
     elif kind == "tar":
         (folder / "member").write_bytes(data)
-        with tarfile.open(path, "w:gz") as archive:
+        with tarfile.open(path, "w:gz", compresslevel=1) as archive:
             archive.add(folder / "member", "member")
         with tarfile.open(path) as archive:
             yield archive.extractfile("member")

@@ -8,6 +8,7 @@ import textwrap
 import numpy as np
 import pytest
 from builders.paths import DATA
+from builders.thorough import dealt, part_of
 
 import safeload
 
@@ -77,7 +78,7 @@ def said(package, use, failure, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize(("package", "failure"), [(p, f) for k, p in enumerate(USES) for f in [list(FAILURES)[k % 5]]])
+@pytest.mark.parametrize(("package", "failure"), part_of(dealt(USES, FAILURES), 0, 2))
 def test_a_package_that_fails_to_import_is_not_called_missing(package, failure, folder):
     if package == "model_signing":
         pytest.importorskip("OpenSSL", reason="which model_signing needs, and whose absence is told")
@@ -88,7 +89,9 @@ def test_a_package_that_fails_to_import_is_not_called_missing(package, failure, 
     assert "nstall " not in text
 
 
-@pytest.mark.parametrize("package", ["urllib3", "fsspec", "huggingface_hub", "h5py", "model_signing", "torch", "jax"])
+@pytest.mark.parametrize(
+    "package", part_of(["urllib3", "fsspec", "huggingface_hub", "h5py", "model_signing", "torch", "jax"], 1, 2)
+)
 def test_a_package_that_is_missing_is_named_with_its_command(package, folder):
     use = f"sys.modules[name] = None\n    {USES[package]}"
     text = said(package, use, "ImportError()", folder)

@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from builders.inside import ALLOWED, pickle_keys, unpickler
+from builders.thorough import dealt
 from builders.torch_build import Storage, dump, tensor, zip_archive
 
 import safeload
@@ -216,8 +217,7 @@ def test_complex_keys_made_to_collide_are_refused():
         unpickler.unpickle(data, ALLOWED, lambda value: value, path="p.pkl", inert=True)
 
 
-@pytest.mark.parametrize("into", PACKED)
-@pytest.mark.parametrize("keys", COLLIDING)
+@pytest.mark.parametrize(("into", "keys"), dealt(PACKED, COLLIDING))
 def test_keys_made_to_collide_are_refused(keys, into):
     assert len(set(map(hash, COLLIDING[keys][-3000:]))) == 1
     with pytest.raises(LimitError, match="keys with colliding hashes"):
@@ -258,8 +258,7 @@ USUAL = {
 }
 
 
-@pytest.mark.parametrize("into", ["dict", "set", "frozenset"])
-@pytest.mark.parametrize("keys", USUAL)
+@pytest.mark.parametrize(("keys", "into"), dealt(USUAL, ["dict", "set", "frozenset"]))
 def test_usual_keys_pass(keys, into):
     value = load(PACKED[into](USUAL[keys]))
     assert value == {"dict": dict.fromkeys, "set": set, "frozenset": frozenset}[into](USUAL[keys])

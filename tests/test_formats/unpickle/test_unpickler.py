@@ -105,7 +105,7 @@ trees = st.recursive(
 
 
 @given(trees, st.integers(0, 5))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_tree_comes_back(value, protocol):
     assert same(load(pickle.dumps(value, protocol)), value)
 
