@@ -15,6 +15,7 @@ import traceback
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.thorough import dealt
 
 pytest.importorskip("urllib3")
 
@@ -154,8 +155,7 @@ CHANGED = {
 OPTIONS = {"timeout": 0.5, "connect_timeout": 5, "retries": 3}
 
 
-@pytest.mark.parametrize("fault", PASSING)
-@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize(("fault", "dtype"), dealt(PASSING, [None, "float32"]))
 def test_a_fault_that_passes_changes_no_byte(model, fault, dtype):
     with Server(model, faults=[PASSING[fault]()]) as server:
         same(

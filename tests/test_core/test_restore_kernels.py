@@ -165,8 +165,7 @@ def assert_restores(case, tmp_path, code="F32", threads=(1, 3)):
             assert_equal(restore(case, code, place=(handle_of(file), 7), threads=count), want)
 
 
-@TIERS
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "tier"), dealt(CASES, available_tiers()))
 def test_values_are_those_of_numpy(name, tier, on, tmp_path):
     on(tier)
     assert_restores(once(CASES[name]), tmp_path)

@@ -2,13 +2,13 @@
 
 from bisect import bisect_right
 from fractions import Fraction
+from functools import cache
 from itertools import chain
 
 import ml_dtypes
 import numpy as np
 import pytest
 from builders.random import rng
-from builders.thorough import examples
 
 import safeload
 from safeload.numpy import save_file
@@ -22,6 +22,7 @@ TARGETS = (
 SOURCES = ("<f8", ">f8", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8", ">u8", "g")
 
 
+@cache
 def finite_values(target):
     """The non-negative finite values of a dtype, ascending, which is also the order of their codes."""
     dtype = np.dtype(getattr(ml_dtypes, target, target))
@@ -33,11 +34,10 @@ def finite_values(target):
 
 def rounded(value, values):
     """The nearest of the values, ties to the even code; None if it is too large."""
-    step = values[-1] - values[-2]
     size = abs(value)
-    ladder = [*values, values[-1] + step]
-    low = min(bisect_right(ladder, size), len(ladder) - 1) - 1
-    distance = 2 * (size - ladder[low]) - (ladder[low + 1] - ladder[low])
+    low = bisect_right(values, size) - 1
+    step = values[low + 1] - values[low] if low + 1 < len(values) else values[-1] - values[-2]
+    distance = 2 * (size - values[low]) - step
     code = low + (distance > 0 or (distance == 0 and low % 2 == 1))
     return None if code == len(values) else values[code] * (-1 if value < 0 else 1)
 
@@ -46,7 +46,7 @@ def near_ties(values, source):
     """Numbers of a dtype on, just below and just above the ties between neighbouring values, and at its own limits."""
     step = values[-1] - values[-2]
     pairs = list(zip(values, [*values[1:], values[-1] + step], strict=True))
-    chosen = [*pairs[:10], *pairs[-10:], *(pairs[k] for k in rng.integers(0, len(pairs), examples(60)))]
+    chosen = [*pairs[:20], *pairs[-20:], *(pairs[k] for k in rng.integers(0, len(pairs), 60))]
     ties = [(a + b) / 2 for a, b in chosen]
     if np.dtype(source).kind in "iu":
         info = np.iinfo(source)

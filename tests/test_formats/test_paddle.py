@@ -13,6 +13,7 @@ import pytest
 from builders import inside
 from builders.paths import ROOT
 from builders.random import rng
+from builders.thorough import part_of
 
 import safeload
 from safeload.errors import ForbiddenError, FormatError, MissingShardError, SafeloadError, UnsupportedError
@@ -236,7 +237,7 @@ def test_folders_of_paddlenlp_open(tmp_path):
 def test_a_byte_changed_or_a_file_cut_anywhere_never_crashes(name, tmp_path):
     content = (DATA / name).read_bytes()
     path = tmp_path / name
-    for at in range(0, len(content), 23):
+    for at in part_of(range(0, len(content), 23), 0, 2):
         path.write_bytes(content[:at])
         with pytest.raises(SafeloadError):
             safeload.load(path)

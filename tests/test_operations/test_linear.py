@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from builders.inside import holes, main
-from builders.thorough import THOROUGH
+from builders.thorough import THOROUGH, dealt
 
 import safeload
 from safeload.numpy import load_file, save_file
@@ -92,8 +92,7 @@ def seconds(operation, path, out, enough=0.0):
 
 
 @pytest.mark.parametrize("collects", [True, False] if THOROUGH else [True], ids=["gc on", "gc off"][: 1 + THOROUGH])
-@pytest.mark.parametrize("order", ["ascending", "none"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "order"), dealt(OPERATIONS, ["ascending", "none"]))
 def test_nothing_grows_faster_than_linearly(name, order, collects, sources, tmp_path):
     operation, out, least = OPERATIONS[name], tmp_path / "out.safetensors", FEWER.get(name, FEW)
     operation(sources[order, least], out)  # what the first call imports

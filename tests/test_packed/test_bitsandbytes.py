@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.inside import code_ranges
+from builders.thorough import part_of
 
 import safeload
 from safeload import QuantizedTensor, TensorNotFoundError, UnsupportedError
@@ -93,8 +94,8 @@ def test_every_shape_has_the_values_of_the_flat_tensor(block, nested, tmp_path):
 
 @pytest.mark.parametrize("nested", [0, 4])
 def test_rows_are_sliced_where_blocks_begin(nested, tmp_path):
-    for shape in ((40, 64), (40, 24), (130,), (6, 4, 16), (5, 27)):
-        for storage in (np.uint8, np.float64):
+    for k, shape in enumerate(((40, 64), (40, 24), (130,), (6, 4, 16), (5, 27))):
+        for storage in part_of([np.uint8, np.float64], k + bool(nested), 2):
             tensors, want = four_bits(shape, 32, nested, storage)
             folder = tmp_path / str(len(list(tmp_path.iterdir())))  # Windows does not replace mapped files
             folder.mkdir()
