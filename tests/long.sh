@@ -3,7 +3,8 @@
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
 #   - random examples, what a byte or a key may be instead, where a conversion is killed, and which case meets which tier of
 #     kernels: CI tries a part of it (tests/builders/thorough.py);
-#   - packed tensors: CI tries a checkpoint of each kind with one value of an option (tests/builders/quantized.py), this all;
+#   - packed tensors: each test of CI tries a checkpoint of every second kind with one value of an option
+#     (tests/builders/quantized.py), this all;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
 #   - torch and JAX: CI runs a part of their tests, this all, and upstream's (tests/frameworks/run.sh);
 #   - Windows: CI runs a part of the suite under Wine (tests/windows/README.md), this the whole;

@@ -11,7 +11,7 @@ import pytest
 from builders import inside
 from builders.inside import forking
 from builders.paths import ROOT
-from builders.thorough import part_of
+from builders.thorough import dealt, part_of
 
 from safeload.numpy import save_file
 
@@ -231,19 +231,20 @@ print("fine")
 
 
 @pytest.mark.parametrize(
-    "before", ["", "import logging", "import concurrent.futures.thread"], ids=["nothing", "logging", "futures"]
+    ("held", "before"),
+    dealt(
+        [
+            ("logging", "string"),  # before its hooks
+            ("logging.handlers", "pickle"),
+            ("concurrent.futures", "atexit"),  # after logging's hooks, but before a logger is made
+            ("concurrent.futures.thread", "concurrent.futures._base"),
+            ("concurrent.futures.process", "multiprocessing.connection"),
+        ],
+        ["", "import logging", "import concurrent.futures.thread"],
+    ),
 )
-@pytest.mark.parametrize(
-    ("module", "held_up"),
-    [
-        ("logging", "string"),  # before its hooks
-        ("logging.handlers", "pickle"),
-        ("concurrent.futures", "atexit"),  # after logging's hooks, but before a logger is made
-        ("concurrent.futures.thread", "concurrent.futures._base"),
-        ("concurrent.futures.process", "multiprocessing.connection"),
-    ],
-)
-def test_a_fork_of_a_module_imported_meanwhile(module, held_up, before):
+def test_a_fork_of_a_module_imported_meanwhile(held, before):
+    module, held_up = held
     program = HOOKED.format(before=before)
     command = [sys.executable, "-I", "-c", program, module, held_up]
     done = subprocess.run(command, capture_output=True, text=True, timeout=25)  # a fork gives up waiting after 30 s

@@ -19,6 +19,7 @@ from builders import inside
 from builders.clusters import RESUME, content, record_of, run_pieces
 from builders.inside import Digest
 from builders.quantized import FIXTURES
+from builders.thorough import dealt
 
 import safeload
 from safeload import FormatError, Layout, Plan, StackedTensor, UnsupportedError
@@ -132,9 +133,9 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("fixture", [FIXTURES[name] for name in FAMILIES], ids=FAMILIES)
-def test_packed_weights_whose_scales_are_in_other_shards(fixture, tmp_path, dtype):
+@pytest.mark.parametrize(("name", "dtype"), dealt(FAMILIES, [None, "bfloat16"]))
+def test_packed_weights_whose_scales_are_in_other_shards(name, dtype, tmp_path):
+    fixture = FIXTURES[name]
     if len(list(fixture.folder.iterdir())) == 1:  # without a config.json, as ComfyUI's
         src = fixture.path
     else:

@@ -104,7 +104,7 @@ def both(tmp_path, monkeypatch):
         ],
         ["file", "folder", "pair"],
     ),
-    ids=str,
+    ids=lambda part: str(part)[:50],
 )
 def test_plan_and_bytes_are_those_of_tensor_by_tensor(both, request, source, options):
     plan = both(request.getfixturevalue(source), **options)

@@ -12,6 +12,7 @@ import pytest
 from builders import inside
 from builders.inside import main, reading, tail_of
 from builders.models import SMALL, small, write_folder
+from builders.thorough import dealt
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
@@ -863,8 +864,7 @@ def packed(family, kind="llama-gqa"):
     return {**config, **FAMILIES[family]}, tensors
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "gemma2", "phi3"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), dealt(FAMILIES, ["llama-gqa", "qwen2", "gemma2", "phi3"]))
 def test_quantized_weights_are_said_not_to_be_checked(family, kind, tmp_path, capsys):
     config, tensors = packed(family, kind)
     report = check(tensors, config=config)
@@ -887,8 +887,7 @@ def test_quantized_weights_are_said_not_to_be_checked(family, kind, tmp_path, ca
     assert "names and shapes of quantized weights" in capsys.readouterr().out.replace("\n         ", " ")
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "gemma2", "phi3"])
-@pytest.mark.parametrize("family", DEQUANTIZED)
+@pytest.mark.parametrize(("family", "kind"), dealt(DEQUANTIZED, ["llama-gqa", "qwen2", "gemma2", "phi3"]))
 def test_packed_weights_of_a_folder_are_checked(family, kind, tmp_path, capsys):
     config, tensors = packed(family, kind)
     path = write_folder(tmp_path, config, tensors)
