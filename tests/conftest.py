@@ -184,9 +184,9 @@ def fsync_does_not_wait() -> Iterator[None]:
 
 @contextmanager
 def rewriting_does_not_wait() -> Iterator[None]:
-    """Tests write thousands of variants of one file, and ext4 takes those to the disk that are written after a truncation.
+    """Tests write thousands of variants of one file: over the old bytes, which takes a hundredth of the time.
 
-    The next truncation waits for that; writing over the old bytes takes a hundredth of the time.
+    What replaces a truncated file ext4 takes to the disk at once, and the next truncation waits for that.
     """
     replace = Path.write_bytes
 
