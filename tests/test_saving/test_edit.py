@@ -356,7 +356,8 @@ def test_a_child_that_was_forked_during_a_save_does_not_lock_the_file(path):
     assert safeload.open(path).metadata["step"] == "9"
 
 
-def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf):
+def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf, monkeypatch):
+    inside.tune(monkeypatch, edit_pause=0)
     data = gguf.read_bytes()
     status = gguf.stat()
     journal = Journal(status.st_dev, status.st_ino, status.st_size, data[:300], digest(b"new"))
