@@ -410,10 +410,10 @@ def test_a_layer_of_an_object_store_reads_its_bytes_alone(model):
         host, port = server.get_host_and_port()
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
         fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-        fs.mkdir("bucket")
+        fs.mkdir("layers")
         for path in model.iterdir():
-            fs.put_file(str(path), f"bucket/model/{path.name}")
-        found = safeload.load("s3://bucket/model/", only="model.layers.3.*", dtype="float32", storage_options=options)
+            fs.put_file(str(path), f"layers/model/{path.name}")
+        found = safeload.load("s3://layers/model/", only="model.layers.3.*", dtype="float32", storage_options=options)
         same(found, safeload.load(model, only="model.layers.3.*", dtype="float32"))
     finally:
         server.stop()

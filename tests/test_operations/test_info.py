@@ -139,14 +139,14 @@ def test_a_bad_file_gets_a_page_and_a_false_report(folder):
 def test_only_pages_are_replaced(name, folder):
     (folder / "notes.txt").write_text("mine")
     before = (folder / name).read_bytes()
-    with pytest.raises((FileExistsError, ValueError), match=r"overwrite=True|source file"):
+    with pytest.raises((FileExistsError, ValueError), match=r"overwrite=True|which is read"):
         safeload.report("m.safetensors", name)
     assert (folder / name).read_bytes() == before
     safeload.report("m.safetensors", "page.html", digest=False)
     safeload.report("m.safetensors", "page.html")
     assert "SHA-256" in (folder / "page.html").read_text("utf-8")
     safeload.report("m.safetensors", "notes.txt", overwrite=True)
-    with pytest.raises(ValueError, match="source file"):
+    with pytest.raises(ValueError, match="which is read"):
         safeload.report("m.safetensors", "m.safetensors", overwrite=True)
 
 

@@ -188,7 +188,9 @@ def test_a_last_chunk_that_is_missing_is_asked_for_again():
 
 
 @pytest.mark.parametrize("frame", [bytes, in_chunks], ids=["plain", "in chunks"])
-@pytest.mark.parametrize("field", ["X-Unused: 1\rTransfer-Encoding: chunked", "X-Unused: 1\r 2"])
+@pytest.mark.parametrize(
+    "field", ["X-Unused: 1\rTransfer-Encoding: chunked", "X-Unused: 1\r 2"], ids=["a field", "a continuation"]
+)
 def test_a_line_that_readers_divide_in_different_ways_gives_the_bytes_or_an_error(field, frame):
     with suppress(RemoteError):
         assert read_through(answering(field, "Connection: close", frame=frame))[0]
