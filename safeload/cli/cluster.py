@@ -131,13 +131,15 @@ def _failures(address: str) -> Iterator[None]:
     """Turn failures of a cluster into one-line errors."""
     from concurrent.futures import CancelledError
 
+    from distributed import client
     from distributed.scheduler import KilledWorker
 
+    lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
     try:
         yield
     except KilledWorker as error:
         raise SafeloadError(f"--dask {printable(address)}: one piece killed several workers: {error}") from None
-    except CancelledError:
+    except lost:
         raise SafeloadError(f"--dask {printable(address)}: the connection to the scheduler was lost") from None
     except ImportError as error:
         raise SafeloadError(

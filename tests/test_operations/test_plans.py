@@ -764,6 +764,17 @@ def test_futures_of_any_kind_in_any_order(model, tmp_path):
     assert [future.cancelled for future in broken.futures] == [True, True]
 
 
+def test_futures_that_cannot_be_cancelled_hide_no_error(model, tmp_path, monkeypatch):
+    """Dask's client refuses to send anything once its scheduler is gone."""
+
+    def refuse(self):
+        raise ConnectionError("the client is closed")
+
+    monkeypatch.setattr(Handle, "cancel", refuse)
+    with pytest.raises(RuntimeError, match="no more workers"):
+        safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, executor=Handles(4, room=2))
+
+
 def test_processes(model, tmp_path):
     """A program that converts on processes of its own, started by spawn."""
     program = f"""

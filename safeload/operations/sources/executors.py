@@ -184,7 +184,7 @@ def _submit(
             done += sizes[k]
             report(done)
     except BaseException:
-        for future in [future for future in futures if not future.cancel()]:
+        for future in [future for future in futures if not _cancelled(future)]:
             _wait(future)
         raise
     return [results[k] for k in range(len(calls))]
@@ -192,6 +192,15 @@ def _submit(
 
 def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, token: str) -> _T:
     return function(piece, threads)
+
+
+def _cancelled(future: Future) -> bool:
+    """Cancel a future; an executor that has lost its cluster cannot, and runs nothing any more."""
+    try:
+        return future.cancel()
+    except Exception as error:  # the first exception is raised
+        log.debug("a piece cannot be cancelled: %s", error)
+        return True
 
 
 def _wait(future: Future) -> None:
