@@ -23,7 +23,7 @@ from ...stores.signature import Signature
 from ..folders import unfinished
 from ..folders.destinations import Destination, file_in_store, replacement_of
 from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
-from ..folders.folder import check_free, read_with, refuse_inputs
+from ..folders.folder import check_free, refuse_inputs
 from ..folders.replacement import OldShards
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
@@ -287,7 +287,7 @@ def _at_once(
             file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
             check_free(request.path, overwrite)
-            refuse_inputs(request.path, [*given, *read_with(adapters)])
+            refuse_inputs(request.path, given, beside=adapters)
             old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
         else:
             replacement_of(folder).check_free(overwrite)
@@ -298,7 +298,7 @@ def _at_once(
             _give_way(catalog, src)
         if folder is None:
             whole = len(catalog.files) == 1  # a single file is replaced as a whole
-            refuse_inputs(request.place.shown, [*read_with(catalog.files), *(() if whole else catalog.files)])
+            refuse_inputs(request.place.shown, () if whole else catalog.files, beside=catalog.files)
         if old is not None:
             old.check_source([file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
         in_place = overwrite and folder is not None and unfinished.is_source(folder, catalog)

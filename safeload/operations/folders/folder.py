@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, suppress
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ _EXTRAS = (
     *("preprocessor_config.json", "processor_config.json"),
 )
 # Other files that decide what weights are: configurations, indexes, manifests, signatures, metadata of DCP and Orbax.
-_DOCUMENTS = (*_EXTRAS, "*.json", "*.sig", "*.ocdbt", ".*", "_*")
+_DOCUMENTS = re.compile("|".join(map(translate, (*_EXTRAS, "*.json", "*.sig", "*.ocdbt", ".*", "_*"))))
 
 
 class Folder(ABC):
@@ -169,20 +171,20 @@ def check_free(path: str, overwrite: bool) -> None:
         raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", path)
 
 
-def refuse_inputs(path: Any, inputs: Iterable[Any]) -> None:
-    """Refuse to write over a local file that is read, whatever its spelling or links; a folder stands for its files."""
+def refuse_inputs(path: Any, inputs: Iterable[Any], *, beside: Iterable[Any] = ()) -> None:
+    """Refuse to write over a local file that is read, or that `_read_with` finds, whatever its spelling or links."""
     place = _local(path)
     if place is not None and not os.path.isfile(place):
         return
-    for file in inputs:
+    for file in chain(inputs, () if place is None else _read_with(beside, os.stat(place).st_ino)):
         local = _local(file)
         with suppress(OSError):
             if isinstance(file, str) and file == path if place is None else local and os.path.samefile(place, local):
                 raise ValueError(f"{path} would replace {file}, which is read: choose another path")
 
 
-def read_with(sources: Iterable[Any]) -> list[str]:
-    """Return all files in a folder or beside an index, and the documents beside a weight file, such as its config."""
+def _read_with(sources: Iterable[Any], inode: int) -> Iterator[str]:
+    """Yield a file of this inode, and links, in a folder, beside an index, or as a document beside a weight file."""
     folders: dict[str, bool] = {}
     for source in filter(None, map(_local, sources)):
         folder, name = os.path.split(source)
@@ -190,17 +192,15 @@ def read_with(sources: Iterable[Any]) -> list[str]:
             folders[source] = True
         elif os.path.isfile(source) and (name.endswith(".index.json") or not _is_document(name)):
             folders[folder] = folders.get(folder, False) or name.endswith(".index.json")
-    return [
-        os.path.join(folder, name)
-        for folder, whole in folders.items()
-        for name in os.listdir(folder or os.curdir)
-        if whole or _is_document(name)
-    ]
+    for folder, whole in folders.items():
+        with os.scandir(folder or os.curdir) as entries:
+            for entry in entries:
+                if (entry.inode() == inode or entry.is_symlink()) and (whole or _is_document(entry.name)):
+                    yield os.path.join(folder, entry.name)
 
 
 def _is_document(name: str) -> bool:
-    plain = os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
-    return plain and any(fnmatchcase(name, pattern) for pattern in _DOCUMENTS)
+    return _DOCUMENTS.match(name) is not None and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
 
 
 def _local(path: Any) -> str | None:

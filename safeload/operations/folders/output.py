@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from ...engine.run.atomic_file import check_place, write_text
 from ...stores import url as urls
-from .folder import read_with, refuse_inputs
+from .folder import refuse_inputs
 
 # Bytes at the start of a file that identify safeload as its writer.
 _HEAD = 4096
@@ -49,7 +49,7 @@ class Output:
         empty = stat.S_ISREG(existing.st_mode) and not existing.st_size
         ours = empty or self.is_ours()
         read = [*self._sources, *sources]
-        refuse_inputs(path, [*read, *(() if ours else read_with(read))])  # its own file may be in a source folder
+        refuse_inputs(path, read, beside=() if ours else read)  # its own file may be in a source folder
         if not ours and not self._overwrite:
             raise self._exists()
         return True
