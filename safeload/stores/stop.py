@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
@@ -122,6 +121,8 @@ def belonging(stop: Stop) -> Iterator[None]:
 
 def left_behind(function: Callable[[], _Result], seconds: float = math.inf) -> _Result:
     """Call a function that cannot be aborted in a thread of its own, which is left behind if this call ends first."""
+    from queue import Empty, SimpleQueue  # only here: every program imports this module
+
     outcomes: SimpleQueue[tuple[list[_Result], BaseException | None] | None] = SimpleQueue()
     inner = Stop()  # of the function's own waits and abortable reads
 
