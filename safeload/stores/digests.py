@@ -133,7 +133,7 @@ class ListedFiles(NamedTuple):
 
 
 class CachedFiles(NamedTuple):
-    """Files in a cache whose names are their digests."""
+    """Files in a cache that names them by their digests."""
 
     source: str
     proof: str = "integrity only: the cache says what was downloaded, not who made it"

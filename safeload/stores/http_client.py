@@ -37,7 +37,7 @@ TIMEOUT, CONNECT_TIMEOUT = 30.0, 10.0
 _KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "verify")
 # Idle connections kept per host: as many as there are requests in flight while headers are read.
 _IDLE = 32
-# Bytes received at once: an error loses no more of a body over TLS, whose records are collected in C.
+# Bytes received at once: an error loses no more of a body over TLS, because C collects its records.
 _PIECE = 128 << 10
 # What a server may send for each byte of a body, and beside it: sizes of chunks, and trailers.
 _PER_BYTE, _BESIDE = 8, 1 << 20

@@ -1,4 +1,4 @@
-"""Sockets whose waits end with their call, and urllib3's connections over them.
+"""Sockets that stop waiting when their call ends, and urllib3's connections over them.
 
 A wait is divided into short slices, between which it looks whether its call continues. That works for connects,
 handshakes, heads and bodies alike, and on Windows, where neither a shutdown nor Ctrl-C wakes a waiting thread.
@@ -154,7 +154,7 @@ def _wait_connected(connecting: socket.socket, timeout: float) -> int:
 
 
 class _Response(http.client.HTTPResponse):
-    """A response whose head leaves no doubt where the body ends."""
+    """A response with a head that leaves no doubt about the end of the body."""
 
     def _read_status(self) -> Any:
         """Skip 1xx responses, which a server may send unasked before the final response (RFC 9110, 15.2)."""

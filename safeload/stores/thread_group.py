@@ -24,7 +24,7 @@ REMOTE_WORKERS = 8
 _TICK = 0.05
 # Seconds after which a wait looks again: on Windows, Ctrl-C does not end a wait for another thread.
 _POLL = 0.1
-# Seconds that the threads of `run` get to end. A thread whose read cannot be aborted then continues without effect.
+# Seconds that the threads of `run` get to end. A thread in a read that cannot be aborted then continues without effect.
 _GRACE = 1.0
 
 _Item = TypeVar("_Item")
@@ -213,7 +213,7 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
         self._limit = limit
         self._next: Task | None = None
         self._count = 0  # tasks handed over
-        self._sizes: dict[int, int] = {}  # of the tasks whose results are not taken, by number
+        self._sizes: dict[int, int] = {}  # of the tasks without a taken result, by number
         self.pending = 0  # sum of the sizes
         self._starting = False
         self._queues = _Queues(workers, ordered)
@@ -329,7 +329,7 @@ class _Queues:
             self.threads.start()
 
     def take(self, first: int) -> tuple[int, Any]:
-        """Return the next result and its number; ``first`` is the first task whose result was not taken."""
+        """Return the next result and its number; ``first`` is the first task still to be taken."""
         entry = self._early.pop(first, None)
         while entry is None and not self.stopped:
             with suppress(Empty):

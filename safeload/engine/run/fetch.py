@@ -101,7 +101,7 @@ class Fetch:
                 current().check()
 
     def _serve(self, window: _Window, request: Sequence[tuple[_Piece, int, int]]) -> None:
-        """Read the bytes of a request, and run the jobs whose bytes are complete."""
+        """Read the bytes of a request, and run the jobs with all of their bytes."""
         file = request[0][0].file
         spans = [
             Span(begin, _memory(piece.address + begin - piece.begin, end - begin)) for piece, begin, end in request
@@ -182,7 +182,7 @@ class _FetchWork:
 
 
 class _Window:
-    """Neighbouring jobs whose bytes are requested together."""
+    """Neighbouring jobs that share a request for their bytes."""
 
     memory: Array  # the staging memory
 

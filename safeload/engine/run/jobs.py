@@ -120,7 +120,7 @@ class Runner:
         return handles, len(handles) == len(distinct)
 
     def _run(self, group: Array, files: Sequence[JobFile], handles: Mapping[JobFile, int]) -> None:
-        """Run jobs whose files are open."""
+        """Run jobs on open files."""
         group["file"] = [handles[file] for file in files]
         direct: dict[JobFile, int] = {}
         try:
