@@ -37,8 +37,8 @@ TIMEOUT, CONNECT_TIMEOUT = 30.0, 10.0
 _KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "verify")
 # Idle connections kept per host: as many as there are requests in flight while headers are read.
 _IDLE = 32
-# Bytes received at once: an error loses no more of a body over TLS, because C collects its records.
-_PIECE = 128 << 10
+# Bytes received at once.
+_PIECE = 512 << 10
 # What a server may send for each byte of a body, and beside it: sizes of chunks, and trailers.
 _PER_BYTE, _BESIDE = 8, 1 << 20
 # An unused body of at most this size is read to make its connection reusable.
@@ -93,35 +93,29 @@ class Exchange:
     """A response while its body is received."""
 
     def __init__(self, response: Any) -> None:
-        self._response, self._wire = response, response.wire
-        # TLS has records of 16 KiB: `read` collects them, while `read1` would return each by itself.
-        self._piece = response.read if isinstance(self._wire, ssl.SSLSocket) else response.read1
+        self._body, self._wire = response.body, response.wire
         self.status: int = response.status
         self.headers = response.headers  # names in any case
 
     def receive(self, memory: memoryview) -> int:
         """Fill the beginning of memory with arrived bytes of the body; return their number, 0 at the end."""
-        size = min(len(memory), _PIECE)
-        self._wire.left = _PER_BYTE * size + _BESIDE
-        data = self._piece(size)
-        if len(data) > size:
-            raise BadResponse("a chunk of the response has no size")
-        memory[: len(data)] = data
-        return len(data)
+        memory = memory[:_PIECE]
+        self._wire.left = _PER_BYTE * len(memory) + _BESIDE
+        return int(self._body.arrived(memory))
 
     def finish(self) -> None:
         """Read the end of a body after its last expected byte; one that does not come only costs the connection."""
-        with suppress(urllib3.exceptions.TimeoutError), self._hurried(_ENDING):
-            if self._response.read1(1):
+        with suppress(TimeoutError), self._hurried(_ENDING):
+            if self._body.arrived(memoryview(bytearray(1))):
                 raise BadResponse("the response has more bytes than its range")
 
     def drain(self) -> None:
         """Read a short, unused body to make the connection reusable; errors only prevent reuse."""
-        left, deadline = _DRAINED, time.monotonic() + _DRAINING
-        if (self._response.length_remaining or 0) <= left:
+        memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
+        if (self._body.length or 0) <= len(memory):
             with suppress(*TRANSPORT_ERRORS), self._hurried(_DRAINING):
-                while left and time.monotonic() < deadline and (data := self._response.read1(left)):
-                    left -= len(data)
+                while memory and time.monotonic() < deadline and (count := self._body.arrived(memory)):
+                    memory = memory[count:]
 
     @contextmanager
     def _hurried(self, seconds: float) -> Iterator[None]:
