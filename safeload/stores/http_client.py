@@ -155,6 +155,8 @@ class Client:
         connect_timeout = _seconds(options, "connect_timeout", CONNECT_TIMEOUT)
         self._timeout = urllib3.Timeout(connect=connect_timeout, read=self.timeout)
         self._make_context = _context_maker(options)
+        self._context: ssl.SSLContext | None = None
+        self._proxies: dict[tuple[str, str], str | None] = {}
         # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._lock = ProcessLock()
@@ -204,7 +206,7 @@ class Client:
             _close(self._managers)
 
     def _manager(self, url: WebUrl) -> Any:
-        key = os.getpid(), url.scheme, _proxy_of(url.scheme, url.place)
+        key = os.getpid(), url.scheme, self._proxy_of(url)
         manager = self._managers.get(key)
         if manager is None:
             with self._lock.own:  # reading certificates is slow
@@ -212,6 +214,12 @@ class Client:
                 if manager is None:
                     manager = self._managers[key] = self._make(*key[1:])
         return manager
+
+    def _proxy_of(self, url: WebUrl) -> str | None:
+        key = url.scheme, url.place
+        if key not in self._proxies:  # asking the system can be slow
+            self._proxies[key] = _proxy_of(*key)
+        return self._proxies[key]
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
@@ -231,7 +239,7 @@ class Client:
         return manager
 
     def _tls(self) -> dict[str, Any]:
-        context = self._make_context()
+        context = self._context = self._context or self._make_context()
         if context.sslsocket_class is ssl.SSLSocket:  # otherwise the caller's class is kept
             context.sslsocket_class = SlicedTlsSocket
         return {
