@@ -14,30 +14,29 @@ import numpy as np
 import pytest
 from builders import torch_build
 from builders.thorough import THOROUGH, part_of
+from faults.folders import (
+    CHANGES,
+    CONFIG,
+    INDEX,
+    SHARD,
+    SINGLE,
+    calls,
+    edit,
+    model,
+    shards,
+    single,
+    taken,
+    versions_of,
+    write_with_writer,
+)
 from faults.saves import contents, empty, killed
-from faults.shim import CREATE, FAIL, KILL, KILL_AFTER, MOST_CALLS, RENAME, SYNC, UNLINK, armed
+from faults.shim import FAIL, KILL, KILL_AFTER, MOST_CALLS, armed
 
 import safeload
-from safeload.numpy import load_file, save_file
+from safeload.numpy import save_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-CHANGES = RENAME | UNLINK | CREATE | SYNC
-SHARD = 1200
-STEP = 1 if THOROUGH else 18
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-
-
-def model(version, kind=np.float32):
-    return {f"w{k}": np.full(200, version, kind) for k in range(4)}
-
-
-def shards(folder):
-    safeload.save(model(0), folder, max_shard_size=SHARD)
-
-
-def single(folder):
-    safeload.save(model(0), folder)
 
 
 def set_without_index(folder):
@@ -73,18 +72,6 @@ OLD = {
     "torch": torch_file,
     "codes": codes,
 }
-
-
-def write_with_writer(folder, source):
-    with safeload.Writer(folder, max_shard_size=SHARD, overwrite=True) as writer:
-        for name, array in model(1).items():
-            writer.add(name, array)
-
-
-def edit(folder, source):
-    with safeload.edit(folder) as file:
-        for name, array in model(1).items():
-            file[name] = array
 
 
 def apply(folder, source):
@@ -136,21 +123,6 @@ def case(request, tmp_path):
     return folder, again, lambda: NEW[new](folder, source), new
 
 
-def taken(folder, files):
-    """The tensors that a program takes which tries these files in turn; None if it finds none."""
-    for name in files:
-        path = folder / name
-        if not path.exists():
-            continue
-        if name == SINGLE:
-            return load_file(path)
-        if name == "pytorch_model.bin":
-            return safeload.load(path)
-        places = json.loads(path.read_text())["weight_map"]
-        return {tensor: load_file(folder / file)[tensor] for tensor, file in places.items()}
-    return None
-
-
 READERS = [
     lambda folder: safeload.load(folder, backend="pread"),
     lambda folder: taken(folder, [SINGLE, INDEX, "pytorch_model.bin"]),
@@ -159,32 +131,19 @@ READERS = [
 
 
 def versions(folder, new):
-    """The version that each reader finds; None for an error."""
-    found = []
-    for reader in READERS:
-        try:
-            tensors = reader(folder)
-        except (OSError, safeload.SafeloadError, KeyError):
-            tensors = None
-        values = {float(value) for array in (tensors or {}).values() for value in np.unique(array)}
-        assert len(values) <= 1, f"tensors of two models: {values}"
-        if tensors is not None:
-            assert len(tensors) == 4
-        found.append(values.pop() if values else None)
-        if found[-1] is not None and ("convert" in new or new == "resume"):
-            assert json.loads((folder / CONFIG).read_text())["version"] == found[-1]
+    """The version that each reader finds, which is that of ``config.json`` too; None for an error."""
+    found = versions_of(folder, READERS)
+    if "convert" in new or new == "resume":
+        for version in found:
+            assert version is None or json.loads((folder / CONFIG).read_text())["version"] == version
     return found
-
-
-def steps(case):
-    return itertools.count(1 + hash(case[3]) % STEP, STEP)
 
 
 @pytest.mark.parametrize("action", [KILL, KILL_AFTER] if THOROUGH else [KILL])
 def test_a_kill_at_any_moment_leaves_the_old_model_the_new_one_or_none(case, action):
     folder, restore, replace, new = case
     old = versions(folder, new)
-    for nth in steps(case):
+    for nth in calls(case[3], 18):
         assert nth < MOST_CALLS
         restore()
         died = killed(replace, folder, CHANGES, action, nth)
@@ -198,7 +157,7 @@ def test_a_kill_at_any_moment_leaves_the_old_model_the_new_one_or_none(case, act
 def test_a_failure_at_any_call_leaves_the_old_model(case):
     folder, restore, replace, new = case
     old = versions(folder, new)
-    for nth in steps(case):
+    for nth in calls(case[3], 18):
         assert nth < MOST_CALLS
         restore()
         with armed(folder, CHANGES, FAIL, nth, errno.EIO) as shot:

@@ -8,38 +8,36 @@ import errno
 import itertools
 import json
 
-import numpy as np
 import pytest
 from builders.clusters import usual
 from builders.thorough import THOROUGH, part_of
+from faults.folders import (
+    CHANGES,
+    CONFIG,
+    INDEX,
+    SHARD,
+    SINGLE,
+    calls,
+    edit,
+    model,
+    shards,
+    single,
+    taken,
+    versions_of,
+    write_with_writer,
+)
 from faults.saves import TEMPORARY, contents, empty, killed
-from faults.shim import CREATE, FAIL, KILL, KILL_AFTER, MOST_CALLS, RENAME, SYNC, UNLINK, armed
+from faults.shim import FAIL, KILL, KILL_AFTER, MOST_CALLS, armed
 
 import safeload
-from safeload.numpy import load_file, save_file
+from safeload.numpy import save_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 DIFFUSERS = "diffusion_pytorch_model"
-CHANGES = RENAME | UNLINK | CREATE | SYNC
-SHARD = 1200
-STEP = 1 if THOROUGH else 23
-
-
-def model(version):
-    return {f"w{k}": np.full(200, version, np.float32) for k in range(4)}
 
 
 def nothing(folder):
     pass
-
-
-def single(folder):
-    safeload.save(model(0), folder)
-
-
-def shards(folder):
-    safeload.save(model(0), folder, max_shard_size=SHARD)
 
 
 def index_and_single(folder):
@@ -69,18 +67,6 @@ OLD = {
     "index of single": index_of_single,
     "diffusers": diffusers,
 }
-
-
-def write_with_writer(folder, source):
-    with safeload.Writer(folder, max_shard_size=SHARD, overwrite=True) as writer:
-        for name, array in model(1).items():
-            writer.add(name, array)
-
-
-def edit(folder, source):
-    with safeload.edit(folder) as file:
-        for name, array in model(1).items():
-            file[name] = array
 
 
 def convert(folder, source, **options):
@@ -141,18 +127,6 @@ def case(request, tmp_path):
     return folder, restore, call, new, want
 
 
-def taken(folder, files):
-    """The tensors that a program takes which tries these files in turn; None if it finds none."""
-    for name in files:
-        path = folder / name
-        if path.exists():
-            if name.endswith(".safetensors"):
-                return load_file(path)
-            places = json.loads(path.read_text())["weight_map"]
-            return {tensor: load_file(folder / file)[tensor] for tensor, file in places.items()}
-    return None
-
-
 READERS = [
     lambda folder: safeload.load(folder, backend="pread"),
     lambda folder: taken(folder, [SINGLE, INDEX]),
@@ -161,18 +135,7 @@ READERS = [
 
 
 def versions(folder):
-    """The version that each reader finds; None for an error."""
-    found = []
-    for reader in READERS:
-        try:
-            tensors = reader(folder)
-        except (OSError, safeload.SafeloadError, KeyError):
-            tensors = None
-        values = {float(value) for array in (tensors or {}).values() for value in np.unique(array)}
-        assert len(values) <= 1, f"tensors of two models: {values}"
-        assert tensors is None or len(tensors) == 4
-        found.append(values.pop() if values else None)
-    return found
+    return versions_of(folder, READERS)
 
 
 def check_repeat(folder, call, new, want):
@@ -191,7 +154,7 @@ def contents_below(folder):
 def test_after_a_kill_the_repeat_leaves_what_a_fresh_call_writes(case, action):
     folder, restore, call, new, want = case
     old = versions(folder)
-    for nth in itertools.count(1 + hash(new) % STEP, STEP):
+    for nth in calls(new, 23):
         assert nth < MOST_CALLS
         restore()
         died = killed(call, folder, CHANGES, action, nth)
@@ -210,7 +173,7 @@ def test_after_a_kill_the_repeat_leaves_what_a_fresh_call_writes(case, action):
 def test_after_a_failure_the_repeat_leaves_what_a_fresh_call_writes(case):
     folder, restore, call, new, want = case
     old, before = versions(folder), contents(folder)
-    for nth in itertools.count(1 + hash(new) % STEP, STEP):
+    for nth in calls(new, 23):
         assert nth < MOST_CALLS
         restore()
         error = None
