@@ -50,7 +50,7 @@ def together(*works, repeat={REPEATS}):
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for thread in threads: thread.start()
     while left[0]:
-        most[0] = max(most[0], local._count_open())
+        most[0] = max(most[0], len(local._open))
         time.sleep(0.001)
     for thread in threads: thread.join()
     assert not errors, errors[:3]
@@ -170,7 +170,7 @@ def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_pa
     folder = tmp_path / "model"
     folder.symlink_to(shards)
     # Each thread may have opened one more before it closes another.
-    within = "assert most[0] <= limit * 3 // 4, most\nassert count() - before == local._count_open()\nprint('fine')"
+    within = "assert most[0] <= limit * 3 // 4, most\nassert count() - before == len(local._open)\nprint('fine')"
     done = subprocess.run(
         [sys.executable, "-I", "-c", PROLOGUE + CASES[case] + within, str(folder), str(limit)],
         capture_output=True,
@@ -204,9 +204,9 @@ def test_a_thread_closes_idle_files_of_another(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["close", "release"])
-@pytest.mark.parametrize("use", ["a call", "a claim"])
-def test_the_last_user_closes_a_descriptor_at_once(end, use, store):
-    before, checked = local._count_open(), []
+@pytest.mark.parametrize("use", ["a call", "a job"])
+def test_a_descriptor_in_use_stays_open_and_the_last_user_of_a_closed_file_closes_it_at_once(end, use, store):
+    before, checked = len(local._open), []
 
     def in_use(number):
         with ThreadPoolExecutor(1) as pool:
@@ -214,25 +214,28 @@ def test_the_last_user_closes_a_descriptor_at_once(end, use, store):
             pool.submit(getattr(store, end)).result()
             assert not pool.submit(local._release, sys.maxsize).result()
         assert is_open(number)
-        assert local._count_open() == before  # as a job might still read it
+        assert len(local._open) == before  # as a job might still read it
         checked.append(number)
         raise KeyboardInterrupt
 
-    def in_claim():
-        with local.Claim() as claim:
-            in_use(claim.hold(store))
+    def in_job():
+        try:
+            in_use(store.begin_use())
+        finally:
+            store.end_use()
 
     with pytest.raises(KeyboardInterrupt) as caught:  # its traceback refers to everything
-        store.use(lambda number: store.use(in_use)) if use == "a call" else in_claim()
+        store.use(lambda number: store.use(in_use)) if use == "a call" else in_job()
     assert caught.tb
+    assert is_open(*checked) == (end == "release")
+    assert store.release() == (end == "release")
     assert not is_open(*checked)
-    assert local._count_open() == before - 1
-    assert not any(local._uses.values())
-    assert not local._claims
+    assert len(local._open) == before - 1
+    assert not local._used
 
 
 def test_threads_that_open_a_file_again_leave_one_descriptor(store):
-    before = local._count_open()
+    before = len(local._open)
     start = threading.Barrier(8)
 
     def read():
@@ -245,29 +248,28 @@ def test_threads_that_open_a_file_again_leave_one_descriptor(store):
         for done in [pool.submit(read) for _ in range(8)]:
             done.result()
     store.read_into(0, bytearray(8))
-    assert local._count_open() == before
+    assert len(local._open) == before
 
 
 def test_a_file_closed_while_it_is_opened_again_leaves_none(store, monkeypatch):
-    before, opened = local._count_open(), local._opened
+    before, opened = len(local._open), local._opened
     assert store.release()
     monkeypatch.setattr(local, "_opened", lambda path: (store.close(), opened(path))[1])
     store.read_into(0, bytearray(8))
-    assert local._count_open() == before - 1
+    assert len(local._open) == before - 1
     with pytest.raises(ValueError, match="is closed"):
         store.read_into(0, bytearray(8))
 
 
 def test_a_file_that_nothing_refers_to_is_closed(store, tmp_path):
-    before = local._count_open()
+    before = len(local._open)
     number = local.open_local(tmp_path / "a.safetensors").use(int)
     assert not is_open(number)
-    assert local._count_open() == before
+    assert len(local._open) == before
 
 
 def test_a_forked_child_closes_what_a_thread_of_its_parent_used(store):
     used, done = threading.Event(), threading.Event()
-    _latest = local.open_local(store.path)  # which is never released
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(store.use, lambda number: (used.set(), done.wait()))
         used.wait()

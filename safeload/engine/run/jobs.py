@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ...base.arrays import Array, ArraySpec, byteswapped, empty_array, swappable
 from ...base.native import TIER, Error, check, ffi, lib, private_buffer, short
 from ...base.text import subject
 from ...errors import RangeError
-from ...stores.local import Claim, direct_of, none_free
+from ...stores.local import direct_of, none_free
 from ...stores.stop import current
 from .job import Channels, Job, JobGrid, Origin, Updates
 from .memory import address_of
@@ -94,30 +93,34 @@ class Runner:
             self._run(group, files, {file: _handle(file) for file in dict.fromkeys(files)})
             return
         begin = 0
-        with Claim() as claim:
-            while True:
-                left = files[begin:] if begin else files
-                handles, complete = self._open(left, claim)
-                if complete:
-                    self._run(group[begin:], left, handles)
-                    return
-                count = next(k for k, file in enumerate(left) if file not in handles)
+        while begin < len(files):
+            left = files[begin:] if begin else files
+            handles: dict[JobFile, int] = {}
+            try:
+                count = len(left)
+                if not self._open(left, handles):
+                    count = next(k for k, file in enumerate(left) if file not in handles)
                 self._run(group[begin : begin + count], left[:count], handles)
                 begin += count
+            finally:
+                for file in handles:
+                    if isinstance(file, WeightFile):
+                        file.local.end_use()
 
-    def _open(self, files: Sequence[JobFile], claim: Claim) -> tuple[dict[JobFile, int], bool]:
-        """Open as many files as the budget and the system allow, at least one; return handles, and True if all."""
-        distinct = dict.fromkeys(files)
+    def _open(self, files: Sequence[JobFile], handles: dict[JobFile, int]) -> bool:
+        """Open as many files as the budget and the system allow, at least one; return True if all are open."""
         each = 2 if self._direct else 1  # for direct reads a file has a second handle
-        allowed = max(1, claim.share(each * len(distinct)) // each)
-        handles: dict[JobFile, int] = {}
-        try:
-            for file in distinct if allowed >= len(distinct) else islice(distinct, allowed):
-                handles[file] = claim.hold(file.local) if isinstance(file, WeightFile) else _handle(file)
-        except OSError as error:
-            if not handles or not none_free(error):
-                raise
-        return handles, len(handles) == len(distinct)
+        for file in dict.fromkeys(files):
+            if not isinstance(file, WeightFile):
+                handles[file] = _handle(file)
+                continue
+            try:
+                handles[file] = file.local.begin_use(each if handles else 0)
+            except OSError as error:
+                if not handles or not none_free(error.errno):
+                    raise
+                return False
+        return True
 
     def _run(self, group: Array, files: Sequence[JobFile], handles: Mapping[JobFile, int]) -> None:
         """Run jobs on open files."""
