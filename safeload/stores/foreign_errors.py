@@ -48,13 +48,19 @@ _KEYS = re.compile(
 
 
 def checked(
-    function: Callable[[], _Result], url: str, secrets: list[str], begin: int | None = None, end: int | None = None
+    function: Callable[[], _Result],
+    url: str,
+    secrets: list[str],
+    begin: int | None = None,
+    end: int | None = None,
+    *,
+    translate: Callable[..., Exception] | None = None,
 ) -> _Result:
     """Call another library and translate its errors. They are not chained, because they may contain secrets."""
     try:
         return function()
     except Exception as error:
-        translation = translated(error, url, secrets, begin, end)
+        translation = (translate or translated)(error, url, secrets, begin, end)
     try:
         raise translation
     finally:

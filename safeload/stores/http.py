@@ -209,8 +209,6 @@ class HttpStore(RemoteStore):
         resolve: Callable[[], RequestTarget],
         client: Client,
         window: int = WINDOW,
-        *,
-        retries: int | None = None,
     ) -> None:
         super().__init__(window)
         self.path = path
@@ -223,9 +221,7 @@ class HttpStore(RemoteStore):
         try:
             self._target = resolve()
             self._route = _Route(self._target.url)
-            self._retries = client.retries if retries is None else retries
             self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]), self._opened)
-            self._retries = client.retries
         except BaseException:
             client.leave(self)
             raise
@@ -236,12 +232,6 @@ class HttpStore(RemoteStore):
     def close(self) -> None:
         super().close()
         self._client.leave(self)
-
-    def pin(self, resolve: Callable[[], RequestTarget]) -> None:
-        """Read from another URL of this version from now on, if the current one can lead to another version."""
-        self._resolve, self._target = resolve, resolve()
-        if not self._route.redirected:
-            self._route = _Route(self._target.url)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         spans = [span for span in spans if len(span.memory)]
@@ -254,7 +244,7 @@ class HttpStore(RemoteStore):
 
     def _persist(self, transfer: _Transfer, use: _Use[_Result]) -> _Result:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
-        tries, renewed = Tries(self._retries, transfer.at), False  # a URL is resolved again once
+        tries, renewed = Tries(self._client.retries, transfer.at), False  # a URL is resolved again once
         while True:
             route = self._route
             result = self._request(route, transfer, use)

@@ -1,41 +1,115 @@
-"""``hf://`` URLs: the Hub's API resolves commits and lists files, and our HTTP client reads them.
+"""``hf://owner/name[@revision][/path]``: the Hub's API resolves commits and lists files, our HTTP client reads them.
+
+Datasets and spaces have ``datasets/`` and ``spaces/`` before the owner. The revision is one name; a slash in it is
+written ``%2F``, except in ``refs/pr/1`` and ``refs/convert/parquet``.
 
 Files in the cache of huggingface_hub are opened there. Nothing is requested offline, nor for a full commit if the cache
-lists its files or has a complete snapshot. Any other revision takes one request for its commit.
+lists its files or has a complete snapshot. Any other revision takes one request for its commit:
+
+1. ``/api/{models,datasets,spaces}/NAME[/revision/REVISION]`` is a JSON object: ``sha`` is the commit, each object in
+   ``siblings`` has the path of a file as ``rfilename``.
+2. ``/api/{models,datasets,spaces}/NAME/auth-check`` is an error if the files of the repository are refused.
+3. An error has a word in ``X-Error-Code`` and a text in ``X-Error-Message``.
+4. ``RateLimit: "api";r=0;t=55`` with status 429 asks to wait 55 seconds.
+
+huggingface_hub supplies the token, the endpoint, the rules of names, and uploads.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
+from .._version import __version__
 from ..base import log
+from ..base.absent import not_installed
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
-from .foreign_errors import retried
-from .http import HttpStore
-from .http_client import Client, RequestTarget
-from .hub_api import HubApi, is_transient_write
+from .foreign_errors import checked, cleaned, is_transient, retried, translated
+from .http import HttpStore, refusal, request
+from .http_client import Client, Exchange, RequestTarget, checked_headers, target_of
 from .hub_cache import COMMIT, CachedRepository
-from .hub_place import HubPlace, place_of
+from .json_file import MAX_JSON, parse_json
 from .local import LocalStore, open_local
 from .options import secrets_of
-from .stop import current
+from .retries import Failure, broken_off, of_status, requested_wait
 from .store import WINDOW, ByteStore
-from .thread_group import Prefetch, Task
 
+_KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
+_URL = re.compile(
+    r"(?i:hf)://(?:(?P<kind>models|datasets|spaces)/)?"
+    r"(?P<repo>(?!(?:models|datasets|spaces|buckets|kernels)/)[^/@]+/[^/@]+)"
+    r"(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(?P<path>.*))?",
+    re.DOTALL,
+)
 # The URL of a repository that had a name without an owner, such as "gpt2".
 _OWNERLESS = re.compile(r"(?i:hf)://(?P<name>[A-Za-z0-9][\w.-]{0,95})(?P<revision>@[^/]+)?/?", re.ASCII)
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
 _FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+_LENGTH = re.compile(r"[0-9]{1,18}")
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
+# Bytes of a list of files received at once.
+_PIECE = 256 << 10
+# The words in X-Error-Code of huggingface_hub's errors, and our words for errors without an answer of the Hub.
+_CODES = {
+    "GatedRepoError": "GatedRepo",
+    "DisabledRepoError": "Disabled",
+    "RevisionNotFoundError": "RevisionNotFound",
+    "EntryNotFoundError": "EntryNotFound",
+    "RepositoryNotFoundError": "RepoNotFound",
+    "LocalTokenNotFoundError": "NoToken",
+    "HFValidationError": "Invalid",
+    "HfUriError": "Invalid",
+}
+_MISSING = {
+    "RevisionNotFound": "the {} has no such branch, tag or commit",
+    "EntryNotFound": "the {} has no such file",
+    "RepoNotFound": "no such {}, or it is private; check the name, or log in with `hf auth login`",
+}
+_WRONG_TOKEN = "Invalid credentials"
+_DISABLED = "Access to this resource is disabled."
+
+
+class HubPlace(NamedTuple):
+    """The parts of a URL."""
+
+    kind: str  # "model", "dataset" or "space"
+    repo: str  # owner and name
+    revision: str | None  # a branch, a tag or a commit; None for the main branch
+    path: str  # in the repository; empty for the whole repository
+
+    @property
+    def key(self) -> tuple[str, str, str | None]:
+        """The repository and the revision, equal for all their files."""
+        return self[:3]
+
+    @property
+    def page(self) -> str:
+        """The path of the repository's page on the Hub."""
+        return self.repo if self.kind == "model" else f"{self.kind}s/{self.repo}"
+
+
+def place_of(url: str) -> HubPlace:
+    """Parse a URL."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise UnsupportedError(
+            f"{urls.shown(url)}: expected hf://owner/name[@revision][/path], hf://datasets/... or hf://spaces/...; "
+            "for a bucket pass safeload.remote.of_fsspec(huggingface_hub.HfFileSystem(), path)"
+        )
+    kind = _KINDS[match["kind"] or "models"]
+    revision = None if match["revision"] is None else unquote(match["revision"])
+    if revision is not None and not {"", ".", ".."}.isdisjoint(revision.split("/")):  # another URL of the Hub
+        raise UnsupportedError(f"{urls.shown(url)}: {show(revision)} cannot be a branch, a tag or a commit")
+    return HubPlace(kind, match["repo"], revision, (match["path"] or "").strip("/"))
 
 
 class Snapshot(NamedTuple):
@@ -56,38 +130,40 @@ class Hub:
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
         self._client = Client(rest, "hf", other_options=_OPTIONS)
         self.kept, self.timeout = self._client.kept, self._client.timeout
+        endpoint, self._token = options.get("endpoint"), options.get("token")
+        if not isinstance(endpoint, (str, type(None))):
+            raise TypeError(f"endpoint must be a str, got {type(endpoint).__name__}")
+        if not isinstance(self._token, (str, bool, type(None))):
+            raise TypeError(f"token must be a str or a bool, got {type(self._token).__name__}")
+        self._endpoint = endpoint.rstrip("/") if endpoint else None
         self._secrets = secrets_of(options)
-        self._api = HubApi(options, self._client, self._secrets)
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
         self._asking = ProcessLock()
 
     def __repr__(self) -> str:
         return "<Hub>"  # the token is secret
 
-    @cached_property
-    def _writer(self) -> Any:
-        return self._api.writer()
+    # ---- commits ----
 
     def snapshot(self, place: HubPlace, url: str) -> Snapshot:
         """Return the commit of a revision and its files."""
-        snapshot = self._known(place, url, ask=True)
-        assert snapshot is not None
-        return snapshot
-
-    def _known(self, place: HubPlace, url: str, *, ask: bool) -> Snapshot | None:
-        """Like `snapshot`, but return None instead of sending a request unless ``ask``."""
-        key = place.kind, place.repo, place.revision
-        snapshot = self._snapshots.get(key)
+        shown = urls.shown(url)
+        snapshot = self._known(place, shown)
         if snapshot is None:
             with self._asking.own:  # many threads open the shards of a folder
-                snapshot = self._snapshots.get(key)
-                if snapshot is None:
-                    shown = urls.shown(url)
-                    snapshot = _in_cache(place, shown) or (self._ask(place, shown) if ask else None)
-                    if snapshot is not None:
-                        self._snapshots[key] = snapshot
-                        log.debug("%s: commit %s, %d files", shown, snapshot.commit, len(snapshot.files))
+                snapshot = self._known(place, shown) or self._keep(place, self._ask(place, shown), shown)
         return snapshot
+
+    def _known(self, place: HubPlace, shown: str) -> Snapshot | None:
+        """Like `snapshot`, but return None instead of sending a request."""
+        snapshot = self._snapshots.get(place.key)
+        if snapshot is None and (cached := _in_cache(place, shown)) is not None:
+            snapshot = self._keep(place, cached, shown)
+        return snapshot
+
+    def _keep(self, place: HubPlace, snapshot: Snapshot, shown: str) -> Snapshot:
+        log.debug("%s: commit %s, %d files", shown, snapshot.commit, len(snapshot.files))
+        return self._snapshots.setdefault(place.key, snapshot)
 
     def _place(self, url: str) -> HubPlace:
         """Parse a URL, and look up the owner for the message if it has none."""
@@ -97,7 +173,7 @@ class Hub:
         urls.check_online(url)
         shown, name = urls.shown(url), match["name"]
         try:
-            info = self._api.info(HubPlace("model", name, None, ""), shown)
+            info = self._info(HubPlace("model", name, None, ""), shown)
         except FileNotFoundError:
             return place_of(url)  # raises
         full = info.get("id")
@@ -105,7 +181,7 @@ class Hub:
         raise UnsupportedError(f"{shown}: names have an owner: open hf://{full}{match['revision'] or ''}")
 
     def _ask(self, place: HubPlace, shown: str) -> Snapshot:
-        info = self._api.info(place, shown)
+        info = self._info(place, shown)
         commit, siblings = info.get("sha"), info.get("siblings") or []
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise RemoteError("the Hub did not report the commit", shown)
@@ -126,54 +202,31 @@ class Hub:
     # ---- Backend ----
 
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
-        place = self._place(url)
-        shown = urls.shown(url)
-        snapshot = self._known(place, url, ask=False)
-        if snapshot is not None:
-            return self._open(place, url, snapshot, window)
-        cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
-        if cached is not None:
-            return cached
-        if not _is_path(place.path) or _is_cached(place):
-            return self._open(place, url, self.snapshot(place, url), window)
-        revision = self._target(place, place.revision or "main", shown)
-        early = _EarlyStore(lambda: HttpStore(shown, revision, self._client, window, retries=0))
-        with closing(early):
-            return self._open(place, url, self.snapshot(place, url), window, early=early)
-
-    def _open(
-        self, place: HubPlace, url: str, snapshot: Snapshot, window: int, *, early: _EarlyStore | None = None
-    ) -> ByteStore:
         """Open a file of a commit."""
-        shown = urls.shown(url)
+        place, shown = self._place(url), urls.shown(url)
+        snapshot = self._known(place, shown)
+        if snapshot is None:
+            cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
+            if cached is not None:
+                return cached
+            snapshot = self.snapshot(place, url)
         if place.path not in snapshot.files:
             what = "this is a folder, not a file" if self.is_folder(url) else "the repository has no such file"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
-
         cached = _open_cached(place, snapshot.commit, snapshot.sizes.get(place.path), shown)
         if cached is not None:
             return cached
         urls.check_online(url)
-
-        resolve = self._target(place, snapshot.commit, shown)
         try:
-            store = None if early is None else early.take(snapshot.commit)
-            if store is None:
-                store = HttpStore(shown, resolve, self._client, window)
-            else:
-                store.pin(resolve)
+            store = HttpStore(shown, lambda: self._file(place, snapshot.commit, shown), self._client, window)
             return _of_commit(store, snapshot.commit)
         except RemotePermissionError as error:
             refused: Exception = error
-        refused = self._api.refusal_of(place, shown) or refused
+        refused = self._reason(place, shown) or refused
         try:
             raise refused
         finally:
             del refused  # it refers to this frame
-
-    def _target(self, place: HubPlace, revision: str, shown: str) -> Callable[[], RequestTarget]:
-        """Return a function that returns the URL of a file and the headers for it."""
-        return lambda: self._api.file(place, revision, shown)
 
     def is_folder(self, url: str) -> bool:
         place = self._place(url)
@@ -196,7 +249,7 @@ class Hub:
     def pinned(self, url: str) -> str:
         """Return the URL with its revision replaced by the resolved commit, if any, for other processes."""
         place = self._place(url)
-        snapshot = self._snapshots.get((place.kind, place.repo, place.revision))
+        snapshot = self._snapshots.get(place.key)
         if snapshot is None:
             return url
         return f"hf://{place.page}@{snapshot.commit}" + (f"/{place.path}" if place.path else "")
@@ -219,7 +272,7 @@ class Hub:
                 commit_message=f"Upload {place.path.rpartition('/')[2]}",
             )
 
-        retried(commit, shown, self._secrets, transient=is_transient_write, translate=self._api.translated)
+        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
         self._forget(place)
 
     def remove(self, targets: Sequence[str]) -> None:
@@ -243,7 +296,7 @@ class Hub:
                 revision=place.revision,
             )
 
-        retried(commit, shown, self._secrets, transient=is_transient_write, translate=self._api.translated)
+        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
         self._forget(place)
 
     def check_writable(self, url: str) -> None:
@@ -255,46 +308,175 @@ class Hub:
 
     def _forget(self, place: HubPlace) -> None:
         """Resolve the revision again on its next use."""
-        self._snapshots.pop((place.kind, place.repo, place.revision), None)
+        self._snapshots.pop(place.key, None)
 
+    # ---- requests ----
 
-class _EarlyStore:
-    """A file of a branch or tag, opened while the API is asked for the commit."""
+    @cached_property
+    def _writer(self) -> Any:
+        """huggingface_hub's own client, for uploads."""
+        return _library().HfApi(
+            endpoint=self._url,
+            token=self._token,
+            library_name="safeload",
+            library_version=__version__,
+            headers=self._client.headers,
+        )
 
-    def __init__(self, open_store: Callable[[], HttpStore]) -> None:
-        self._stores: list[HttpStore] = []
-        self._opening: Prefetch[None] = Prefetch([Task(1, lambda check: self._stores.append(open_store()))], 1)
-        with suppress(RuntimeError):  # the system has no more threads
-            self._opening.start()
-            return
-        self._opening.close()
+    @property
+    def _url(self) -> str:
+        """The URL of the Hub, without a final slash."""
+        _library()
+        return self._endpoint or str(import_module("huggingface_hub.constants").ENDPOINT)
 
-    def take(self, commit: str) -> HttpStore | None:
-        """Return the file if it could be opened and the Hub says that it is of this commit."""
+    def _info(self, place: HubPlace, shown: str) -> dict[str, Any]:
+        """Return the Hub's description of a revision."""
+
+        def content_of(exchange: Exchange) -> bytes | Failure:
+            return self._refusal(exchange, place, shown) or _content(exchange, shown)
+
+        what = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
+        target = self._target(lambda: self._address(place, what), shown)
+        content = request(self._client, target, shown, content_of)
         try:
-            with current().aborting(self._opening.close):
-                next(self._opening)
-        except Exception as error:  # of no interest: the file of the commit is opened next
-            log.debug("opened without its commit: %s", type(error).__name__)
-            return None
-        return self._stores.pop() if self._stores[0].commits == {commit} else None
+            return parse_json(content, "the Hub's response", shown)
+        except FormatError as error:
+            text = f"{error.args[0]}" if error.offset is None else f"{error.args[0]} at byte {error.offset}"
+        raise RemoteError(text, shown)
 
-    def close(self) -> None:
-        """End the thread, and close the file if it was not taken."""
-        self._opening.close()
-        for store in self._stores:
-            store.close()
+    def _reason(self, place: HubPlace, shown: str) -> Exception | None:
+        """Return the Hub's own explanation for a refused file: a gated repository can be listed, but not read."""
+
+        def check(exchange: Exchange) -> Failure | None:
+            if exchange.status == 404 and "X-Error-Code" not in exchange.headers:
+                return None  # a mirror without this part of the API
+            return self._refusal(exchange, place, shown)
+
+        try:
+            target = self._target(lambda: self._address(place, "/auth-check"), shown)
+            request(self._client, target, shown, check)
+        except (RemotePermissionError, FileNotFoundError) as error:
+            return error
+        except OSError as error:
+            log.debug("%s: no reason for the refusal: %s", shown, error)  # the refusal itself is raised
+        return None
+
+    def _file(self, place: HubPlace, commit: str, shown: str) -> RequestTarget:
+        """Return the URL of a file and the headers for it."""
+
+        def address() -> Any:
+            url = _library().hf_hub_url
+            return url(place.repo, place.path, repo_type=place.kind, revision=commit, endpoint=self._endpoint)
+
+        return self._target(address, shown)
+
+    def _address(self, place: HubPlace, what: str) -> str:
+        import_module("huggingface_hub.utils").validate_repo_id(place.repo)
+        return f"{self._url}/api/{place.kind}s/{place.repo}{what}"
+
+    def _target(self, address: Callable[[], Any], shown: str) -> RequestTarget:
+        """Return a URL of the Hub with the token and the caller's headers."""
+        _library()
+        build: Callable[..., dict[str, str]] = import_module("huggingface_hub.utils").build_hf_headers
+
+        def parts() -> tuple[str, dict[str, str]]:
+            return str(address()), build(token=self._token, library_name="safeload", library_version=__version__)
+
+        url, headers = checked(parts, shown, self._secrets, translate=self._translated)
+        token = headers.get("authorization", "").removeprefix("Bearer ")
+        if token and token not in self._secrets:
+            self._secrets.append(token)
+        headers = {**headers, **{name.lower(): value for name, value in self._client.headers.items()}}
+        return target_of(url, checked_headers(headers))
+
+    # ---- refusals ----
+
+    def _refusal(self, exchange: Exchange, place: HubPlace, shown: str) -> Failure | None:
+        """Return why a response of the API is not an answer, or None if it is one."""
+        status, code = exchange.status, exchange.headers.get("X-Error-Code")
+        if status in (200, 407):
+            return refusal(exchange, shown, self._client.credentials)
+        exchange.drain()
+        text = cleaned(RuntimeError(exchange.headers.get("X-Error-Message", "")), self._secrets)
+        if code not in ("GatedRepo", "RevisionNotFound"):
+            if status == 401 and text.startswith(_WRONG_TOKEN):
+                code = "WrongToken"
+            elif status in (401, 404, 410):
+                code = "RepoNotFound"
+            elif text == _DISABLED:
+                code = "Disabled"
+        error = self._error(code, status, text, place, shown)
+        if error is not None:
+            return Failure(error)
+        failure = of_status(status, requested_wait(status, exchange.headers), shown)
+        if text:
+            failure.error.args = (f"{failure.error.args[0]}: {text}", *failure.error.args[1:])
+        return failure
+
+    def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
+        """Return safeload's error for huggingface_hub's, with the Hub's own explanation."""
+        code = next((_CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _CODES), None)
+        status, text = _status(error), cleaned(error, self._secrets)
+        if code is None and status is None:
+            return translated(error, shown, self._secrets)
+        code = "WrongToken" if code is None and status == 401 else code
+        return self._error(code, status, text, place_of(shown), shown) or RemoteError(text, shown)
+
+    def _error(self, code: str | None, status: int | None, text: str, place: HubPlace, shown: str) -> Exception | None:
+        """Return the error for a refusal that is no fault of the server."""
+        if code in _MISSING:
+            return missing_file(shown, f"{shown}: {_MISSING[code].format(place.kind)}")
+        if code == "Invalid":
+            return UnsupportedError(f"{shown}: {text}")
+        if code == "GatedRepo":
+            page = f"{urls.shown(self._url)}/{place.page}"
+            what = f"access to this {place.kind} is restricted: accept its terms at {page}, and"
+            return RemotePermissionError(f"{what} log in with `hf auth login`", shown)
+        if code == "NoToken":
+            return RemotePermissionError("there is no token on this machine; log in with `hf auth login`", shown)
+        if code == "WrongToken":
+            what = f"the Hub refuses the token: {_WRONG_TOKEN}; log in with `hf auth login`, or set HF_TOKEN"
+            return RemotePermissionError(what, shown)
+        if code == "Disabled" or status == 403:
+            return RemotePermissionError(text or "the Hub refuses access (403)", shown)
+        return None
 
 
-def _is_cached(place: HubPlace) -> bool:
-    """Return whether the cache has a file, or all weights of a folder, at the commit to which the revision led."""
-    cached = CachedRepository.of(place.kind, place.repo)
-    commit = None if cached is None else cached.commit_of(place.revision or "main")
-    if cached is None or commit is None:
-        return False
-    return cached.file(commit, place.path) is not None or (
-        (not place.path or place.path.endswith(".index.json")) and cached.is_complete(commit)
-    )
+def _library() -> Any:
+    """Import huggingface_hub."""
+    try:
+        import huggingface_hub  # only here: cached files need no requests, and the import takes 0.3 s
+    except ImportError as error:
+        text = "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub"
+        raise not_installed(error, text, "huggingface_hub") from None
+    return huggingface_hub
+
+
+def _is_transient(error: Exception) -> bool:
+    """Return whether huggingface_hub may succeed with another attempt."""
+    status = _status(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)
+
+
+def _content(exchange: Exchange, shown: str) -> bytes | Failure:
+    """Return the body of a response."""
+    length = exchange.headers.get("Content-Length", "").strip()
+    expected = int(length) if _LENGTH.fullmatch(length) else None
+    content, memory = bytearray(), memoryview(bytearray(_PIECE))
+    while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
+        count = exchange.receive(memory)
+        if not count:
+            return broken_off(shown) if expected is not None and len(content) < expected else bytes(content)
+        content += memory[:count]
+    size = f"{expected:,}" if expected is not None else "more"
+    return Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
+
+
+def _status(error: Exception) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:

@@ -53,6 +53,8 @@ class Server:
         connections: that were made to it.
     """
 
+    tag_length = 16
+
     def __init__(
         self,
         content: Path | Mapping[str, bytes],
@@ -162,7 +164,7 @@ class Server:
         if isinstance(content, Path):
             when, tag = content.stat().st_mtime, f"{size:x}-{content.stat().st_mtime_ns:x}"
         else:
-            when, tag = _MODIFIED, hashlib.sha256(content).hexdigest()[:16]
+            when, tag = _MODIFIED, hashlib.sha256(content).hexdigest()[: self.tag_length]
         if self.modified:
             headers["Last-Modified"] = email.utils.formatdate(when, usegmt=True)
         if self.etag is not None:

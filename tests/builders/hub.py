@@ -68,6 +68,8 @@ class Hub(Server):
         signature: that the CDN's URLs must have; those with an older one are answered 403.
     """
 
+    tag_length = 40
+
     def __init__(self, **options: Any) -> None:
         super().__init__({}, **options)
         self.repositories: dict[str, Repository] = {}
@@ -154,7 +156,7 @@ class Hub(Server):
         if size_of(content) < LARGE:
             self.files[request.path] = content
             answer = super().answer(request)
-            answer.headers.update({"X-Repo-Commit": oid, "ETag": f'"{digest[:40]}"'})
+            answer.headers["X-Repo-Commit"] = oid
             return answer
         self.cdn.files[f"/{digest}"] = content
         to = self.cdn.url(f"/{digest}?Signature=signed{self.signature}-{id(self)}")

@@ -423,7 +423,7 @@ SEAMS = {
     "drained_for": ["stores.http_client:_DRAINING"],
     "edit_pause": ["stores.edit_journal:_PAUSE"],
     "retry_pause": ["stores.foreign_errors:PAUSE", "stores.retries:_BACKOFF"],
-    "hub_json": ["stores.hub_api:MAX_JSON"],
+    "hub_json": ["stores.hub:MAX_JSON"],
     "map_file": ["stores.local:LocalStore.map"],
     "read_into": ["stores.local:LocalStore.read_into"],
     "interrupt_grace": ["stores.thread_group:_GRACE"],

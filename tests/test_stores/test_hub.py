@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,8 +19,7 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults
 from builders.hub import Hub, Repository
-from builders.inside import RemoteFiles, Span, foreign_errors, hub, retries, thread_group
-from builders.threads import await_no_threads, threads
+from builders.inside import RemoteFiles, Span, foreign_errors, hub, retries
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
@@ -36,8 +34,6 @@ FILES = {
     "a b%.bin": CONTENT[:5000],
 }
 FILE = "hf://owner/name/model.safetensors"
-# Seconds: a moment on a machine of any speed, but less than the pauses of faults.
-SOON = 15
 
 
 @pytest.fixture(autouse=True)
@@ -193,50 +189,25 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(server, repository, caplog, 
     assert server.token not in "".join([*texts, caplog.text])
 
 
-# ---- a file is requested by its branch while the API is asked for the commit ----
-
-BRANCH = "/owner/name/resolve/main/model.safetensors"
-API = "/api/models/owner/name"
+# ---- a branch that moves while its file is opened ----
 
 
-def ordered(server, monkeypatch, first, between):
-    """Let requests of one kind, "api" or "branch", be answered first; ``between`` runs before the other's answer."""
-    answer, answered = server.answer, threading.Event()
+def test_a_branch_that_moves_meanwhile_is_read_at_the_commit_of_the_api(server, repository, monkeypatch, files):
+    answer, before = server.answer, repository.refs["main"]
 
-    def kind(request):
-        return {API: "api", BRANCH: "branch"}.get(request.path)
+    def then_move(request):
+        reply = answer(request)
+        if request.path.startswith("/api/"):
+            repository.commit({**FILES, "model.safetensors": CONTENT[::-1]})
+        return reply
 
-    def ordered_answer(request):
-        if kind(request) == first:
-            reply = answer(request)
-            between()
-            answered.set()
-            return reply
-        assert kind(request) is None or answered.wait(SOON)
-        return answer(request)
-
-    monkeypatch.setattr(server, "answer", ordered_answer)
-
-
-def test_commit_and_bytes_are_requested_at_once(server, files):
-    both = threading.Barrier(2, timeout=SOON)
-    server.faults = [http_faults.Fault(lambda *_: both.wait(), path) for path in (API, BRANCH)]
-    assert read(files.open(FILE)) == CONTENT
-    assert server.kinds == {"api": 1, "resolve": 1, "cdn": 2}
-    assert not threads()
-
-
-@pytest.mark.parametrize("first", ["api", "branch"])
-def test_a_branch_that_moves_meanwhile_is_read_at_the_commit_of_the_api(first, server, repository, monkeypatch, files):
-    before = repository.refs["main"]
-    ordered(server, monkeypatch, first, lambda: repository.commit({**FILES, "model.safetensors": CONTENT[::-1]}))
+    monkeypatch.setattr(server, "answer", then_move)
     store = files.open(FILE)
-    commit = before if first == "api" else repository.refs["main"]
-    assert store.version[1] == commit
-    assert read(store) == (CONTENT if first == "api" else CONTENT[::-1])
-    paths = [request.path for request in server.requests]
-    assert paths.count(f"/owner/name/resolve/{commit}/model.safetensors") == 1
-    assert not threads()
+    assert store.version[1] == before
+    assert read(store) == CONTENT
+    assert {request.path for request in server.requests if "/resolve/" in request.path} == {
+        f"/owner/name/resolve/{before}/model.safetensors"
+    }
 
 
 def test_a_small_file_is_read_at_its_commit_after_its_branch_has_moved(server, repository, files):
@@ -245,56 +216,6 @@ def test_a_small_file_is_read_at_its_commit_after_its_branch_has_moved(server, r
     repository.commit({"small": CONTENT[-900:]})
     assert read(store) == CONTENT[:900]
     assert server.kinds == {"api": 1, "resolve": 2}
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        http_faults.header("X-Repo-Commit", None, path=BRANCH),
-        http_faults.header("X-Repo-Commit", "0" * 40, path=BRANCH),
-        http_faults.redirect("http://127.0.0.1:1/elsewhere", path=BRANCH),
-        http_faults.redirect(BRANCH, path=BRANCH),
-        http_faults.garbage(b"", path=BRANCH),
-        http_faults.garbage(path=BRANCH),
-        http_faults.silent(path=BRANCH),
-        *(http_faults.status(code, path=BRANCH) for code in (401, 403, 404, 416, 429, 503)),
-    ],
-    ids=lambda fault: "",
-)
-def test_an_early_request_that_fails_changes_nothing(fault, server):
-    server.faults = [fault]
-    files = RemoteFiles({"endpoint": server.url(), "token": False, "timeout": 0.5})
-    store = files.open(FILE)
-    assert read(store) == CONTENT
-    paths = [request.path for request in server.requests]
-    assert paths.count(BRANCH) in (1, 2)  # urllib3 repeats a request on a connection that breaks before its answer
-    assert sum("/resolve/" in path for path in paths) - paths.count(BRANCH) == 1
-    store.close()
-    assert not threads()
-
-
-def test_an_error_of_the_api_ends_the_early_request(server, files):
-    server.faults = [http_faults.silent(path=BRANCH), http_faults.status(400, path=API)]
-    begun = time.monotonic()
-    error = refused(files)
-    assert "returned 400 Bad Request" in str(error)
-    assert time.monotonic() - begun < SOON
-    assert not threads()
-
-
-def test_the_end_of_a_call_ends_the_early_request(server, files):
-    server.faults = [http_faults.silent(path=BRANCH)]
-
-    def tick():
-        if server.kinds == {"api": 1, "resolve": 1}:
-            raise InterruptedError
-
-    begun = time.monotonic()
-    with pytest.raises(InterruptedError):
-        thread_group.run([lambda: files.open(FILE)], 1, tick)
-    assert time.monotonic() - begun < SOON
-    await_no_threads()
-    assert not threads()
 
 
 def refused(files, url=FILE):
@@ -365,7 +286,7 @@ def test_a_hub_that_stays_busy_is_an_error_after_some_tries(status, server, file
     server.faults = [http_faults.status(status)]
     with pytest.raises(RemoteError, match=f"{status}.*{FILE}"):
         files.open(FILE)
-    assert server.kinds == {"api": retries.RETRIES + 1, "resolve": 1}
+    assert server.kinds == {"api": retries.RETRIES + 1}
 
 
 def saying(content):
