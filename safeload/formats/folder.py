@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,24 +28,30 @@ from ..errors import (
 from ..models.module_names import adapter_note, refuse_adapters
 from ..stores.files import Files, Location
 from ..stores.json_file import read_if_there, read_json
-from .dcp.names import METADATA as DCP_METADATA
-from .dcp.names import SHARD, ranks_of, shards_of
+from ..stores.store import read_at
 from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
-from .fsdp import rank_files
+from .format import Format
 from .gguf import split as gguf_split
 from .numbered import (
+    DCP_METADATA,
+    DCP_RANK,
+    DCP_SHARD,
     FILE,
+    FSDP_RANK,
     INDEX_NAME,
     INDEXED,
+    ORBAX_METADATA,
     SET,
     STEMS,
     TRAINING_STATE,
+    ZERO_OPTIMIZER,
     NumberedFiles,
+    in_order,
     sets_of,
     whole_checkpoints,
+    zero_models,
 )
-from .orbax import names as orbax
 from .registry import (
     DCP,
     DEEPSPEED,
@@ -67,7 +73,6 @@ from .registry import (
 )
 from .replaced import check_same, retried, settled
 from .safetensors.header import window_for
-from .zero import names as zero
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -82,6 +87,12 @@ PADDLE_INDEX = "model_state.pdparams.index.json"
 KERAS_INDEX_SUFFIX = ".weights.json"
 _ARCHIVES = (".nemo", ".llamafile")
 _KERAS_SUFFIXES = (".keras", ".h5", ".hdf5")
+# ZeRO's file with the name of the last step's folder, and its longest content.
+_LATEST, _LONGEST_TAG = "latest", 1024
+# Orbax writes this file beside or above the items of a step, and this text into the names of unfinished folders.
+_ORBAX_STEP, _UNFINISHED = "_CHECKPOINT_METADATA", ".orbax-checkpoint-tmp"
+# A step of Orbax' `CheckpointManager`: its number, after a prefix of the program's choice.
+_STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.ASCII | re.DOTALL)
 # The index of a sharded Flax model, whose names have slashes instead of dots.
 _FLAX_INDEX = ".msgpack.index.json"
 
@@ -90,7 +101,7 @@ _FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
 
 # Files of processes in training checkpoints.
 _RANK_FILE = re.compile(
-    rf"{SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
+    rf"{DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
     re.ASCII | re.DOTALL,
 )
 
@@ -357,62 +368,97 @@ def listed_shards(folder: str, base: str, files: Files) -> ExpectedShards:
     return ExpectedShards(folder, base, names, total if type(total) is int else None)
 
 
-def open_folder(path: str, request: OpenRequest) -> Shards:
-    """Open the weights of a folder, in this order of preference.
+class _Folder(NamedTuple):
+    """A listed folder, and how to open it."""
 
-    The checkpoints of transformers and diffusers, see `whole_checkpoints`; one ``consolidated.*.pth``; the metadata of
-    ``*.distcp`` files; one ``*.gguf`` with all of its parts; the file that the row of another format chooses. Sharded
-    safetensors of torch.distributed come before a set of other files. ``request.formats`` excludes other formats.
-    """
-    files, shown = request.files, request.files.shown(path)
-    visible = files.listing(path)
+    path: str
+    names: Sequence[str]  # of its files
+    folders: Sequence[str]  # names of its folders
+    request: OpenRequest
+    formats: Sequence[str]  # accepted
+
+    @property
+    def files(self) -> Files:
+        return self.request.files
+
+    @property
+    def shown(self) -> str:
+        return self.files.shown(self.path)
+
+    @property
+    def suffixes(self) -> list[str]:
+        """The accepted suffixes of transformers' and diffusers' files."""
+        torch = TORCH_ZIP in self.formats or TORCH_LEGACY in self.formats
+        return [".safetensors"] * (SAFETENSORS in self.formats) + [".bin"] * torch
+
+    def ending(self, *suffixes: str) -> list[str]:
+        """Return the names of files with these suffixes."""
+        return [name for name in self.names if name.endswith(suffixes)]
+
+    def only(self, names: Sequence[str], kind: str) -> list[str]:
+        """Return at most one name; several files of a kind are refused."""
+        if len(names) > 1:
+            text = f"{len(names)} {kind}: {_listed(names)}; open one of them"
+            raise error_about(UnsupportedError, text, path=self.shown)
+        return [*names]
+
+
+class FolderLayout(NamedTuple):
+    """A row of `LAYOUTS`: where weights lie in a folder, and how they are opened."""
+
+    formats: Collection[str]  # the row is tried if one of these is accepted; empty for any
+    files: str  # as messages name them
+    choose: Callable[[_Folder], Sequence[str]]  # returns what to open, or nothing
+    open: Callable[[_Folder, Sequence[str]], Shards]
+
+
+def open_folder(path: str, request: OpenRequest) -> Shards:
+    """Open the weights that the first row of `LAYOUTS` chooses; ``request.formats`` excludes other formats."""
+    visible = request.files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    formats = request.formats or (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF, KERAS, PICKLE)
-    chosen: list[str] | None = None
-    plugin: str | None = None
-    torch = TORCH_ZIP in formats or TORCH_LEGACY in formats
-    suffixes = [".safetensors"] * (SAFETENSORS in formats) + [".bin"] * torch
-    usual = (name == SINGLE or (name.endswith(".json") and INDEX_NAME.fullmatch(name)) for name in names)
-    if DCP in formats and shards_of(names) and not any(usual):
-        return _open_training(shards_of(names)[0], DCP, path, visible, request)
-    if suffixes:
-        chosen = choose_whole(names, shown, suffixes, Location(files, path))
-    if chosen is None and torch:
-        chosen = _choose_parts(names, shown)
-    if chosen is None and DCP in formats:
-        chosen = _choose_dcp(names)
-    training = None if chosen is not None else _open_processes(path, visible, formats, request)
-    if training is not None:
-        return training
-    if chosen is None and GGUF in formats:
-        chosen = _choose_gguf(names, shown)
-    if chosen is None:
-        chosen = _choose_rarer(names, shown, formats)
-    inner = orbax.below(path, visible, files) if chosen is None and ORBAX in formats else None
-    if inner is not None:
-        return open_folder(inner, request)
-    if chosen is None:
-        chosen, plugin = _choose_by_rows(names, shown, request.formats)
-        request = request if plugin is None else request._replace(formats=(plugin,))
-    if chosen is None and suffixes:
-        chosen = choose_whole(names, shown, suffixes)  # an index without its shards: the error names them
-    if chosen is None:
-        raise error_about(UnsupportedError, _no_weights(path, names, folders, files), path=shown)
+    folder = _Folder(path, names, folders, request, request.formats or _USUAL_FORMATS)
+    tried: list[str] = []
+    for layout in _layouts(request.formats):
+        if not layout.formats or not set(layout.formats).isdisjoint(folder.formats):
+            chosen = layout.choose(folder)
+            if chosen:
+                return layout.open(folder, chosen)
+            tried.append(layout.files)
+    raise error_about(UnsupportedError, _no_weights(folder, tried), path=folder.shown)
+
+
+def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
+    """Iterate over all layouts in the order of preference, those of formats' rows last."""
+    yield from LAYOUTS
+    for row in chain(ROWS, plugin_rows()) if formats is None else map(row_of, formats):
+        if row.chooses is not None:
+            opening = partial(_open_files, format=row.name) if row.source else _open_files
+            suffixes = ", ".join(f"*{suffix}" for suffix in row.suffixes)
+            yield FolderLayout((), suffixes, partial(_by_row, row), opening)
+    # An index without its shards: the error names them.
+    yield LAYOUTS[1]._replace(choose=lambda folder: _whole(folder, None), files="")
+
+
+def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = None) -> Shards:
+    """Open the weight files or the index of a folder; with ``format``, as files of this plug-in."""
+    path, names, _, request, _ = folder
+    files = request.files
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
-    if chosen[0].endswith(".json") and plugin is None:
+    if chosen[0].endswith(".json") and format is None:
         shards = open_index(files.join(path, chosen[0]), request, names)
     else:
-        opening = partial(together, files, partial(_open_chosen, chosen, path, request), config)
+        accepted = request if format is None else request._replace(formats=(format,))
+        opening = partial(together, files, partial(_open_chosen, chosen, path, accepted), config)
         shards, config = settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
-        used.update(name for name in names if name.endswith(DCP_SUFFIX))
+        used.update(folder.ending(DCP_SUFFIX))
     parsed = config() if shards.config is None else shards.config
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
         check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
-    notes = _notes(names, folders, used, path, files, adapted=any(".lora_" in tensor for tensor in shards.where))
+    notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.where))
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
 
 
@@ -425,43 +471,28 @@ def _open_chosen(chosen: Sequence[str], path: str, request: OpenRequest) -> Shar
     return _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
 
 
-def _open_processes(
-    path: str, visible: Sequence[tuple[str, bool]], formats: Sequence[str], request: OpenRequest
-) -> Shards | None:
-    """Open the folder of a ZeRO checkpoint or of rank files; None if it is neither."""
-    names = [name for name, is_folder in visible if not is_folder]
-    if DEEPSPEED in formats:
-        tag = zero.tag_of(path, visible, request.files)
-        if tag is not None:
-            shards = open_folder(tag, request)
-            config = read_config(path, request.files) if shards.config is None else shards.config
-            return shards._replace(config=config)
-        if zero.is_checkpoint(names):
-            return _open_training(zero.model_states(names)[0], DEEPSPEED, path, visible, request)
-    if FSDP in formats and rank_files(names):
-        return _open_training(rank_files(names)[0], FSDP, path, visible, request)
-    if ORBAX in formats and orbax.is_checkpoint(names):
-        return _open_training(orbax.METADATA, ORBAX, path, visible, request)
-    return None
-
-
-def _open_training(
-    name: str, format: str, path: str, visible: Sequence[tuple[str, bool]], request: OpenRequest
-) -> Shards:
+def _open_training(folder: _Folder, chosen: Sequence[str], format: str) -> Shards:
     """Open a folder with a file for each process by its first file, which stands for all."""
-    files = request.files
-    first = open_file(files.join(path, name), request._replace(formats=(format,)))
-    names = [name for name, is_folder in visible if not is_folder and not _RANK_FILE.fullmatch(name)]
-    notes = _notes(names, [name for name, is_folder in visible if is_folder], set(), path, files)
+    files = folder.files
+    first = open_file(files.join(folder.path, chosen[0]), folder.request._replace(formats=(format,)))
+    rest = [name for name in folder.names if not _RANK_FILE.fullmatch(name)]
+    notes = _notes(folder._replace(names=rest), set())
     shards = _union(first.format, first.files, first.metadata)
-    return shards._replace(config=read_config(path, files), notes=[*first.notes, *notes])
+    return shards._replace(config=read_config(folder.path, files), notes=[*first.notes, *notes])
+
+
+def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Shards:
+    """Open a folder in this one; with ``config``, the ``config.json`` here describes it."""
+    shards = open_folder(folder.files.join(folder.path, chosen[0]), folder.request)
+    if not config or shards.config is not None:
+        return shards
+    return shards._replace(config=read_config(folder.path, folder.files))
 
 
 def choose(names: Sequence[str], path: str) -> list[str] | None:
     """Choose the weight files of a folder, or its index, for a listing, like `open_folder`; None if it has none."""
-    sharded = [name for name in names if name.endswith(DCP_SUFFIX)]
-    chosen = choose_whole(names, path, [".safetensors"]) or sharded or choose_whole(names, path, [".bin"])
-    return chosen or _choose_parts(names, path) or _choose_gguf(names, path)
+    folder = _Folder(path, names, (), OpenRequest(), _USUAL_FORMATS)
+    return _whole(folder, None) or _consolidated(folder) or folder.ending(DCP_SUFFIX) or _gguf(folder) or None
 
 
 def choose_whole(
@@ -527,90 +558,158 @@ def _refuse_incomplete(sets: Sequence[NumberedFiles], path: str, folder: Locatio
             )
 
 
-def _choose_parts(names: Sequence[str], path: str) -> list[str] | None:
+def _dcp_shards(folder: _Folder) -> list[str]:
+    """Choose the sharded safetensors of torch.distributed, unless a model of transformers lies beside them."""
+    usual = (name == SINGLE or (name.endswith(".json") and INDEX_NAME.fullmatch(name)) for name in folder.names)
+    shards = in_order(DCP_SHARD, folder.names, 1, 2)
+    return shards if shards and not any(usual) else []
+
+
+def _whole(folder: _Folder, location: Location | None) -> list[str]:
+    return choose_whole(folder.names, folder.shown, folder.suffixes, location) or []
+
+
+def _consolidated(folder: _Folder) -> list[str]:
     """Choose Meta's single file of a folder."""
-    parts = [name for name in names if fnmatchcase(name, "consolidated.*.pth")]
+    parts = [name for name in folder.names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
         raise error_about(
             UnsupportedError,
             f"{len(parts)} files {_listed(parts[:1])} to {_listed(parts[-1:])} are model-parallel: each holds a slice "
             "of every tensor. Open them one by one, or convert them to a single file first",
-            path=path,
+            path=folder.shown,
         )
-    return parts or None
+    return parts
 
 
-def _choose_dcp(names: Sequence[str]) -> list[str] | None:
+def _dcp(folder: _Folder) -> list[str]:
     """Choose the metadata of a torch.distributed checkpoint: the common file, or that of the first process."""
-    if any(name.endswith(DCP_SUFFIX) for name in names):
-        return ranks_of(names)[:1] or [DCP_METADATA]
-    return None
+    return in_order(DCP_RANK, folder.names, 1)[:1] or [DCP_METADATA] if folder.ending(DCP_SUFFIX) else []
 
 
-def _choose_gguf(names: Sequence[str], path: str) -> list[str] | None:
+def _zero_step(folder: _Folder) -> list[str]:
+    """Choose the folder of ZeRO's states that ``latest`` names."""
+    if _LATEST not in folder.names:
+        return []
+    with closing(folder.files.open(folder.files.join(folder.path, _LATEST))) as store:
+        tag = read_at(store, 0, _LONGEST_TAG).decode("utf-8", "replace").strip()
+    if not is_bare(tag) or tag not in folder.folders:
+        return []
+    inside = [name for name, _ in folder.files.listing(folder.files.join(folder.path, tag))]
+    return [tag] if _zero(folder._replace(names=inside)) else []
+
+
+def _zero(folder: _Folder) -> list[str]:
+    """Choose ZeRO's model states if the optimizer's are beside them."""
+    return zero_models(folder.names) if any(map(ZERO_OPTIMIZER.fullmatch, folder.names)) else []
+
+
+def _gguf(folder: _Folder) -> list[str]:
     """Choose the only GGUF file of a folder, or the first part of the only split file."""
-    files = [name for name in names if name.endswith(".gguf")]
+    files = folder.ending(".gguf")
     sets = sets_of(files)
     single = set(files) - {name for numbered in sets for name in numbered.files.values()}
     firsts = sorted([*single, *(numbered.files[min(numbered.files)] for numbered in sets)])
-    if len(firsts) > 1:
-        text = f"{len(firsts)} GGUF files: {_listed(firsts)}; open one of them"
-        raise error_about(UnsupportedError, text, path=path)
-    _refuse_incomplete(sets, path)
-    return firsts or None
+    folder.only(firsts, "GGUF files")
+    _refuse_incomplete(sets, folder.shown)
+    return firsts
 
 
-def _choose_rarer(names: Sequence[str], path: str, formats: Sequence[str]) -> list[str] | None:
-    """Choose Keras' or Paddle's files, or the only archive."""
-    chosen = _choose_keras(names, path) if KERAS in formats else None
-    if chosen is None and PICKLE in formats:
-        chosen = _choose_paddle(names, path)
-    archives = [name for name in names if name.endswith(_ARCHIVES)]
-    return archives if chosen is None and len(archives) == 1 else chosen
-
-
-def _choose_keras(names: Sequence[str], path: str) -> list[str] | None:
+def _keras(folder: _Folder) -> list[str]:
     """Choose the index of sharded Keras weights, or the only Keras file of a folder."""
-    indexes = [name for name in names if name.endswith(KERAS_INDEX_SUFFIX)]
-    chosen = indexes or [name for name in names if name.endswith(_KERAS_SUFFIXES)]
-    if len(chosen) > 1:
-        text = f"{len(chosen)} Keras files: {_listed(chosen)}; open one of them"
-        raise error_about(UnsupportedError, text, path=path)
-    return chosen or None
+    return folder.only(folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files")
 
 
-def _choose_paddle(names: Sequence[str], path: str) -> list[str] | None:
+def _paddle(folder: _Folder) -> list[str]:
     """Choose Paddle's index, its single file, its shards, or the only ``.pdparams`` of a folder."""
     for name in (PADDLE_INDEX, "model_state.pdparams"):
-        if name in names:
+        if name in folder.names:
             return [name]
-    chosen = [name for name in names if name.endswith(".pdparams")]
+    chosen = folder.ending(".pdparams")
     sets = sets_of(chosen)
     if len(sets) == 1 and sets[0].complete:
         return sets[0].in_order
-    _refuse_incomplete(sets, path)
-    if len(chosen) > 1:
-        text = f"{len(chosen)} Paddle files: {_listed(chosen)}; open one of them"
-        raise error_about(UnsupportedError, text, path=path)
-    return chosen or None
+    _refuse_incomplete(sets, folder.shown)
+    return folder.only(chosen, "Paddle files")
 
 
-def _choose_by_rows(
-    names: Sequence[str], path: str, formats: Sequence[str] | None
-) -> tuple[list[str] | None, str | None]:
-    """Choose the file of the first format whose row chooses one, and name the format if it is a plug-in's."""
-    rows = chain(ROWS, plugin_rows()) if formats is None else map(row_of, formats)
-    for row in rows:
-        if row.chooses is None:
-            continue
-        with row.guarded(f"choose a file of {show(path)}"):
-            files = [name for name in row.chooses(names) if name in names]
-        if len(files) > 1:
-            text = f"{len(files)} files of {row.title}: {_listed(sorted(files))}; open one of them"
-            raise error_about(UnsupportedError, text, path=path)
-        if files:
-            return files, row.name if row.source else None
-    return None, None
+def _archive(folder: _Folder) -> list[str]:
+    archives = folder.ending(*_ARCHIVES)
+    return archives if len(archives) == 1 else []
+
+
+def _orbax_step(folder: _Folder) -> list[str]:
+    """Choose the only Orbax checkpoint in a folder of steps or items."""
+    checkpoints: list[str] = []
+    for name, inner in _looked_into(folder.path, folder.folders, folder.files):
+        names = [text for text, _ in inner]
+        if ORBAX_METADATA in names:
+            checkpoints.append(name)
+        elif _ORBAX_STEP in names or _STEP.fullmatch(name):
+            folders = [text for text, is_folder in inner if is_folder]
+            inside = _looked_into(folder.files.join(folder.path, name), folders, folder.files)
+            if any(text == ORBAX_METADATA for _, listing in inside for text, _ in listing):
+                checkpoints.append(name)
+    if len(checkpoints) > 1:
+        ordered = sorted(checkpoints, key=_step_number)
+        shown = ", ".join(printable(name) for name in ordered[-_MAX_LISTED:])
+        what = "steps" if all(map(_STEP.fullmatch, ordered)) else "checkpoints"
+        text = f"this folder has {len(ordered):,} Orbax {what}: {'... ' if len(ordered) > _MAX_LISTED else ''}{shown}; "
+        text += f"open one of them, such as {printable(ordered[-1])}"
+        raise error_about(UnsupportedError, text, path=folder.shown)
+    return checkpoints
+
+
+def _looked_into(path: str, folders: Sequence[str], files: Files) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """List the finished folders in a folder."""
+
+    def listing(name: str) -> list[tuple[str, bool]]:
+        try:
+            return files.listing(files.join(path, name))
+        except (OSError, SafeloadError):
+            return []
+
+    finished = [name for name in folders if _UNFINISHED not in name][: 64 if files.remote else 4_096]
+    return list(zip(finished, files.each(listing, finished), strict=True))
+
+
+def _step_number(name: str) -> tuple[int, str]:
+    match = _STEP.fullmatch(name)
+    return (-1 if match is None else int(match[1]), name)
+
+
+def _by_row(row: Format, folder: _Folder) -> list[str]:
+    """Choose the only file that the row of a format chooses."""
+    with row.guarded(f"choose a file of {show(folder.shown)}"):
+        files = [name for name in row.chooses(folder.names) if name in folder.names]  # type: ignore[misc]
+    return files if len(files) < 2 else folder.only(sorted(files), f"files of {row.title}")
+
+
+_TORCH = (TORCH_ZIP, TORCH_LEGACY)
+# Formats to look for if the caller names none.
+_USUAL_FORMATS = (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF, KERAS, PICKLE)
+
+# The first row that chooses files wins.
+# fmt: off
+LAYOUTS = (
+    FolderLayout((DCP,), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_training, format=DCP)),
+    FolderLayout((SAFETENSORS, *_TORCH), "*.safetensors, pytorch_model*.bin",
+                 lambda folder: _whole(folder, Location(folder.files, folder.path)), _open_files),
+    FolderLayout(_TORCH, "consolidated.*.pth", _consolidated, _open_files),
+    FolderLayout((DCP,), "*.distcp", _dcp, _open_files),
+    FolderLayout((DEEPSPEED,), "latest", _zero_step, partial(_open_step, config=True)),
+    FolderLayout((DEEPSPEED,), "*_model_states.pt", _zero, partial(_open_training, format=DEEPSPEED)),
+    FolderLayout((FSDP,), "model_world_size_*.pt", lambda folder: in_order(FSDP_RANK, folder.names, 1, 2),
+                 partial(_open_training, format=FSDP)),
+    FolderLayout((ORBAX,), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
+                 partial(_open_training, format=ORBAX)),
+    FolderLayout((GGUF,), "*.gguf", _gguf, _open_files),
+    FolderLayout((KERAS,), "*.keras, *.h5", _keras, _open_files),
+    FolderLayout((PICKLE,), "*.pdparams", _paddle, _open_files),
+    FolderLayout((), "*.nemo, *.llamafile", _archive, _open_files),
+    FolderLayout((ORBAX,), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
+)
+# fmt: on
 
 
 def read_config(path: str, files: Files) -> dict[str, Any] | None:
@@ -682,14 +781,15 @@ def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
 
 def _has_weights(folder: str, files: Files) -> bool:
     try:
-        return any(_WEIGHT_FILE.fullmatch(name) for name, _ in files.listing(folder))
+        return any(is_weight_file(name) for name, _ in files.listing(folder))
     except (OSError, SafeloadError):
         return False
 
 
-def _no_weights(path: str, names: Sequence[str], folders: Sequence[str], files: Files) -> str:
-    """Return the message for a folder without supported weights: its kind, or its contents."""
-    inner = _with_weights(path, folders, files)
+def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
+    """Return the message for a folder without supported weights: its kind, or its contents and the rows tried."""
+    path, names, folders, request, _ = folder
+    inner = _with_weights(path, folders, request.files)
     if _PIPELINE in names and inner:
         return f"this is a diffusers pipeline with weights in {_listed(inner)}: open one of them"
     if path.rstrip("/").endswith(".mlpackage"):
@@ -698,6 +798,7 @@ def _no_weights(path: str, names: Sequence[str], folders: Sequence[str], files: 
     if kind is not None:
         return f"this is {kind}"
     text = f"no weights here; found {_listed(sorted([*names, *folders])) or 'nothing'}"
+    text += f"; looked for {', '.join(filter(None, tried))}"
     return f"{text}. Subfolders with weights: {_listed(inner)}; open one of them" if inner else text
 
 
@@ -732,19 +833,18 @@ def _adapter(config: str, files: Files) -> str:
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
 
 
-def _notes(
-    names: Sequence[str], folders: Sequence[str], used: set[str], path: str, files: Files, *, adapted: bool = False
-) -> list[str]:
+def _notes(folder: _Folder, used: set[str], *, adapted: bool = False) -> list[str]:
     """Return the kind of an open folder, and its unused weight files."""
+    path, names, folders, request, _ = folder
     notes = []
     # A complete model can lie beside the configuration of an adapter.
     if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
-        notes.append(adapter_note(_adapter(files.join(path, _ADAPTER), files)))
+        notes.append(adapter_note(_adapter(request.files.join(path, _ADAPTER), request.files)))
     if _PIPELINE in names:
-        inner = _listed(_with_weights(path, folders, files)) or "no folder"
+        inner = _listed(_with_weights(path, folders, request.files)) or "no folder"
         notes.append(f"a diffusers pipeline, with more weights in {inner}")
     unused = (name for name in names if name not in used and not name.startswith(TRAINING_STATE))
-    skipped = [name for name in unused if _WEIGHT_FILE.fullmatch(name)]
+    skipped = [name for name in unused if is_weight_file(name)]
     if skipped:
         notes.append(f"skipped: {_listed(skipped)}")
     if any(name.startswith("consolidated") for name in skipped):

@@ -28,13 +28,13 @@ from ..base.text import show
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ..stores.assembled import MAX_RANK, Box
 from .boxed import BoxedListing, assemble
+from .numbered import FSDP_RANK, in_order
 from .rank_files import RankFile, open_rank
 from .registry import Candidate, Content, OpenRequest
 from .torch.flatten import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .torch.globals import PickledTensor
 from .unpickle.machine import FROM_TYPE, Foreign, Inert, describe
 
-_NAME = re.compile(r"model_world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.pt", re.ASCII)
 # Globals outside the allowlist that these files name; they become placeholders.
 _KNOWN = re.compile(
     r"torch\.distributed\.[\w.]+|torch\._utils\._rebuild_wrapper_subclass|(?:__builtin__|builtins)\.getattr"
@@ -45,19 +45,13 @@ MAX_DEPTH = 64
 VALUES_FREE = 10_000
 
 
-def rank_files(names: Sequence[str]) -> list[str]:
-    """Return the rank files among the names of a folder, in the order of the processes."""
-    matches = [match for name in names if (match := _NAME.fullmatch(name)) is not None]
-    return [match[0] for match in sorted(matches, key=lambda match: (int(match[1]), int(match[2]), match[0]))]
-
-
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a rank file belongs to."""
     file = candidate.file
     files = file.files
     folder, _ = files.split(file.place)
     path = files.shown(folder)
-    names = rank_files([name for name, is_folder in files.listing(folder) if not is_folder])
+    names = in_order(FSDP_RANK, [name for name, is_folder in files.listing(folder) if not is_folder], 1, 2)
     _check_complete(names, path)
     ranks: list[RankFile] = []
     try:
@@ -74,7 +68,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 def _check_complete(names: Sequence[str], path: str) -> None:
     """Refuse a folder if it lacks the file of a process, or has files of several jobs."""
-    matches = [match for name in names if (match := _NAME.fullmatch(name)) is not None]
+    matches = [match for name in names if (match := FSDP_RANK.fullmatch(name)) is not None]
     sizes = sorted({int(match[1]) for match in matches})
     if len(sizes) != 1:
         text = f"rank files of jobs with {' and '.join(map(str, sizes[:5]))} processes: keep those of one job"

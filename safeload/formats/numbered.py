@@ -20,8 +20,28 @@ STEMS = {
     ".bin": ("pytorch_model", "diffusion_pytorch_model", "adapter_model", "model"),
 }
 FILE, INDEXED, SET = "file", "index", "set"
+DCP_METADATA, ORBAX_METADATA = ".metadata", "_METADATA"
+# Files of processes: torch.distributed's metadata and sharded safetensors, ZeRO's states, FSDP's parts.
+DCP_RANK = re.compile(r"__([0-9]{1,9})\.metadata", re.ASCII)
+DCP_SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors", re.ASCII)
+ZERO_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt", re.ASCII)
+ZERO_OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt", re.ASCII
+)
+FSDP_RANK = re.compile(r"model_world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.pt", re.ASCII)
 # Prefixes of files with training state.
 TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+
+
+def in_order(pattern: re.Pattern[str], names: Sequence[str], *groups: int) -> list[str]:
+    """Return the names that match a pattern, in the order of the numbers in these groups."""
+    matches = [match for name in names if (match := pattern.fullmatch(name)) is not None]
+    return [match[0] for match in sorted(matches, key=lambda match: (*(int(match[k] or 0) for k in groups), match[0]))]
+
+
+def zero_models(names: Sequence[str]) -> list[str]:
+    """Return the files of ZeRO's model states, in the order of the processes."""
+    return in_order(ZERO_MODEL, names, 2, 1)
 
 
 class NumberedFiles(NamedTuple):

@@ -361,3 +361,15 @@ def test_a_huge_count_of_parts_costs_nothing(tmp_path):
     path.write_bytes(part(0, 65535, 1, ["a"]))
     with pytest.raises(SafeloadError, match="65,534 of 65,535 parts are missing"):
         safeload.open(path)
+
+
+def test_the_error_for_a_folder_names_what_was_looked_for(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UnsupportedError) as caught:
+        safeload.open(tmp_path)
+    for pattern in ("*.safetensors", "*.distcp", "*.gguf", "*.pdparams", "*.onnx", "*.msgpack", "_METADATA"):
+        assert pattern in str(caught.value).split("looked for ")[1], pattern
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(UnsupportedError) as caught:
+        safeload.open(tmp_path, format="keras")
+    assert str(caught.value).endswith("found m.gguf, notes.txt; looked for *.keras, *.h5, *.nemo, *.llamafile")

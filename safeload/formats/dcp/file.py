@@ -25,6 +25,7 @@ from ...stores.assembled import Box
 from .. import foreign
 from ..boxed import BoxedListing, assemble
 from ..containers import depth_of, names_below, nested
+from ..numbered import DCP_METADATA, DCP_RANK, in_order
 from ..registry import Candidate, Content, OpenRequest
 from ..zstd import MAX_RATIO
 from . import sharded
@@ -35,7 +36,6 @@ from .chunks import (
     check_transforms,
     read_value,
 )
-from .names import METADATA, ranks_of
 from .records import MARK, ChunkPlace, Description, TensorRecord, describe_all
 
 
@@ -61,7 +61,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, request: OpenRequest) -> Content:
     files = file.files
-    ranks = [] if name == METADATA else ranks_of([name for name, is_folder in files.listing(folder) if not is_folder])
+    listing = [] if name == DCP_METADATA else files.listing(folder)
+    ranks = in_order(DCP_RANK, [name for name, is_folder in listing if not is_folder], 1)
 
     def metadata_files() -> Iterator[WeightFile]:
         if not ranks:

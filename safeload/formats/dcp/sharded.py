@@ -13,15 +13,15 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...stores.assembled import Box, InFile
 from ..boxed import BoxedListing
+from ..numbered import DCP_SHARD, in_order
 from .chunks import DataFiles
-from .names import SHARD, shards_of
 
 SHARDING = "DCP_SHARDING_INFO"
 
 
 def read(data: DataFiles, file: WeightFile, folder: str) -> dict[str, BoxedListing]:
     """Return the tensors of all shards in the folder of ``file``, and their boxes."""
-    names = shards_of([name for name, is_folder in file.files.listing(folder) if not is_folder])
+    names = in_order(DCP_SHARD, [name for name, is_folder in file.files.listing(folder) if not is_folder], 1, 2)
     _check_complete(names, file.files.shown(folder))
     data.open_all(names)
     tensors: dict[str, BoxedListing] = {}
@@ -52,7 +52,7 @@ def read(data: DataFiles, file: WeightFile, folder: str) -> dict[str, BoxedListi
 
 def _check_complete(names: Sequence[str], path: str) -> None:
     """Refuse a folder if the numbers in its names show that a file is missing."""
-    matches = [match for name in names if (match := SHARD.fullmatch(name)) is not None]
+    matches = [match for name in names if (match := DCP_SHARD.fullmatch(name)) is not None]
     written = {int(match[2]) for match in matches}
     count = max((int(match[3]) for match in matches), default=0)
     if len(written) < count:

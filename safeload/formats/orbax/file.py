@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -30,8 +31,8 @@ from ...stores.remote import RemoteStore
 from ...stores.store import read_at
 from ..boxed import BoxedListing, assemble
 from ..containers import depth_of, names_below, nested
+from ..numbered import ORBAX_METADATA
 from ..registry import Candidate, Content, OpenRequest
-from . import names as naming
 from . import tree, zarr
 from .chunks import WHOLE_FILE, ChunkBytes, ChunkFinder
 from .ocdbt import MANIFEST, Value, read_tree
@@ -42,6 +43,9 @@ MAX_ARRAY_METADATA = 1 << 20
 MAX_MANIFEST = 16 << 20
 # Folders with chunks of arrays that are not in a database. Links among them could lead in circles.
 MAX_FOLDERS = 1 << 17
+_STRINGS = "_strings.json"
+# A part of the database, written by a process; "replica_" precedes the number of a replica.
+_PART = re.compile(r"ocdbt\.process_(?:replica_)?[A-Za-z0-9]{1,32}", re.ASCII)
 _CUSTOM = "custom_metadata"
 _SHOWN = 5
 
@@ -50,8 +54,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a file ``_METADATA`` belongs to."""
     file = candidate.file
     if file.size > MAX_JSON:
-        raise FormatError(f"{naming.METADATA} has {file.size:,} bytes, but the limit is {MAX_JSON:,}", file.path)
-    content = parse_json(file.read_at(0, file.size), naming.METADATA, file.path)
+        raise FormatError(f"{ORBAX_METADATA} has {file.size:,} bytes, but the limit is {MAX_JSON:,}", file.path)
+    content = parse_json(file.read_at(0, file.size), ORBAX_METADATA, file.path)
     folder, _ = file.files.split(file.place)
     opened = _OpenFiles(file.files, folder)
     try:
@@ -149,7 +153,7 @@ class _OrbaxReader:
         metadata = self._metadata(names)
         narrow = [name for name, array in described.items() if isinstance(array, zarr.ZarrArray) and array.narrow]
         self._note(narrow, "opened as I8, with the same values")
-        self._note(self._tree.unknown, f"fields of {naming.METADATA} that safeload does not know")
+        self._note(self._tree.unknown, f"fields of {ORBAX_METADATA} that safeload does not know")
         stores = [stored.store for stored in self._opened.stored.values()]
         return Content(assemble(self._file, self._folder, listings, stores, metadata=metadata), notes=self._notes)
 
@@ -176,7 +180,7 @@ class _OrbaxReader:
             self._opened.open(MANIFEST)
         except FileNotFoundError:
             listing = self._files.listing(self._folder)
-            parts = [name for name, is_folder in listing if is_folder and naming.PART.fullmatch(name)]
+            parts = [name for name, is_folder in listing if is_folder and _PART.fullmatch(name)]
             if not parts:
                 text = f"there is no {MANIFEST}, although the metadata says use_ocdbt; was the checkpoint finished?"
                 raise FormatError(text, self._path) from None
@@ -279,7 +283,7 @@ class _OrbaxReader:
             )
         missing = next((name for name, key in zip(arrays, keys, strict=True) if key not in values), None)
         if missing is not None:
-            text = f"is not in {MANIFEST}, although {naming.METADATA} lists it"
+            text = f"is not in {MANIFEST}, although {ORBAX_METADATA} lists it"
             raise error_about(FormatError, text, path=self._path, tensor=missing)
         stored = [values[key] for key in keys]
         total = sum(value.length for value in stored)
@@ -310,10 +314,10 @@ class _OrbaxReader:
         leaves = self._tree.leaves
         non_arrays = [name for name in names if leaves[name].kind not in tree.ARRAYS or leaves[name].skipped]
         texts = {name for name in non_arrays if leaves[name].kind == tree.STRING and not leaves[name].skipped}
-        strings = read_json(self._opened.join(naming.STRINGS), naming.STRINGS, self._files) if texts else {}
+        strings = read_json(self._opened.join(_STRINGS), _STRINGS, self._files) if texts else {}
         for name in sorted(texts):
             if type(strings.get(name)) is not str:
-                text = f"{naming.STRINGS} must have the text {show(name)}, got {show(strings.get(name))[:100]}"
+                text = f"{_STRINGS} must have the text {show(name)}, got {show(strings.get(name))[:100]}"
                 raise FormatError(text, self._path)
         unknown = [name for name in non_arrays if name not in texts and leaves[name].kind not in tree.EMPTY]
         self._note(unknown, "left out, because only the program that wrote it knows its type")

@@ -35,14 +35,16 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ...stores.assembled import MAX_RANK, Box
 from ..boxed import BoxedListing, assemble
+from ..numbered import ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
 from ..rank_files import RankFile, open_rank
 from ..registry import Candidate, Content, OpenRequest
 from ..torch.flatten import Tree
 from ..torch.globals import PickledTensor
 from ..unpickle.machine import Inert, describe
-from . import names as naming
 from .partitions import FlatPiece, FlatVector
 
+# Files of model parallelism other than ZeRO: experts, pipeline stages.
+_OTHER = re.compile(r"(?:layer_.*|expp_rank_.*|.*expert.*)[-_](?:model|optim)_states\.pt", re.ASCII)
 _F32 = dtypes.BY_CODE["F32"]
 _OPTIMIZER = "optimizer_state_dict"
 _AUTO_EP = ("ds_autoep_layers", "autoep_layers")
@@ -64,6 +66,22 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         raise
 
 
+def _rank_of(name: str) -> int:
+    """Return the number of the process in the name of a file."""
+    match = ZERO_OPTIMIZER.fullmatch(name) or ZERO_MODEL.fullmatch(name)
+    return 0 if match is None else int(match[1] or 0)
+
+
+def _parallel(names: Sequence[str]) -> list[str]:
+    """Return the files that only tensor, pipeline or expert parallelism writes."""
+    divided = [
+        name
+        for name in names
+        if (match := ZERO_MODEL.fullmatch(name) or ZERO_OPTIMIZER.fullmatch(name)) is not None and int(match[2]) > 0
+    ]
+    return divided + [name for name in names if _OTHER.fullmatch(name)]
+
+
 class _Zero:
     """The open files of a checkpoint."""
 
@@ -74,15 +92,15 @@ class _Zero:
         self._folder, _ = self._files.split(file.place)
         self._path = self._files.shown(self._folder)
         listing = [name for name, is_folder in self._files.listing(self._folder) if not is_folder]
-        parallel = naming.parallel(listing)
+        parallel = _parallel(listing)
         if parallel:
             text = (
                 f"{show(parallel[0])} comes from tensor, pipeline or expert parallelism, which safeload does not join; "
             )
             text += "convert the checkpoint to a universal one with DeepSpeed's ds_to_universal"
             raise error_about(UnsupportedError, text, path=self._path)
-        self._model_names = naming.model_states(listing)
-        self._optimizer_names = naming.optimizer_states(listing)
+        self._model_names = zero_models(listing)
+        self._optimizer_names = in_order(ZERO_OPTIMIZER, listing, 2, 1)
         self._opened: list[RankFile] = []
         self._model = self._open(self._model_names[0])
 
@@ -192,7 +210,7 @@ class _Zero:
         count = states[0].get("partition_count")
         if isinstance(count, (list, tuple)) and count and all(type(n) is int for n in count):
             count = max(count)
-        numbers = [naming.rank_of(name) for name in self._optimizer_names]
+        numbers = [_rank_of(name) for name in self._optimizer_names]
         if count != len(ranks) or numbers != list(range(len(ranks))):
             text = f"partition_count is {describe(count)}, but there are files of {len(ranks)} processes: "
             raise MissingShardError(text + ", ".join(map(str, numbers[:20])), self._path)
@@ -274,7 +292,7 @@ class _Zero:
             return
         shapes = self._shapes(shapes)
         processes = len(self._optimizer_names)
-        if [naming.rank_of(name) for name in self._model_names] != list(range(processes)):
+        if [_rank_of(name) for name in self._model_names] != list(range(processes)):
             text = f"frozen weights need the model states of {processes} processes, got {len(self._model_names)}"
             raise MissingShardError(text, self._path)
         ranks = [self._model, *map(self._open, self._model_names[1:])]
