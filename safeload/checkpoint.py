@@ -23,8 +23,8 @@ from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError, exported, public
 from .formats import opening
-from .formats.opening import OpenedPath, Recipe, Seen, pickled, reopen, seen_of
-from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
+from .formats.opening import Seen, pickled, reopen, seen_of
+from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, OpenRequest, Recipe
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .models.module_names import adapter_kind, adapter_note
@@ -77,7 +77,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     weight_files: Sequence[WeightFile]  # internal
     ignored: Mapping[str, StoredPart]  # internal
 
-    def __init__(self, opened: OpenedPath) -> None:
+    def __init__(self, opened: Opened) -> None:
         title, kind, files, where, metadata, config, index_file, notes, recipe, complete = opened
         stored = recipe is not None and recipe.stored
         self._hidden: Mapping[str, str] = {}

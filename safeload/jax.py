@@ -21,8 +21,8 @@ from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
 from .errors import public
-from .formats.opening import Paths, UnknownGlobals
-from .formats.registry import FormatName, OpenRequest
+from .formats.opening import Paths
+from .formats.registry import FormatName, OpenRequest, UnknownGlobals
 from .formats.safetensors import file as safetensors
 from .formats.tensor_slice import slice_of
 

@@ -18,7 +18,7 @@ from .base.paths import PathLike
 from .engine.read.lazy import materialize
 from .engine.run.atomic_file import AtomicFile
 from .errors import UnsupportedError, public
-from .formats.format import Candidate, Content, Format, OpenRequest, StoredTensor
+from .formats.registry import Candidate, Content, Format, OpenRequest, StoredTensor
 
 __all__ = ["Candidate", "Content", "Format", "OpenRequest", "StoredTensor", "as_array", "atomic_file"]
 

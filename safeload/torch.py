@@ -20,8 +20,8 @@ from .engine.read.plan import entries_of
 from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .errors import public
-from .formats.opening import Paths, UnknownGlobals
-from .formats.registry import FormatName
+from .formats.opening import Paths
+from .formats.registry import FormatName, UnknownGlobals
 from .formats.safetensors import file as safetensors
 from .frameworks.torch_shared import remove_duplicate_names
 

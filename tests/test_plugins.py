@@ -14,9 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from builders import inside
 from builders.http_server import Server
-from builders.inside import formats, plugins
+from builders.inside import registry
 from builders.paths import ROOT
 
 import safeload
@@ -43,14 +42,14 @@ def forget(monkeypatch):
     """Looks for entry points anew, now and afterwards."""
 
     def clear():
-        for function in (plugins._entry_points, plugins._load):
+        for function in (registry._entry_points, registry._load):
             function.cache_clear()
-        formats.modules.clear()
+        registry.modules.clear()
         for name in ("toyformat", "ownformat", "otherformat"):
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
 
-    monkeypatch.delenv(plugins.DISABLE, raising=False)
+    monkeypatch.delenv(registry.DISABLE, raising=False)
     clear()
     yield clear
     clear()
@@ -218,11 +217,12 @@ def test_files_of_safeload_look_for_no_plug_ins(toy, tmp_path):
     safeload.convert(WEIGHTS, tmp_path / "m.safetensors")
     np.savez(tmp_path / "m.npz", **WEIGHTS)
     program = f"""
-import sys, safeload, os
+import importlib.metadata, sys, safeload, os
+importlib.metadata.entry_points = None  # no call is expected
 for name in ("m.safetensors", "m.npz"):
     safeload.load(os.path.join({str(tmp_path)!r}, name))
 safeload.convert(os.path.join({str(tmp_path)!r}, "m.npz"), os.path.join({str(tmp_path)!r}, "n.safetensors"))
-assert {inside.path("plugins")!r} not in sys.modules and "toyformat" not in sys.modules
+assert "toyformat" not in sys.modules
 """
     subprocess.run([sys.executable, "-I", "-c", program], check=True, cwd=os.sep)
 
@@ -230,14 +230,14 @@ assert {inside.path("plugins")!r} not in sys.modules and "toyformat" not in sys.
 def test_the_environment_disables_plug_ins(toy, tmp_path, monkeypatch):
     path = tmp_path / "model.toy"
     safeload.convert(WEIGHTS, path)
-    monkeypatch.setenv(plugins.DISABLE, "1")
+    monkeypatch.setenv(registry.DISABLE, "1")
     with pytest.raises(FormatError, match="no known weight format starts with 54 4f 59 31"):
         safeload.open(path)
     with pytest.raises(ValueError, match="unknown format 'toy', expected one of safetensors"):
         safeload.open(path, format="toy")
     with pytest.raises(ValueError, match="unknown format 'toy'"):
         safeload.convert(WEIGHTS, tmp_path / "x", format="toy")
-    monkeypatch.setenv(plugins.DISABLE, "0")
+    monkeypatch.setenv(registry.DISABLE, "0")
     check_weights(safeload.load(path))
 
 

@@ -31,7 +31,7 @@ from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedEr
 from ..stores.assembled import Box, InFile
 from .boxed import BoxedListing, boxed_file
 from .byte_reader import ByteReader
-from .format import Candidate, Content, OpenRequest
+from .registry import Candidate, Content, OpenRequest
 
 # Maximum number of values, and levels of maps; real files have some thousand and ten.
 MAX_VALUES = 2_000_000

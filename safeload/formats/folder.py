@@ -31,7 +31,6 @@ from ..stores.json_file import read_if_there, read_json
 from ..stores.store import read_at
 from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
-from .format import Format
 from .gguf import split as gguf_split
 from .numbered import (
     DCP_METADATA,
@@ -65,6 +64,7 @@ from .registry import (
     TORCH_LEGACY,
     TORCH_ZIP,
     WEIGHT_SUFFIXES,
+    Format,
     Opened,
     OpenRequest,
     open_file,
@@ -106,20 +106,8 @@ _RANK_FILE = re.compile(
 )
 
 
-class Shards(NamedTuple):
-    """The open files of a folder, an index or a list."""
-
-    format: str  # of the first file
-    files: list[WeightFile]
-    where: dict[str, tuple[WeightFile, int]]  # file and index of each tensor
-    metadata: Mapping[str, Any]  # of all files and the index, merged
-    config: dict[str, Any] | None = None  # parsed ``config.json``
-    index_file: tuple[str, tuple[Any, ...]] | None = None  # path and identity of the index
-    notes: Sequence[str] = ()  # the kind of folder, and skipped files
-
-
 @retried
-def open_path(path: str, request: OpenRequest) -> Shards:
+def open_path(path: str, request: OpenRequest) -> Opened:
     """Open a folder, an ``index.json`` or a file."""
     files = request.files
     name = files.split(path)[1]
@@ -138,32 +126,26 @@ def open_path(path: str, request: OpenRequest) -> Shards:
     return open_parts(open_file(path, request), request)
 
 
-def open_list(paths: Sequence[str], request: OpenRequest) -> Shards:
+def open_list(paths: Sequence[str], request: OpenRequest) -> Opened:
     """Open several paths as one checkpoint: the union of their tensors."""
-    opened: list[Shards] = []
-    where: dict[str, tuple[WeightFile, int]] = {}
-    metadata: dict[str, Any] = {}
+    shown = request.files.shown
+    opened: list[Opened] = []
     parts: set[str] = set()  # of split files: the first part opens all parts
     for path in paths:
         if request.files.absolute(path) in parts:
             continue
-        shards = open_path(path, request)
-        if opened and shards.format != opened[0].format:
-            shown = request.files.shown
+        opened.append(open_path(path, request))
+        if opened[-1].format != opened[0].format:
             raise UnsupportedError(
-                f"{shown(path)} is {shards.format}, but {shown(paths[0])} is {opened[0].format}: all files of a list "
-                "must have one format; safeload.convert can merge sources of several formats"
+                f"{shown(path)} is {opened[-1].format}, but {shown(paths[0])} is {opened[0].format}: all files of a "
+                "list must have one format; safeload.convert can merge sources of several formats"
             )
-        opened.append(shards)
-        add(where, shards.where)
-        metadata.update(shards.metadata)
-        if shards.format == GGUF and len(shards.files) > 1:
-            parts.update(file.place for file in shards.files)
-    refuse_adapters((shards.files[0].path, shards.where) for shards in opened)
-    config = next((shards.config for shards in opened if shards.config is not None), None)
-    files = [file for shards in opened for file in shards.files]
-    notes = [note for shards in opened for note in shards.notes]
-    return Shards(opened[0].format, files, where, metadata, config, None, notes)
+        if opened[-1].format == GGUF and len(opened[-1].files) > 1:
+            parts.update(file.place for file in opened[-1].files)
+    joined = _union(shown(paths[0]), opened)
+    refuse_adapters((each.file.path, each.places) for each in opened)
+    config = next((each.config for each in opened if each.config is not None), None)
+    return joined._replace(config=config, notes=[note for each in opened for note in each.notes])
 
 
 def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[WeightFile, int]]) -> None:
@@ -175,34 +157,36 @@ def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[Wei
     where.update(places)
 
 
-def open_parts(first: Opened, request: OpenRequest) -> Shards:
+def open_parts(first: Opened, request: OpenRequest) -> Opened:
     """Add the other parts to an open file if it is part of a split GGUF file."""
-    if first.format == GGUF and gguf_split.is_part(first.file):
-        files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, request).file)
-        return _union(GGUF, files, metadata)
-    if first.where is not None:
-        return Shards(first.format, first.files, first.where, first.metadata, first.config, notes=first.notes)
-    return _union(first.format, first.files, first.metadata)._replace(config=first.config, notes=first.notes)
-
-
-def _union(format: str, files: list[WeightFile], metadata: Mapping[str, Any]) -> Shards:
+    if first.format != GGUF or not gguf_split.is_part(first.file):
+        return first
+    files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, request).file)
     where: dict[str, tuple[WeightFile, int]] = {}
     for file in files:
         add(where, places_in(file))
-    return Shards(format, files, where, metadata)
+    return Opened(first.title, GGUF, files, where, metadata)
 
 
-def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
-    metadata: Mapping[str, Any] = {}
-    for shard in shards:
-        metadata = {**metadata, **shard.metadata} if metadata else shard.metadata
+def _union(title: str, opened: Sequence[Opened]) -> Opened:
+    """Join open files, which have no tensor in common."""
+    where: dict[str, tuple[WeightFile, int]] = {}
+    for each in opened:
+        add(where, each.places)
+    return Opened(title, opened[0].format, [file for each in opened for file in each.files], where, _metadata(opened))
+
+
+def _metadata(opened: Sequence[Opened]) -> Mapping[Any, Any]:
+    metadata: Mapping[Any, Any] = {}
+    for each in opened:
+        metadata = {**metadata, **each.metadata} if metadata else each.metadata
     return metadata
 
 
 # ---- an index ----
 
 
-def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Shards:
+def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Opened:
     """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored."""
     config = partial(read_config, request.files.split(path)[0], request.files)
     listed = read_with_shards(path, beside, request, config)  # remote shards that `beside` implies open at once
@@ -213,7 +197,7 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> S
     return shards
 
 
-def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Shards:
+def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
     files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
     index_file = files.absolute(path), listed.version
@@ -253,7 +237,8 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Shards:
             text = f"should be in {show(file_name)[1:-1]}, but is not there"
             raise error_about(FormatError, text, path=shown, tensor=min(missing))
     merged = _metadata(shards)
-    return Shards(
+    return Opened(
+        shown,
         shards[0].format if shards else SAFETENSORS,
         [file for shard in shards for file in shard.files],
         where,
@@ -272,7 +257,7 @@ def _missing_shard(error: FileNotFoundError, base: str) -> FileNotFoundError:
 
 def _open_keras_index(
     index: Mapping[str, Any], index_file: tuple[str, tuple[Any, ...]], path: str, request: OpenRequest
-) -> Shards:
+) -> Opened:
     """Open the shards of Keras weights: ``weight_map`` maps groups of HDF5 to names of shards, or to lists of names."""
     files, shown = request.files, request.files.shown(path)
     groups = index.get("weight_map")
@@ -295,7 +280,7 @@ def _open_keras_index(
     shards = files.each(open_shard, names)
     where: dict[str, tuple[WeightFile, int]] = {}
     for name, shard in zip(names, shards, strict=True):
-        places = shard.where or places_in(shard.file)
+        places = shard.places
         parents = {tensor.rpartition(".")[0] for tensor in places}
         for group in holders[name]:
             if group not in parents:
@@ -307,7 +292,7 @@ def _open_keras_index(
     total = index.get("metadata")
     metadata = {**_metadata(shards), **(total if isinstance(total, dict) else {})}
     opened = [file for shard in shards for file in shard.files]
-    return Shards(shards[0].format, opened, where, metadata, None, index_file)
+    return Opened(shown, shards[0].format, opened, where, metadata, None, index_file)
 
 
 def _below(where: Mapping[str, Any], root: str, path: str) -> dict[str, Any]:
@@ -409,10 +394,10 @@ class FolderLayout(NamedTuple):
     formats: Collection[str]  # the row is tried if one of these is accepted; empty for any
     files: str  # as messages name them
     choose: Callable[[_Folder], Sequence[str]]  # returns what to open, or nothing
-    open: Callable[[_Folder, Sequence[str]], Shards]
+    open: Callable[[_Folder, Sequence[str]], Opened]
 
 
-def open_folder(path: str, request: OpenRequest) -> Shards:
+def open_folder(path: str, request: OpenRequest) -> Opened:
     """Open the weights that the first row of `LAYOUTS` chooses; ``request.formats`` excludes other formats."""
     visible = request.files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
@@ -440,7 +425,7 @@ def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
     yield LAYOUTS[1]._replace(choose=lambda folder: _whole(folder, None), files="")
 
 
-def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = None) -> Shards:
+def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = None) -> Opened:
     """Open the weight files or the index of a folder; with ``format``, as files of this plug-in."""
     path, names, _, request, _ = folder
     files = request.files
@@ -458,30 +443,29 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
         check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
-    notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.where))
+    notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.places))
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
 
 
-def _open_chosen(chosen: Sequence[str], path: str, request: OpenRequest) -> Shards:
+def _open_chosen(chosen: Sequence[str], path: str, request: OpenRequest) -> Opened:
     """Open the weight files of a folder that has no index."""
     files = request.files
     if len(chosen) == 1 or chosen[0].endswith(".gguf"):
         return open_parts(open_file(files.join(path, chosen[0]), request), request)
     opened = files.each(lambda name: open_file(files.join(path, name), request), chosen)
-    return _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
+    return _union(files.shown(path), opened)
 
 
-def _open_training(folder: _Folder, chosen: Sequence[str], format: str) -> Shards:
+def _open_training(folder: _Folder, chosen: Sequence[str], format: str) -> Opened:
     """Open a folder with a file for each process by its first file, which stands for all."""
     files = folder.files
     first = open_file(files.join(folder.path, chosen[0]), folder.request._replace(formats=(format,)))
     rest = [name for name in folder.names if not _RANK_FILE.fullmatch(name)]
     notes = _notes(folder._replace(names=rest), set())
-    shards = _union(first.format, first.files, first.metadata)
-    return shards._replace(config=read_config(folder.path, files), notes=[*first.notes, *notes])
+    return first._replace(config=read_config(folder.path, files), notes=[*first.notes, *notes])
 
 
-def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Shards:
+def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Opened:
     """Open a folder in this one; with ``config``, the ``config.json`` here describes it."""
     shards = open_folder(folder.files.join(folder.path, chosen[0]), folder.request)
     if not config or shards.config is not None:

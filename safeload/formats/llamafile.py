@@ -14,7 +14,7 @@ from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from ..stores.members import Member, MemberFiles, name_fault
-from .archives import open_members
+from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
 from .zip import STORED, Archive
 

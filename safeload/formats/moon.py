@@ -26,8 +26,8 @@ from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import LimitError, SafeloadError, UnsupportedError
 from .byte_reader import ByteReader
-from .format import Candidate, Content, OpenRequest, StoredTensor
 from .metadata import without_metadata
+from .registry import Candidate, Content, OpenRequest, StoredTensor
 
 MAGIC = 0x4D4F4F4E
 VERSION = 2

@@ -1,32 +1,33 @@
-"""Open the argument of `safeload.open`: a file, a folder, an ``index.json`` or a list. Remember how to reopen it."""
+"""Open the argument of `safeload.open`: a file, a folder, an ``index.json`` or a list. Remember how to reopen it.
+
+``root=`` selects a container: the weights in an archive, or a nested dict of a training checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from ..base import hub_cache, log
+from ..base.listed_table import ListedTable, Listing
 from ..base.messages import error_about
 from ..base.paths import PathLike
-from ..base.text import plural, show
+from ..base.text import clip, plural, printable, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
-from ..engine.run.weight_file import WeightFile, places_in
-from ..errors import FormatError, UnsupportedError
+from ..engine.run.weight_file import WeightFile
+from ..errors import FormatError, TensorNotFoundError, UnsupportedError
 from ..stores.files import LOCAL, Files, Location, rather_changed
 from ..stores.local import compare
 from ..stores.ollama import is_name
 from ..stores.places import Located, places_of
 from . import foreign, registry
-from .registry import FormatName, OpenRequest
+from .registry import FormatName, Opened, OpenRequest, Recipe, UnknownGlobals
 
 if TYPE_CHECKING:
-    from . import folder
+    from ..stores.members import MemberFiles
     from .verifying import Verify
-
-# How to treat a pickle with classes or functions outside the allowlist.
-UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
 
 # Absolute path of each file, and its identity when it was opened or the first fields of that identity.
 Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -51,46 +52,6 @@ class OpenOptions(LoadOptions, total=False):
     verify: Verify
 
 
-class Recipe(NamedTuple):
-    """How a checkpoint was opened; see `safeload.open` for the options. Pickled with the checkpoint."""
-
-    paths: tuple[str, ...]  # absolute
-    listed: bool  # the caller passed a list
-    format: str | None
-    root: str | None
-    unknown_globals: UnknownGlobals
-    stored: bool = False
-    files: Files = LOCAL  # the store that the paths lead to
-
-    def __repr__(self) -> str:
-        return f"<Recipe {', '.join(map(self.files.shown, self.paths))}>"  # paths can hold the secrets of URLs
-
-    @property
-    def options(self) -> OpenRequest:
-        """Options for opening each file."""
-        _, _, format, root, unknown_globals, _, files = self
-        formats = None if format is None else registry.formats_of(format)
-        return OpenRequest(formats, root, unknown_globals == "inert", files)
-
-
-class OpenedPath(NamedTuple):
-    """The open files of a path."""
-
-    title: str  # the path as messages show it
-    format: str  # of the first file
-    files: list[WeightFile]
-    where: dict[str, tuple[WeightFile, int]] | None  # file and index of each tensor; None for a single file
-    metadata: Mapping[Any, Any]  # of all files and the index, merged
-    config: dict[str, Any] | None = None  # parsed ``config.json`` of a folder
-    index_file: tuple[str, tuple[Any, ...]] | None = None  # path and identity of the index
-    notes: Sequence[str] = ()  # the kind of folder, and skipped files
-    recipe: Recipe | None = None  # how to open the path again, if known
-    complete: bool = False  # the files should be a whole checkpoint, and a missing part is an error
-
-    def __repr__(self) -> str:
-        return f"<OpenedPath {self.title}>"  # the path of an index can hold the secrets of its URL
-
-
 def open_paths(
     path: Paths,
     format: str | None,
@@ -100,7 +61,7 @@ def open_paths(
     *,
     storage_options: Mapping[str, Any] | None = None,
     verify: Verify = None,
-) -> OpenedPath:
+) -> Opened:
     """Open the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None:
         registry.formats_of(format)
@@ -133,16 +94,14 @@ def open_paths(
         if snapshot is not None:
             recipe = recipe._replace(paths=(files.absolute(snapshot),))
         return _open_shards(snapshot or text, recipe)
-    kind, file, others, _, notes, config = opened
-    if kind == registry.GGUF:
+    if opened.format == registry.GGUF:
         from .gguf.split import is_part
 
-        if is_part(file):
+        if is_part(opened.file):
             from . import folder
 
             return _logged(text, recipe, folder.open_parts(opened, recipe.options))
-    where, metadata = opened.where if others else None, file.table.metadata() or {}
-    return OpenedPath(text, kind, [file, *others], where, metadata, config, notes=notes, recipe=recipe)
+    return opened._replace(title=text, recipe=recipe)
 
 
 def _verified(texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None) -> Files:
@@ -151,7 +110,7 @@ def _verified(texts: Sequence[str], files: Files, verify: Verify, storage_option
     return verified_files(texts, files, verify, storage_options)
 
 
-def _open_ollama(url: str, recipe: Recipe, verify: Verify = None) -> OpenedPath:
+def _open_ollama(url: str, recipe: Recipe, verify: Verify = None) -> Opened:
     """Open the layers of a model of ollama by their paths."""
     from ..stores import ollama
 
@@ -171,7 +130,7 @@ def _open_ollama(url: str, recipe: Recipe, verify: Verify = None) -> OpenedPath:
     return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
 
 
-def _check_plain(opened: OpenedPath, url: str) -> None:
+def _check_plain(opened: Opened, url: str) -> None:
     """Refuse layers with tensors that ollama has quantized for MLX."""
     for file in opened.files:
         scheme = (file.table.metadata() or {}).get("quant_type")
@@ -224,7 +183,7 @@ def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:
     return tuple(recipe._replace(paths=tuple(map(public, recipe.paths)))), portable
 
 
-def reopen(recipe: Recipe, seen: Seen) -> OpenedPath:
+def reopen(recipe: Recipe, seen: Seen) -> Opened:
     """Open the files of a path again."""
     for path, identity in seen:
         recipe.files.check_unchanged(path, identity)
@@ -245,7 +204,7 @@ def reopen(recipe: Recipe, seen: Seen) -> OpenedPath:
     return opened
 
 
-def _open_again(recipe: Recipe) -> OpenedPath:
+def _open_again(recipe: Recipe) -> Opened:
     if recipe.files is not LOCAL:
         return _open_list(recipe.paths, recipe) if recipe.listed else _open_shards(recipe.paths[0], recipe)
     paths, listed, format, root, unknown_globals, stored, _ = recipe
@@ -254,15 +213,15 @@ def _open_again(recipe: Recipe) -> OpenedPath:
 
 def reopen_subset(
     seen: Seen, config: dict[str, Any] | None, recipe: Recipe, unlisted: Mapping[str, Sequence[str]]
-) -> OpenedPath:
+) -> Opened:
     """Open some files of a checkpoint again, without its index; only the paths of ``recipe`` are ignored."""
     from . import folder
 
-    shards: list[registry.Opened] = []
+    shards: list[Opened] = []
     try:
         where: dict[str, tuple[WeightFile, int]] = {}
 
-        def open_shard(place: tuple[str, tuple[Any, ...]]) -> registry.Opened:
+        def open_shard(place: tuple[str, tuple[Any, ...]]) -> Opened:
             path, identity = place
             recipe.files.check_unchanged(path, identity)
             with rather_changed(recipe.files, [place]):
@@ -274,23 +233,20 @@ def reopen_subset(
         alone = len(shards) == 1 and not unlisted
         for shard, (path, _) in zip(shards, seen, strict=True) if not alone else ():
             excluded = frozenset(unlisted.get(path, ()))
-            places = shard.where or places_in(shard.file)
-            if excluded:
-                places = {name: place for name, place in places.items() if name not in excluded}
-            folder.add(where, places)
+            folder.add(where, {name: place for name, place in shard.places.items() if name not in excluded})
     except BaseException:
         for shard in shards:
             for file in shard.files:
                 file.close()
         raise
-    files = [file for shard in shards for file in shard.files]
+    title = seen[0][0]
     if alone:  # the metadata describes quantized tensors
-        shard = shards[0]
-        return OpenedPath(seen[0][0], shard.format, files, shard.where or None, shard.metadata, config, recipe=recipe)
-    return OpenedPath(seen[0][0], shards[0].format, files, where, {}, config, recipe=recipe)
+        return shards[0]._replace(title=title, config=config, notes=(), recipe=recipe)
+    files = [file for shard in shards for file in shard.files]
+    return Opened(title, shards[0].format, files, where, {}, config, recipe=recipe)
 
 
-def _open_list(texts: Sequence[str], recipe: Recipe) -> OpenedPath:
+def _open_list(texts: Sequence[str], recipe: Recipe) -> Opened:
     if not texts:
         raise ValueError("the list of paths is empty; pass at least one")
     from . import folder
@@ -301,7 +257,7 @@ def _open_list(texts: Sequence[str], recipe: Recipe) -> OpenedPath:
     return _logged(title, recipe, folder.open_list(texts, recipe.options))
 
 
-def _open_shards(path: str, recipe: Recipe) -> OpenedPath:
+def _open_shards(path: str, recipe: Recipe) -> Opened:
     """Open a folder, an ``index.json`` or another file."""
     kept = getattr(recipe.files, "kept", None)  # of files behind URLs only
     with nullcontext() if kept is None else kept(path):
@@ -310,10 +266,198 @@ def _open_shards(path: str, recipe: Recipe) -> OpenedPath:
         return _logged(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))
 
 
-def _logged(title: str, recipe: Recipe, shards: folder.Shards) -> OpenedPath:
+def _logged(title: str, recipe: Recipe, opened: Opened) -> Opened:
     """Log and return the open files of a folder, a list or an index."""
-    log.debug("opened %s: %s", title, plural(len(shards.files), "file"))
-    for note in shards.notes:
+    log.debug("opened %s: %s", title, plural(len(opened.files), "file"))
+    for note in opened.notes:
         log.debug("%s: %s", title, note)
-    complete = shards.config is not None or shards.index_file is not None
-    return OpenedPath(title, *shards, recipe=recipe, complete=complete)
+    complete = opened.config is not None or opened.index_file is not None
+    return opened._replace(title=title, recipe=recipe, complete=complete)
+
+
+# ---- the weights in an archive ----
+
+# Most names in a message.
+_SHOWN = 20
+# Suffixes of files that are read with others, or that describe them.
+_PARTS = (".distcp", ".json")
+
+
+def open_members(container: WeightFile, files: MemberFiles, request: OpenRequest, *, kind: str) -> Opened:
+    """Open the weights in a container, an archive of files; ``kind`` names it in messages, with its article.
+
+    1. A container is not a format: the checkpoint has the format of its members. Containers in containers are refused.
+    2. The weights are the only weight file of its folder, or else the folder, opened like any other. Of the folders
+       with weights those nearest to the top count. If several remain, ``root=`` names one: the path of a file or folder
+       in the container.
+    3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
+       and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
+    """
+    from . import folder  # few files are archives
+
+    path, request = _choose(container, files, request._replace(files=files), kind)
+    if files.is_folder(path):
+        shards = folder.open_folder(path, request)
+    else:
+        shards = folder.open_parts(registry.open_file(path, request), request)
+    return _onto(container, shards, path)
+
+
+def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
+    """Return the path of the weights, and the request for it."""
+    from .folder import is_weight_file
+    from .numbered import is_set
+
+    inside = _files(files)
+    root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
+    if root and root in {files.join(*place) for place in inside}:
+        return root, request._replace(root=None)
+    if root and files.is_folder(root):
+        inside = [(folder, name) for folder, name in inside if f"{folder}/".startswith(f"{root}/")]
+        request = request._replace(root=None)
+    weights: dict[str, list[str]] = {}
+    for folder, name in inside:
+        if is_weight_file(name):
+            weights.setdefault(folder, []).append(name)
+    if not weights:
+        text = f"this is {kind} without weights: it holds {_listed([files.join(*place) for place in inside])}"
+        raise error_about(UnsupportedError, text, path=container.path)
+    top = min(map(_depth, weights))
+    nearest = [folder for folder in weights if _depth(folder) == top]
+    if len(nearest) > 1:
+        text = f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root="
+        raise error_about(UnsupportedError, text, path=container.path)
+    folder = nearest[0]
+    names = weights[folder]
+    if len(names) == 1 and not names[0].endswith(_PARTS):
+        return files.join(folder, names[0]), request
+    if all(name.endswith(".gguf") for name in names) and not is_set(names):
+        shown = _listed([files.join(folder, name) for name in names])
+        text = f"it holds {len(names):,} GGUF files: {shown}; choose one with root="
+        raise error_about(UnsupportedError, text, path=container.path)
+    return folder, request
+
+
+def _files(files: MemberFiles) -> list[tuple[str, str]]:
+    """Return the folder and the name of each file."""
+    return [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
+
+
+def _depth(folder: str) -> int:
+    return folder.count("/") + 1 if folder else 0
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(clip(printable(name or "."), 100) for name in names[:_SHOWN]) or "nothing"
+    return f"{shown} ..." if len(names) > _SHOWN else shown
+
+
+def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
+    """Return members' tensors as those of their container."""
+    from ..stores.members import MemberStore
+
+    beside = [file for file in opened.files if not isinstance(file.store, MemberStore)]
+    if len(beside) > 1:
+        for file in beside:
+            file.close()
+        text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
+        raise error_about(UnsupportedError, text, path=container.path)
+    listings: list[Listing] = []
+    for name, (file, index) in opened.places.items():
+        if isinstance(file.store, MemberStore):
+            listings.append(_listing(name, file, index, file.store.begin))
+    named: dict[str, bool] = {}
+    unknown: dict[str, Any] = {}
+    ternary: dict[str, tuple[int, ...]] = {}
+    for file in opened.files:
+        named.update(file.table.named_globals)
+        unknown.update(file.table.unknown)
+        ternary.update(file.table.ternary)
+    table = ListedTable(listings, opened.metadata, named_globals=named)
+    table.unknown, table.ternary = unknown, ternary
+    container.table = table
+    for file in beside:
+        file.path = container.path
+        file.stand_for(container, unpacked=file.unpacked)
+    where: dict[str, tuple[WeightFile, int]] | None = None
+    if beside:
+        places = {name: (file, k) for file in (container, *beside) for k, name in enumerate(file.table.names)}
+        where = {name: places[name] for name in opened.places}
+    return opened._replace(title=container.path, files=[container, *beside], where=where, index_file=None)
+
+
+def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:
+    """Describe a tensor of a member by its place in the container."""
+    table = file.table
+    if table.scale(index) is not None or table.packed(index) is not None:
+        raise FormatError("a member has scales before they were looked for", file.path)
+    begin, end = table.byte_range(index)
+    strides, big_endian = table.strides(index), table.big_endian(index)
+    row, shape = table.row(index), table.shape(index)
+    return Listing(name, row, shape, begin + shift, end + shift, strides, big_endian=big_endian)
+
+
+# ---- nested containers of training checkpoints ----
+
+
+def names_below(paths: Mapping[str, Sequence[Any]], root: str | None, path: str) -> dict[str, str]:
+    """Return the names of the tensors and values below a container, each with its name there."""
+    if root is None:
+        return {name: name for name in paths}
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for name, steps in paths.items():
+        depth = depth_of(steps, root)
+        if depth:
+            known = ".".join(map(str, steps[depth:]))
+            if known in taken:
+                raise FormatError(f"two values below {show(root)} are named {show(known)}", path)
+            taken.add(known)
+            names[name] = known
+    if names:
+        return names
+    containers = sorted({str(steps[0]) for steps in paths.values() if len(steps) > 1})
+    shown = ", ".join(show(text)[1:-1] for text in containers[:_SHOWN]) or "none"
+    raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: {shown}", path=path)
+
+
+def depth_of(steps: Sequence[Any], root: str) -> int:
+    """Return how many steps of a path make up the name of a container; 0 if the path is not below it."""
+    text = ""
+    for k, step in enumerate(steps[:-1]):
+        text += f".{step}" if k else str(step)
+        if text == root:
+            return k + 1
+        if len(text) > len(root):
+            return 0
+    return 0
+
+
+class _Level(dict[Any, Any]):
+    """A level of the tree; dicts that are values themselves are not levels."""
+
+
+def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any], path: str) -> dict[str, Any]:
+    """Return values as nested dicts and lists; the first key of each path is text."""
+    root = _Level()
+    for name, steps in paths.items():
+        level = root
+        for step in steps[:-1]:
+            below = level.setdefault(step, _Level())
+            if type(below) is not _Level:
+                raise FormatError(f"{show(name)} is below another value", path)
+            level = below
+        if steps[-1] in level:
+            raise FormatError(f"{show(name)} has the path of another value", path)
+        level[steps[-1]] = read(name)
+    return {key: _plain(value) for key, value in root.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a level as list if its keys are the indices of a whole list, else as dict with text as keys."""
+    if type(value) is not _Level:
+        return value
+    items = {key: _plain(item) for key, item in value.items()}
+    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
+        return [items[k] for k in range(len(items))]
+    return {str(key): item for key, item in items.items()}

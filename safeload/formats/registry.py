@@ -1,34 +1,349 @@
-"""The table of formats, one row per format, and the functions over it: open a file, describe a file, find a writer.
+"""The formats, a row each; what a format's module gets and returns; opening and describing a file by its row.
 
-A row names a module of this package, which is imported on first use to keep ``import safeload`` fast. The module has
+A row names a module, which is imported on first use to keep ``import safeload`` fast. It has
 
 - ``read(candidate, request) -> Content``: the file with its table;
 - ``write(tensors, metadata, path, *, overwrite, durable)`` if the row has ``writes``: write arrays, `QuantizedTensor`
   and their lazy forms atomically, and refuse unsupported tensors before anything is written;
 - ``claims(candidate) -> bool`` if the row is ``ambiguous``: return whether a file has this format.
 
-Rows of plug-ins are asked after all of these, see plugins.py.
-
-Safetensors comes first: its files are opened by path, with one call of the C core and no earlier read.
+Safetensors comes first: its files are opened by path, with one call of the C core and no earlier read. Rows of plug-ins
+are `Format` objects too, found by entry points of the group ``safeload.formats`` under the name of the format. They are
+asked only for files that no row of safeload claims, or by ``format=NAME``: entry points are looked up when the first
+such file is met. A plug-in that cannot be used is left out with a warning, or is an error if it was asked for by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import Any, Literal, NamedTuple, TypeAlias
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import cache
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from ..base import dtypes
+from ..base.arrays import array_fits
+from ..base.cached import cached_property
+from ..base.gc_pause import paused
+from ..base.listed_table import ListedTable, Listing
 from ..base.messages import error_about
+from ..base.paths import is_bare
 from ..base.text import show
-from ..engine.run.weight_file import WeightFile, open_without_table
-from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..stores.files import LOCAL
+from ..engine.run.weight_file import WeightFile, open_without_table, places_in
+from ..errors import FormatError, SafeloadError, UnsupportedError, exported
+from ..stores.files import LOCAL, Files
 from ..stores.store import WINDOW
 from . import foreign
-from .format import Candidate as Candidate
-from .format import Content as Content
-from .format import Format, module_of
-from .format import OpenRequest as OpenRequest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from .zip import Archive
+
+# Folders above a file that a format reads besides, at most.
+MAX_FOLDERS = 16
+# Axes of a tensor, as in numpy 2.
+_MAX_RANK = 64
+
+
+# The modules of formats, by name. Threads contend for `functools.cache` without the GIL.
+modules: dict[str, Any] = {}
+
+
+def module_of(name: str) -> Any:
+    """Return a module: absolute, or of this package if its name begins with a dot."""
+    module = modules.get(name)
+    return modules.setdefault(name, import_module(name, __package__)) if module is None else module
+
+
+@exported("safeload.plugins")
+class Format(NamedTuple):
+    """A format: how to recognise its files, and the module that reads them.
+
+    The module has ``read(candidate, request) -> Content``. If the format ``writes``, it also has ``write(tensors,
+    metadata, path, *, overwrite, durable)``; if it is ``ambiguous``, ``claims(candidate) -> bool``.
+
+    Attributes:
+        name: the value of ``format=``, and of ``format`` of an open checkpoint.
+        title: name in lists of formats, such as "Toy files".
+        kind: completes "this is ...", such as "a Toy file".
+        matches: returns True if a file with these first bytes (at most 512) can have this format.
+        module: name of the module, imported when it is first needed.
+        suffixes: usual suffixes; `convert` selects a written format by them.
+        writes: whether the module has ``write``.
+        ambiguous: whether the module has ``claims``, which decides if ``matches`` returns True.
+        metadata: whether written files can hold metadata.
+        nested: whether ``root=`` can select containers.
+        own_names: whether tensors have other names or shapes than in PyTorch, so that `check` applies no schema.
+        ranges: False if reading the table takes most of the file, which is then not opened over the network.
+        chooses: returns the files to open in a folder, from the names of its files: one, or several to choose from.
+        source: the distribution of a plug-in; set by safeload. Unlisted fields are for built-in formats.
+    """
+
+    name: str
+    title: str
+    kind: str
+    matches: Callable[[bytes], bool]
+    module: str
+    suffixes: tuple[str, ...] = ()
+    extra_suffixes: tuple[str, ...] = ()  # suffixes of another format; `convert` also needs ``format=`` or ``layout=``
+    writes: bool = False
+    ambiguous: bool = False
+    metadata: bool = False
+    nested: bool = False
+    family: str | None = None  # value of ``format=`` shared by several rows
+    public: bool = False  # ``safeload.NAME`` is a module of functions for this format
+    parts: Callable[[bytes], bool] | None = None  # matches files that stand for their folder, if the format is required
+    ranges: bool = True
+    own_names: bool = False
+    chooses: Callable[[Sequence[str]], Sequence[str]] | None = None
+    source: str = ""
+
+    def load(self) -> Any:
+        """Return the module of the format."""
+        return module_of(self.module)
+
+    def accepts(self, candidate: Candidate) -> bool:
+        """Return True if a file has this format."""
+        with self.guarded("recognise a file"):
+            matches = self.matches(candidate.head)
+            return bool(matches and (not self.ambiguous or self.load().claims(candidate)))
+
+    def read(self, candidate: Candidate, request: OpenRequest) -> Content:
+        """Return the content of a file of this format.
+
+        Args:
+            candidate: the open file.
+            request: how to open it.
+
+        Returns:
+            The content: the file with its table.
+        """
+        with self.guarded(f"read {show(candidate.path)}"):
+            content = self.load().read(candidate, request)
+            if self.source and not isinstance(content, Content):
+                raise TypeError(f"read() must return candidate.content(...), got {type(content).__name__}")
+        result: Content = content
+        return result
+
+    def write(self, tensors: Mapping[str, Any], metadata: Mapping[Any, Any], path: str, *, overwrite: bool) -> None:
+        """Write a file of this format.
+
+        Args:
+            tensors: arrays and lazy values by name.
+            metadata: of the source.
+            path: the destination.
+            overwrite: False to raise FileExistsError if the destination exists.
+        """
+        with self.guarded(f"write {show(path)}"):
+            self.load().write(tensors, metadata, path, overwrite=overwrite)
+
+    @contextmanager
+    def guarded(self, action: str) -> Iterator[None]:
+        """Turn foreign exceptions of a plug-in into errors that name its distribution.
+
+        Raises:
+            SafeloadError: a plug-in has failed.
+        """
+        try:
+            yield
+        except (SafeloadError, OSError):
+            raise
+        except Exception as error:
+            if not self.source:
+                raise
+            text = f"the plug-in {show(self.name)} of {self.source} cannot {action}: {type(error).__name__}: "
+            raise SafeloadError(text + show(str(error))[1:-1]) from error
+
+
+@exported("safeload.plugins")
+class OpenRequest(NamedTuple):
+    """How to open files.
+
+    Attributes:
+        root: name of the container to read, if the format is ``nested``; None for all.
+    """
+
+    formats: tuple[str, ...] | None = None  # accepted formats; None for any
+    root: str | None = None  # name of the nested container to read; None for all
+    inert: bool = False  # accept unknown globals of a pickle as placeholders
+    files: Files = LOCAL  # the store of the paths
+    window: int = WINDOW  # bytes of the first request for a remote file
+
+
+@exported("safeload.plugins")
+class StoredTensor(NamedTuple):
+    """A tensor of a file, in C order, for `Candidate.content`.
+
+    Attributes:
+        name: unique in the file.
+        dtype: a NumPy dtype, or a name such as "bfloat16" or "F8_E4M3".
+        shape: outermost axis first.
+        offset: the first byte in the file.
+        file: holds the elements; None for the file that is read.
+        big_endian: byte order of the elements.
+    """
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    offset: int
+    file: Candidate | None = None
+    big_endian: bool = False
+
+
+@exported("safeload.plugins")
+class Content(NamedTuple):
+    """The result of a reader."""
+
+    file: WeightFile  # the candidate's file with its table, or a temporary file that replaces it
+    others: Sequence[WeightFile] = ()  # files with more tensors: unpacked, assembled, or beside the file
+    names: Sequence[str] = ()  # tensors of all files in order; empty without other files
+    notes: Sequence[str] = ()  # about other content of the file
+
+
+@exported("safeload.plugins")
+class Candidate:
+    """An open file, before its format is known.
+
+    Attributes:
+        head: the first 512 bytes, or fewer.
+    """
+
+    def __init__(self, file: WeightFile) -> None:
+        self.file = file
+        self.head = file.read_at(0, foreign.HEAD_SIZE)
+        self._opened: list[Candidate] = []
+
+    @property
+    def path(self) -> str:
+        """The path of the file, for messages."""
+        return self.file.path
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return self.file.size
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return bytes of the file, fewer at its end.
+
+        Args:
+            offset: the first byte.
+            size: the number of bytes.
+
+        Returns:
+            The bytes; at most ``size``.
+        """
+        return self.file.read_at(offset, size)
+
+    @cached_property
+    def archive(self) -> Archive:
+        """The directory of a zip archive, read once for all rows."""
+        from .zip import Archive
+
+        with paused(self.file.size):  # each entry becomes an object
+            return Archive(self.file)
+
+    def beside(self, name: str) -> Candidate:
+        """Open another file in the folder of this one, or below.
+
+        Raises:
+            FormatError: the name leads elsewhere.
+            FileNotFoundError: there is no such file.
+            OSError: the file cannot be opened.
+        """
+        place = place_beside(self.file, name)
+        if place is None:
+            raise FormatError(f"expected the name of a file in the same folder, got {show(name)}", self.path)
+        other = Candidate(open_without_table(place, files=self.file.files))
+        self._opened.append(other)
+        return other
+
+    def content(
+        self, tensors: Iterable[StoredTensor], metadata: Mapping[str, Any] | None = None, *, notes: Sequence[str] = ()
+    ) -> Content:
+        """Check the places of the tensors and return the content of the file.
+
+        Args:
+            tensors: in the order that `Checkpoint` shows; they may overlap.
+            metadata: everything else in the file.
+            notes: sentences for ``Checkpoint.notes``.
+
+        Returns:
+            The content, for ``read`` to return.
+
+        Raises:
+            FormatError: two tensors have the same name, or a tensor lies outside its file.
+            TypeError: a dtype is unknown.
+        """
+        names: list[str] = []
+        elsewhere: dict[Candidate, list[Listing]] = {}
+
+        def check() -> Iterator[Listing]:
+            for tensor in tensors:
+                holder = self if tensor.file is None else tensor.file
+                listing = _listing(tensor, holder)
+                names.append(tensor.name)
+                if holder is self:
+                    yield listing
+                else:
+                    elsewhere.setdefault(holder, []).append(listing)
+
+        self.file.table = ListedTable(check(), metadata)
+        if len(set(names)) < len(names):
+            seen: set[str] = set()
+            twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise FormatError(f"two tensors are named {show(twice)}", self.path)
+        for holder, listings in elsewhere.items():
+            holder.file.table = ListedTable(listings)
+            holder.file.stand_for(self.file, unpacked=False)
+        for opened in self._opened:
+            if opened not in elsewhere:
+                opened.close()
+        self._opened = []
+        return Content(self.file, [holder.file for holder in elsewhere], names if elsewhere else (), notes)
+
+    def close(self) -> None:
+        """Close the file and all files opened by `beside`."""
+        for opened in self._opened:
+            opened.close()
+        self.file.close()
+
+
+def _listing(tensor: StoredTensor, holder: Candidate) -> Listing:
+    """Check a tensor of a plug-in: wrong places would read foreign memory."""
+    name, dtype, shape, offset, _, big_endian = tensor
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor must be str, got {show(name)}")
+    row = dtypes.parse(dtype)
+    lengths = tuple(shape)
+    fits = len(lengths) <= _MAX_RANK and all(type(n) is int and n >= 0 for n in lengths)
+    if not fits or not array_fits(lengths, max(1, row.bits // 8)) or prod(lengths) % row.block:
+        text = f": no array of {row.code} can have the shape {show(list(lengths))}"
+        raise error_about(FormatError, text, path=holder.path, tensor=name)
+    end = offset + row.nbytes(prod(lengths))
+    if type(offset) is not int or not 0 <= offset <= end <= holder.size:
+        text = f": needs bytes {offset} to {end}, but the file has {holder.size}"
+        raise error_about(FormatError, text, path=holder.path, tensor=name)
+    return Listing(name, row, lengths, offset, end, big_endian=bool(big_endian) and row.swap > 1)
+
+
+def place_beside(file: WeightFile, name: str) -> str | None:
+    """Return the path of a name in the folder of a file or below; None if the name leads elsewhere."""
+    steps = name.split("/")
+    if not all(map(is_bare, steps)) or len(steps) > MAX_FOLDERS:
+        return None
+    place = file.files.split(file.place)[0]
+    for step in steps:
+        place = file.files.join(place, step)
+    return place
+
+
+# ---- the rows ----
 
 
 def _begins(magic: bytes) -> Callable[[bytes], bool]:
@@ -122,67 +437,6 @@ def _choices() -> dict[str, tuple[str, ...]]:
 
 FORMATS = _choices()
 
-# Names that no plug-in may have.
-RESERVED = frozenset(FORMATS)
-
-
-def row_of(name: str) -> Format:
-    """Return the row of a format, which may be a plug-in's."""
-    row = BY_NAME.get(name) or _plugin(name)
-    if row is None:
-        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(FORMATS)}")
-    return row
-
-
-def written_suffixes(name: str) -> tuple[str, ...]:
-    """Return the suffixes of files that `convert` writes in a format."""
-    row = BY_NAME.get(name) or (None if name in RESERVED else _plugin(name))
-    if row is None or not row.writes:
-        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN)}")
-    return (*row.suffixes, *row.extra_suffixes)
-
-
-class WrittenNames(tuple[str, ...]):
-    """The names of the written formats; those of plug-ins are members too, but are not listed."""
-
-    def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            return True
-        row = _plugin(name) if isinstance(name, str) and name not in RESERVED else None
-        return row is not None and row.writes
-
-
-def _plugin(name: str) -> Format | None:
-    from . import plugins  # only here and below: most files need none
-
-    return plugins.find(name, RESERVED)
-
-
-def formats_of(name: str) -> tuple[str, ...]:
-    """Return the names of the formats for a value of ``format=``; see `row_of` for errors."""
-    return FORMATS.get(name) or (row_of(name).name,)
-
-
-def plugin_rows() -> Iterator[Format]:
-    """Iterate over the rows of all plug-ins."""
-    from . import plugins
-
-    return plugins.rows(RESERVED)
-
-
-def may_claim(head: bytes) -> bool:
-    """Return True if a plug-in can read a file with these first bytes."""
-    from . import plugins
-
-    return any(plugins.matches(row, head) for row in plugins.rows(RESERVED))
-
-
-def _claimed_by_plugin(candidate: Candidate) -> Format | None:
-    from . import plugins
-
-    return plugins.claim(candidate, RESERVED)
-
-
 # Usual suffixes of weight files.
 WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
 
@@ -194,65 +448,228 @@ WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
 WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row.writes}
 
 
+def row_of(name: str) -> Format:
+    """Return the row of a format, which may be a plug-in's."""
+    row = BY_NAME.get(name) or _plugin(name)
+    if row is None:
+        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(FORMATS)}")
+    return row
+
+
+def formats_of(name: str) -> tuple[str, ...]:
+    """Return the names of the formats for a value of ``format=``; see `row_of` for errors."""
+    return FORMATS.get(name) or (row_of(name).name,)
+
+
+def written_suffixes(name: str) -> tuple[str, ...]:
+    """Return the suffixes of files that `convert` writes in a format."""
+    row = BY_NAME.get(name) or _plugin(name)
+    if row is None or not row.writes:
+        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN)}")
+    return (*row.suffixes, *row.extra_suffixes)
+
+
+class WrittenNames(tuple[str, ...]):
+    """The names of the written formats; those of plug-ins are members too, but are not listed."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        row = _plugin(name) if isinstance(name, str) else None
+        return row is not None and row.writes
+
+
+def titles() -> str:
+    """Return the supported formats as text for messages."""
+    *titles, last = dict.fromkeys(row.title for row in ROWS)
+    return f"{', '.join(titles)} and {last}"
+
+
+# ---- plug-ins ----
+
+DISABLE = "SAFELOAD_NO_PLUGINS"
+
+
+@cache
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    from importlib.metadata import entry_points  # only here: it takes milliseconds, and few files need it
+
+    points: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group="safeload.formats"):
+        points.setdefault(point.name, []).append(point)
+    return points
+
+
+def _enabled() -> dict[str, list[EntryPoint]]:
+    return _entry_points() if os.environ.get(DISABLE, "") in ("", "0") else {}
+
+
+@cache
+def _load(name: str) -> Format | str:
+    """Return the format of a plug-in, or why it cannot be used."""
+    points = _entry_points()[name]
+    sources = [_source(point) for point in points]
+    subject = f"the plug-in {show(name)} of {' and '.join(sources)} cannot be used"
+    if name in FORMATS:
+        return f"{subject}: safeload has a format of this name"
+    if len(points) > 1:
+        return f"{subject}: only one distribution may have a plug-in of this name"
+    try:
+        row = points[0].load()
+    except Exception as error:
+        return f"{subject}: {type(error).__name__}: {show(str(error))[1:-1]}"
+    if not isinstance(row, Format):
+        return f"{subject}: expected a safeload.plugins.Format, got {type(row).__name__}"
+    texts = (row.title, row.kind, row.module, *row.suffixes)
+    if not callable(row.matches) or not all(isinstance(text, str) and text for text in texts):
+        return f"{subject}: title, kind, module and suffixes must be text, and matches a function"
+    if row.name != name:
+        return f"{subject}: its format has another name, {show(row.name)}"
+    return row._replace(source=sources[0], family=None, public=False, parts=None, extra_suffixes=())
+
+
+def _source(point: EntryPoint) -> str:
+    dist = point.dist
+    return "an unknown distribution" if dist is None else f"{dist.metadata['Name']} {dist.version}"
+
+
+def _plugin(name: str) -> Format | None:
+    """Return the plug-in of a name, or None if there is none."""
+    if name in FORMATS or name not in _enabled():
+        return None
+    row = _load(name)
+    if isinstance(row, str):
+        raise SafeloadError(row)
+    return row
+
+
+def plugin_rows() -> Iterator[Format]:
+    """Iterate over the usable plug-ins in the order of their names; warn about the rest."""
+    for name in sorted(_enabled()):
+        row = _load(name)
+        if isinstance(row, str):
+            warnings.warn(row, RuntimeWarning, stacklevel=2)
+        else:
+            yield row
+
+
+def _claiming(recognise: Callable[[Format], bool]) -> Format | None:
+    """Return the first plug-in that recognises a file; warn about those that fail."""
+
+    def recognised(row: Format) -> bool:
+        try:
+            with row.guarded("recognise a file"):
+                return bool(recognise(row))
+        except SafeloadError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            return False
+
+    return next(filter(recognised, plugin_rows()), None)
+
+
+# ---- opening a file ----
+
+
 class Container(NamedTuple):
     """A kind of archive whose members are weight files.
 
-    The module has ``enter(candidate, request) -> Opened`` and, without ``entries``, ``claims(candidate) -> bool``.
+    The module has ``enter(candidate, request) -> Opened`` and, without ``holds``, ``claims(candidate) -> bool``.
     """
 
     kind: str  # completes "this is ..."
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can be one
     module: str  # relative to this package
-    # A zip archive with any of these, or with these suffixes; most are torch's, which need no module.
-    entries: tuple[str, ...] = ()
-    suffix: str = ""
+    # True for the entries of such a zip archive: most zip archives are torch's, which need no module.
+    holds: Callable[[Collection[str]], bool] | None = None
 
     def claims(self, candidate: Candidate) -> bool:
         """Return True if a file with these first bytes is a container of this kind."""
-        if self.entries or self.suffix:
-            names = candidate.archive.entries
-            if any(name in names for name in self.entries):
-                return True
-            first = next(iter(names), "")
-            torch = first.endswith("/data.pkl")  # with as many names as tensors
-            return bool(self.suffix) and not torch and any(name.lower().endswith(self.suffix) for name in names)
-        claimed: bool = module_of(self.module).claims(candidate)
+        claimed: bool = (
+            module_of(self.module).claims(candidate)
+            if self.holds is None
+            else self.holds(candidate.archive.entries.keys())
+        )
         return claimed
+
+
+def _holds_gguf(names: Collection[str]) -> bool:
+    torch = next(iter(names), "").endswith("/data.pkl")  # with as many names as tensors
+    return not torch and any(name.lower().endswith(".gguf") for name in names)
+
+
+def _holds_keras(names: Collection[str]) -> bool:
+    return "model.weights.h5" in names or "model.weights.npz" in names
 
 
 CONTAINERS = (
     Container("a tar archive", foreign.is_tar, ".tar"),
     Container("a program with a zip archive (llamafile)", foreign.is_program, ".llamafile"),
-    Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", suffix=".gguf"),
-    Container("a zip archive of Keras", foreign.is_zip, ".keras.archive", ("model.weights.h5", "model.weights.npz")),
+    Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", _holds_gguf),
+    Container("a zip archive of Keras", foreign.is_zip, ".keras.archive", _holds_keras),
 )
 
 
+# How to treat a pickle with classes or functions outside the allowlist.
+UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
+
+
+class Recipe(NamedTuple):
+    """How a checkpoint was opened; see `safeload.open` for the options. Pickled with the checkpoint."""
+
+    paths: tuple[str, ...]  # absolute
+    listed: bool  # the caller passed a list
+    format: str | None
+    root: str | None
+    unknown_globals: UnknownGlobals
+    stored: bool = False
+    files: Files = LOCAL  # the store that the paths lead to
+
+    def __repr__(self) -> str:
+        return f"<Recipe {', '.join(map(self.files.shown, self.paths))}>"  # paths can hold the secrets of URLs
+
+    @property
+    def options(self) -> OpenRequest:
+        """Options for opening each file."""
+        _, _, format, root, unknown_globals, _, files = self
+        formats = None if format is None else formats_of(format)
+        return OpenRequest(formats, root, unknown_globals == "inert", files)
+
+
 class Opened(NamedTuple):
-    """An open file."""
+    """An open checkpoint: a file, or the files of a folder, an index or a list."""
 
-    format: str  # the name of its row
-    file: WeightFile  # with its table
-    others: Sequence[WeightFile] = ()  # files with more tensors: unpacked, assembled, or beside the file
-    names: Sequence[str] = ()  # tensors of all files in order; empty without other files
-    notes: Sequence[str] = ()  # about other content of the file
-    config: dict[str, Any] | None = None  # parsed ``config.json`` in a container
+    title: str  # the path as messages show it
+    format: str  # the name of the row of the first file
+    files: list[WeightFile]  # with their tables
+    where: dict[str, tuple[WeightFile, int]] | None  # file and index of each tensor; None for a single file
+    metadata: Mapping[Any, Any]  # of all files and the index, merged
+    config: dict[str, Any] | None = None  # parsed ``config.json`` of a folder or a container
+    index_file: tuple[str, tuple[Any, ...]] | None = None  # path and identity of the index
+    notes: Sequence[str] = ()  # the kind of folder, other content, and skipped files
+    recipe: Recipe | None = None  # how to open the path again, if known
+    complete: bool = False  # the files should be a whole checkpoint, and a missing part is an error
 
-    @property
-    def files(self) -> list[WeightFile]:
-        return [self.file, *self.others]
-
-    @property
-    def where(self) -> dict[str, tuple[WeightFile, int]] | None:
-        """File and index of each tensor; None for a single file."""
-        if not self.others:
-            return None
-        places = {name: (file, index) for file in self.files for index, name in enumerate(file.table.names)}
-        return {name: places[name] for name in self.names}
+    def __repr__(self) -> str:
+        return f"<Opened {self.title}>"  # the path of an index can hold the secrets of its URL
 
     @property
-    def metadata(self) -> Mapping[Any, Any]:
-        return self.file.table.metadata() or {}
+    def file(self) -> WeightFile:
+        return self.files[0]
+
+    @property
+    def places(self) -> Mapping[str, tuple[WeightFile, int]]:
+        """File and index of each tensor."""
+        return places_in(self.files[0]) if self.where is None else self.where
+
+
+def opened_file(format: str, content: Content) -> Opened:
+    """Return what a reader has opened."""
+    file, others, names, notes = content
+    where = None
+    if others:
+        places = {name: (each, k) for each in (file, *others) for k, name in enumerate(each.table.names)}
+        where = {name: places[name] for name in names}
+    return Opened(file.path, format, [file, *others], where, file.table.metadata() or {}, notes=notes)
 
 
 # Formats whose readers take only the table from a file.
@@ -284,7 +701,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
 
 def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open a file by the container or the row that it is."""
-    own = request.formats is None or not RESERVED.isdisjoint(request.formats)  # else a plug-in was asked for
+    own = request.formats is None or not FORMATS.keys().isdisjoint(request.formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None
     file = candidate.file
     if container is not None:
@@ -297,7 +714,7 @@ def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
         file.store.verify()  # type: ignore[attr-defined]
     if not row.ranges:
         check_whole(file, f"{row.kind} must be read as a whole")
-    return Opened(row.name, *row.read(candidate, request))
+    return opened_file(row.name, row.read(candidate, request))
 
 
 def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
@@ -309,17 +726,17 @@ def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
             head = again.read_at(0, foreign.HEAD_SIZE)
             if foreign.is_safetensors(head):
                 raise
-            if not any(row.matches(head) for row in CONTAINERS if not row.entries and not row.suffix):
+            if not any(row.matches(head) for row in CONTAINERS if row.holds is None):
                 if request.formats is not None:
                     raise
-                if not any(_matching(head)) and _claimed_by_plugin(Candidate(again)) is None:
+                if not any(_matching(head)) and _claimed(Candidate(again)) is None:
                     _refuse(again, head)
                     raise
         return None
     if request.root is not None:
         file.close()
         raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=path)
-    return Opened(SAFETENSORS, file)
+    return opened_file(SAFETENSORS, Content(file))
 
 
 def _no_containers(format: str) -> str:
@@ -341,6 +758,11 @@ _BY_HEAD = sorted(ROWS[1:], key=lambda row: not row.ambiguous)
 def _matching(head: bytes) -> Iterator[Format]:
     """Iterate over the rows, except safetensors, that match the first bytes of a file."""
     return (row for row in _BY_HEAD if row.matches(head))
+
+
+def _claimed(candidate: Candidate) -> Format | None:
+    """Return the first plug-in that accepts a file."""
+    return _claiming(lambda row: row.accepts(candidate))
 
 
 def _container(candidate: Candidate) -> Container | None:
@@ -375,7 +797,7 @@ def find_row(candidate: Candidate, request: OpenRequest) -> Format:
     elif candidate.file.files is not LOCAL and foreign.is_safetensors(head):
         row = BY_NAME[SAFETENSORS]  # its first bytes, the header's size, can equal the magic number of another format
     if row is None and request.formats is None and not foreign.is_safetensors(head):
-        row = _claimed_by_plugin(candidate)
+        row = _claimed(candidate)
     if row is None:
         if not foreign.is_safetensors(head):
             _refuse(candidate.file, head, always=candidate.file.files is LOCAL)
@@ -407,12 +829,6 @@ def explain(path: str) -> FormatError | None:
     if not kind.advice and any(_matching(head)):
         kind = kind._replace(advice="safeload.open reads other formats too")
     return FormatError(kind.sentence("a safetensors file"), path, 0)
-
-
-def titles() -> str:
-    """Return the supported formats as text for messages."""
-    *titles, last = dict.fromkeys(row.title for row in ROWS)
-    return f"{', '.join(titles)} and {last}"
 
 
 def _refuse(file: WeightFile, head: bytes, *, always: bool = False) -> None:
@@ -454,9 +870,8 @@ def _unknown(head: bytes, path: str) -> FormatError:
 
 def check_head(head: bytes, path: str) -> None:
     """Refuse a file by its first `foreign.HEAD_SIZE` bytes if it cannot have a supported format."""
-    containers = (row for row in CONTAINERS if row.matches(head))
-    if not foreign.is_safetensors(head) and not any(_matching(head)) and not any(containers):
-        if may_claim(head):
-            return
+    containers = any(row.matches(head) for row in CONTAINERS)
+    known = foreign.is_safetensors(head) or any(_matching(head)) or containers
+    if not known and _claiming(lambda row: row.matches(head)) is None:
         _refuse_kind(head, path)
         raise _unknown(head, path)

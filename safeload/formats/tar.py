@@ -26,7 +26,7 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..stores.members import Member, MemberFiles, name_fault
-from .archives import open_members
+from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
 
 # Members of an archive. Each costs a read; checkpoints have some hundred.

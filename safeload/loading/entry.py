@@ -11,8 +11,8 @@ from ..checkpoint import Checkpoint
 from ..engine.read.load import Backend, DtypeLike
 from ..engine.run.progress import Progress
 from ..errors import public
-from ..formats.opening import OpenOptions, Paths, UnknownGlobals, open_paths
-from ..formats.registry import FormatName
+from ..formats.opening import OpenOptions, Paths, open_paths
+from ..formats.registry import FormatName, UnknownGlobals
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -68,7 +68,6 @@ from safeload.numpy import save_file
 # Imported when first needed, which counts as forbidden below.
 inside.preload(
     "missing_path",
-    "plugins",
     "merge",
     "validation",
     "codes_without_scale",

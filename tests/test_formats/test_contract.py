@@ -5,6 +5,8 @@ A new row needs nothing here but a maker of one file, and that only where its fo
 
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from builders.format_files import make
 from builders.inside import FORMATS, ROWS, Lazy, foreign, registry
 from builders.inside import FORMATS_BY_NAME as BY_NAME
+from builders.paths import ROOT
 from builders.random import rng
 from builders.thorough import part_of
 
@@ -316,3 +319,36 @@ def test_a_format_is_where_its_row_says():
             if re.search(rf"(?<![\w.]){name}(?!\w)", path.read_text("utf-8"), re.IGNORECASE)
         }
         assert found <= places, found - places
+
+
+def test_a_new_format_is_a_file_and_a_line_in_the_list(tmp_path):
+    """The format that the guide writes as a plug-in, in a copy of the package."""
+    package = tmp_path / "safeload"
+    shutil.copytree(Path(safeload.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    guide = (ROOT / "docs" / "guide" / "own-formats.md").read_text("utf-8")
+    code = re.search(r"^```python\n# toyformat\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    (package / "formats" / "toy.py").write_text(code[1], "utf-8")
+    registry = package / "formats" / "registry.py"
+    line = """Format("toy", "Toy files", "a Toy file", _begins(b"TOY1"), ".toy", (".toy",), writes=True, metadata=True,
+                     chooses=_only(".toy")),"""
+    registry.write_text(registry.read_text("utf-8").replace("\n)\n# fmt: on", f"\n{line}\n)"), "utf-8")
+    program = """
+import safeload, safeload.errors, os, pickle
+weights = safeload.load("m.safetensors")
+safeload.convert("m.safetensors", "models/m.toy")
+for path in ("models/m.toy", "models"):
+    with safeload.open(path, format="toy") as opened:
+        assert (opened.format, opened.metadata, list(opened)) == ("toy", {"by": "me"}, list(weights))
+        assert all((opened[name] == array).all() for name, array in weights.items())
+        assert opened.get_slice("b")[2] == weights["b"][2] and len(pickle.loads(pickle.dumps(opened))) == len(weights)
+assert safeload.open("models").format == "toy" and safeload.check("models/m.toy").ok
+try:
+    safeload.open("folder")
+except safeload.errors.UnsupportedError as error:
+    assert str(error).endswith("*.onnx, *.toy"), error
+"""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "folder").mkdir()
+    safeload.convert(WEIGHTS, tmp_path / "m.safetensors", metadata={"by": "me"})
+    run = [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{program}"]
+    subprocess.run(run, check=True, cwd=tmp_path)

@@ -24,8 +24,8 @@ from ...errors import FormatError, public
 from ...stores.assembled import Box
 from .. import foreign
 from ..boxed import BoxedListing, assemble
-from ..containers import depth_of, names_below, nested
 from ..numbered import DCP_METADATA, DCP_RANK, in_order
+from ..opening import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest
 from ..zstd import MAX_RATIO
 from . import sharded

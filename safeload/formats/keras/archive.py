@@ -19,8 +19,8 @@ from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import UnsupportedError
 from ...stores.json_file import parse_json
 from ...stores.members import Member, MemberFiles
-from ..archives import open_members
-from ..registry import Candidate, Opened, OpenRequest, check_whole, find_row
+from ..opening import open_members
+from ..registry import Candidate, Opened, OpenRequest, check_whole, find_row, opened_file
 from ..zip import STORED, Archive
 
 WEIGHTS = "model.weights.h5"
@@ -50,7 +50,7 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     table = opened.file.table
     assert isinstance(table, ListedTable)
     table.add_metadata(metadata)
-    return opened._replace(notes=[*opened.notes, *_notes(archive)])
+    return opened._replace(metadata=table.metadata() or {}, notes=[*opened.notes, *_notes(archive)])
 
 
 def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opened:
@@ -74,7 +74,7 @@ def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opene
         temporary.close()
         raise
     file.close()
-    return Opened(row.name, *content)
+    return opened_file(row.name, content)._replace(title=file.path)
 
 
 def _notes(archive: Archive) -> list[str]:

@@ -27,7 +27,7 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, UnsupportedError
 from ...stores.assembled import Box, InFile
 from ..boxed import BoxedListing, boxed_file
-from ..containers import names_below
+from ..opening import names_below
 from ..registry import Candidate, Content, OpenRequest
 from .chunks import InMemory, StoredBlock, check_filters
 from .hdf5 import Dataset, Structure, read_structure

@@ -29,7 +29,7 @@ from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError
 from ...stores.assembled import Box, BoxSource, InFile, Region
 from ..boxed import BoxedListing, boxed_file
-from ..format import Candidate, Content, OpenRequest, place_beside
+from ..registry import Candidate, Content, OpenRequest, place_beside
 from .model import ByteSpan, ModelReader, OnnxModel, TensorProto
 from .wire import decode_varints
 

@@ -30,8 +30,8 @@ from ...stores.json_file import MAX_JSON, parse_json, read_json
 from ...stores.remote import RemoteStore
 from ...stores.store import read_at
 from ..boxed import BoxedListing, assemble
-from ..containers import depth_of, names_below, nested
 from ..numbered import ORBAX_METADATA
+from ..opening import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest
 from . import tree, zarr
 from .chunks import WHOLE_FILE, ChunkBytes, ChunkFinder

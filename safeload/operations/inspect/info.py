@@ -13,8 +13,8 @@ from ...base.text import plural, size
 from ...checkpoint import Checkpoint, codes_of, settings_of, tensors_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import public
-from ...formats.opening import Paths, UnknownGlobals
-from ...formats.registry import FormatName
+from ...formats.opening import Paths
+from ...formats.registry import FormatName, UnknownGlobals
 from ...loading import entry as loading
 from ...packed.gptq import zeros_disagree
 from ...packed.quantization import quantization_of

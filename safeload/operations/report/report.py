@@ -10,7 +10,7 @@ from ...base.paths import PathLike, native_path
 from ...base.scheme import parse
 from ...engine.run.progress import Bars, Progress, bars
 from ...errors import SafeloadError, public
-from ...formats.opening import UnknownGlobals
+from ...formats.registry import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ...stores.url import is_url

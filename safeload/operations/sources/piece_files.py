@@ -18,8 +18,8 @@ from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
-from ...formats.opening import Recipe, reopen_subset
-from ...formats.registry import formats_of, row_of
+from ...formats.opening import reopen_subset
+from ...formats.registry import Recipe, formats_of, row_of
 from ...stores import url as urls
 from ...stores.files import LOCAL, Files, Location
 from ...stores.local import check_unchanged, identity_of
