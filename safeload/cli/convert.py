@@ -62,8 +62,8 @@ that transformers loads. The only weight file of a model stands for its folder. 
 match llama.cpp's names, such as '*ffn_down*', or names in the source. A diffusion model becomes a .gguf file for
 ComfyUI, and such a file becomes a checkpoint again; flux, sd1 and sdxl can be quantized.
 
-With --resume or --dask, a folder is written shard by shard, and its subfolder .safeload-resume/ has a record of each
-complete shard until the conversion is finished. If the conversion is interrupted, run the same command with --resume to
+With --resume or --dask, a folder is written shard by shard, and its subfolder .safeload-resume/ has the complete shards
+until the conversion is finished. If the conversion is interrupted, run the same command with --resume to
 continue.
 
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""

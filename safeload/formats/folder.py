@@ -79,8 +79,7 @@ SINGLE = "model.safetensors"
 # An adapter of mlx-lm, whose trainer leaves those of earlier steps beside it (`0000100_adapters.safetensors`).
 MLX_ADAPTER = "adapters.safetensors"
 CONFIG = "config.json"
-# The subfolder of an unfinished conversion; see `operations.folders.journal`.
-RESUME = ".safeload-resume"
+RESUME = ".safeload-resume"  # the subfolder of unfinished conversions, see `operations.folders.journal`
 
 PADDLE_INDEX = "model_state.pdparams.index.json"
 # The index of sharded Keras weights; its shards are beside it.
@@ -774,6 +773,8 @@ def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
     """Return the message for a folder without supported weights: its kind, or its contents and the rows tried."""
     path, names, folders, request, _ = folder
     inner = _with_weights(path, folders, request.files)
+    if request.files.is_folder(request.files.join(path, RESUME)):
+        return "this is an unfinished conversion: repeat it with resume=True"
     if _PIPELINE in names and inner:
         return f"this is a diffusers pipeline with weights in {_listed(inner)}: open one of them"
     if path.rstrip("/").endswith(".mlpackage"):

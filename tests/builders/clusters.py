@@ -75,14 +75,20 @@ def usual(files: dict[str, bytes]) -> dict[str, bytes]:
     }
 
 
+def waiting(folder: Path) -> Path:
+    """Where the shards of the only unfinished conversion of a folder wait."""
+    (place,) = (folder / RESUME).iterdir()
+    return place
+
+
 def record_of(shard: Path) -> Path:
-    """The record of a shard."""
-    return shard.parent / RESUME / f"{shard.name}{journal.RECORD}"
+    """The record of a shard that waits."""
+    return shard.with_name(f"{shard.name}{journal.RECORD}")
 
 
 def records_in(folder: Path) -> list[Path]:
-    """The records in a folder and its subfolders."""
-    return sorted(folder.rglob(f"{RESUME}/*{journal.RECORD}"))
+    """The records in a folder."""
+    return sorted(folder.rglob(f"{RESUME}/*/*{journal.RECORD}"))
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:

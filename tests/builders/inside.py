@@ -219,7 +219,6 @@ NAMES = {
     "output": "operations.folders.output",
     "shard_bounds": "operations.folders.shards:shard_bounds",
     "store_folder": "operations.folders.store_folder",
-    "unfinished": "operations.folders.unfinished",
     "diff_blocks": "operations.measure.diff_blocks",
     "SIZED_DTYPES": "operations.measure.sizes:DTYPES",
     "sizes": "operations.measure.sizes:sizes",

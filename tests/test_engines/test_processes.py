@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from builders.clusters import OPTIONS, content, die_in, never_half, state
+from builders.clusters import OPTIONS, RESUME, content, die_in, never_half, state, waiting
 
 import safeload
 
@@ -45,9 +45,10 @@ def test_a_pool_that_breaks_down_is_resumed_and_what_is_whole_stays(source, loca
         pytest.raises(BrokenProcessPool),
     ):
         safeload.convert(source, out, executor=executor, **OPTIONS)
-    before = {name: one for name, one in state(out).items() if name in local}
+    assert [*out.iterdir()] == [out / RESUME]
+    before = {name: one for name, one in state(waiting(out)).items() if name in local}
     assert sorted(before) == SHARDS[:3]
-    assert [name for name in state(out) if name.endswith(".tmp")]  # of the process that was killed
+    assert [name for name in state(waiting(out)) if name.endswith(".tmp")]  # of the process that was killed
     with ProcessPoolExecutor(1, mp_context=spawn) as executor:
         safeload.convert(source, out, executor=executor, resume=True, **OPTIONS)
     after = state(out)
@@ -61,10 +62,10 @@ def test_a_shard_that_was_damaged_meanwhile_is_made_again(source, local, tmp_pat
     plan = safeload.plan_convert(source, out, **OPTIONS)
     for piece in plan.pieces[:3]:
         safeload.run_piece(piece)
-    with open(out / SHARDS[1], "r+b") as file:
+    with open(waiting(out) / SHARDS[1], "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    before = state(out)
+    before = state(waiting(out))
     with ThreadPoolExecutor(2) as executor:
         safeload.convert(source, out, executor=executor, resume=True, **OPTIONS)
     after = state(out)

@@ -5,11 +5,10 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.clusters import record_of, run_pieces
+from builders.clusters import record_of, run_pieces, waiting
 from builders.inside import destination
 
 import safeload
@@ -78,7 +77,7 @@ def test_finalize_compares_shards_with_what_pieces_wrote(tmp_path, change, over)
         safeload.convert(source, made, max_shard_size="1KB")
     plan = safeload.plan_convert(source, made, max_shard_size="1KB", metadata={"a": "b"}, overwrite=over)
     results = [safeload.run_piece(piece) for piece in plan.pieces]
-    change(Path(plan.pieces[0]["folder"]), results)
+    change(waiting(made), results)
     before = contents(made)
     with pytest.raises(FormatError, match=r"not what its piece wrote: run its piece again \(expected SHA-256 "):
         safeload.finalize(plan, results)
@@ -108,7 +107,7 @@ class Meddling(ThreadPoolExecutor):
         def call():
             result = function(*rest)
             if self.change is not None:
-                self.change(self.made, [result])
+                self.change(waiting(self.made), [result])
                 self.change = None
             return result
 

@@ -4,11 +4,10 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.clusters import OPTIONS, content, fp8_folder, record_of, records_in, run_pieces
+from builders.clusters import OPTIONS, content, fp8_folder, record_of, records_in, run_pieces, waiting
 from builders.cuts import survives
 from builders.thorough import part_of
 
@@ -65,7 +64,7 @@ def test_the_id_of_a_piece_depends_on_its_own_sources_only(source, tmp_path):
 def test_a_record_has_the_versions_of_its_sources(source, tmp_path):
     run_pieces(source, tmp_path / "made", **LIMIT)
     for path in sorted(source.glob("*.safetensors")):
-        record = json.loads(record_of(tmp_path / "made" / path.name).read_text())
+        record = json.loads(record_of(waiting(tmp_path / "made") / path.name).read_text())
         assert record["sources"] == [[path.name, path.stat().st_size, path.stat().st_mtime_ns]]
         assert str(tmp_path) not in json.dumps(record)
 
@@ -79,13 +78,14 @@ def test_a_repaired_source_shard_leaves_the_other_shards(source, tmp_path, over,
     write_shard(source, 2, np.nan)
     with pytest.raises(RangeError, match="only finite numbers"):
         safeload.convert(source, made, resume=True, **options)
-    shards = [path.parents[1] / path.name.removesuffix(".done.json") for path in records_in(made)]
+    shards = [path.with_name(path.name.removesuffix(".json")) for path in records_in(made)]
     before = {path.name: path.stat().st_ino for path in shards}
     assert len(before) == 2
     write_shard(source, 2)
     pool = ThreadPoolExecutor(2) if executor else None
     safeload.convert(source, made, resume=True, executor=pool, **options)
-    assert not changed(before, {path.name: path.stat().st_ino for path in made.glob("*.safetensors")})
+    inodes = {path.stat().st_ino for path in made.glob("*.safetensors")}
+    assert {*before.values()} <= inodes
     safeload.convert(source, tmp_path / "want", quantize="int8", max_shard_size="5KB")
     want = content(tmp_path / "want")
     found = content(made)
@@ -101,6 +101,8 @@ def test_a_source_that_changes_after_its_shard_was_written(source, tmp_path, ind
     if index:
         safeload.convert(source, tmp_path / "whole", **LIMIT)
         shutil.copy(tmp_path / "whole" / INDEX, made)
+        for path in waiting(made).glob("*.safetensors"):
+            path.rename(made / path.name)
     before = inodes(made)
     write_shard(source, 1, 7)
     if index:
@@ -119,13 +121,13 @@ def test_a_source_that_changes_after_its_shard_was_written(source, tmp_path, ind
 
 
 def test_all_sources_changed(source, tmp_path):
-    """Another model of equal shape: nothing proves that the folder belongs to this conversion."""
+    """Another model of equal shape under the same path: each shard is written again."""
     made = tmp_path / "made"
     run_pieces(source, made, **LIMIT)
     for number in range(SHARDS):
         write_shard(source, number, 7)
-    with pytest.raises(ValueError, match=r"before its source 'model-00001-of-00004.safetensors' changed"):
-        safeload.convert(source, made, resume=True, **LIMIT)
+    safeload.convert(source, made, resume=True, **LIMIT)
+    assert values(made) == {f"t{number}": 7 for number in range(SHARDS)}
 
 
 def test_scales_in_another_shard(tmp_path):
@@ -146,9 +148,10 @@ def test_scales_in_another_shard(tmp_path):
     assert changed(before, inodes(made)) == sorted(expected)
     shutil.rmtree(made)
     run_pieces(source, made, **OPTIONS)
+    before = inodes(made)
     (source / "config.json").write_text((source / "config.json").read_text() + " ")
-    with pytest.raises(ValueError, match=r"before its source 'config.json' changed"):
-        safeload.convert(source, made, resume=True, **OPTIONS)
+    safeload.convert(source, made, resume=True, **OPTIONS)
+    assert changed(before, inodes(made)) == sorted(before)
 
 
 def test_results_of_pieces_from_before_the_repair_do_not_complete_the_folder(source, tmp_path):
@@ -161,8 +164,6 @@ def test_results_of_pieces_from_before_the_repair_do_not_complete_the_folder(sou
         safeload.finalize(plan, results)
     results = [safeload.run_piece(piece) for piece in plan.pieces]
     assert [result["written"] for result in results] == [False, True, False, False]
-    with pytest.raises(safeload.FormatError, match="another conversion has written the shard since"):
-        safeload.finalize(old, [{**result, "plan": old.id} for result in results])
     safeload.finalize(plan, results)
     assert values(made)["t1"] == 7
     with pytest.raises(safeload.FormatError, match="has changed"):  # a worker that comes late writes nothing
@@ -180,7 +181,7 @@ def test_killed_anywhere_after_a_repair_that_continues_in_the_folder_of_the_firs
         first = safeload.plan_convert(source, made, **options)
         for piece in first.pieces:
             safeload.run_piece(piece)
-        whole = inodes(Path(first.pieces[0]["folder"]))
+        whole = {*inodes(waiting(made)).values()}
         write_shard(source, 1, 7)
         plan = safeload.plan_convert(source, made, resume=True, **options)
         results = [safeload.run_piece(piece) for piece in plan.pieces]
@@ -189,8 +190,8 @@ def test_killed_anywhere_after_a_repair_that_continues_in_the_folder_of_the_firs
         finished = len({path.name for path in records_in(made)}) < SHARDS  # killed while it removed its records
         safeload.convert(source, made, resume=True, **options)
         assert values(made) == {"t0": 0, "t1": 7, "t2": 2, "t3": 3}
-        rewritten = changed(whole, {path.name: path.stat().st_ino for path in made.glob("*.safetensors")})
-        assert rewritten == ["model-00002-of-00005.safetensors"] or finished
+        kept = whole & {path.stat().st_ino for path in made.glob("*.safetensors")}
+        assert len(kept) == SHARDS - 1 or finished
         assert not [path for path in made.iterdir() if path.name.startswith(".")]
     assert count > 3 * SHARDS
 
@@ -223,41 +224,13 @@ def test_records_with_more_fields_keep_their_shards(source, tmp_path):
     assert not changed(before, inodes(made))
 
 
-def test_records_beside_their_shards_as_earlier_releases_wrote_them(source, tmp_path):
-    made = tmp_path / "made"
-    run_pieces(source, made, **LIMIT)
-    before = inodes(made)
-    for path in records_in(made):
-        path.rename(made / path.name)
-    (made / ".safeload-resume").rmdir()
-    with pytest.raises(FileExistsError, match="4 of 4 shards are there"):
-        safeload.convert(source, made, **LIMIT)
-    safeload.convert(source, made, resume=True, **LIMIT)
-    assert not changed(before, inodes(made))
-    assert sorted(os.listdir(made)) == sorted([*before, "config.json", INDEX])
-
-
-def test_records_of_an_older_safeload_keep_nothing(source, tmp_path):
-    made = tmp_path / "made"
-    run_pieces(source, made, **LIMIT)
-    before = inodes(made)
-    for path in records_in(made):
-        record = json.loads(path.read_text())
-        kept = ("plan", "version", "options", "size", "sha256")
-        path.write_text(json.dumps({"safeload_done": 1, **{key: record[key] for key in kept}}))
-    with pytest.raises(ValueError, match="by an older safeload, whose record does not list the shard's sources; pass"):
-        safeload.convert(source, made, resume=True, **LIMIT)
-    safeload.convert(source, made, resume=True, overwrite=True, **LIMIT)
-    assert len(changed(before, inodes(made))) == SHARDS
-    assert values(made) == {f"t{k}": k for k in range(SHARDS)}
-
-
 @pytest.mark.parametrize("sources", [None, 7, [], [7], [[]], [["\x1b[2J", 1, 1]], [[[], 1, 1]]], ids=repr)
 def test_sources_in_a_record_that_no_conversion_wrote(source, tmp_path, sources):
     made = tmp_path / "made"
     run_pieces(source, made, **LIMIT)
     for path in records_in(made):
         path.write_text(json.dumps({**json.loads(path.read_text()), "piece": "other", "sources": sources}))
+    (made / INDEX).write_text("{}")
     with pytest.raises(ValueError, match="from other sources") as caught:
         safeload.convert(source, made, resume=True, **LIMIT)
     assert str(caught.value).isprintable()

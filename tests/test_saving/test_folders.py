@@ -138,7 +138,6 @@ def test_a_changed_config_comes_with_its_codes(tmp_path):
             assert not [name for name in os.listdir(tmp_path / "m") if name.startswith(".")]
 
 
-@pytest.mark.xfail(strict=True, reason="a late piece of another plan writes into a finished folder")
 def test_a_late_piece_changes_no_finished_model(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
@@ -149,10 +148,9 @@ def test_a_late_piece_changes_no_finished_model(tmp_path):
     with suppress(safeload.SafeloadError, FileExistsError):
         safeload.run_piece(second.pieces[0])
     with safeload.open(tmp_path / "m") as checkpoint:
-        assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {np.dtype("float16")}
+        assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {"F16"}
 
 
-@pytest.mark.xfail(strict=True, reason="resume puts shards into a new folder before config.json")
 def test_shards_of_an_unfinished_conversion_are_no_model(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

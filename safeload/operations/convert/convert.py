@@ -20,7 +20,6 @@ from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
-from ..folders import unfinished
 from ..folders.destinations import Destination, file_in_store, replacement_of
 from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..folders.folder import check_free, refuse_inputs
@@ -150,13 +149,12 @@ def convert(
             replaces an index and its shards beside it, even if these are the source, as long as every tensor is
             converted. If the source has no ``config.json``, the folder keeps its own, without the quantization of the
             old weights.
-        resume: True to record each complete shard of a folder in ``.safeload-resume/``, and to continue an earlier call
-            with the same options. Success removes the records. If such a call fails, it leaves the complete shards in
-            place, so long conversions should set this.
+        resume: True to keep complete shards and their records in ``.safeload-resume/`` until all are there, and to
+            continue an earlier call with the same options. Long conversions should set this.
         executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
             files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``.
             The result has the same bytes as that of a single process. Complete
-            shards stay in place after an error, as with ``resume``.
+            shards stay after an error, as with ``resume``.
         threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
         verify: what to verify the paths of ``src`` against, see `load`: only verified tensors and files are written.
@@ -301,10 +299,9 @@ def _at_once(
             refuse_inputs(request.place.shown, () if whole else catalog.files, beside=catalog.files)
         if old is not None:
             old.check_source([file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
-        in_place = overwrite and folder is not None and unfinished.is_source(folder, catalog)
         copies: Conversion | None = copies_of(catalog, request, threads)
         conversion = prepare(stack, catalog, request, threads) if copies is None else copies
-        return write(conversion, request, overwrite=overwrite, in_place=in_place, progress=progress)
+        return write(conversion, request, overwrite=overwrite, progress=progress)
 
 
 def _paths_of(adapters: Adapters) -> list[Any]:

@@ -31,7 +31,7 @@ from ..quantize.keeping import Planned
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from ..sources.piece_files import FileVersion, PlannedPath
+from ..sources.piece_files import PlannedPath
 from ..sources.plan import PlannedPiece, bare_name
 from ..sources.recipes import TensorRecipe
 from ..sources.restructured import RestructuredCatalog
@@ -347,12 +347,11 @@ class ConversionPiece(PlannedPiece):
     rename: tuple[tuple[str, str], ...] = ()  # patterns and replacements
     adapters: tuple[Any, ...] = ()  # `merged.PlannedAdapter`, decoded only if there are any
     recipes: dict[str, TensorRecipe] = field(default_factory=dict)  # of tensors that an engine shapes differently
-    continued: bool = False  # True if the shard is complete and its sources are gone
     id: str  # hash of options and sources
     plan: str  # id of the plan
+    call: str  # id of the call, see `journal`
     folder: str
     options: dict[str, Any] = field(default_factory=dict)  # for the shard's record
-    in_place: str | None = None  # id of a conversion that replaces its own source
     storage_options: dict[str, Any] | None = None  # of the folder
 
     def __post_init__(self) -> None:
@@ -363,20 +362,6 @@ class ConversionPiece(PlannedPiece):
         """False for a header without room for changes, as engines write it."""
         quantize = self.options.get("quantize")
         return not isinstance(quantize, str) or quantize not in PRESETS
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedConfig:
-    """The origin of the result's ``config.json``, and the changes to it."""
-
-    content: dict[str, Any] | None = None
-    source: FileVersion | None = None  # the file to read if there is no content
-    dtype: str | None = None  # code of the new dtype
-    restored: bool = False  # True if packed tensors are dequantized
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None:
-            row_of(self.dtype)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -397,12 +382,11 @@ class ConversionPlan:
     options: dict[str, Any]
     pieces: tuple[ConversionPiece, ...]
     id: str
+    call: str  # id of the call, see `journal`
     folder: str
-    in_place: bool = False  # True if it replaces its own source
-    call: str | None = None  # id of the call if it replaces its own source
-    outdated: tuple[str, ...] = ()  # files to remove
+    overwrite: bool = False
     tensors: int
-    config: PlannedConfig | None = None
+    config: dict[str, Any] | None = None  # content of config.json
     extras: dict[str, str | PlannedPath]
     quantized: PlannedSummary | None = None
     schemes: tuple[str, ...] = ()  # safeload's schemes of quantized tensors in the result
@@ -411,7 +395,7 @@ class ConversionPlan:
     storage_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in (*self.outdated, *self.extras):
+        for name in self.extras:
             bare_name(name)
 
 

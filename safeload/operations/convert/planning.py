@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
 from ...base.gc_pause import paused
@@ -17,22 +18,27 @@ from ...base.preset import preset_of
 from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
-from ...checkpoint import folder_of
+from ...checkpoint import recipe_of
+from ...engine.run.atomic_file import hidden_name
 from ...errors import UnsupportedError, public
-from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
-from ..folders import journal, unfinished
+from ...formats.folder import INDEX, RESUME, SINGLE
+from ...formats.numbered import PART
+from ...stores import url as urls
+from ...stores.files import Location
+from ..folders import journal
 from ..folders.destinations import Destination, replacement_of
 from ..folders.folder import Folder
+from ..folders.replacement import free_names, indexed_names
 from ..quantize.engine_layout import EngineCatalog
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.codec import decode, encode
-from ..sources.piece_files import FileVersion, Sources, path_in_plan
+from ..sources.codec import encode
+from ..sources.piece_files import Sources, path_in_plan
 from ..sources.plan import Plan
 from .copies import Copies, copies_of
-from .decide import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, TensorRun
+from .decide import ConversionPiece, ConversionPlan
 from .make import prepare
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
-from .run_plan import ONCE, versions_of
+from .run_plan import versions_of
 from .write import PlannedConversion, config_without_codes, warn_of_left_out
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ def plan_convert(
         src: the path or URL of a checkpoint, a `Checkpoint` from `open`, or a list of these to merge.
         dst: the folder. It must be on a shared file system, or in a store that all machines can reach.
         overwrite: True to replace the content of the folder. The shards of an existing checkpoint stay unchanged until
-            `finalize`: new shards are written to a subfolder, or in a store under different names.
+            `finalize`: new shards wait in a subfolder, or in a store have different names.
         resume: True to continue an interrupted conversion: shards that are complete according to their records stay.
             Without ``overwrite``, a folder with other files and no records of this conversion is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, ignore, rename, metadata,
@@ -105,71 +111,37 @@ def planned(
             "written by several processes; pass the path of a folder"
         )
     sources: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
-    call = _id_of([__version__, _options(request), unfinished.call_id(sources)])
-    plan = _continued(request.folder, call) if overwrite and resume else None
-    if plan is None:
-        with ExitStack() as stack:
-            catalog = stack.enter_context(open_sources(sources, request))
-            if is_restored(catalog, request):
-                raise UnsupportedError(
-                    f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
-                    "executor=; raw=True writes the tensors as they are"
-                )
-            with paused(len(catalog)):
-                copies: PlannedConversion | None = copies_of(catalog, request, None)
-                conversion = prepare(stack, catalog, request) if copies is None else copies
-                plan = _plan(conversion, request, request.folder, call, overwrite=overwrite, resume=resume)
+    call = _id_of([__version__, _options(request), _sources_of(sources)])
+    with ExitStack() as stack:
+        catalog = stack.enter_context(open_sources(sources, request))
+        if is_restored(catalog, request):
+            raise UnsupportedError(
+                f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
+                "executor=; raw=True writes the tensors as they are"
+            )
+        with paused(len(catalog)):
+            copies: PlannedConversion | None = copies_of(catalog, request, None)
+            conversion = prepare(stack, catalog, request) if copies is None else copies
+            plan = _plan(conversion, request, request.folder, call, overwrite=overwrite, resume=resume)
     return plan, request.folder
 
 
-def _continued(folder: Folder, call: str) -> ConversionPlan | None:
-    """Return the plan of an interrupted conversion of a folder onto itself, with all shards complete."""
-    note = unfinished.continued(folder, call)
-    if note is None or note.pieces is None or note.id is None:
-        return None
-    usual = {piece.id: piece.file for piece in note.pieces}
-    present = folder.names()
-    places = _complete_shards(folder, present, journal.recorded(folder, present), usual)
-    options, prefix = note.options or {}, f"invalid {unfinished.NAME}"
-    files = [*(name for _, name in places.values()), *([] if note.parameters is None else [INDEX])]
-    pieces = []
-    for piece in note.pieces:
-        if piece.file not in places:
-            raise ValueError(
-                f"resume: {show(folder.shown(piece.file))} is gone, and the conversion has replaced its sources: "
-                f"restore them, and delete {unfinished.NAME}"
-            )
-        place, name = places[piece.file]
-        pieces.append(
-            ConversionPiece(
-                operation="convert",
-                sources=(),
-                file=name,
-                nbytes=piece.nbytes,
-                tensors=tuple(decode(TensorRun, run, prefix) for run in piece.tensors),
-                continued=True,
-                id=piece.id,
-                plan=note.id,
-                folder=place.place,
-                options=options,
-            )
-        )
-    return ConversionPlan(
-        operation="convert",
-        options=options,
-        pieces=tuple(pieces),
-        id=note.id,
-        folder=folder.place,
-        in_place=True,
-        call=call,
-        outdated=tuple(replacement_of(folder).outdated(files)),
-        tensors=note.tensors,
-        config=None if note.config is None else PlannedConfig(content=note.config),
-        extras={},
-        quantized=None if note.quantized is None else decode(PlannedSummary, note.quantized, prefix),
-        schemes=note.schemes,
-        parameters=note.parameters,
-    )
+def _sources_of(src: Any) -> list[Any]:
+    """Identify the sources of a call by their paths, to recognize a repeated call."""
+    return [_source_id(source) for source in (src if isinstance(src, (list, tuple)) else [src])]
+
+
+def _source_id(source: Any) -> Any:
+    if hasattr(source, "weight_files"):  # an open checkpoint
+        recipe = recipe_of(source)
+        shown = [recipe.files.shown(path).rstrip("/") for path in recipe.paths]
+        return shown[0] if (len(shown), recipe.root, recipe.stored) == (1, None, False) else [shown, recipe.root]
+    if isinstance(source, Location):
+        return source.shown.rstrip("/")
+    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
+    if isinstance(text, str):
+        return (urls.shown(text) if urls.is_url(text) else os.path.abspath(text)).rstrip("/")
+    return f"{type(source).__name__} {getattr(source, 'path', '')}"
 
 
 def _plan(
@@ -183,30 +155,23 @@ def _plan(
         adapters = planned_adapters(_stored(prepared.catalog))
     pieces = _pieces(prepared, request, options, adapters)
     plan_id = _id_of([__version__, options, [piece.id for piece in pieces]])
-    in_place = None
-    if unfinished.is_source(folder, prepared.catalog):
-        if folder.location.files.remote:
-            unfinished.check_remote(folder)
-        in_place = _id_of([call, encode(adapters) or None])
-        if resume and ONCE & options.keys():
-            _check_not_applied(folder, prepared.catalog, in_place)
-    pieces = [replace(piece, plan=plan_id, options=options, in_place=in_place) for piece in pieces]
-    places = _places(pieces, folder, overwrite=overwrite, resume=resume)
-    pieces = [replace(piece, folder=places[piece.file][0].place, file=places[piece.file][1]) for piece in pieces]
-    files = [*(piece.file for piece in pieces), *([] if prepared.parameters is None else [INDEX])]
-    config = _config(prepared, request, in_place=in_place is not None)
+    pieces = [replace(piece, plan=plan_id, call=call, folder=folder.place, options=options) for piece in pieces]
+    _check_folder(pieces, folder, overwrite=overwrite, resume=resume)
+    if resume:
+        _check_not_applied(prepared.catalog, folder, call)
+    if folder.location.files.remote:
+        pieces = _with_free_names(pieces, folder, overwrite=overwrite)
+    config = prepared.config
     if config is None and overwrite:
-        content = config_without_codes(prepared, folder, request.target)
-        config = None if content is None else PlannedConfig(content=content)
+        config = config_without_codes(prepared, folder, request.target)
     return ConversionPlan(
         operation="convert",
         options=options,
         pieces=tuple(pieces),
         id=plan_id,
+        call=call,
         folder=folder.place,
-        in_place=in_place is not None,
-        call=None if in_place is None else call,
-        outdated=tuple(replacement_of(folder).outdated(files) if overwrite else ()),
+        overwrite=overwrite,
         tensors=prepared.tensor_count,
         config=config,
         extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
@@ -233,6 +198,7 @@ def _pieces(
             operation="convert",
             id="",
             plan="",
+            call="",
             folder="",
             sources=shard.sources_in(sources),
             file=file,
@@ -251,23 +217,6 @@ def _pieces(
 def _stored(catalog: Catalog) -> Catalog:
     """Return the catalog with the names of the sources."""
     return catalog.base if isinstance(catalog, EngineCatalog) else catalog
-
-
-def _config(prepared: PlannedConversion, request: ConvertRequest, *, in_place: bool) -> PlannedConfig | None:
-    """Return the origin of the result's ``config.json``, and the changes to it."""
-    if prepared.engine_rules is not None:
-        return PlannedConfig(content=prepared.config)
-    config = prepared.catalog.config
-    if config is None:
-        return None
-    dtype = None if request.target is None else request.target.code
-    restored = prepared.restored
-    folder = next(
-        (folder_of(checkpoint) for checkpoint in prepared.catalog.checkpoints if checkpoint.config is config), None
-    )
-    if folder is None or folder.files.remote or in_place:  # `finalize` replaces the config of a source in place
-        return PlannedConfig(content=config, dtype=dtype, restored=restored)
-    return PlannedConfig(source=FileVersion.of((folder / CONFIG).path), dtype=dtype, restored=restored)
 
 
 # ---- options ----
@@ -341,119 +290,58 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
 # ---- the destination ----
 
 
-class _Place(NamedTuple):
-    """A shard in a folder: the destination, or a subfolder in which shards wait."""
-
-    folder: Folder
-    name: str
-
-
-def _places(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool, resume: bool) -> dict[str, _Place]:
-    """Return the place of each shard by its usual name: in the folder, or aside if the folder has other content."""
-    first = pieces[0]  # there is always a shard
-    files = [piece.file for piece in pieces]
-    present, replacement = folder.names(), replacement_of(folder)
-    if not present:
-        replacement.check_free(overwrite)
-        return {file: _Place(folder, file) for file in files}
-    begun = replacement.begun(first.plan)
-    records = journal.recorded(folder, present)
-    ids = {piece.id: piece.file for piece in pieces}
-    ours = {file for file, record in records.items() if record.piece in ids}
-    if not overwrite:
-        if resume:
-            _check_resumable(pieces, folder, present, records, begun=begun)
-        else:
-            replacement.check_free(overwrite)
-    places = {file: _Place(folder, file) for file in files}
-    models = {name for name in present - ours if name == CONFIG or is_weight_file(name)}
-    if begun or (overwrite and (first.in_place is not None or models)):
-        asides = replacement.asides_of(files, first.plan)
-        places = {file: _Place(*place) for file, place in asides.items()}
-    return {**places, **_complete_shards(folder, present, records, ids)}  # a complete shard keeps its place
-
-
-def _check_resumable(
-    pieces: Sequence[ConversionPiece],
-    folder: Folder,
-    present: Set[str],
-    records: Mapping[str, journal.ShardRecord],
-    *,
-    begun: bool,  # True if shards of the plan wait aside
-) -> None:
-    """Refuse to continue unless the folder's content comes from an interrupted call with the same options."""
-    first, files = pieces[0], [piece.file for piece in pieces]
-    ids = {piece.id for piece in pieces}
-    foreign = [file for file, record in records.items() if record.piece not in ids]
-    if len(foreign) < len(records):
-        # A shard of changed sources can be written again as long as the folder is incomplete.
-        outdated = [
-            file
-            for file in foreign
-            if begun or (INDEX not in present and journal.same_work(records[file], first.version, first.options))
-        ]
-        foreign = [file for file in foreign if file in files and file not in outdated]
-    if foreign:
-        versions = [version for piece in pieces if piece.file == foreign[0] for version in versions_of(piece)]
-        difference = journal.difference(records[foreign[0]], first.version, first.options, versions)
+def _check_folder(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool, resume: bool) -> None:
+    """Refuse to write into a folder with other content, or to continue another conversion."""
+    names, replacement = folder.names(), replacement_of(folder)
+    replacement.check_free(overwrite or resume)
+    if overwrite or not resume or not names:
+        return
+    records = journal.records(folder)
+    first, own = pieces[0], records.get(pieces[0].call, {})
+    complete = bool(names & {INDEX, SINGLE})
+    if own and not complete:
+        return
+    earlier = next(filter(None, (own, *records.values())), None)
+    if earlier is None:
+        what = "complete checkpoint: there is nothing to continue" if complete else "no record of this conversion"
+        message = f"The folder has {'a ' if complete else 'other files, and '}{what}; pass overwrite=True to replace it"
+        begun = {RESUME, *({piece.file for piece in pieces} if folder.location.files.remote else ())}
+        if any(name not in begun and hidden_name(name) is None for name in names):
+            raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+    elif not complete or any(own.get(piece.file, {}).get("piece") != piece.id for piece in pieces):
+        changed = [piece for piece in pieces if earlier.get(piece.file, {}).get("piece") not in (None, piece.id)]
+        file = changed[0].file if changed else next(iter(earlier))
+        versions = [version for piece in changed[:1] for version in versions_of(piece)]
+        difference = journal.difference(earlier[file], first.version, first.options, versions)
         raise ValueError(
-            f"resume: {show(folder.shown(foreign[0]))} was written {difference}; pass overwrite=True to start over"
+            f"resume: {show(folder.shown(file))} was written {difference}; pass overwrite=True to start over"
         )
-    if not records:
-        _check_unrecorded(folder, present, files)
-    if SINGLE in present and SINGLE not in files:
-        message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
-        raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
 
 
-def _check_unrecorded(folder: Folder, present: Set[str], files: Sequence[str]) -> None:
-    """Refuse to continue in a folder without records if it has more than the leftovers of killed workers."""
-    if present & {INDEX, SINGLE}:
-        _refuse_complete(folder)
-    leftovers = replacement_of(folder).leftovers([*files, *(file + journal.RECORD for file in files)])
-    if present >= set(files) or not present <= {RESUME, *files, *leftovers}:
-        message = "The folder has other files, but no record of this conversion; pass overwrite=True to replace them"
-        raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+def _check_not_applied(catalog: Catalog, folder: Folder, call: str) -> None:
+    """Refuse to convert the result of an interrupted call, which replaced its own source, once more."""
+    read = {file.files.public(file.place) for file in catalog.weight_files}
+    for file, record in journal.records(folder).get(call, {}).items():
+        for place, name in journal.places(folder, call, file):
+            path = (Location(folder.location.files, folder.place) / name).path
+            if (
+                place is folder
+                and path in read
+                and place.holds(name, record["size"], record["sha256"], record.get("object"))
+            ):
+                raise ValueError(
+                    f"resume: {show(folder.shown(name))} is already the result of this call: "
+                    "pass overwrite=True without resume=True to apply it again"
+                )
 
 
-def _refuse_complete(folder: Folder) -> None:
-    message = "The folder has a complete checkpoint: there is nothing to continue; pass overwrite=True to replace it"
-    raise FileExistsError(errno.EEXIST, message, folder.location.shown)
-
-
-def _check_not_applied(folder: Folder, catalog: Catalog, in_place: str) -> None:
-    """Refuse to apply a conversion onto itself twice; ``in_place`` is its id in the records of its result."""
-    for file in catalog.weight_files:
-        name = file.files.split(file.place)[1]
-        record = journal.read(folder, name)
-        if record is None or record.in_place != in_place:
-            continue
-        if folder.holds(name, record.size, record.sha256, record.object):
-            raise ValueError(
-                f"resume: {show(folder.shown(name))} is already the result of this call: "
-                "pass overwrite=True without resume=True to apply it again"
-            )
-
-
-def _complete_shards(
-    folder: Folder, present: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
-) -> dict[str, _Place]:
-    """Return the places of complete shards by their usual names; ``ids`` gives these by piece id."""
-    places: dict[str, _Place] = {}
-    # Asides come before the folder: `Replacement.collect` copies the record of a shard before it moves the shard.
-    for aside in replacement_of(folder).asides():
-        names = aside.names()
-        places = {**_recorded_shards(aside, names, journal.recorded(aside, names), ids), **places}
-    return {**_recorded_shards(folder, present, records, ids), **places}
-
-
-def _recorded_shards(
-    place: Folder, names: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
-) -> dict[str, _Place]:
-    """Return the shards in a single folder; see `_complete_shards`."""
-    shards: dict[str, _Place] = {}
-    for name, record in records.items():
-        file = ids.get(record.piece)
-        if file is not None and name in names and is_weight_file(name):
-            shards[file] = _Place(place, name)
-    return shards
+def _with_free_names(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool) -> list[ConversionPiece]:
+    """Return the pieces with names for their shards in a store: those of an interrupted call, or free ones."""
+    own, taken = journal.records(folder).get(pieces[0].call, {}), set()
+    if own or overwrite:  # or else the folder has only shards of this call
+        totals, indexed = {part[3] for file in own if (part := PART.fullmatch(file))}, indexed_names(folder)
+        parts = ((name, PART.fullmatch(name)) for name in folder.names())
+        taken = {name for name, part in parts if part is None or part[3] not in totals or name in indexed}
+    kept = {record["piece"]: file for file, record in own.items()}
+    free = free_names(folder, [piece.file for piece in pieces if piece.id not in kept], taken)
+    return [replace(piece, file=kept.get(piece.id) or free[piece.file]) for piece in pieces]

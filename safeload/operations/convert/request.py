@@ -30,7 +30,6 @@ from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
 from ...stores.files import Location
-from ..folders import unfinished
 from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, of, where
 from ..folders.folder import Folder
 from ..folders.shards import extras_of
@@ -207,16 +206,14 @@ def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> 
 
 
 def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: Verify = None) -> Catalog:
-    """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files."""
+    """Open the sources of a conversion."""
     if isinstance(src, Catalog):
         return Catalog.of(src, verify=verify)
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
-    unfinished.check_unopened(sources)
     catalog, model = Catalog.of(sources, request.options.get("storage_options"), verify), None
     try:
-        unfinished.check_opened(catalog)
         single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
         if single and (request.format == "gguf" or request.options.get("raw")) and is_rearranged(catalog.metadata):
             catalog = catalog.as_stored()  # with the rows and the keys of the file

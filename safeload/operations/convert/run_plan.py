@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 from ...base.gc_pause import paused
@@ -14,36 +15,25 @@ from ...engine.codes.pieces import in_order
 from ...engine.run.digest import Digest
 from ...engine.run.progress import Progress
 from ...errors import FormatError, public
-from ...formats.folder import CONFIG, INDEX, SINGLE
+from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
-from ..folders import journal, unfinished
+from ..folders import journal
 from ..folders.destinations import folder_at, replacement_of
-from ..folders.folder import Folder, LocalFolder, homes_of, shared_identity
-from ..folders.shards import (
-    Beside,
-    ShardWriter,
-    config_with,
-    open_shard,
-    warn_of_schemes,
-    write_beside,
-    write_shard,
-    writer_of,
-)
+from ..folders.folder import Folder, shared_identity
+from ..folders.replacement import free_names, indexed_names, taking
+from ..folders.shards import Beside, ShardWriter, open_shard, warn_of_schemes, write_beside, write_shard, writer_of
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_layout import restored
 from ..sources import executors
 from ..sources.catalog import Catalog
 from ..sources.codec import decode, encode
 from ..sources.executors import Executor
-from ..sources.piece_files import config_from, location_of, opened, version_of
+from ..sources.piece_files import location_of, opened, version_of
 from ..sources.plan import INVALID_PLAN, check_version, decode_piece
 from .copies import planned_copies
-from .decide import ConversionPiece, ConversionPlan, ShardResult, casts_of, decisions_of, row_of
+from .decide import ConversionPiece, ConversionPlan, ShardResult, casts_of, decisions_of
 from .make import Maker
 from .write import ConvertReport
-
-# Options that change tensors of a folder again if they are applied to their own result.
-ONCE = {"adapters", "rename"}
 
 
 def run_all(
@@ -57,11 +47,14 @@ def run_all(
 ) -> ConvertReport:
     """Run all pieces of a plan, each of which puts its shard in place and records it, and complete the folder."""
     pieces, sizes = [encode(piece) for piece in plan.pieces], [piece.nbytes for piece in plan.pieces]
-    run = PieceRunner(folder, storage_options)
-    with ExitStack() as stack:
-        for place in {piece["folder"]: run.folder_of(piece) for piece in pieces}.values():
-            stack.enter_context(replacement_of(place).undone())
-        results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
+    run = PieceRunner(folder if folder.location.files.remote else None, storage_options)
+    with replacement_of(folder).undone():
+        try:
+            results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
+        except BaseException:
+            if not folder.location.files.remote:
+                journal.remove_empty(folder, [plan.call])
+            raise
     return complete(plan, results, folder, storage_options, at_once=True)
 
 
@@ -74,48 +67,52 @@ def run(
     """Write the shard of a piece unless it is complete already; see `run_piece`."""
     started = time.perf_counter()
     decoded = decode_piece(ConversionPiece, piece)
-    plan, file = decoded.plan, decoded.file
+    call, file = decoded.call, decoded.file
     if folder is None:
         folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
-    places = homes_of(folder)  # `finalize` may have moved the shard
-    # The identity comes before the content is checked, so that a later change is noticed.
-    local = () if folder.location.files.remote else places
-    identity = next((identity for place in local if (identity := place.identity(file)) is not None), None)
-    records = (journal.is_whole(place, file, decoded.id) for place in places)
-    record = next((record for record in records if record is not None), None)
-    if record is None and decoded.continued:
-        message = "the shard does not match its record, and the conversion has replaced its sources: restore them"
-        raise FormatError(message, folder.shown(file))
-    if record is None:
+    whole = journal.whole(folder, call, file, decoded.id)
+    if whole is None:
+        if folder.location.files.remote:
+            _check_free(decoded, folder)
         size, digest, identity = _write(decoded, folder, threads, storage_options)
-        journal.write(folder, file, _record_of(decoded, size, digest))
+        journal.write(folder, call, file, _record_of(decoded, size, digest))
     else:
-        size, digest = record.size, record.sha256
+        record, place, name = whole
+        size, digest = record["size"], record["sha256"]
+        identity = None if folder.location.files.remote else place.identity(name)
     result = ShardResult(
-        plan=plan,
+        plan=decoded.plan,
         file=file,
         nbytes=decoded.nbytes,
         size=size,
         sha256=digest,
         identity=identity,
-        written=record is None,
+        written=whole is None,
         seconds=round(time.perf_counter() - started, 3),
     )
     plain: dict[str, Any] = encode(result)
     return plain
 
 
-def _record_of(piece: ConversionPiece, size: int, digest: str) -> journal.ShardRecord:
-    return journal.ShardRecord(
-        plan=piece.plan,
-        version=piece.version,
-        options=piece.options,
-        piece=piece.id,
-        sources=versions_of(piece),
-        in_place=piece.in_place,
-        size=size,
-        sha256=digest,
-    )
+def _check_free(piece: ConversionPiece, folder: Folder) -> None:
+    """Refuse to replace a shard of a finished checkpoint, or of another conversion, in a store."""
+    file, shown = piece.file, folder.shown(piece.file)
+    finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
+    if finished and journal.read(folder, piece.call, file) is None:
+        raise FileExistsError(errno.EEXIST, "A finished checkpoint has a shard of this name: plan again", shown)
+    if any(file in records for call, records in journal.records(folder).items() if call != piece.call):
+        raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
+
+
+def _record_of(piece: ConversionPiece, size: int, digest: str) -> dict[str, Any]:
+    return {
+        "piece": piece.id,
+        "version": piece.version,
+        "options": piece.options,
+        "sources": versions_of(piece),
+        "size": size,
+        "sha256": digest,
+    }
 
 
 def versions_of(piece: ConversionPiece) -> list[list[Any]]:
@@ -131,19 +128,15 @@ def versions_of(piece: ConversionPiece) -> list[list[Any]]:
 class PieceRunner:
     """Calls `run` with the store and the options of this process. Pickling drops secrets, as in a plan."""
 
-    def __init__(self, folder: Folder, storage_options: Mapping[str, Any] | None) -> None:
+    def __init__(self, folder: Folder | None, storage_options: Mapping[str, Any] | None) -> None:
         self._folder = folder
         self._storage_options = storage_options
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PieceRunner, (self._folder, None)  # pieces carry the public options
 
-    def folder_of(self, piece: Mapping[str, Any]) -> Folder:
-        """Return the folder of a piece."""
-        return self._folder if self._folder.location.files.remote else LocalFolder(piece["folder"])
-
     def __call__(self, piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
-        return run(piece, threads, self._storage_options, self.folder_of(piece))
+        return run(piece, threads, self._storage_options, self._folder)
 
 
 def _writer(
@@ -201,6 +194,8 @@ def _write(
 ) -> tuple[int, str, list[int] | None]:
     """Write a shard; return its size, SHA-256 and identity."""
     file = piece.file
+    if not folder.location.files.remote:
+        folder = journal.subfolder(folder, piece.call)
     with ExitStack() as stack, Digest() as digest:
         with paused(sum(len(run.names) for run in piece.tensors)):
             writer, total = _writer(stack, piece, threads, storage_options)
@@ -265,18 +260,13 @@ def decode_plan(plan: Any) -> ConversionPlan:
 
 
 class _Shard(NamedTuple):
-    """A shard, according to the result of its piece."""
+    """A complete shard."""
 
-    piece: str  # id of the piece
-    folder: Folder  # destination of the piece
-    size: int  # in bytes
-    sha256: str
-    seconds: float
-    identity: list[int] | None  # see `Folder.identity`; a shard with this identity need not be read
-
-    def is_in(self, place: Folder, file: str) -> bool:
-        """Return True if a file of a folder has the identity of this shard."""
-        return self.identity is not None and place.identity(file) == self.identity
+    place: Folder  # the destination, or the subfolder where it waits
+    file: str  # its name there
+    name: str  # its name in the destination
+    waits: bool  # True if it is in the subfolder
+    result: ShardResult
 
 
 def complete(
@@ -289,60 +279,31 @@ def complete(
 ) -> ConvertReport:
     """Complete a folder like `finalize`."""
     shards = _shards_of(plan, results, folder, at_once=at_once)
-    config = _config_of(plan)
     extras = {name: location_of(planned, storage_options) for name, planned in plan.extras.items()}
-    indexed = plan.parameters is not None or [*shards] != [SINGLE]
-    weight_map, total = _check_shards(shards, folder, indexed=indexed or config is not None)
-    summary = _summary(plan, total)
-    places = {file: shard.folder for file, shard in shards.items()}
-    waiting = any(place.place != folder.place for place in places.values())
+    names = [shard.name for shard in shards]
+    indexed = plan.parameters is not None or names != [SINGLE]
+    weight_map, total = _headers_of(shards, folder)
     replacement = replacement_of(folder)
-    placed = [file for file, place in places.items() if place.place == folder.place]
+    placed = [shard.name for shard in shards if not shard.waits]
+    outdated = replacement.outdated([*names, *([INDEX] if indexed else [])]) if plan.overwrite else []
+    beside = Beside(weight_map, total, plan.config, extras, indexed, plan.parameters)
     with ExitStack() as stack:
-        beside = Beside(weight_map, total, config, extras, indexed, plan.parameters)
-        stack.enter_context(replacement.after_index(plan.outdated))
-        commit = write_beside(stack, beside, folder, replacement, overwrite=True, outdated=plan.outdated, placed=placed)
-        if waiting or plan.in_place:
-            stack.enter_context(unfinished.noted(folder, _note_of(plan, config)))
-        commit(replacement.collected(plan.id, places))
-    names = [*shards, INDEX, CONFIG, *extras]
-    waited = [*places.values(), *journal.superseded(replacement.asides(), plan.version, plan.options)]
-    replacement.tidy(plan.id, [*names, *(file + journal.RECORD for file in names)], waited)
-    if waiting or plan.outdated or plan.in_place or not folder.location.files.remote:
-        unfinished.forget(folder)  # once it is gone, the same call may refuse to continue
-    if not (plan.in_place and ONCE & plan.options.keys()):  # there the records prevent a second time
-        journal.clear(folder)
+        stack.enter_context(replacement.after_index(outdated))
+        commit = write_beside(stack, beside, folder, replacement, overwrite=True, outdated=outdated, placed=placed)
+        commit({shard.name: taking(shard.place, shard.file, folder, shard.name) for shard in shards if shard.waits})
+    journal.clear(folder, None if plan.overwrite else [plan.call])
     warn_of_schemes(folder.location.shown, plan.schemes)
-    nbytes, seconds = (sum(shard.size for shard in shards.values()), sum(shard.seconds for shard in shards.values()))
-    files = [folder.shown(file) for file in shards]
-    shown, count = folder.location.shown, plan.tensors
-    return ConvertReport(shown, SAFETENSORS, files, count, nbytes, seconds, summary, plan.left_out)
-
-
-def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.UnfinishedNote:
-    """Return the note of a conversion with a future ``config.json``; see `unfinished`."""
-    pieces = [
-        unfinished.NotedPiece(id=piece.id, file=piece.file, nbytes=piece.nbytes, tensors=encode(piece.tensors))
-        for piece in plan.pieces
-    ]
-    return unfinished.UnfinishedNote(
-        id=plan.id,
-        version=plan.version,
-        options=plan.options,
-        call=plan.call,
-        tensors=plan.tensors,
-        quantized=encode(plan.quantized),
-        schemes=plan.schemes,
-        parameters=plan.parameters,
-        pieces=tuple(pieces) if plan.in_place else None,
-        config=config if plan.in_place else None,
-    )
+    done = [shard.result for shard in shards]
+    nbytes, seconds = sum(result.size for result in done), sum(result.seconds for result in done)
+    shown = folder.location.shown
+    files = [folder.shown(name) for name in names]
+    return ConvertReport(shown, SAFETENSORS, files, plan.tensors, nbytes, seconds, _summary(plan, total), plan.left_out)
 
 
 def _shards_of(
     plan: ConversionPlan, results: Iterable[Mapping[str, Any]], folder: Folder, *, at_once: bool
-) -> dict[str, _Shard]:
-    """Return the shard of each piece by file name."""
+) -> list[_Shard]:
+    """Return the shards of a plan, compared with the results of its pieces."""
     by_file = {}
     for plain in results:
         if isinstance(plain, Mapping) and plain.get("plan") == plan.id:
@@ -352,78 +313,62 @@ def _shards_of(
     if missing:
         count = f"{plural(len(missing), 'piece')} of {len(plan.pieces):,}"
         raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
-    shards = {}
-    for piece in plan.pieces:
-        result = by_file[piece.file]
-        place = folder if folder.location.files.remote else LocalFolder(piece.folder)
-        identity = result.identity if at_once else None
-        shards[piece.file] = _Shard(piece.id, place, result.size, result.sha256, result.seconds, identity)
+    done, remote = [by_file[piece.file] for piece in plan.pieces], folder.location.files.remote
+
+    def find(result: ShardResult) -> tuple[Folder, str]:
+        return _place_of(plan, result, folder, trusted=at_once)
+
+    nbytes = sum(result.size for result in done)
+    places = folder.location.files.each(find, done) if remote else [*in_order(find, done, None, nbytes)]
+    waiting = [file for place, file in places if place is not folder]
+    placed = {file for place, file in places if place is folder}
+    names = free_names(folder, waiting, folder.names() - placed)
+    shards = [
+        _Shard(place, file, file if file in placed else names[file], file not in placed, result)
+        for (place, file), result in zip(places, done, strict=True)
+    ]
+    if not plan.overwrite:
+        _check_alone([shard.name for shard in shards], placed, folder)
     return shards
 
 
-def _check_shards(shards: Mapping[str, _Shard], folder: Folder, *, indexed: bool) -> tuple[dict[str, str], int]:
-    """Read the headers of all shards; return the shard of each tensor, if ``indexed``, and the bytes of all tensors."""
-    for place in {place.place: place for place in (*(shard.folder for shard in shards.values()), folder)}.values():
-        with suppress(OSError):
-            place.names()  # listing refreshes the NFS client's directory cache, which can be seconds old
+def _check_alone(names: Sequence[str], placed: Collection[str], folder: Folder) -> None:
+    """Refuse a folder that another conversion has completed."""
+    present = folder.names()
+    for name in {INDEX, SINGLE} & present:
+        if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
+            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
 
-    def header(file: str) -> tuple[list[str], int]:
-        return _header_of(file, shards[file], folder, indexed=indexed)
 
-    if folder.location.files.remote:
-        headers = folder.location.files.each(header, [*shards])
+def _place_of(plan: ConversionPlan, result: ShardResult, folder: Folder, *, trusted: bool) -> tuple[Folder, str]:
+    """Return the place of a shard that has the content of its result."""
+    remote, file = folder.location.files.remote, result.file
+    record = journal.read(folder, plan.call, file) if remote else None
+    usual = folder if remote else journal.subfolder(folder, plan.call)
+    # A shard that is in the folder already need not come from the subfolder again.
+    for place, name in reversed(journal.places(folder, plan.call, file)):
+        known = trusted and result.identity is not None and place.identity(name) == result.identity
+        if known or place.holds(name, result.size, result.sha256, None if record is None else record.get("object")):
+            return place, name
+    if file in usual.names():
+        text = f"not what its piece wrote: run its piece again (expected SHA-256 {result.sha256[:16]}...)"
     else:
-        unread = sum(shard.size for file, shard in shards.items() if not shard.is_in(shard.folder, file))
-        headers = list(in_order(header, shards, None, unread))
+        text = "gone: run its piece again, on a machine that shares this folder"
+    raise FormatError(f"the shard is {text}", usual.shown(file))
+
+
+def _headers_of(shards: Sequence[_Shard], folder: Folder) -> tuple[dict[str, str], int]:
+    """Return the shard of each tensor, and the bytes of all tensors."""
+
+    def header(shard: _Shard) -> tuple[list[str], int]:
+        with closing(open_shard(shard.place, shard.file)) as weight_file:
+            return weight_file.table.names, weight_file.table.nbytes
+
+    headers = folder.location.files.each(header, shards)
     weight_map: dict[str, str] = {}
-    for file, (names, _) in zip(shards, headers, strict=True):
-        weight_map.update(dict.fromkeys(names, file))
+    for shard, (names, _) in zip(shards, headers, strict=True):
+        weight_map.update(dict.fromkeys(names, shard.name))
     return weight_map, sum(nbytes for _, nbytes in headers)
-
-
-def _header_of(file: str, shard: _Shard, folder: Folder, *, indexed: bool) -> tuple[list[str], int]:
-    """Check a shard; return its tensor names, if an index needs them, and the bytes of its tensors."""
-    place, record = shard.folder, journal.read(shard.folder, file)
-    if record is not None and record.piece != shard.piece:
-        raise FormatError("another conversion has written the shard since: run its piece again", place.shown(file))
-    try:
-        weight_file = open_shard(place, file)
-    except FileNotFoundError:
-        moved = None if place.place == folder.place else journal.read(folder, file)
-        if place.place == folder.place or (moved is not None and moved.piece != shard.piece):
-            raise _gone(place, file) from None
-        place, record = folder, moved  # `finalize` was interrupted, or is repeated
-        try:
-            weight_file = open_shard(folder, file)
-        except FileNotFoundError:
-            raise _gone(shard.folder, file) from None
-    with closing(weight_file):
-        if weight_file.size != shard.size:
-            message = f"the shard has {weight_file.size:,} bytes, but its piece wrote {shard.size:,}"
-            raise FormatError(message, weight_file.path)
-        version = None if record is None else record.object
-        recorded = record is None or record.sha256 == shard.sha256
-        if not recorded or not (shard.is_in(place, file) or place.holds(file, shard.size, shard.sha256, version)):
-            raise FormatError(
-                f"the shard is not what its piece wrote: run its piece again (expected SHA-256 {shard.sha256[:16]}...)",
-                weight_file.path,
-            )
-        return weight_file.table.names if indexed else [], weight_file.table.nbytes
-
-
-def _gone(place: Folder, file: str) -> FormatError:
-    advice = "run its piece again, on a machine that shares this folder"
-    return FormatError(f"the shard is gone: {advice}", place.shown(file))
-
-
-def _config_of(plan: ConversionPlan) -> dict[str, Any] | None:
-    """Return the ``config.json`` of the result."""
-    planned = plan.config
-    if planned is None:
-        return None
-    config = config_from(planned.source if planned.content is None else planned.content)
-    target = None if planned.dtype is None else row_of(planned.dtype)
-    return config_with(config, target, restored=planned.restored, schemes=plan.schemes)
 
 
 def _summary(plan: ConversionPlan, total: int) -> Summary | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -18,9 +17,10 @@ from ...formats.folder import CONFIG, SINGLE
 from ...formats.registry import SAFETENSORS
 from ...packed.quantization import is_own, without_quantization
 from ...stores.files import Location
-from ..folders import journal, unfinished
-from ..folders.destinations import file_in_store, replacement_of
+from ..folders import journal
+from ..folders.destinations import file_in_store
 from ..folders.folder import Folder, LocalFolder
+from ..folders.replacement import free_names
 from ..folders.shards import Beside, ShardWriter, config_with, extras_of, warn_of_schemes, write_shards
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_rules import EngineRules
@@ -169,10 +169,6 @@ class PlannedConversion(Conversion, Protocol):
         """Other files to copy into the folder, by name."""
 
     @property
-    def restored(self) -> bool:
-        """True if packed tensors are dequantized."""
-
-    @property
     def planned_summary(self) -> PlannedSummary | None:
         """The summary without the tensors of pieces; None without ``quantize``."""
 
@@ -191,9 +187,7 @@ class PlannedConversion(Conversion, Protocol):
 _Conversion = TypeVar("_Conversion", bound=Conversion)
 
 
-def write(
-    conversion: Conversion, request: ConvertRequest, *, overwrite: bool, in_place: bool, progress: Progress
-) -> ConvertReport:
+def write(conversion: Conversion, request: ConvertRequest, *, overwrite: bool, progress: Progress) -> ConvertReport:
     """Write a conversion to its destination. All files are put in place together, at the end."""
     left_out = warn_of_left_out(conversion)
     path, folder, done = request.path, request.folder, 0
@@ -212,11 +206,7 @@ def write(
             files, nbytes = [path], conversion.write_file(path, overwrite, written)
             _warn_of_old_config(conversion, request)
         else:
-            replacing: AbstractContextManager[object] | None = None
-            # In a store, new shards get other names than the shards of the source.
-            if in_place and not folder.location.files.remote:
-                replacing = unfinished.noted(folder, unfinished.UnfinishedNote(old=unfinished.heads_of(folder)))
-            files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
+            files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
             warn_of_schemes(path, conversion.schemes)
     count, summary = conversion.tensor_count, conversion.summary
     return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, left_out)
@@ -242,14 +232,13 @@ def _write_folder(
     request: ConvertRequest,
     folder: Folder,
     written: Callable[[int], object],
-    replacing: AbstractContextManager[object] | None,
     *,
     overwrite: bool,
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
     with paused(conversion.tensor_count):
         shards = conversion.divided(request.limit)
-        names = replacement_of(folder).free_names([*shards])
+        names = free_names(folder, [*shards])
         shards = {names[file]: shard for file, shard in shards.items()}
         config = conversion.config
         if config is None and overwrite:
@@ -259,10 +248,9 @@ def _write_folder(
     indexed = parameters is not None or [*shards] != [SINGLE]
     beside = Beside(weight_map, conversion.nbytes, config, conversion.files, indexed, parameters)
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = write_shards(writers, beside, folder, overwrite=overwrite, replacing=replacing)
+    nbytes = write_shards(writers, beside, folder, overwrite=overwrite)
     if overwrite:
         journal.clear(folder)
-        unfinished.forget(folder)
         _warn_of_older_files(conversion, folder)
     return [folder.shown(file) for file in shards], nbytes
 

@@ -1,1 +1,1 @@
-"""Destination folders: local folders and stores, shards, records of complete shards, unfinished notes."""
+"""Destination folders: local folders and stores, shards, unfinished conversions."""

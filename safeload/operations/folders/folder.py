@@ -31,8 +31,6 @@ from ...stores.local import Identity, identity_of
 from ...stores.store import ByteStore, read_at
 
 _BUFFER = 8 << 20
-# The names of subfolders in which shards wait begin with this; the id of their plan follows.
-ASIDE = ".safeload-"
 # Files for other libraries, besides the weights and config.json: tokenizers (sentencepiece and tiktoken
 # included), chat templates, settings of generation and processors.
 _EXTRAS = (
@@ -152,12 +150,6 @@ class LocalFolder(Folder):
 def shared_identity(identity: Identity | None) -> list[Any] | None:
     """Return the fields of an identity without the device number, which differs between machines."""
     return None if identity is None else [identity.size, identity.mtime_ns, identity.inode]
-
-
-def homes_of(folder: Folder) -> list[Folder]:
-    """Return the folders to search for the shards of a folder: `finalize` moves shards from an aside to its parent."""
-    target, name = os.path.split(folder.place)
-    return [folder, LocalFolder(target)] if name.startswith(ASIDE) and isinstance(folder, LocalFolder) else [folder]
 
 
 def is_extra(name: str) -> bool:

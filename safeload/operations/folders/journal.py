@@ -1,7 +1,7 @@
-"""Records of complete shards: a resumed conversion skips recorded shards.
+"""Unfinished conversions: their complete shards, and a record of each.
 
-The records of an unfinished conversion stand in the subfolder ``.safeload-resume``, a file for each shard; success
-removes them. Records of earlier releases, ``SHARD.done.json`` beside the shard, are read and removed too.
+``.safeload-resume/CALL/SHARD.json`` in the destination is the record of a shard; CALL is a hash of the call. A local
+shard waits beside its record until all shards are complete. A store renames nothing: its shards have their final names.
 """
 
 from __future__ import annotations
@@ -10,173 +10,139 @@ import errno
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...base.text import plural, printable, show
 from ...errors import FormatError
-from ...formats.folder import INDEX, RESUME, SINGLE
-from ..sources.codec import decode, encode
-from . import unfinished
+from ...formats.folder import INDEX, RESUME, SINGLE, is_weight_file
+from ...formats.numbered import PART
 from .folder import Folder
 
-# Suffix of the record of a shard, in the subfolder or beside the shard, where earlier releases wrote it.
-RECORD = ".done.json"
-_COUNT = re.compile(r"-of-([0-9]{5,})\.safetensors\Z", re.ASCII)
-KEY, VERSION = "safeload_done", 2
-# Records of this version do not name the piece of a shard, so their shards are written again.
-_WITHOUT_PIECE = 1
+# Suffix of a record.
+RECORD = ".json"
+_CALL = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_FIELDS = {"piece": str, "size": int, "sha256": str}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardRecord:
-    """A complete shard."""
-
-    safeload_done: int = VERSION
-    plan: str  # id of the plan
-    version: Any  # of safeload
-    options: Any  # of the conversion
-    piece: str  # id of the piece; empty in records of older releases
-    sources: Any = None  # bare name, size and version of each source file
-    in_place: Any = None  # id of the conversion, if it replaces its own source
-    size: int  # bytes
-    sha256: str
-    object: Any = None  # identity of an object in a store, see `Folder.identity`
+def subfolder(folder: Folder, call: str) -> Folder:
+    """Return the subfolder of a call."""
+    return folder / RESUME / call
 
 
-def write(folder: Folder, file: str, record: ShardRecord) -> None:
+def write(folder: Folder, call: str, file: str, record: Mapping[str, Any]) -> None:
     """Write the record of a complete shard."""
     if folder.location.files.remote:
-        record = replace(record, object=folder.identity(file))
+        record = {**record, "object": folder.identity(file)}
+    text = (json.dumps(record, indent=1) + "\n").encode()
+    place = subfolder(folder, call)
     try:
-        _write(folder, file, record)
+        with place.writing(file + RECORD, len(text), overwrite=True) as written, written.stream() as stream:
+            stream.write(text)
     except PermissionError:  # Windows: another process running this piece is reading its record
-        if read(folder, file) != record:
+        if read(folder, call, file) != record:
             raise
 
 
-def _write(folder: Folder, file: str, record: ShardRecord) -> None:
-    text = (json.dumps(encode(record), indent=1) + "\n").encode()
-    records = folder / RESUME
-    with records.writing(file + RECORD, len(text), overwrite=True) as written, written.stream() as stream:
-        stream.write(text)
-
-
-def read(folder: Folder, file: str) -> ShardRecord | None:
+def read(folder: Folder, call: str, file: str) -> dict[str, Any] | None:
     """Return the record of a shard, or None if there is no valid record."""
-    record = _read(folder / RESUME, file + RECORD)
-    return _read(folder, file + RECORD) if record is None else record
-
-
-def _read(folder: Folder, name: str) -> ShardRecord | None:
     try:
-        plain = folder.read_json(name, "the record of a shard")
-        if plain.get(KEY) == _WITHOUT_PIECE:
-            plain["piece"] = ""
-        record = decode(ShardRecord, plain, "invalid record", extra=True)
-        return record if record.safeload_done in (_WITHOUT_PIECE, VERSION) else None
+        record = subfolder(folder, call).read_json(file + RECORD, "the record of a shard")
     except (FormatError, FileNotFoundError):
         return None
     except OSError:
         if folder.location.files.remote:  # the record may exist
             raise
         return None
+    return record if all(type(record.get(key)) is kind for key, kind in _FIELDS.items()) else None
 
 
-def is_whole(folder: Folder, file: str, piece: str) -> ShardRecord | None:
-    """Return the record of a shard if the piece with this id wrote it and it is unchanged; else None."""
-    record = read(folder, file)
-    if record is None or record.piece != piece or not folder.holds(file, record.size, record.sha256, record.object):
+def records(folder: Folder) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the valid records of a folder by call and by shard."""
+    by_call = {}
+    for call in sorted(filter(_CALL.fullmatch, (folder / RESUME).names())):
+        listed = sorted(subfolder(folder, call).names())
+        files = [name.removesuffix(RECORD) for name in listed if name.endswith(".safetensors" + RECORD)]
+        of_call = folder.location.files.each(partial(read, folder, call), files)
+        by_call[call] = {file: record for file, record in zip(files, of_call, strict=True) if record is not None}
+    return by_call
+
+
+def places(folder: Folder, call: str, file: str) -> list[tuple[Folder, str]]:
+    """Return where a shard can be: where it waits, or where an interrupted call has put it."""
+    if folder.location.files.remote:
+        return [(folder, file)]
+    waiting, names = subfolder(folder, call), sorted(folder.names())
+    first = [(waiting, file)] if file in waiting.names() else []
+    return [*first, *((folder, name) for name in names if _is_shard(name, file))]
+
+
+def _is_shard(name: str, file: str) -> bool:
+    """Return True if a shard has a name, with any total number of shards."""
+    part, usual = PART.fullmatch(name), PART.fullmatch(file)
+    return name == file or (part and usual and part.group(1, 2, 4) == usual.group(1, 2, 4)) is True
+
+
+def whole(folder: Folder, call: str, file: str, piece: str) -> tuple[dict[str, Any], Folder, str] | None:
+    """Return record and place of a shard if the piece with this id wrote it and it is unchanged; else None."""
+    record = read(folder, call, file)
+    if record is None or record["piece"] != piece:
         return None
-    return record
+    for place, name in places(folder, call, file):
+        if place.holds(name, record["size"], record["sha256"], record.get("object")):
+            return record, place, name
+    return None
 
 
-def forget(folder: Folder, files: Iterable[str]) -> None:
-    """Remove the records of shards."""
-    files = [*files]
-    (folder / RESUME).remove([file + RECORD for file in files])
-    folder.remove([file + RECORD for file in files])
+def clear(folder: Folder, calls: Iterable[str] | None = None) -> None:
+    """Remove the records and waiting shards of calls, or of all; other files stay."""
+    calls = sorted(filter(_CALL.fullmatch, (folder / RESUME).names() if calls is None else calls))
+    for call in calls:
+        place = subfolder(folder, call)
+        place.remove(sorted(name for name in place.names() if _is_ours(name)))
+    remove_empty(folder, calls)
 
 
-def clear(folder: Folder) -> None:
-    """Remove all records of a complete folder."""
-    records, names = folder / RESUME, folder.names()
-    folder.remove([name for name in sorted(names) if name.endswith(RECORD) and _is_shard(name, RECORD)])
-    records.remove([name for name in sorted(records.names()) if name.endswith((RECORD, ".tmp"))])
-    folder.remove([RESUME + "/"])
+def _is_ours(name: str) -> bool:
+    return is_weight_file(name) or name.endswith((".safetensors" + RECORD, ".tmp"))
 
 
-def _is_shard(name: str, suffix: str) -> bool:
-    file = name.removesuffix(suffix)
-    return file == SINGLE or _COUNT.search(file) is not None
+def remove_empty(folder: Folder, calls: Sequence[str]) -> None:
+    """Remove the subfolders of calls if they have no file."""
+    if calls:
+        (folder / RESUME).remove([call + "/" for call in calls])
+    if calls or not folder.location.files.remote:
+        folder.remove([RESUME + "/"])
 
 
 def check_unfinished(folder: Folder, names: Collection[str]) -> None:
     """Refuse a folder with an unfinished conversion, and say how to continue it."""
-    if INDEX in names and unfinished.NAME not in names:
+    if INDEX in names:
         return
-    records = recorded(folder, names)
-    complete = sorted(file for file in records if file in names)
-    if not complete or (complete == [SINGLE] and records[SINGLE].in_place is not None):
-        return
-    count = _COUNT.search(complete[0])
-    total = 1 if count is None else int(count[1])
-    of = f"{len(complete):,} of {plural(total, 'shard')} {'is' if total == 1 else 'are'} there"
-    raise FileExistsError(
-        errno.EEXIST,
-        f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over",
-        folder.location.shown,
-    )
+    for call, of_call in records(folder).items():
+        complete = [file for file in of_call if places(folder, call, file)]
+        if complete and (SINGLE not in names or SINGLE in complete):
+            number = PART.fullmatch(complete[0])
+            total = 1 if number is None else int(number[3])
+            of = f"{len(complete):,} of {plural(total, 'shard')} {'is' if total == 1 else 'are'} there"
+            message = f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
+            raise FileExistsError(errno.EEXIST, message, folder.location.shown)
 
 
-def copy(file: str, source: Folder, target: Folder) -> None:
-    """Copy the record of a shard to another folder, unless it is missing or invalid."""
-    record = read(source, file)
-    if record is not None:
-        _write(target, file, record)
-
-
-def recorded(folder: Folder, names: Iterable[str]) -> dict[str, ShardRecord]:
-    """Return the valid records of a folder by shard name."""
-    files = sorted(shards(folder, names))
-    records = folder.location.files.each(lambda file: read(folder, file), files)
-    return {file: record for file, record in zip(files, records, strict=True) if record is not None}
-
-
-def shards(folder: Folder, names: Iterable[str]) -> set[str]:
-    """Return the names of the shards with records, which can be malformed."""
-    old = {name.removesuffix(RECORD) for name in names if name.endswith(RECORD)}
-    return old | {name.removesuffix(RECORD) for name in (folder / RESUME).names() if name.endswith(RECORD)}
-
-
-def same_work(record: ShardRecord, version: str, options: Mapping[str, Any]) -> bool:
-    """Return True if a conversion with this version and these options wrote a record."""
-    return bool(record.version == version and record.options == options)
-
-
-def superseded(asides: Iterable[Folder], version: str, options: Mapping[str, Any]) -> list[Folder]:
-    """Return the subfolders in which the same conversion left shards of other sources; see `same_work`."""
-    names_of = [(aside, aside.names() - {RESUME}) for aside in asides]
-    return [
-        aside
-        for aside, names in names_of
-        if not names - {RESUME}
-        or any(same_work(record, version, options) for record in recorded(aside, names).values())
-    ]
-
-
-def difference(record: ShardRecord, version: str, options: Mapping[str, Any], sources: Sequence[Sequence[Any]]) -> str:
-    """Explain why a plan cannot keep a recorded shard: a different version, option or source."""
-    if record.version != version:
-        return f"with safeload {printable(str(record.version))}, but this is {version}"
-    before = record.options if isinstance(record.options, dict) else {}
+def difference(
+    record: Mapping[str, Any], version: str, options: Mapping[str, Any], sources: Sequence[Sequence[Any]]
+) -> str:
+    """Explain why a call cannot keep a recorded shard: a different version, option or source."""
+    if record.get("version") != version:
+        return f"with safeload {printable(str(record.get('version')))}, but this is {version}"
+    before = record.get("options")
+    before = before if isinstance(before, dict) else {}
     for key in (*options, *before):
         if before.get(key) != options.get(key):
             return printable(f"with {key}={show(before.get(key))}, but this call has {key}={show(options.get(key))}")
-    if record.safeload_done == _WITHOUT_PIECE:
-        return "by an older safeload, whose record does not list the shard's sources"
-    before_sources = record.sources if isinstance(record.sources, list) else []
-    changed = [source[0] for source in sources if source not in before_sources]
-    if changed and changed[0] in [source[0] for source in before_sources if isinstance(source, list) and source]:
+    before = record.get("sources")
+    before = [source for source in before if isinstance(source, list) and source] if isinstance(before, list) else []
+    changed = [source[0] for source in sources if list(source) not in before]
+    if changed and changed[0] in [source[0] for source in before]:
         return f"before its source {show(changed[0])} changed"
     return "from other sources, or they have changed since"

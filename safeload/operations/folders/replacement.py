@@ -53,18 +53,16 @@ from ...engine.run.atomic_file import (
     AtomicFile,
     Swap,
     hidden_name,
-    leftovers,
     remove_abandoned,
     set_owner_and_mode,
     sync_folder,
 )
 from ...errors import FormatError
-from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
+from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...formats.numbered import PART, sets_of
 from ...stores.local import identity_of, replace
 from . import journal
-from .folder import ASIDE, Folder, LocalFolder, check_free, is_extra
-from .journal import RECORD
+from .folder import Folder, LocalFolder, check_free, is_extra
 
 # Shards of any writer. An old index can name other files too; they are never removed.
 _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
@@ -90,36 +88,6 @@ class Replacement(ABC):
     @abstractmethod
     def outdated(self, files: Sequence[str]) -> list[str]:
         """List the files of the old checkpoint and earlier conversions, to remove once the index names new shards."""
-
-    @abstractmethod
-    def free_names(self, files: Collection[str]) -> dict[str, str]:
-        """Return names for shards written together: their own names unless old files are in the way."""
-
-    # ---- shards waiting for the last piece ----
-
-    @abstractmethod
-    def asides_of(self, files: Collection[str], plan: str) -> dict[str, tuple[Folder, str]]:
-        """Return folder and name for each shard of a plan while the folder has other content."""
-
-    @abstractmethod
-    def begun(self, plan: str) -> bool:
-        """Return True if shards of a plan were written aside and wait for its last piece."""
-
-    @abstractmethod
-    def asides(self) -> Sequence[Folder]:
-        """List the subfolders in which shards of interrupted conversions wait."""
-
-    def collected(self, plan: str, places: Mapping[str, Folder]) -> dict[str, Put]:
-        """Return functions that move the shards of a plan, and their records, into the folder; none for a store."""
-        return {}
-
-    @abstractmethod
-    def leftovers(self, names: Sequence[str]) -> list[str]:
-        """List temporary versions of these files, left by killed processes."""
-
-    @abstractmethod
-    def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
-        """Remove leftovers of killed processes, and subfolders in which shards waited."""
 
     # ---- while files are put in place ----
 
@@ -159,7 +127,7 @@ class Replacement(ABC):
 
 
 class LocalReplacement(Replacement):
-    """Writes new shards into a subfolder, or under temporary names, and renames them when all are complete."""
+    """Renames new files when all are complete."""
 
     def __init__(self, folder: LocalFolder) -> None:
         self._folder = folder
@@ -178,51 +146,23 @@ class LocalReplacement(Replacement):
         names = self._folder.names()
         indexes = sorted(name for name in names if _is_index(name) and not name.startswith("."))
         old_index = INDEX if INDEX in indexes or len(indexes) != 1 else indexes[0]
-        named = _indexed(self._folder, old_index) | (journal.shards(self._folder, names) & names)
+        named = indexed_names(self._folder, old_index) | self._unfinished()
         if not names & {INDEX, SINGLE, *indexes}:  # the only complete set of shards is the old checkpoint
             named.update(_complete_set(names - {*files}))
         shards = set(filter(_NUMBERED.fullmatch, named))
         single = {SINGLE} if self._has_single() else set()
-        records = {name + RECORD for name in shards} & names
         index = {old_index} & names if SINGLE in files or old_index != INDEX else set()
-        return sorted((single | index | shards | records) - {*files, *(file + RECORD for file in files)})
+        return sorted((single | index | shards) - {*files})
 
-    def free_names(self, files: Collection[str]) -> dict[str, str]:
-        return free_names(files, self._folder.names())
-
-    def asides_of(self, files: Collection[str], plan: str) -> dict[str, tuple[Folder, str]]:
-        return {file: (self._aside(plan), name) for file, name in self.free_names(files).items()}
-
-    def begun(self, plan: str) -> bool:
-        return os.path.isdir(self._aside(plan).location.path)
-
-    def asides(self) -> list[Folder]:
-        names = sorted(name for name in self._folder.names() if name.startswith(ASIDE) and name != RESUME)
-        return [LocalFolder(path) for path in map(self._folder.shown, names) if os.path.isdir(path)]
-
-    def collected(self, plan: str, places: Mapping[str, Folder]) -> dict[str, Put]:
-        puts: dict[str, Put] = {}
-        for file, place in places.items():
-            # An interrupted call can have left the shard in the usual subfolder.
-            for source in (place.place, self._aside(plan).place):
-                if source != self._folder.place and os.path.lexists(os.path.join(source, file)):
-                    puts[file] = partial(self._take, file, LocalFolder(source))
-        return puts
-
-    def leftovers(self, names: Sequence[str]) -> list[str]:
-        return list(map(os.path.basename, leftovers(self._folder.location.path, names)))
-
-    def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
-        ours = {self._aside(plan).place, *(place.place for place in places)}
-        waited = {aside.place for aside in self.asides()} & ours
-        for folder in (self._folder.place, *sorted(waited)):
-            with suppress(OSError):  # another process removed it, or Windows has it open
-                for path in leftovers(folder, names):
-                    os.unlink(path)
-                if folder in waited:
-                    LocalFolder(folder).remove(names)
-                    journal.clear(LocalFolder(folder))
-                    os.rmdir(folder)
+    def _unfinished(self) -> set[str]:
+        """Return the shards that interrupted conversions have put here."""
+        return {
+            name
+            for call, of_call in journal.records(self._folder).items()
+            for file, record in of_call.items()
+            for place, name in journal.places(self._folder, call, file)
+            if place is self._folder and place.holds(name, record["size"], record["sha256"])
+        }
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -245,7 +185,7 @@ class LocalReplacement(Replacement):
         """Return an index also if the old index names a file that will be replaced."""
         weights = {*filter(is_weight_file, self._folder.names())} - {*placed}
         changes = config is not None and bool(weights) and config != self._folder.content(CONFIG)
-        if not changes and (_indexed(self._folder) - {*placed}).isdisjoint(shards):
+        if not changes and (indexed_names(self._folder) - {*placed}).isdisjoint(shards):
             return None
         return blocking_index([CONFIG, *outdated, *sorted(shards)])
 
@@ -298,37 +238,30 @@ class LocalReplacement(Replacement):
             if os.path.isfile(path):
                 swap.hide(path)
 
-    def _aside(self, plan: str) -> LocalFolder:
-        return LocalFolder(self._folder.shown(ASIDE + plan))
-
-    def _take(self, file: str, source: LocalFolder, swap: Swap, like: os.stat_result | None) -> None:
-        """Move a shard and its record here; at any moment, one of the folders has both."""
-        old, new = source.shown(file), self._folder.shown(file)
-        if os.path.lexists(new):
-            record = journal.read(source, file)
-            if file == SINGLE:
-                like = os.stat(new) if os.path.exists(new) else like
-                swap.keep(new)
-            elif record is not None and self._folder.holds(file, record.size, record.sha256):
-                return  # moved before
-            else:
-                message = "Another conversion has written this shard since; repeat the call"
-                raise FileExistsError(errno.EEXIST, message, new)
-        journal.copy(file, source, self._folder)
-        swap.undo.append(partial(self._give_back, file, source))
-        if like is not None and os.name != "nt":
-            set_owner_and_mode(old, like)
-        replace(old, new, new)
-        journal.forget(source, [file])
-
-    def _give_back(self, file: str, source: LocalFolder) -> None:
-        if not os.path.lexists(source.shown(file)):
-            journal.copy(file, self._folder, source)
-            os.rename(self._folder.shown(file), source.shown(file))
-        journal.forget(self._folder, [file])
-
     def _has_single(self) -> bool:
         return os.path.isfile(self._folder.shown(SINGLE))
+
+
+def taking(waiting: Folder, file: str, folder: Folder, name: str) -> Put:
+    """Return a function that moves a complete shard from a local subfolder into its folder."""
+    return partial(_take, waiting.shown(file), folder.shown(name))
+
+
+def _take(old: str, new: str, swap: Swap, like: os.stat_result | None) -> None:
+    if os.path.lexists(new):
+        if os.path.basename(new) != SINGLE:
+            raise FileExistsError(errno.EEXIST, "Another conversion has written this shard; repeat the call", new)
+        like = os.stat(new) if os.path.exists(new) else like
+        swap.keep(new)
+    swap.undo.append(partial(_give_back, new, old))
+    if like is not None and os.name != "nt":
+        set_owner_and_mode(old, like)
+    replace(old, new, new)
+
+
+def _give_back(new: str, old: str) -> None:
+    if not os.path.lexists(old):
+        os.rename(new, old)
 
 
 def blocking_index(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -340,25 +273,31 @@ def blocking_index(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {"metadata": {}, "weight_map": {name: name for name in (_MISSING, *names)}}
 
 
-def free_names(files: Collection[str], taken: Collection[str]) -> dict[str, str]:
-    """Return free names for shards: their own, or with the next total that no file in the folder has."""
-    totals = {(numbered.stem, int(numbered.total), numbered.suffix) for numbered in sets_of([*taken])}
-    parts = {file: part for file in files if (part := PART.fullmatch(file)) is not None}
+def free_names(folder: Folder, files: Collection[str], taken: Collection[str] | None = None) -> dict[str, str]:
+    """Return free names for shards: their own, or with the next total that no file in the folder has.
+
+    ``model.safetensors`` keeps its name in a local folder, and gets numbers in a store, which cannot replace it.
+    """
+    taken = folder.names() if taken is None else taken
+    numbered = SINGLE in taken and folder.location.files.remote
+    usual = {file: "model-00001-of-00001.safetensors" if numbered and file == SINGLE else file for file in files}
+    totals = {(numbers.stem, int(numbers.total), numbers.suffix) for numbers in sets_of([*taken])}
+    parts = {file: part for file in files if (part := PART.fullmatch(usual[file])) is not None}
     shift = 0
     while any((part[1], int(part[3]) + shift, part[4]) in totals for part in parts.values()):
         shift += 1
     new = {file: f"{part[1]}-{part[2]}-of-{int(part[3]) + shift:05}{part[4]}" for file, part in parts.items()}
-    return {file: new[file] if shift and file in new else file for file in files}
+    return {**usual, **(new if shift else {})}
 
 
 def remove_killed(folder: LocalFolder) -> None:
     """Remove what killed calls left of a model: their temporary files, and shards that only their indexes name."""
     names = folder.names()
     hidden = {entry: name for entry in names if (name := hidden_name(entry)) is not None}
-    kept = {shard for name in names - hidden.keys() if _is_index(name) for shard in _indexed(folder, name)}
+    kept = {shard for name in names - hidden.keys() if _is_index(name) for shard in indexed_names(folder, name)}
     for entry, name in hidden.items():
         if _is_index(name):
-            folder.remove(shard for shard in _indexed(folder, entry) - kept if _NUMBERED.fullmatch(shard))
+            folder.remove(shard for shard in indexed_names(folder, entry) - kept if _NUMBERED.fullmatch(shard))
     of_models = [name for name in hidden.values() if name.endswith((".safetensors", ".json")) or is_extra(name)]
     remove_abandoned(folder.location.path or os.curdir, of_models)
 
@@ -367,7 +306,7 @@ def _is_index(name: str) -> bool:
     return name.endswith(_INDEX_SUFFIX)
 
 
-def _indexed(folder: LocalFolder, index: str = INDEX) -> set[str]:
+def indexed_names(folder: Folder, index: str = INDEX) -> set[str]:
     """Return the indexed files of a folder; none if the index cannot be read."""
     try:
         weight_map = folder.read_json(index, INDEX).get("weight_map")
@@ -399,8 +338,8 @@ class OldShards:
             if not overwrite:
                 message = f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
                 raise FileExistsError(errno.EEXIST, message, folder.shown(INDEX))
-            shards = sorted(name for name in _indexed(folder) if _NUMBERED.fullmatch(name))
-            self._shards.append((folder, [INDEX, *shards, *(name + RECORD for name in shards)]))
+            shards = sorted(name for name in indexed_names(folder) if _NUMBERED.fullmatch(name))
+            self._shards.append((folder, [INDEX, *shards]))
 
     def check_source(self, paths: Sequence[str], *, every_tensor: bool) -> None:
         """Refuse to remove shards of the source if the new file does not get all of their tensors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -164,7 +164,6 @@ def write_shards(
     folder: Folder,
     *,
     overwrite: bool,
-    replacing: AbstractContextManager[object] | None = None,  # entered before the first complete file is put in place
 ) -> int:
     """Write shards, config and index, and return the bytes of the shards."""
     written = 0
@@ -187,8 +186,6 @@ def write_shards(
                 # A shard replaces nothing: its name is free.
                 files[file] = write_shard(own, writer, folder, file, overwrite=overwrite and file == SINGLE)
                 written += writer.size
-        if replacing is not None:
-            stack.enter_context(replacing)
         commit({file: shard.put for file, shard in files.items()})
     return written
 

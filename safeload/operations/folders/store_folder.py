@@ -26,20 +26,14 @@ from ...stores.files import Location
 from ...stores.stop import left_behind
 from . import journal
 from .folder import Folder
-from .journal import RECORD
 from .replacement import Replacement, blocking_index
 
 if TYPE_CHECKING:
     from ...stores.remote_files import Backend, RemoteFiles
 
-# Shards of conversions, and their records; their names include digits of the plan's id if the usual names were taken.
-_SHARD = re.compile(
-    rf"model-(?:[0-9a-f]+-)?[0-9]{{5,}}(?:-of-[0-9]{{5,}})?\.safetensors(?:{re.escape(RECORD)})?", re.ASCII
-)
-_STEM, _DIGITS = "model-", 8
+_SHARD = re.compile(r"model-[0-9]{5,}(?:-of-[0-9]{5,})?\.safetensors", re.ASCII)
 # A write may take this many times the seconds that a read may wait for a byte, and a second for each so many bytes.
 _TIMEOUTS, _TIMEOUT, _SLOWEST = 10, 30.0, 128 << 10
-_NUMBERED = "model-00001-of-00001.safetensors"
 
 
 class StoreFolder(Folder):
@@ -129,34 +123,12 @@ class StoreReplacement(Replacement):
             raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List old shards and records, an old ``model.safetensors``, and the index if the new checkpoint has none."""
-        kept, names = {*files, *(file + RECORD for file in files)}, self._folder.names()
+        """List old shards, an old ``model.safetensors``, and the index if the new checkpoint has none."""
+        names = self._folder.names()
         gone = {name for name in names if name == SINGLE or _SHARD.fullmatch(name)}
         if SINGLE in files and names:
             gone.add(INDEX)  # `before_config` may put it there
-        return sorted(gone - kept)
-
-    def free_names(self, files: Collection[str]) -> dict[str, str]:
-        taken = {INDEX, *files, *(file + RECORD for file in files)}
-        if taken.isdisjoint(self._folder.names()):
-            return {file: file for file in files}
-        mark = os.urandom(_DIGITS // 2).hex()
-        return {file: marked(file, mark) for file in files}
-
-    def asides_of(self, files: Collection[str], plan: str) -> dict[str, tuple[Folder, str]]:
-        return {file: (self._folder, marked(file, plan)) for file in files}
-
-    def begun(self, plan: str) -> bool:
-        return any(name.startswith(marked(_STEM, plan)) for name in self._folder.names())
-
-    def asides(self) -> list[Folder]:
-        return []
-
-    def leftovers(self, names: Sequence[str]) -> list[str]:
-        return []  # interrupted uploads are not listed
-
-    def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
-        """Leave no work: a store has no leftovers."""
+        return sorted(gone - {*files})
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -213,12 +185,6 @@ def is_file(location: Location) -> bool:
     except (FileNotFoundError, FormatError):  # FormatError: an empty folder
         return False
     return True
-
-
-def marked(file: str, mark: str) -> str:
-    """Return a free name for a shard; ``model.safetensors`` becomes a numbered shard, which needs an index."""
-    file = _NUMBERED if file == SINGLE else file
-    return f"{_STEM}{mark[:_DIGITS]}-{file.removeprefix(_STEM)}"
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class FolderEdit(Edit):
         numbered = {
             file: file if PART.fullmatch(file) else "-00001-of-00001".join(os.path.splitext(file)) for file in replaced
         }
-        free = free_names(numbered.values(), os.listdir(folder))
+        free = free_names(LocalFolder(folder), numbered.values())
         names = {file: free[name] for file, name in numbered.items()}
         with ExitStack() as stack:
             # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.

@@ -8,6 +8,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, NamedTuple, cast
 
 from ...base.paths import absolute
@@ -20,7 +21,7 @@ from ...formats.safetensors.file import FileWriter
 from ...formats.safetensors.header import ROOM
 from ...formats.safetensors.quantized import pack
 from ...stores.files import Location
-from ..folders import journal, unfinished
+from ..folders import journal
 from ..folders.destinations import (
     USUAL_SIZE,
     Destination,
@@ -32,7 +33,7 @@ from ..folders.destinations import (
 )
 from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..folders.folder import Folder, check_free
-from ..folders.replacement import OldShards
+from ..folders.replacement import OldShards, free_names
 from ..folders.shards import Beside, divide, weight_map, write_beside, write_shard, write_shards, writer_of
 from .spool import Spool, Written
 
@@ -155,7 +156,7 @@ class FolderTarget:
     def write(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
         """Write all tensors of the folder."""
         shards = divide(tensors, self.limit)
-        names = self._replacement.free_names([*shards])
+        names = free_names(self._folder, [*shards])
         shards = {names[file]: shard for file, shard in shards.items()}
         total = sum(tensor.nbytes for tensor in tensors.values())
         self._write(
@@ -172,7 +173,6 @@ class FolderTarget:
     def _tidy(self) -> None:
         if self._overwrite:
             journal.clear(self._folder)
-            unfinished.forget(self._folder)
 
     # ---- shards that come one at a time ----
 
@@ -204,8 +204,8 @@ class FolderTarget:
 
     def _upload(self, spool: Spool) -> None:
         """Upload a shard of a folder whose number of shards is unknown."""
-        file = f"model-{len(set(self._uploaded.values())) + 1:05}.safetensors"
-        file = self._replacement.free_names([file])[file]
+        names = self._folder.names()
+        file = next(name for k in count(1) if (name := f"model-{k:05}.safetensors") not in names)
         with ExitStack() as stack, self._replacement.shard(stack, file) as own:
             write_shard(own, spool, self._folder, file, overwrite=self._overwrite)
         self._uploaded.update(dict.fromkeys(spool.names, file))
@@ -225,9 +225,9 @@ class FolderTarget:
                 )
             self._tidy()
             return
-        count = len(self._shards)
-        usual = [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)] if count > 1 else [SINGLE]
-        free = self._replacement.free_names(usual)
+        total = len(self._shards)
+        usual = [f"model-{k + 1:05}-of-{total:05}.safetensors" for k in range(total)] if total > 1 else [SINGLE]
+        free = free_names(self._folder, usual)
         names = [free[file] for file in usual]
         files = {name: file for file, spool in zip(names, self._shards, strict=True) for name in spool.names}
         spools = zip(names, self._shards, strict=True)

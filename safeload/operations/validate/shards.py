@@ -21,7 +21,6 @@ from ...formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, list
 from ...formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
 from ...formats.registry import WEIGHT_SUFFIXES, OpenRequest, open_file
 from ...stores.files import Files, Location
-from ..folders.journal import RECORD
 from .findings import Finding, error, note
 
 # Codes of findings about unreadable files, by error class.
@@ -97,7 +96,7 @@ class ShardCheck(NamedTuple):
 def _is_unfinished(folder: str, files: Files) -> bool:
     """True if a folder has the records of a conversion that did not end."""
     try:
-        return any(name == RESUME or name.endswith(RECORD) for name, _ in files.listing(folder))
+        return any(name == RESUME for name, _ in files.listing(folder))
     except (SafeloadError, OSError):  # https lists no folders
         return False
 
