@@ -10,7 +10,7 @@ import pytest
 from builders import inside
 from builders.calls import count_calls
 from builders.executors import Lazy, Plain
-from builders.inside import Catalog, Sources, executors, opened
+from builders.inside import Catalog, executors, opened
 from builders.inside import measure_stats as stats
 from builders.mixed_tensors import many
 from builders.quantized import FIXTURES
@@ -183,15 +183,18 @@ def test_descriptions_and_sizes_are_those_of_single_tensors(request, tmp_path, n
 
 def test_a_piece_has_its_own_tensors_only(tmp_path):
     save_file(many(40), tmp_path / "x.safetensors")
-    with Catalog.of(tmp_path / "x.safetensors") as whole:
-        names = [*whole][5:9]
-        sources = Sources(whole, "a test").of(names)
-    with opened(sources, names) as catalog:
+    whole = [*safeload.stats(tmp_path / "x.safetensors")]
+    executor = Plain()
+    safeload.stats(tmp_path / "x.safetensors", names=whole[5:9], executor=executor)
+    (piece,) = executor.pieces
+    names = piece["names"]
+    assert names == whole[5:9]
+    with opened(piece) as (_, (catalog,)):
         assert [*catalog] == names
         assert len(catalog) == 4
         assert [name for name in names if name in catalog] == names
         assert next(iter(whole)) not in catalog
-    with pytest.raises(safeload.TensorNotFoundError, match="nothing"), opened(sources, [*names, "nothing"]):
+    with pytest.raises(safeload.TensorNotFoundError, match="nothing"), opened({**piece, "names": [*names, "nothing"]}):
         pass
 
 

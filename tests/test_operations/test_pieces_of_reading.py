@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.executors import Backwards, Lazy, Plain, echoed, processes
-from builders.inside import LocalStore, manifest, piece_files
+from builders.inside import LocalStore, manifest
 from builders.models import small, write_folder
 from builders.quantized import FIXTURES
 from builders.thorough import part_of
@@ -487,7 +487,7 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder = of_folder(tmp_path)
     shard = folder / "model-00003-of-00003.safetensors"
 
-    original, size = piece_files.opened, shard.stat().st_size
+    original, size = inside.opened, shard.stat().st_size
 
     class Truncated:
         def __init__(self, *arguments):
@@ -496,9 +496,9 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
             self._opened = original(*arguments)
 
         def __enter__(self):
-            catalog = self._opened.__enter__()
+            entered = self._opened.__enter__()
             os.truncate(shard, size - 10)
-            return catalog
+            return entered
 
         def __exit__(self, *error):
             return self._opened.__exit__(*error)
@@ -529,6 +529,6 @@ def test_run_piece_says_what_is_wrong_with_a_piece(tmp_path):
 def refused(piece):
     """Whether a piece is refused, or its result says what is wrong."""
     try:
-        return bool(safeload.run_piece(piece)["problem"])
+        return any(table.startswith("unread ") and rows for table, rows in safeload.run_piece(piece).items())
     except safeload.SafeloadError as error:
         return bool(str(error))

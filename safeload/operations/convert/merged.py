@@ -25,7 +25,8 @@ from ...models.tied import untied
 from ..sources.catalog import Catalog
 from ..sources.codec import decode
 from ..sources.description import TensorDescription
-from ..sources.piece_files import FileVersion, in_memory
+from ..sources.executors import in_memory
+from ..sources.piece_files import FileVersion
 from ..sources.plan import INVALID_PIECE
 
 

@@ -15,7 +15,7 @@ from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES
 from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.places import Located, is_file_object, places_of
-from ..sources.piece_files import files_at
+from ..sources.executors import files_at
 from .folder import Folder, LocalFolder
 from .replacement import LocalReplacement, Replacement
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from ...base.arrays import Array
 from ...base.gc_pause import paused
 from ...base.names import layer_of
 from ...base.scheme import INT8
-from ...base.selecting import Patterns, distinct, select
+from ...base.selecting import Patterns, select
 from ...engine.ahead.spans import SpanColumns, Spans
 from ...engine.ahead.stream import TensorStream
 from ...engine.codes.pieces import Meter
@@ -27,18 +27,14 @@ from ...engine.run.weight_file import is_remote
 from ...errors import public
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
-from ..sources.codec import lists_of, named_rows
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor
-from ..sources.piece_files import PieceSource, Sources, opened
-from ..sources.plan import TensorPiece, open_piece
+from ..sources.reading import opened, pieces_of, run_pieces
 from .diff_blocks import NUMBERS, compare
 from .diff_report import DiffReport, TensorDiff
 from .stats import measure, measure_in_pieces
 
 _Shape: TypeAlias = tuple[int, ...]
-# The field of `TensorDiff` that is a list in plain data.
-_INDEX = TensorDiff._fields.index("index")
 
 
 class _Checkpoint(NamedTuple):
@@ -241,45 +237,30 @@ def _in_pieces(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorDiff]:
-    against = Sources(b, executors.EXECUTOR)
     sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
-    plain: dict[str, list[Any]] = executors.by_tensor(
-        run,
-        lambda names, read: DiffPiece(operation="diff", names=names, sources=read, against=against.of(names)),
-        a,
-        sizes,
-        executor,
-        threads=threads,
-        progress=progress,
-    )
-    return named_rows(TensorDiff, plain, {_INDEX: tuple})
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DiffPiece(TensorPiece):
-    """A piece of `diff`."""
-
-    against: tuple[PieceSource, ...]
+    pieces = pieces_of(sizes, a, b, operation="diff")
+    rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
+    names = [name for name in shapes if name in rows]
+    plain = [
+        (largest, None if index is None else tuple(index), *numbers)
+        for largest, index, *numbers in map(rows.__getitem__, names)
+    ]
+    return dict(zip(names, map(tuple.__new__, repeat(TensorDiff), plain), strict=True))
 
 
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Compare the tensors of a piece; see `run_piece`."""
-    with (
-        open_piece(DiffPiece, piece, storage_options) as (decoded, a),
-        opened(decoded.against, decoded.names, storage_options) as b,
-    ):
-        sides, names = (_Checkpoint.of(a), _Checkpoint.of(b)), list(distinct(decoded.names))
+    with opened(piece, storage_options, ("sources", "against")) as (names, catalogs):
+        a, b = map(_Checkpoint.of, catalogs)
         with paused(len(names)):
-            of_a, of_b = (list(side.shapes(names)) for side in sides)
-            shapes, resized = dict(zip(names, of_a, strict=True)), set()
-            if of_a != of_b:
-                common = dict(zip(names, map(_common_shape, of_a, of_b), strict=True))
-                resized = {name for name, shape, other in zip(names, of_a, of_b, strict=True) if shape != other}
-                shapes = {name: shape for name, shape in common.items() if shape is not None}
-        differences = _compare_values(*sides, shapes, resized, threads=threads, progress=None)
-        return {"tensors": lists_of(differences, {_INDEX: list})}
+            of_a, of_b = list(a.shapes(names)), list(b.shapes(names))
+            resized = {name for name, shape, other in zip(names, of_a, of_b, strict=True) if shape != other}
+            common = zip(names, map(_common_shape, of_a, of_b) if resized else of_a, strict=True)
+            shapes = {name: shape for name, shape in common if shape is not None}
+        differences = _compare_values(a, b, shapes, resized, threads=threads, progress=None)
+        return {"differences": {name: [*row] for name, row in differences.items()}}
 
 
 # ---- tensors that are not plain, or not in local files ----

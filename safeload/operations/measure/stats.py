@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
-from operator import methodcaller
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -28,10 +25,8 @@ from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError, public
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.codec import lists_of, named_rows, rows_of
-from ..sources.executors import Executor
-from ..sources.piece_files import in_memory
-from ..sources.plan import TensorPiece, open_piece
+from ..sources.executors import Executor, in_memory
+from ..sources.reading import opened, pieces_of, run_pieces
 from .stats_table import StatsTable, TensorStats
 
 _RECORD = jobs.struct_dtype("sl_stats")
@@ -40,9 +35,6 @@ _F32 = dtypes.BY_CODE["F32"]
 _WHOLE = ("least", "most", "sum_low", "sum_high")
 _WHOLE_NUMBERS = [row.number for row in dtypes.TABLE if row.kind in (lib.SL_KIND_INT, lib.SL_KIND_BOOL)]
 _U64 = dtypes.BY_CODE["U64"].number
-# Fields of `TensorStats` that are lists in plain data.
-_INDICES = [TensorStats._fields.index(field) for field in ("shape", "first_nan", "first_inf")]
-_HISTOGRAM = TensorStats._fields.index("histogram")
 
 # Elements per record.
 _SEGMENT: int = lib.SL_STATS_SEGMENT
@@ -223,13 +215,6 @@ def _measure_plain(
 # ---- in pieces ----
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StatsPiece(TensorPiece):
-    """A piece of `stats`."""
-
-    histogram: bool = False
-
-
 def measure_in_pieces(
     catalog: Catalog,
     names: Sequence[str],
@@ -240,36 +225,39 @@ def measure_in_pieces(
     progress: Progress,
 ) -> dict[str, TensorStats]:
     """Compute statistics on an executor; see `stats`."""
-    plain = executors.by_tensor(
-        run,
-        lambda group, sources: StatsPiece(operation="stats", names=group, sources=sources, histogram=histogram),
-        catalog,
-        catalog.sizes(names),
-        executor,
-        threads=threads,
-        progress=progress,
-    )
-    return of_plain(plain)
+    pieces = pieces_of(catalog.sizes(names), catalog, operation="stats", histogram=histogram)
+    rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("stats", {})
+    with paused(len(rows)):
+        return of_plain({name: rows[name] for name in names if name in rows})
 
 
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the statistics of the tensors of a piece; see `run_piece`."""
-    with open_piece(StatsPiece, piece, storage_options) as (decoded, catalog):
-        statistics = measure(catalog, decoded.names, decoded.histogram, threads)
-    return {"tensors": as_plain(statistics)}
+    with opened(piece, storage_options) as (names, (catalog,)):
+        return {"stats": as_plain(measure(catalog, names, piece.get("histogram") is True, threads))}
 
 
 def as_plain(statistics: Mapping[str, TensorStats]) -> dict[str, list[Any]]:
     """Return statistics as plain data, by name."""
-    return lists_of(statistics, {**dict.fromkeys(_INDICES, list), _HISTOGRAM: methodcaller("tolist")})
+    return {
+        name: [*fields, None if histogram is None else histogram.tolist(), nbytes]
+        for name, (*fields, histogram, nbytes) in statistics.items()
+    }
 
 
 def of_plain(plain: Mapping[str, Sequence[Any]]) -> dict[str, TensorStats]:
     """Return the statistics that `as_plain` wrote."""
-    histogram = partial(np.array, dtype=np.int64)
-    return named_rows(TensorStats, plain, {**dict.fromkeys(_INDICES, tuple), _HISTOGRAM: histogram})
+    rows = [
+        (
+            *(dtype, tuple(shape), *numbers),
+            *(None if nan is None else tuple(nan), None if inf is None else tuple(inf)),
+            *(None if histogram is None else np.array(histogram, np.int64), nbytes),
+        )
+        for dtype, shape, *numbers, nan, inf, histogram, nbytes in plain.values()
+    ]
+    return dict(zip(plain, map(tuple.__new__, repeat(TensorStats), rows), strict=True))
 
 
 # ---- parts ----
@@ -403,7 +391,7 @@ def _of_records(measured: _Measured, merged: Array, counted: Sequence[Array] | N
         ),
         *(repeat(None, len(merged)) if counted is None else counted, measured.nbytes),
     ]
-    return rows_of(TensorStats, columns)
+    return list(map(tuple.__new__, repeat(TensorStats), zip(*columns, strict=True)))
 
 
 def _of_integers(record: Any, unsigned: bool) -> tuple[float, ...]:

@@ -6,21 +6,16 @@ from files and other processes and cannot be trusted, so `decode` checks every f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from itertools import repeat
-from operator import is_
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ...base.gc_pause import paused
 from ...base.text import show
 from ...errors import FormatError
 
 _T = TypeVar("_T")
-_Row = TypeVar("_Row", bound=tuple[Any, ...])
-_Functions: TypeAlias = Mapping[int, Callable[[Any], Any]]
 
 _KINDS: Mapping[Any, str] = {
     str: "a string",
@@ -56,36 +51,6 @@ def decode(cls: type[_T], plain: Any, prefix: str, *, extra: bool = False) -> _T
     # Fields can be str, int, float, bool, Any, list, tuple, dict, unions and other dataclasses and NamedTuples.
     record: _T = _Decoder(prefix, extra).value(cls, plain, "")
     return record
-
-
-def rows_of(cls: type[_Row], columns: Iterable[Iterable[Any]]) -> list[_Row]:
-    """Return a NamedTuple for each row of columns, unchecked and without Python code for each."""
-    # Results of our own pieces can be trusted and come in large numbers.
-    return list(map(tuple.__new__, repeat(cls), zip(*columns, strict=True)))
-
-
-def lists_of(rows: Mapping[str, tuple[Any, ...]], functions: _Functions) -> dict[str, list[Any]]:
-    """Return NamedTuples as plain data, by name, like `encode`; ``functions`` encode fields by position."""
-    with paused(len(rows)):
-        return dict(zip(rows, map(list, zip(*_changed(rows, functions), strict=True)), strict=True))
-
-
-def named_rows(cls: type[_Row], lists: Mapping[str, Sequence[Any]], functions: _Functions) -> dict[str, _Row]:
-    """Return the NamedTuples that `lists_of` encoded; ``functions`` decode the fields that it encoded."""
-    with paused(len(lists)):
-        return dict(zip(lists, rows_of(cls, _changed(lists, functions)), strict=True))
-
-
-def _changed(rows: Mapping[str, Sequence[Any]], functions: _Functions) -> list[Sequence[Any]]:
-    """Return the columns of rows, some of them changed by functions; see `lists_of`."""
-    columns: list[Sequence[Any]] = [*zip(*rows.values(), strict=True)]
-    for k, function in functions.items() if columns else ():
-        empty = sum(map(is_, columns[k], repeat(None)))
-        if not empty:
-            columns[k] = [*map(function, columns[k])]
-        elif empty < len(rows):
-            columns[k] = [None if value is None else function(value) for value in columns[k]]
-    return columns
 
 
 class _Decoder:

@@ -11,13 +11,13 @@ import numpy as np
 
 from ...base import log
 from ...base.arrays import Array
-from ...base.gc_pause import paused
+from ...base.paths import native_path
 from ...engine.run.progress import Progress, reporter
 from ...engine.run.weight_file import WeightFile
+from ...errors import FormatError
+from ...stores import url as urls
+from ...stores.files import LOCAL, Files
 from .catalog import Catalog
-from .codec import encode
-from .piece_files import PieceSource, Sources
-from .plan import TensorPiece
 
 # The argument, for messages.
 EXECUTOR = "executor="
@@ -80,33 +80,7 @@ def run(
         return _submit(executor, calls, sizes, report)
 
 
-def by_tensor(
-    function: Callable[[Mapping[str, Any], int | None], Mapping[str, Any]],
-    piece_of: Callable[[tuple[str, ...], tuple[PieceSource, ...]], TensorPiece],
-    catalog: Catalog,
-    sizes: Mapping[str, int],
-    executor: Executor,
-    *,
-    threads: int | None,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Run an operation on groups of tensors and return its results by tensor name, in the order of ``sizes``."""
-    sources = Sources(catalog, EXECUTOR)
-    names = [*sizes]
-    pieces, nbytes = [], []
-    with paused(len(names)):
-        for group in groups([*sizes.values()], *sources.columns_of(names)):
-            in_group = tuple(map(names.__getitem__, group))
-            pieces.append(encode(piece_of(in_group, sources.of(in_group))))
-            nbytes.append(sum(map(sizes.__getitem__, in_group)))
-    results = run(function, pieces, executor, sizes=nbytes, threads=threads, progress=progress)
-    by_name: dict[str, Any] = {}
-    for result in results:
-        by_name.update(result["tensors"])  # of some or all tensors of the piece
-    return by_name if [*by_name] == names else {name: by_name[name] for name in names if name in by_name}
-
-
-def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int]) -> list[list[int]]:
+def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int] | Array) -> list[list[int]]:
     """Divide tensors, or entries of archives, into pieces of similar size, and return their positions."""
     # Only small files share a piece. A file that must be unpacked is not divided, and a piece should take no less time
     # than opening its file again.
@@ -209,3 +183,45 @@ def _wait(future: Future) -> None:
         future.result()
     except Exception as error:
         log.debug("another piece failed: %s", error)
+
+
+# ---- what other processes can read ----
+
+
+def check_paths(catalog: Catalog, argument: str) -> None:
+    """Refuse tensors in memory, which other processes cannot read."""
+    if catalog.in_memory:
+        raise in_memory("the tensors of a dict are", argument)
+
+
+def in_memory(tensors_are: str, argument: str) -> ValueError:
+    """Return the error for tensors in memory; ``tensors_are`` is the subject and the verb of its message."""
+    return ValueError(f"{argument} needs the path of a checkpoint, or an open one: {tensors_are} only in this process")
+
+
+def check_path(path: str) -> None:
+    """Refuse a path or name that no system can have."""
+    try:
+        native_path(path)
+    except (ValueError, OSError) as error:
+        raise FormatError(f"invalid plan: {error}") from None
+
+
+def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
+    """Return the file system of a path or URL in a plan; options of this process override ``planned`` options."""
+    check_path(path)
+    if not urls.is_url(path):
+        return LOCAL
+    from ...stores.remote_files import RemoteFiles  # only here: most paths are local
+
+    if planned is None and storage_options is None:
+        return RemoteFiles()
+    return RemoteFiles(_merged(planned or {}, storage_options or {}))
+
+
+def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**planned, **own}
+    for key, value in planned.items():
+        if isinstance(value, dict) and isinstance(own.get(key), Mapping):
+            merged[key] = _merged(value, own[key])
+    return merged

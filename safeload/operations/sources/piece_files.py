@@ -12,7 +12,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.paths import absolute, native_path
+from ...base.paths import absolute
 from ...base.text import plural, show
 from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.weight_file import WeightFile
@@ -21,21 +21,10 @@ from ...formats.folder import CONFIG
 from ...formats.opening import reopen_subset
 from ...formats.registry import Recipe, formats_of, row_of
 from ...stores import url as urls
-from ...stores.files import LOCAL, Files, Location
+from ...stores.files import Location
 from ...stores.local import check_unchanged, identity_of
 from .catalog import Catalog
-
-
-def check_paths(catalog: Catalog, argument: str) -> None:
-    """Refuse tensors in memory, which other processes cannot read."""
-    if catalog.in_memory:
-        raise in_memory("the tensors of a dict are", argument)
-
-
-def in_memory(tensors_are: str, argument: str) -> ValueError:
-    """Return the error for tensors in memory; ``tensors_are`` is the subject and the verb of its message."""
-    return ValueError(f"{argument} needs the path of a checkpoint, or an open one: {tensors_are} only in this process")
-
+from .executors import check_path, check_paths, files_at
 
 # ---- sources in a plan ----
 
@@ -115,14 +104,6 @@ class PlannedPath:
 def version_of(path: str, size: int, version: Any) -> list[Any]:
     """Return bare name, size and version of a file."""
     return [urls.shown(path).replace("\\", "/").rpartition("/")[2], size, version]
-
-
-def check_path(path: str) -> None:
-    """Refuse a path or name that no system can have."""
-    try:
-        native_path(path)
-    except (ValueError, OSError) as error:
-        raise FormatError(f"invalid plan: {error}") from None
 
 
 class Sources:
@@ -243,26 +224,6 @@ def _beside(file: WeightFile) -> list[FileVersion]:
 
 
 # ---- paths in a plan ----
-
-
-def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
-    """Return the file system of a path or URL in a plan; options of this process override ``planned`` options."""
-    check_path(path)
-    if not urls.is_url(path):
-        return LOCAL
-    from ...stores.remote_files import RemoteFiles  # only here: most paths are local
-
-    if planned is None and storage_options is None:
-        return RemoteFiles()
-    return RemoteFiles(_merged(planned or {}, storage_options or {}))
-
-
-def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**planned, **own}
-    for key, value in planned.items():
-        if isinstance(value, dict) and isinstance(own.get(key), Mapping):
-            merged[key] = _merged(value, own[key])
-    return merged
 
 
 def path_in_plan(location: Location) -> str | PlannedPath:

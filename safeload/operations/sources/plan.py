@@ -6,23 +6,21 @@ with the size of each file and the time of its last change when the plan was mad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..._version import __version__
 from ...base.text import plural, printable, show
 from ...errors import FormatError, UnsupportedError, exported, public
-from .catalog import Catalog
 from .codec import decode
-from .piece_files import PieceSource, check_path, opened
+from .executors import check_path
+from .piece_files import PieceSource
 
 # Prefixes of messages.
 INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
 
 _AnyPiece = TypeVar("_AnyPiece", bound="PlannedPiece")
-_AnyTensorPiece = TypeVar("_AnyTensorPiece", bound="TensorPiece")
 
 # File names with these characters can lead out of the folder of a plan.
 _NOT_BARE = frozenset("/\\:\0")
@@ -96,24 +94,7 @@ class PlannedPiece:
     sources: tuple[PieceSource, ...]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TensorPiece(PlannedPiece):
-    """A piece with tensors to read."""
-
-    names: tuple[str, ...]
-
-
 def decode_piece(cls: type[_AnyPiece], plain: Any) -> _AnyPiece:
     """Return a piece from untrusted plain data."""
     check_version(plain, INVALID_PIECE)
     return decode(cls, plain, INVALID_PIECE)
-
-
-@contextmanager
-def open_piece(
-    cls: type[_AnyTensorPiece], plain: Any, storage_options: Mapping[str, Any] | None
-) -> Iterator[tuple[_AnyTensorPiece, Catalog]]:
-    """Decode a piece and open its sources; see `decode_piece` and `opened`."""
-    piece = decode_piece(cls, plain)
-    with opened(piece.sources, piece.names, storage_options) as catalog:
-        yield piece, catalog

@@ -1,44 +1,42 @@
-"""Checks of tensor and archive contents: CRC-32 of archives, scales, statistics, tied heads.
+"""Check tensor and archive contents: CRC-32 of archives, scales, statistics, tied heads.
 
-`Contents` reads in this process. `GatheredContents` reads in pieces on an executor, and then replays the results in the
-order of a single process.
+Readers fill tables of rows, in this process or in pieces on an executor. `check_contents` then judges the rows in a
+fixed order, so that reports do not depend on which process reads, or on which file fails first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..._version import __version__
 from ...base.gc_pause import paused
 from ...base.scheme import INT8
 from ...base.text import show
+from ...engine.run.progress import Progress
 from ...errors import FormatError, UnsupportedError, one_line
 from ...models.schema import Schema
 from ...stores.files import Location
 from ..measure.stats import as_plain, measure, of_plain
-from ..measure.stats_table import StatsTable, TensorStats
-from ..sources import executors
+from ..measure.stats_table import StatsTable
 from ..sources.catalog import Catalog
-from ..sources.codec import encode
 from ..sources.description import TensorDescription
-from ..sources.executors import EXECUTOR, groups
-from ..sources.piece_files import PieceSource, PlannedPath, Sources, location_of, opened, path_in_plan
-from ..sources.plan import INVALID_PIECE, PlannedPiece, TensorPiece, decode_piece
+from ..sources.executors import files_at, groups
+from ..sources.plan import INVALID_PIECE, check_version
+from ..sources.reading import MALFORMED, ReadingPiece, Tables, names_of, opened, pieces_of, run_pieces
 from . import files, holes, values
 from .files import FileEntry
 from .findings import ERROR, CheckReport, Finding
-from .settings import CheckSettings, Limits, settings
+from .settings import CheckSettings, Limits
 from .structure import Quantized
 
-_OPERATION = "validate"
-
-# Key of the error in the result of a piece that cannot read a file. Pieces do not raise these errors, because the
-# report must not depend on which piece fails first.
-_PROBLEM = "problem"
-
-_Options = Mapping[str, Any] | None
+# Tables of rows by name: findings about scales, statistics, bounds of outliers, findings about tied heads. Faults of
+# entries of archives have the number of the entry, as text.
+_CRC, _SCALES, _STATS, _OUTLIERS, _TIED = "crc", "scales", "stats", "outliers", "tied"
+_VALUES = (_SCALES, _STATS, _OUTLIERS)
+# The errors of an unreadable file, which end a reader.
+UNREADABLE = (FormatError, UnsupportedError, OSError)
 
 
 class Model(NamedTuple):
@@ -54,96 +52,91 @@ class Model(NamedTuple):
         return None if self.schema is None else self.schema.role(name)
 
 
-class Contents:
-    """Read and check tensors and archives. All methods raise FormatError or OSError for an unreadable file."""
-
-    def __init__(self, catalog: Catalog, options: CheckSettings) -> None:
-        self._catalog = catalog
-        self._options = options
-        self.limits = options.limits
-
-    def crc(self) -> Iterator[Finding]:
-        """Check the bytes of zip entries against their CRC-32."""
-        entries = files.entries_of(self._catalog)
-        for entry, fault in zip(entries, files.faults_of(entries, self._options.threads), strict=True):
-            if fault is not None:
-                yield files.crc_finding(entry, fault)
-
-    def scales(self, name: str) -> list[Finding]:
-        """Check the scales of a quantized tensor."""
-        return list(values.check_scales(self._catalog, name, self.limits, self._options.threads))
-
-    def stats(self, names: Sequence[str]) -> dict[str, TensorStats]:
-        """Return the statistics of tensors; tensors without real numbers are skipped."""
-        return measure(self._catalog, names, self._options.histogram, self._options.threads, self._options.progress)
-
-    def zeros(
-        self, stats: Mapping[str, TensorStats], model: Model, reported: set[str]
-    ) -> Iterator[tuple[Finding, list[str]]]:
-        """Yield findings about lost blocks, each with the names of its zero tensors."""
-        yield from holes.check_zeros(self._catalog, stats, model.role, reported)
-
-    def outliers(self, stats: Mapping[str, TensorStats]) -> dict[str, float]:
-        """Return the tensors with a value far beyond the rest, each with a bound of 99.9 % of the values."""
-        return values.find_outliers(self._catalog, stats, self._options.threads)
-
-    def tied(self, head: str, embedding: str) -> Finding | None:
-        """Compare a head with its tied embedding."""
-        return values.check_tied(self._catalog, head, embedding)
+# ---- reading ----
 
 
-def check_contents(
-    report: CheckReport,
-    contents: Contents,
-    model: Model,
+def read_contents(
+    catalog: Catalog,
     names: Sequence[str],  # of tensors with values to check
-    *,
     pairs: Mapping[str, str],  # tied heads and their embeddings
-    zero: set[str],  # tensors already reported as zero
-) -> None:
-    """Run all checks of contents, and add findings and statistics to the report as they come."""
-    report.add(contents.crc())
-    bad = set()
-    for name in names:
-        if model.tensors[name].quantized:
-            findings = contents.scales(name)
-            report.add(findings)
-            if _has_error(findings):
-                bad.add(name)
-    report.stats = StatsTable(contents.stats(_readable(names, model.tensors, bad)))
-    for finding, hidden in contents.zeros(report.stats, model, zero):
-        report.add([finding])
-        zero.update(hidden)
-    codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
-    report.add(
-        values.check_values(
-            report.stats,
-            model.tensors,
-            contents.limits,
-            bad,
-            role=model.role,
-            codes=codes,
-            zero=zero,
-            outliers=contents.outliers(_large(report.stats, model.tensors, codes)),
+    entries: Sequence[FileEntry],  # of archives
+    options: CheckSettings,
+) -> Tables:
+    """Read the rows for `check_contents`; errors of files become rows, too."""
+    if options.executor is not None:
+        pieces = [
+            *_entry_pieces(entries),
+            *_value_pieces(catalog, names, options),
+            *(piece for pair in pairs.items() for piece in _pieces(_TIED, catalog, pair, whole=True)),
+        ]
+        tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
+        with paused(len(names)):
+            return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
+    tables = {}
+    numbered = {str(k): entry for k, entry in enumerate(entries)}
+    with _unread(tables, (_CRC,), numbered):
+        tables[_CRC] = _faults(numbered, options.threads)
+    with _unread(tables, _VALUES, names):
+        _read_values(
+            tables,
+            catalog,
+            names,
+            options.limits,
+            histogram=options.histogram,
+            threads=options.threads,
+            progress=options.progress,
         )
-    )
-    tied = (contents.tied(*pair) for pair in pairs.items() if bad.isdisjoint(pair))
-    report.add(finding for finding in tied if finding is not None)
+    with _unread(tables, (_TIED,), pairs):
+        for pair in pairs.items():
+            _read_tied(tables, catalog, *pair)
+    return tables
 
 
-def _large(
-    stats: Mapping[str, TensorStats], tensors: Mapping[str, TensorDescription], codes: Collection[str]
-) -> dict[str, TensorStats]:
-    """Return the statistics of the tensors that can have outliers."""
-    return {
-        name: row
-        for name, row in stats.items()
-        if row.absmax > values.OUTLIER_ABOVE and name not in codes and values.is_real(tensors[name])
-    }
+@contextmanager
+def _unread(tables: Tables, of: Iterable[str], subjects: Iterable[str]) -> Iterator[None]:
+    """If a file is unreadable, note its error for the subjects of each table; see `_rows`."""
+    try:
+        yield
+    except UNREADABLE as problem:
+        text = one_line(problem)
+        for table in of:
+            if table not in tables or table in (_SCALES, _TIED):  # tables that grow by row
+                tables[f"unread {table}"] = dict.fromkeys(subjects, text)
 
 
-def _has_error(findings: Sequence[Finding]) -> bool:
-    return any(finding.severity == ERROR for finding in findings)
+def _faults(entries: Mapping[str, FileEntry], threads: int | None) -> dict[str, Any]:
+    """Return the faults of entries by number."""
+    faults = zip(entries, files.faults_of([*entries.values()], threads), strict=True)
+    return {number: fault for number, fault in faults if fault is not None}
+
+
+def _read_values(
+    tables: Tables,
+    catalog: Catalog,
+    names: Sequence[str],
+    limits: Limits,
+    *,
+    histogram: bool,
+    threads: int | None,
+    progress: Progress = None,
+) -> None:
+    tensors, scales = catalog.descriptions(names), tables.setdefault(_SCALES, {})
+    for name in names:
+        if tensors[name].quantized:
+            scales[name] = list(values.check_scales(catalog, name, limits, threads))
+    readable = _readable(names, tensors, {name for name, findings in scales.items() if _has_error(findings)})
+    stats = measure(catalog, readable, histogram, threads, progress)
+    tables[_STATS] = stats
+    large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
+    tables[_OUTLIERS] = values.find_outliers(catalog, large, threads)
+
+
+def _read_tied(tables: Tables, catalog: Catalog, head: str, embedding: str) -> None:
+    tables.setdefault(_TIED, {})[head] = values.check_tied(catalog, head, embedding)
+
+
+def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
+    return any(severity == ERROR for severity, *_ in findings)
 
 
 def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
@@ -151,153 +144,91 @@ def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], ba
     return [name for name in names if not (name in bad and tensors[name].packed)]
 
 
-# ---- on an executor ----
+# ---- judging ----
 
 
-class GatheredContents(Contents):
-    """Contents read by the pieces of an executor; only errors about unreadable files become findings."""
-
-    def __init__(
-        self, catalog: Catalog, options: CheckSettings, names: Sequence[str], pairs: Mapping[str, str]
-    ) -> None:
-        super().__init__(catalog, options)
-        self._entries: list[FileEntry] = []
-        self._unreadable: list[Exception] = []
-        try:
-            self._entries = files.entries_of(catalog)
-        except (FormatError, OSError) as problem:
-            self._unreadable.append(problem)
-        sources = Sources(catalog, EXECUTOR)
-        pieces = [
-            *_entry_pieces(self._entries),
-            *_value_pieces(catalog, options, names, sources),
-            *_tied_pieces(catalog, pairs, sources),
-        ]
-        results = executors.run(
-            run,
-            [encode(planned.piece) for planned in pieces],
-            options.executor,
-            sizes=[planned.nbytes for planned in pieces],
-            threads=options.threads,
-            progress=options.progress,
+def check_contents(
+    report: CheckReport,
+    catalog: Catalog,
+    model: Model,
+    names: Sequence[str],
+    tables: Tables,  # see `read_contents`
+    *,
+    limits: Limits,
+    pairs: Mapping[str, str],
+    entries: Sequence[FileEntry],
+    zero: set[str],  # tensors already reported as zero
+) -> None:
+    """Add findings and statistics to the report as they come; an unreadable file raises its error as FormatError."""
+    for k, entry in enumerate(entries):
+        for fault in _rows(tables, _CRC, [str(k)]).values():
+            report.add([files.crc_finding(entry, fault)])
+    bad = set()
+    for name in names:
+        if model.tensors[name].quantized:
+            findings = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
+            report.add(findings)
+            if _has_error(findings):
+                bad.add(name)
+    report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
+    for finding, hidden in holes.check_zeros(catalog, report.stats, model.role, zero):
+        report.add([finding])
+        zero.update(hidden)
+    codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
+    large = [name for name, row in report.stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
+    report.add(
+        values.check_values(
+            report.stats,
+            model.tensors,
+            limits,
+            bad,
+            role=model.role,
+            codes=codes,
+            zero=zero,
+            outliers=_rows(tables, _OUTLIERS, large),
         )
-        self._results: dict[Any, Mapping[str, Any]] = {}  # by the index of an entry, a name, or a pair of names
-        for planned, result in zip(pieces, results, strict=True):
-            self._results.update(dict.fromkeys(planned.subjects, result))
-
-    def crc(self) -> Iterator[Finding]:
-        if self._unreadable:
-            raise self._unreadable.pop()  # its traceback refers to this object
-        for k, entry in enumerate(self._entries):
-            fault = _field(self._results[k], "faults").get(str(k))
-            if fault is not None:
-                yield files.crc_finding(entry, fault)
-
-    def scales(self, name: str) -> list[Finding]:
-        findings = _field(self._results[name], "scales", name)[name]
-        return [Finding(*finding) for finding in findings]
-
-    def stats(self, names: Sequence[str]) -> dict[str, TensorStats]:
-        with paused(len(names)):
-            plain = {name: _field(self._results[name], "stats").get(name) for name in names}
-            return of_plain({name: row for name, row in plain.items() if row is not None})
-
-    def outliers(self, stats: Mapping[str, TensorStats]) -> dict[str, float]:
-        bounds = {name: _field(self._results[name], "outliers").get(name) for name in stats}
-        return {name: bound for name, bound in bounds.items() if bound is not None}
-
-    def tied(self, head: str, embedding: str) -> Finding | None:
-        findings = _field(self._results[head, embedding], "tied")
-        return Finding(*findings[0]) if findings else None
+    )
+    for pair in pairs.items():
+        if bad.isdisjoint(pair):
+            report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
 
 
-def _field(result: Mapping[str, Any], key: str, name: str | None = None) -> Any:
-    """Return a field of a result; raise the problem of the piece if it stopped before."""
-    value = result.get(key)
-    if value is None or (name is not None and name not in value):
-        raise FormatError(result.get(_PROBLEM) or f"a piece of validate has no result {show(key)}")
-    return value
+def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
+    """Return the rows of subjects in a table; raise the error of the first unread subject."""
+    rows, unread = tables.get(table, {}), tables.get(f"unread {table}", {})
+    for subject in subjects if unread else ():
+        if subject in unread and subject not in rows:
+            raise FormatError(unread[subject])
+    return {subject: rows[subject] for subject in subjects if subject in rows}
 
 
-# ---- pieces ----
+# ---- in pieces ----
 
 
-class PlannedArchive(NamedTuple):
-    """An archive, and the entries for a piece to read."""
-
-    path: str | PlannedPath
-    size: int  # bytes
-    version: int | float | str | None  # see `SourceFile`
-    entries: dict[str, str]  # names, by the number of the entry
+def _pieces(check: str, catalog: Catalog, names: Sequence[str], *, whole: bool = False) -> Iterator[ReadingPiece]:
+    return pieces_of(catalog.sizes(names), catalog, whole=whole, operation="validate", check=check)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ArchivesPiece(PlannedPiece):
-    """A piece to compare checksums of archives."""
-
-    check: str
-    sources: tuple[PieceSource, ...] = ()
-    archives: tuple[PlannedArchive, ...]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ValuesPiece(TensorPiece):
-    """A piece to check values; see `Limits`."""
-
-    check: str
-    histogram: bool = False
-    scale: float | dict[str, float] | None = None
-    absmax: float | dict[str, float] | None = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TiedPiece(PlannedPiece):
-    """A piece to compare a tied head with its embedding."""
-
-    check: str
-    names: tuple[str, str]
-
-
-class _Planned(NamedTuple):
-    """A piece to run."""
-
-    piece: PlannedPiece
-    nbytes: int
-    subjects: Sequence[Any]  # indices of entries, names of tensors, or pairs of names
-
-
-def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[_Planned]:
+def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[ReadingPiece]:
     sizes = [entry.info.packed for entry in entries]
-    files = [entry.file for entry in entries]
-    for group in groups(sizes, files, range(len(files))):
-        archives: dict[str, PlannedArchive] = {}
+    for group in groups(sizes, [entry.file for entry in entries], range(len(entries))):
+        archives: dict[str, list[Any]] = {}
         for k in group:
             file = entries[k].file
-            if file.place not in archives:
-                path = path_in_plan(Location(file.files, file.place))
-                archives[file.place] = PlannedArchive(path, file.identity[0], file.identity[1], {})
-            archives[file.place].entries[str(k)] = entries[k].name
-        piece = ArchivesPiece(operation=_OPERATION, check="archives", archives=tuple(archives.values()))
-        yield _Planned(piece, sum(sizes[k] for k in group), group)
+            where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
+            archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
+            archive[-1][str(k)] = entries[k].name
+        content = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
+        yield ReadingPiece(content, sum(sizes[k] for k in group))
 
 
-def _value_pieces(
-    catalog: Catalog, options: CheckSettings, names: Sequence[str], sources: Sources
-) -> Iterator[_Planned]:
+def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[ReadingPiece]:
     tensors = catalog.descriptions(names)
-    for rows in groups([tensors[name].nbytes for name in names], *sources.columns_of(names)):
-        group = [*map(names.__getitem__, rows)]
-        int8 = [name for name in group if tensors[name].scheme == INT8]
-        piece = ValuesPiece(
-            operation=_OPERATION,
-            check="values",
-            names=tuple(group),
-            sources=sources.of(group),
-            histogram=options.histogram,
-            scale=_plain_limit(options.limits.scale, int8),
-            absmax=_plain_limit(options.limits.absmax, int8),
-        )
-        yield _Planned(piece, sum(tensors[name].nbytes for name in group), group)
+    for piece in _pieces("values", catalog, names):
+        int8 = [name for name in piece.content["names"] if tensors[name].scheme == INT8]
+        limits = {key: _plain_limit(getattr(options.limits, key), int8) for key in ("scale", "absmax")}
+        piece.content.update(limits, histogram=options.histogram)
+        yield piece
 
 
 def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
@@ -309,72 +240,41 @@ def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
     return {name: float(limit[name]) for name in names if limit.get(name) is not None}
 
 
-def _tied_pieces(catalog: Catalog, pairs: Mapping[str, str], sources: Sources) -> Iterator[_Planned]:
-    for pair in pairs.items():
-        piece = TiedPiece(operation=_OPERATION, check="tied", names=pair, sources=sources.of(pair))
-        yield _Planned(piece, sum(catalog.about(name).nbytes for name in pair), [pair])
-
-
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Run the check of a piece; see `run_piece`."""
-    check = piece.get("check") if isinstance(piece, Mapping) else None
-    if not isinstance(check, str) or check not in _CHECKS:
-        raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected one of {', '.join(_CHECKS)}")
-    return _CHECKS[check](piece, threads, storage_options)
+    """Read the rows of a piece; see `run_piece`."""
+    check_version(piece, INVALID_PIECE)
+    check, tables = piece.get("check"), Tables()
+    if check == _CRC:
+        _read_archives(tables, piece, threads, storage_options)
+    elif check == "values":
+        limits, histogram = Limits(scale=piece.get("scale"), absmax=piece.get("absmax")), piece.get("histogram") is True
+        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
+            _read_values(tables, catalog, names, limits, histogram=histogram, threads=threads)
+            tables[_STATS] = as_plain(tables[_STATS])
+    elif check == _TIED:
+        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
+            _read_tied(tables, catalog, *names)
+    else:
+        raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
+    return tables
 
 
-@contextmanager
-def _problem_in(result: dict[str, Any]) -> Iterator[None]:
+def _read_archives(
+    tables: Tables, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
+) -> None:
     try:
-        yield
-    except (FormatError, UnsupportedError, OSError) as problem:
-        result[_PROBLEM] = one_line(problem)
-
-
-def _check_archives(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    decoded = decode_piece(ArchivesPiece, piece)
-    with _problem_in(result):
-        faults: dict[str, str] = {}
-        for archive in decoded.archives:
-            location, identity = location_of(archive.path, storage_options), (archive.size, archive.version)
+        archives = [
+            (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
+            for path, planned, size, version, names in [*piece["archives"]] or [None]
+        ]
+    except MALFORMED as error:
+        raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
+    with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
+        faults: dict[str, Any] = {}
+        for location, identity, names in archives:
             location.files.check_unchanged(location.path, identity)
-            with files.reopened(location, identity, list(archive.entries.values())) as entries:
-                by_number = zip(archive.entries, files.faults_of(entries, threads), strict=True)
-                faults.update((number, fault) for number, fault in by_number if fault is not None)
-        result["faults"] = faults
-    return result
-
-
-def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
-    decoded = decode_piece(ValuesPiece, piece)
-    names, limits = decoded.names, Limits(scale=decoded.scale, absmax=decoded.absmax)
-    options = settings(limits=limits, threads=threads, histogram=decoded.histogram)
-    scales: dict[str, list[Finding]] = {}
-    result: dict[str, Any] = {"scales": {}}
-    with _problem_in(result), opened(decoded.sources, names, storage_options) as catalog:
-        contents = Contents(catalog, options)
-        tensors = catalog.descriptions(names)
-        for name in names:
-            if tensors[name].quantized:
-                scales[name] = contents.scales(name)
-                result["scales"][name] = encode(scales[name])
-        bad = {name for name, findings in scales.items() if _has_error(findings)}
-        stats = contents.stats(_readable(names, tensors, bad))
-        result["outliers"] = contents.outliers(_large(stats, tensors, ()))
-        result["stats"] = as_plain(stats)
-    return result
-
-
-def _check_tied(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
-    decoded = decode_piece(TiedPiece, piece)
-    result: dict[str, Any] = {}
-    with _problem_in(result), opened(decoded.sources, decoded.names, storage_options) as catalog:
-        finding = Contents(catalog, settings(threads=threads)).tied(*decoded.names)
-        result["tied"] = [] if finding is None else [encode(finding)]
-    return result
-
-
-_CHECKS = {"archives": _check_archives, "values": _check_values, "tied": _check_tied}
+            with files.reopened(location, identity, [*names.values()]) as entries:
+                faults |= _faults(dict(zip(names, entries, strict=True)), threads)
+        tables[_CRC] = faults

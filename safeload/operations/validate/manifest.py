@@ -34,8 +34,7 @@ from ...stores.digests import MANIFEST_KEY, MANIFEST_VERSION
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
-from ..sources.piece_files import PieceSource
-from ..sources.plan import TensorPiece, open_piece
+from ..sources.reading import opened, pieces_of, run_pieces
 from .findings import Finding, error, note
 
 RESTORING = "restoring"
@@ -61,7 +60,9 @@ def make(
         if executor is None:
             entries = _entries(catalog, sizes, threads, progress)
         else:
-            entries = executors.by_tensor(run, _piece, catalog, sizes, executor, threads=threads, progress=progress)
+            pieces = pieces_of(sizes, catalog, operation="manifest")
+            rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("tensors", {})
+            entries = {name: rows[name] for name in sizes}
         return {MANIFEST_KEY: MANIFEST_VERSION, "tensors": entries}
 
 
@@ -69,12 +70,8 @@ def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the entries of the tensors of a piece; see `run_piece`."""
-    with open_piece(TensorPiece, piece, storage_options) as (decoded, catalog):
-        return {"tensors": _entries(catalog, catalog.sizes(decoded.names), threads, None)}
-
-
-def _piece(names: tuple[str, ...], sources: tuple[PieceSource, ...]) -> TensorPiece:
-    return TensorPiece(operation="manifest", names=names, sources=sources)
+    with opened(piece, storage_options) as (names, (catalog,)):
+        return {"tensors": _entries(catalog, catalog.sizes(names), threads, None)}
 
 
 def _entries(

@@ -41,11 +41,10 @@ from ...stores.json_file import read_if_there
 from ...stores.places import Located, places_of
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
-from ..sources.executors import EXECUTOR, Executor
-from ..sources.piece_files import check_paths, in_memory
+from ..sources.executors import EXECUTOR, Executor, check_paths, in_memory
 from . import files, holes, structure
 from .causes import fits
-from .contents import Contents, GatheredContents, Model, check_contents
+from .contents import UNREADABLE, Model, check_contents, read_contents
 from .findings import CheckReport, Finding, error, warning
 from .gguf_rules import check_gguf
 from .settings import CheckSettings, Limits, settings
@@ -380,18 +379,31 @@ class _Validation:
         readable = self._selected - zero
         pairs = {head: embedding for head, embedding in pairs.items() if {head, embedding} <= readable}
         names = [name for name in model.tensors if name in self._selected and name not in model.codes]
-        contents = Contents(self._catalog, options)
-        if options.executor is not None:  # raises errors of the executor
-            contents = GatheredContents(self._catalog, options, names, pairs)
+        entries: list[files.FileEntry] = []
         with self._readable_files():
-            check_contents(report, contents, model, names, pairs=pairs, zero=zero)
+            entries = files.entries_of(self._catalog)
+        if self._unreadable:
+            return
+        tables = read_contents(self._catalog, names, pairs, entries, options)  # raises errors of the executor
+        with self._readable_files():
+            check_contents(
+                report,
+                self._catalog,
+                model,
+                names,
+                tables,
+                limits=options.limits,
+                pairs=pairs,
+                entries=entries,
+                zero=zero,
+            )
 
     @contextmanager
     def _readable_files(self) -> Iterator[None]:
         """Turn the error of an unreadable file into a finding."""
         try:
             yield
-        except (FormatError, UnsupportedError, OSError) as problem:
+        except UNREADABLE as problem:
             self._unreadable = True
             self._report.add([error("file.read", None, one_line(problem))])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,10 +106,10 @@ def is_real(about: TensorDescription) -> bool:
 # ---- outliers ----
 
 
-def find_outliers(catalog: Catalog, stats: Mapping[str, TensorStats], threads: int | None = None) -> dict[str, float]:
+def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = None) -> dict[str, float]:
     """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below."""
     bounds = {}
-    for name, counted in measure(catalog, list(stats), True, threads).items():
+    for name, counted in measure(catalog, names, True, threads).items():
         histogram = counted.histogram
         assert histogram is not None
         count = int(histogram.sum())
