@@ -152,7 +152,7 @@ def _output(options: argparse.Namespace) -> Output | None:
 def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> CheckReport:
     """Validate ``options.path`` and compare it with its manifest."""
     # Imported here: they would slow down the other commands.
-    from ..operations.validate.findings import error
+    from ..operations.validate.findings import find
     from ..operations.validate.run import validate_path
     from ..operations.validate.settings import settings
 
@@ -179,7 +179,7 @@ def _report(options: argparse.Namespace, executor: Executor | None, output: Outp
         except FormatError as problem:
             if problem.path is not None and problem.path not in report.files:
                 raise
-            report.add([error("file.read", None, str(problem))])
+            report.add([find("file.read", problem=problem)])
     return report
 
 

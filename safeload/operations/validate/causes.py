@@ -11,7 +11,7 @@ from ...base.text import show
 from ...models.expressions import Config, names_in
 from ...models.schema import ANY, ExpectedTensor, Schema
 from ..sources.description import TensorDescription
-from .findings import Finding, error
+from .findings import Finding, find
 
 # A single tensor does not outvote the config.
 _TENSORS_AT_LEAST = 2
@@ -63,8 +63,8 @@ def find_causes(
         if not trials:
             break
         best = min(trials, key=lambda trial: len(trial.wrong))
-        message = f"{schema.config} says {show(best.key)[1:-1]} {current[best.key]}; all {best.tensors:,} tensors say"
-        findings.append(error("schema.config", None, f"{message} {best.value}"))
+        facts = {"key": show(best.key)[1:-1], "value": current[best.key], "tensors": best.tensors}
+        findings.append(find("schema.config:key", config=schema.config, expected=best.value, **facts))
         current[best.key] = best.value
         expected, wrong = best.expected, best.wrong
     return Causes(findings, expected)

@@ -23,7 +23,7 @@ from ...formats.zip import STORED, Archive, ZipEntry
 from ...stores.files import Location
 from ...stores.local import LocalStore, keeping_position
 from ..sources.catalog import Catalog
-from .findings import Finding, error, warning
+from .findings import ERROR, WARNING, Finding, find
 from .holes import may_be_zero
 
 # Numbers usually have five digits. DeepSeek writes six after "of", a few models two.
@@ -54,7 +54,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     try:
         index = read_json(catalog.index.path, "index.json", catalog.index.files)
     except (SafeloadError, OSError) as problem:  # readable when the checkpoint was opened
-        yield error("file.read", None, one_line(problem))
+        yield find("file.read", problem=one_line(problem))
         return
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -66,14 +66,12 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     )
     ignored = sum(part.end - part.begin for part in catalog.ignored.values())
     if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):
-        message = f"total_size of {base} is {total_size}, but its tensors have {nbytes + scales} bytes"
-        yield warning("index.total_size", None, message)
+        yield find("index.total_size", index=base, total_size=total_size, nbytes=nbytes + scales)
     listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
     for file in catalog.weight_files:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
-                shard = os.path.basename(file.path)
-                yield warning("index.unlisted", name, f"is in {shard} but not in {base}, so it is never read")
+                yield find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
 
 
 def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
@@ -89,7 +87,7 @@ def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
         digits = max(numbers.values())
         for number in range(1, min(int(total), 100_000) + 1):
             if number not in numbers:
-                yield error("index.shard", None, f"{stem}-{number:0{digits}}-of-{total}{suffix} is missing")
+                yield find("index.shard", name=f"{stem}-{number:0{digits}}-of-{total}{suffix}", listed="")
 
 
 # ---- CRC-32 ----
@@ -131,10 +129,9 @@ def faults_of(entries: Sequence[FileEntry], threads: int | None) -> list[str | N
 
 def crc_finding(entry: FileEntry, fault: str) -> Finding:
     """Return the finding for a fault of an entry."""
-    name = entry.info.name
     more = f" (with {plural(len(entry.tensors) - 1, 'more tensor')})" if len(entry.tensors) > 1 else ""
-    message = f"zip entry {show(name)} of {entry.file.path}{more}: {fault}"
-    return error("file.crc", entry.tensors[0] if entry.tensors else None, message)
+    tensor = entry.tensors[0] if entry.tensors else None
+    return find("file.crc", tensor, entry=show(entry.info.name), path=entry.file.path, more=more, fault=fault)
 
 
 @contextmanager
@@ -216,12 +213,10 @@ def check_tails(
         where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
         weighty = any(role(name) not in ("bias", "buffer") and not may_be_zero(name) for name in tail.whole)
         size = tail.end - tail.begin
-        message = f"{where}{_description(tail)}; was the download finished?"
-        if tail.hole:
-            small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
-            yield (warning if small else error)("file.hole", None, message), tail.whole
-        elif size >= _TAIL_AT_LEAST and len(tail.whole) > 1 and weighty:
-            yield error("file.hole", None, message), tail.whole
+        small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
+        if tail.hole or (size >= _TAIL_AT_LEAST and len(tail.whole) > 1 and weighty):
+            severity = WARNING if tail.hole and small else ERROR
+            yield find("file.hole:tail", severity=severity, where=where, zeros=_description(tail)), tail.whole
 
 
 def _description(tail: Tail) -> str:

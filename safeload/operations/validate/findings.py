@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base.layout import NARROW, quantity, shorten, wrap
 from ...base.names import pattern_of
@@ -42,6 +42,101 @@ _DETAILS = re.compile(
 )
 
 
+# The text of each rule, by its usual severity. The code of a finding is its rule up to the colon.
+_RULES: Mapping[Severity, Mapping[str, str]] = {
+    ERROR: {
+        "array.shape": "has shape {shape}, expected [{sizes}]",
+        "file.crc": "zip entry {entry} of {path}{more}: {fault}",
+        "file.forbidden": "{problem}",
+        "file.format": "{problem}",
+        "file.hole": "{zeros}: blocks of the file are lost",
+        "file.hole:tail": "{where}{zeros}; was the download finished?",
+        "file.limit": "{problem}",
+        "file.read": "{problem}",
+        "file.unknown_type:empty": "{dtype} tensor {shape} has no bytes: the file is truncated, or an offset is wrong",
+        "file.unknown_type:missing": "{dtype} {reason}",
+        "file.unsupported": "{problem}",
+        "folder.ambiguous": "{unread} holds another model than {used}, which is read; some libraries read the other "
+        "one: remove one of them",
+        "gguf.key": "key {key} is missing; llama.cpp refuses the file",
+        "gguf.key:tokenizer": "key {key} is {value}, expected one of {expected}",
+        "gguf.key_type": "key {key} is {type}, expected {expected}; llama.cpp refuses the file",
+        "gguf.shape": "{fault}; ComfyUI refuses the file",
+        "gguf.vector": "is a {kind} of {dtype}, expected float32; llama.cpp cannot compute with it",
+        "index.shard": "{name} is missing{listed}",
+        "index.shard:opening": "{problem}",
+        "index.tensor": "{name} lacks {absent:,} of the {listed} there, the first is {first}",
+        "layers.hole": "layer {layer} of {layers} is missing",
+        "manifest.changed": "is {now}, but {before} in the manifest",
+        "manifest.changed:bytes": "has SHA-256 {now:.16}..., but {before:.16}... in the manifest",
+        "manifest.changed:settings": "has the stored bytes of the manifest, but different settings decode them, such "
+        "as the axis of its scales, its block size or its zero points",
+        "manifest.missing": "is in the manifest, but not in the file",
+        "manifest.unexpected": "is in the file, but not in the manifest",
+        "model.empty": "no tensors",
+        "model.parameters": "{parameters:,} parameters, expected {expected:,}",
+        "quantization.scale": "{bad:,} of {total:,} {fault}, the first is {first}",
+        "quantization.scale:int8": "scale{where} is {scale:g}, expected a finite number >= 0",
+        "quantization.scale:limit": "scale is {scale:.9g}, expected {expected:.9g}{origin}",
+        "schema.config": "schema {schema}: {problem}",
+        "schema.config:key": "{config} says {key} {value}; all {tensors:,} tensors say {expected}",
+        "schema.config:unreadable": "{problem}",
+        "schema.layer_extra": "layer {layer} ({tensors}) is beyond the {layers} layers of the config",
+        "schema.layer_missing": "layer {layer} of {layers} is missing, with all {tensors} tensors",
+        "schema.missing": "is missing{why}",
+        "schema.missing:everywhere": "is missing in each of the {layers} layers{total}",
+        "schema.names": "is not in schema {schema} ({first}); only {known} of {tensors} names are",
+        "schema.names:wrapped": "{problem}",
+        "schema.shape": "has shape {shape}, but [{formula}] is [{sizes}] by the {source}",
+        "schema.unexpected": "{why}",
+        "value.inf": "{bad:,} of {count:,} values {are} infinite{at}",
+        "value.nan": "{bad:,} of {count:,} values {are} NaN{at}",
+        "value.outlier": "a value of magnitude {absmax}, but 99.9 % of the values are below {bound}; is a bit flipped?",
+    },
+    WARNING: {
+        "dtype.config": "dtype in config.json is {configured}, but no tensor has it; {often} of {tensors} are {usual}",
+        "dtype.mixed": "is {dtype}, but {usual} in {often} of {layers} layers",
+        "file.hole:rows": "{zeros}, which are whole rows",
+        "file.hole:unwritten": "{zeros}",
+        "file.unknown_type": "{dtype} {reason}: its values are not checked",
+        "gguf.names": "no names of {architecture}, such as {name}: ComfyUI may not recognize the model",
+        "head.tied": "differs from {embedding}, first at {index}, but the config ties them",
+        "index.total_size": "total_size of {index} is {total_size}, but its tensors have {nbytes} bytes",
+        "index.unlisted": "is in {shard} but not in {index}, so it is never read",
+        "layers.far": "layer {layer} is far beyond the other {others}",
+        "layers.missing": "is missing; {count} of the other {others} layers have it",
+        "quantization.zero": "{zeros} 0, stored as -1: AutoGPTQ then corrupts the other zero points of the word",
+        "schema.prefix": "names begin with {prefix}, but names of schema {schema} do not",
+        "schema.prefix:wrapped": "names have wrappers ({wrappers}), which no schema has",
+        "schema.unexpected:gptq": "{why}; AutoGPTQ stores zeros there",
+        "tensor.empty": "has shape {shape}, so it has no elements",
+        "tensor.scalar": "is a single {dtype} without axes",
+        "value.constant": "all {count:,} values of the matrix are {value}",
+        "value.range": "values range from {min} to {max}, outside [{low:g}, {high:g}]",
+        "value.zero": "all {count:,} values of the matrix are 0",
+    },
+    NOTE: {
+        "gguf.unchecked": "{subject}: keys and tensors were not checked against llama.cpp",
+        "gguf.unchecked:diffusion": "{architecture} is a diffusion model: shapes were not checked",
+        "gguf.unchecked:layers": "key {key} has a value per layer: names and shapes were not checked",
+        "gguf.unchecked:no key": "no key {key}: llama.cpp does not load this file, so its rules were not checked",
+        "head.unchecked": "architecture {architecture}: {heads} not checked",
+        "index.fetch": "{problem}; {advice}; names and shapes of the rest were not checked",
+        "manifest.outdated": "an older safeload wrote the manifest: it covers the stored bytes of {tensors}, "
+        "but not the settings for decoding them; write it again with --write-manifest",
+        "quantization.unchecked": "{label}: {checks} of quantized weights were not checked ({tensors})",
+        "quantization.zero:format": "zero points have another format than the configuration says; safeload "
+        "recognized it",
+        "schema.unchecked": "{why}: names and shapes were not checked",
+        "schema.unchecked:inner": "only the part under {key} was checked (schema {schema}): names and shapes of "
+        "{tensors} were not checked",
+        "schema.unchecked:quantized": "{tensors} outside schema {schema}, next to quantized weights: "
+        "{what} not checked",
+    },
+}
+_SEVERITIES = {rule: severity for severity, texts in _RULES.items() for rule in texts}
+
+
 @exported()
 class Finding(NamedTuple):
     """A fault, a suspicion, or a note about a skipped check.
@@ -69,19 +164,10 @@ class Finding(NamedTuple):
         return f"{self.severity}: {subject}{self.message} ({self.code})"
 
 
-def error(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding about a fault: the weights cannot be used as they are."""
-    return Finding(ERROR, code, tensor, message)
-
-
-def warning(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding about something suspicious that may be intentional."""
-    return Finding(WARNING, code, tensor, message)
-
-
-def note(code: str, tensor: str | None, message: str) -> Finding:
-    """Return a finding about a skipped check, with the reason."""
-    return Finding(NOTE, code, tensor, message)
+def find(rule: str, tensor: str | None = None, *, severity: Severity | None = None, **facts: Any) -> Finding:
+    """Return the finding of a rule about a tensor, or about the file; ``severity`` replaces the usual severity."""
+    usual = _SEVERITIES[rule]
+    return Finding(severity or usual, rule.partition(":")[0], tensor, _RULES[usual][rule].format_map(facts))
 
 
 @exported()

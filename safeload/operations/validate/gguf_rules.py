@@ -14,7 +14,7 @@ from ...models import gguf_architectures as rows
 from ...models.choosing import Choice
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, DiffusionModel, has_marks, model_of, original_shape, prefix_of
 from ..sources.description import TensorDescription
-from .findings import Finding, error, note, warning
+from .findings import Finding, find
 
 _TYPE, _TOKENIZER = "general.type", "tokenizer.ggml.model"
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
@@ -38,8 +38,7 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     if not tensors:
         return GgufModel([], None, {})
     if architecture is None:
-        message = f"no key {ARCHITECTURE}: llama.cpp does not load this file, so its rules were not checked"
-        return GgufModel([note("gguf.unchecked", None, message)], None, {})
+        return GgufModel([find("gguf.unchecked:no key", key=ARCHITECTURE)], None, {})
     diffusion = model_of(metadata)
     if diffusion is not None:
         return GgufModel(list(_check_diffusion(metadata, tensors, diffusion)), None, {})
@@ -47,8 +46,7 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     known = isinstance(architecture, str) and architecture in rows.ARCHITECTURES
     if not known or kind in _OTHER_TYPES:
         subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
-        message = f"{subject}: keys and tensors were not checked against llama.cpp"
-        return GgufModel([note("gguf.unchecked", None, message)], None, {})
+        return GgufModel([find("gguf.unchecked", subject=subject)], None, {})
     faults = list(_check_keys(metadata, architecture))
     broken = {key for key, _ in faults}
     findings = [finding for _, finding in faults]
@@ -57,8 +55,7 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     config = _config(metadata, architecture, tensors)
     arrays = [key for key in sizes if isinstance(metadata.get(f"{architecture}.{key}"), np.ndarray)]
     if arrays:
-        message = f"key {architecture}.{arrays[0]} has a value per layer: names and shapes were not checked"
-        return GgufModel([*findings, note("gguf.unchecked", None, message)], None, config)
+        return GgufModel([*findings, find("gguf.unchecked:layers", key=f"{architecture}.{arrays[0]}")], None, config)
     if broken.intersection(f"{architecture}.{key}" for key in sizes):
         return GgufModel(findings, None, config)
     return GgufModel(findings, Choice(rows.schema_of(architecture), True), config)
@@ -70,8 +67,7 @@ def _check_diffusion(
     """Check the names and the original shapes of a diffusion model."""
     architecture = metadata[ARCHITECTURE]
     if not has_marks(tensors.keys(), model, prefix_of(tensors.keys())):
-        message = f"no names of {architecture}, such as {model.marks[-1][0]}: ComfyUI may not recognize the model"
-        yield warning("gguf.names", None, message)
+        yield find("gguf.names", architecture=architecture, name=model.marks[-1][0])
     for key in metadata:
         name = key.removeprefix(SHAPE_KEY)
         if name == key or name not in tensors:
@@ -79,9 +75,8 @@ def _check_diffusion(
         try:
             original_shape(metadata, name, tensors[name].shape)
         except FormatError as fault:
-            yield error("gguf.shape", name, f"{fault}; ComfyUI refuses the file")
-    message = f"{architecture} is a diffusion model: shapes were not checked"
-    yield note("gguf.unchecked", None, message)
+            yield find("gguf.shape", name, fault=fault)
+    yield find("gguf.unchecked:diffusion", architecture=architecture)
 
 
 def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
@@ -92,17 +87,16 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
     required += [_MERGES] if model == "gpt2" else []
     for key in required:
         if key not in metadata:
-            yield key, error("gguf.key", None, f"key {key} is missing; llama.cpp refuses the file")
+            yield key, find("gguf.key", key=key)
     own = {**rows.KEY_TYPES, **rows.ARCHITECTURES[architecture].types}
     types = {**rows.GENERAL_TYPES, **{f"{architecture}.{key}": kind for key, kind in own.items()}}
     for key, kinds in types.items():
         if key in metadata and not any(_has_type(metadata[key], kind) for kind in kinds.split("/")):
             expected = kinds.replace("/", " or ")
-            message = f"key {key} is {_type_of(metadata[key])}, expected {expected}; llama.cpp refuses the file"
-            yield key, error("gguf.key_type", None, message)
+            yield key, find("gguf.key_type", key=key, type=_type_of(metadata[key]), expected=expected)
     if model is not None and model not in rows.TOKENIZERS:
         expected = ", ".join(rows.TOKENIZERS)
-        yield _TOKENIZER, error("gguf.key", None, f"key {_TOKENIZER} is {show(model)}, expected one of {expected}")
+        yield _TOKENIZER, find("gguf.key:tokenizer", key=_TOKENIZER, value=show(model), expected=expected)
 
 
 def _text(metadata: Mapping[Any, Any], key: str) -> str | None:
@@ -133,8 +127,7 @@ def _check_vectors(tensors: Mapping[str, TensorDescription]) -> Iterator[Finding
     for name, about in tensors.items():
         if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
             kind = "bias" if name.endswith(".bias") else "vector"
-            message = f"is a {kind} of {about.dtype}, expected float32; llama.cpp cannot compute with it"
-            yield error("gguf.vector", name, message)
+            yield find("gguf.vector", name, kind=kind, dtype=about.dtype)
 
 
 def _config(metadata: Mapping[Any, Any], architecture: str, tensors: Mapping[str, TensorDescription]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ...formats.registry import NPZ
 from ...stores.local import LocalStore, keeping_position
 from ..measure.stats_table import TensorStats
 from ..sources.catalog import Catalog
-from .findings import Finding, error, warning
+from .findings import Finding, find
 
 # Files are written, sent and lost in blocks of this size or multiples.
 _BLOCK = 4096
@@ -159,18 +159,15 @@ def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], st
         inside = f"{plural(len(run.places), 'tensor')}, {show(first)} to {show(run.places[-1].name)}"
     else:
         inside = show(first)
-    message = f"{where}{run.size:,} bytes from byte {run.begin:,} are zero{never} in {inside}"
-    lost = f"{message}: blocks of the file are lost"
-    if long and several:
-        return error("file.hole", None, lost)
-    if long and unwritten:
-        return (warning if run.on_rows else error)("file.hole", None, message if run.on_rows else lost)
+    zeros = f"{where}{run.size:,} bytes from byte {run.begin:,} are zero{never} in {inside}"
+    if long and (several or unwritten):
+        return find("file.hole" if several or not run.on_rows else "file.hole:unwritten", zeros=zeros)
     if run.size < _RUN_AT_LEAST or not run.on_blocks:
         return None
     if not run.on_rows:
-        return error("file.hole", None, lost)
+        return find("file.hole", zeros=zeros)
     inner = run.places[0].begin < run.begin and run.end < run.places[-1].end
-    return warning("file.hole", None, f"{message}, which are whole rows") if inner else None
+    return find("file.hole:rows", zeros=zeros) if inner else None
 
 
 class _File:

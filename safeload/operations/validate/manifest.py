@@ -35,7 +35,7 @@ from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
 from ..sources.reading import opened, pieces_of, run_pieces
-from .findings import Finding, error, note
+from .findings import Finding, find
 
 RESTORING = "restoring"
 
@@ -167,28 +167,18 @@ def compare(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[
     for name, entry in before.items():
         current = now.get(name)
         if current is None:
-            yield error("manifest.missing", name, "is in the manifest, but not in the file")
+            yield find("manifest.missing", name)
         elif (entry["dtype"], entry["shape"]) != (current["dtype"], current["shape"]):
-            message = f"is {current['dtype']} {current['shape']}, but {entry['dtype']} {entry['shape']} in the manifest"
-            yield error("manifest.changed", name, message)
+            described, listed = (f"{row['dtype']} {row['shape']}" for row in (current, entry))
+            yield find("manifest.changed", name, now=described, before=listed)
         elif entry["sha256"] != current["sha256"]:
-            message = f"has SHA-256 {current['sha256'][:16]}..., but {entry['sha256'][:16]}... in the manifest"
-            yield error("manifest.changed", name, message)
+            yield find("manifest.changed:bytes", name, now=current["sha256"], before=entry["sha256"])
         elif RESTORING in current and RESTORING not in entry:
             without_settings += 1
         elif entry.get(RESTORING) != current.get(RESTORING):
-            message = (
-                "has the stored bytes of the manifest, but different settings decode them, such as the axis of its "
-                "scales, its block size or its zero points"
-            )
-            yield error("manifest.changed", name, message)
+            yield find("manifest.changed:settings", name)
     for name in now:
         if name not in before:
-            yield error("manifest.unexpected", name, "is in the file, but not in the manifest")
+            yield find("manifest.unexpected", name)
     if without_settings:
-        tensors = plural(without_settings, "quantized tensor")
-        message = (
-            f"an older safeload wrote the manifest: it covers the stored bytes of {tensors}, but not the settings for "
-            "decoding them; write it again with --write-manifest"
-        )
-        yield note("manifest.outdated", None, message)
+        yield find("manifest.outdated", tensors=plural(without_settings, "quantized tensor"))

@@ -45,7 +45,7 @@ from ..sources.executors import EXECUTOR, Executor, check_paths, in_memory
 from . import files, holes, structure
 from .causes import fits
 from .contents import UNREADABLE, Model, check_contents, read_contents
-from .findings import CheckReport, Finding, error, warning
+from .findings import CheckReport, Finding, find
 from .gguf_rules import check_gguf
 from .settings import CheckSettings, Limits, settings
 from .shards import ShardCheck, refusal
@@ -221,8 +221,7 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
         return
     if not same:
         used = next(name for name in forms if name in opened)
-        message = f"{unread[0]} holds another model than {used}, which is read; some libraries read the other one"
-        yield error("folder.ambiguous", None, f"{message}: remove one of them")
+        yield find("folder.ambiguous", unread=unread[0], used=used)
 
 
 def _validate_rest(
@@ -258,7 +257,7 @@ def _validate_array(
             raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
         if not fits(about.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            report.add([error("array.shape", ARRAY, f"has shape {list(about.shape)}, expected [{sizes}]")])
+            report.add([find("array.shape", ARRAY, shape=list(about.shape), sizes=sizes)])
     return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
 
 
@@ -318,8 +317,7 @@ class _Validation:
             report.add(comparison.findings)
         expected = self._options.limits.parameters
         if expected is not None and report.parameters != expected:
-            message = f"{report.parameters:,} parameters, expected {expected:,}"
-            report.add([error("model.parameters", None, message)])
+            report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
         report.add(structure.check_dtypes(tensors, config, quantized))
         unknown = catalog.unknown()
         report.add(_check_unknown(catalog.about(name), one) for name, one in unknown.items())
@@ -335,11 +333,10 @@ class _Validation:
         try:
             stored = stored_names(self._tensors, self._catalog.title)
         except FormatError as problem:
-            self._report.add([error("schema.names", problem.tensor, str(problem.args[0]))])
+            self._report.add([find("schema.names:wrapped", problem.tensor, problem=problem.args[0])])
             return
         self._named = {bare: self._tensors[name] for bare, name in stored.items()}
-        message = f"names have wrappers ({', '.join(WRAPPERS)}), which no schema has"
-        self._report.add([warning("schema.prefix", name, message)])
+        self._report.add([find("schema.prefix:wrapped", name, wrappers=", ".join(WRAPPERS))])
 
     def _config(self) -> Mapping[str, Any] | None:
         """Return the config passed to `check`, or the config of the checkpoint."""
@@ -348,7 +345,7 @@ class _Validation:
         try:
             return _params_beside(self._catalog.weight_files) or self._catalog.config
         except (FormatError, OSError) as problem:
-            self._report.add([error("schema.config", None, one_line(problem))])
+            self._report.add([find("schema.config:unreadable", problem=one_line(problem))])
             return None
 
     def _choose_schema(self, config: Mapping[str, Any] | None) -> tuple[Choice | None, Inner | None]:
@@ -405,7 +402,7 @@ class _Validation:
             yield
         except UNREADABLE as problem:
             self._unreadable = True
-            self._report.add([error("file.read", None, one_line(problem))])
+            self._report.add([find("file.read", problem=one_line(problem))])
 
 
 def _tied_pairs(
@@ -423,10 +420,8 @@ def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
     """Return the finding about an entry that cannot be read."""
     in_gguf = about.dtype.startswith("ggml type")  # its bytes end at the next tensor, or at the end
     if in_gguf and about.nbytes == 0 and 0 not in about.shape:
-        message = f"{about.dtype} tensor {list(about.shape)} has no bytes: the file is truncated, or an offset is wrong"
-        return error("file.unknown_type", about.name, message)
+        return find("file.unknown_type:empty", about.name, dtype=about.dtype, shape=list(about.shape))
     if unknown.is_missing:
-        return error("file.unknown_type", about.name, f"{about.dtype} {unknown.reason}")
-    what = "is unknown to this version" if in_gguf else unknown.reason
-    message = f"{about.dtype} {what}: its values are not checked"
-    return warning("file.unknown_type", about.name, message)
+        return find("file.unknown_type:missing", about.name, dtype=about.dtype, reason=unknown.reason)
+    reason = "is unknown to this version" if in_gguf else unknown.reason
+    return find("file.unknown_type", about.name, dtype=about.dtype, reason=reason)

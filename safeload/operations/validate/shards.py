@@ -21,11 +21,11 @@ from ...formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, list
 from ...formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
 from ...formats.registry import WEIGHT_SUFFIXES, OpenRequest, open_file
 from ...stores.files import Files, Location
-from .findings import Finding, error, note
+from .findings import Finding, find
 
-# Codes of findings about unreadable files, by error class.
+# Rules about unreadable files, by error class.
 _REFUSALS = (
-    (MissingShardError, "index.shard"),
+    (MissingShardError, "index.shard:opening"),
     (ForbiddenError, "file.forbidden"),
     (UnsupportedError, "file.unsupported"),
     (LimitError, "file.limit"),
@@ -39,9 +39,8 @@ _LISTED, _NAME_LENGTH = 20, 100
 def refusal(problem: SafeloadError | OSError) -> Finding:
     """Return the finding for an error that opening raised."""
     if isinstance(problem, OSError):
-        return error("file.read", None, one_line(problem))
-    code = next(code for kind, code in _REFUSALS if isinstance(problem, kind))
-    return error(code, None, str(problem))
+        return find("file.read", problem=one_line(problem))
+    return find(next(rule for kind, rule in _REFUSALS if isinstance(problem, kind)), problem=problem)
 
 
 class CheckedShard(NamedTuple):
@@ -109,7 +108,7 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> C
     except FileNotFoundError as problem:
         listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
         subject = f"{show(name)[1:-1]}{link}," if (link := dangling(problem.filename)) else show(name)[1:-1]
-        return CheckedShard(name, error("index.shard", None, f"{subject} is missing{listed}"), missing=True)
+        return CheckedShard(name, find("index.shard", name=subject, listed=listed), missing=True)
     except (SafeloadError, OSError) as problem:
         return CheckedShard(name, refusal(problem))
     with ExitStack() as stack:
@@ -120,11 +119,10 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> C
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
         return CheckedShard(name, None, nbytes, opens=True)
-    listed = (
-        f"{len(absent):,} of the {plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists there"
-    )
-    message = f"{show(name)[1:-1]} lacks {listed}, the first is {show(min(absent))}"
-    return CheckedShard(name, error("index.tensor", None, message), nbytes, opens=True)
+    listed = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
+    first = show(min(absent))
+    fault = find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first)
+    return CheckedShard(name, fault, nbytes, opens=True)
 
 
 def _advice(
@@ -145,8 +143,7 @@ def _advice(
         advice = "this is an unfinished conversion: repeat it with resume=True"
     else:
         advice = f"fetch again: {listed}{more}"
-    unchecked = "names and shapes of the rest were not checked"
-    yield note("index.fetch", None, f"{message}; {advice}; {unchecked}")
+    yield find("index.fetch", problem=message, advice=advice)
 
 
 def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:

@@ -18,7 +18,7 @@ from ...packed.codes_without_scale import Codes
 from ...packed.quantization import Quantization
 from ..sources.description import TensorDescription
 from .causes import find_causes, fits
-from .findings import Finding, error, note, warning
+from .findings import ERROR, WARNING, Finding, find
 
 # Name parts before a layer number, for models without a schema. Other numbers can have gaps: torch's Sequential also
 # counts modules without weights.
@@ -55,12 +55,12 @@ _HEAD = re.compile(
 def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None = None) -> Iterator[Finding]:
     """Find models without tensors, tensors without elements, and unexpected scalars."""
     if not tensors:
-        yield error("model.empty", None, "no tensors")
+        yield find("model.empty")
     for name, about in tensors.items():
         if 0 in about.shape:
-            yield warning("tensor.empty", name, f"has shape {list(about.shape)}, so it has no elements")
+            yield find("tensor.empty", name, shape=list(about.shape))
         elif not about.shape and not _is_scalar(name, schema):
-            yield warning("tensor.scalar", name, f"is a single {about.dtype} without axes")
+            yield find("tensor.scalar", name, dtype=about.dtype)
 
 
 def _is_scalar(name: str, schema: Schema | None) -> bool:
@@ -114,8 +114,7 @@ def note_quantized(quantized: Quantized, *, values: bool) -> Finding:
     """Return the note about unchecked quantized weights."""
     checks = "names, shapes and values" if values else "names and shapes"
     count = plural(len(quantized.names), "tensor")
-    message = f"{quantized.label}: {checks} of quantized weights were not checked ({count})"
-    return note("quantization.unchecked", None, message)
+    return find("quantization.unchecked", label=quantized.label, checks=checks, tensors=count)
 
 
 def module_of(name: str) -> str:
@@ -140,19 +139,18 @@ def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[st
         count = max(layers) + 1
         for layer in sorted(layers):
             if layer >= _FAR and layer >= _FAR * len(layers):
-                message = f"layer {layer} is far beyond the other {len(layers) - 1}"
-                yield warning("layers.far", f"{prefix}{layer}", message)
+                yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
         if count <= 2 * len(layers):
             for layer in sorted(set(range(count)) - layers.keys()):
-                yield error("layers.hole", f"{prefix}{layer}", f"layer {layer} of {count} is missing")
+                yield find("layers.hole", f"{prefix}{layer}", layer=layer, layers=count)
         counts = Counter(rest for parts in layers.values() for rest in parts)
         least = len(layers) - max(1, len(layers) // _USUAL)
         usual = [rest for rest in sorted(counts) if len(layers) > 2 and counts[rest] >= least]
         for layer, parts in sorted(layers.items()):
             for rest in usual:
-                if rest not in parts and module_of(f"{prefix}{layer}.{rest}") not in modules:
-                    message = f"is missing; {counts[rest]} of the other {len(layers) - 1} layers have it"
-                    yield warning("layers.missing", f"{prefix}{layer}.{rest}", message)
+                name = f"{prefix}{layer}.{rest}"
+                if rest not in parts and module_of(name) not in modules:
+                    yield find("layers.missing", name, count=counts[rest], others=len(layers) - 1)
 
 
 def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
@@ -187,9 +185,8 @@ def check_dtypes(
         if len(counts) > 1:
             usual, often = counts.most_common(1)[0]
             for name in names:
-                if tensors[name].dtype != usual:
-                    message = f"is {tensors[name].dtype}, but {usual} in {often} of {len(names)} layers"
-                    yield warning("dtype.mixed", name, message)
+                if (dtype := tensors[name].dtype) != usual:
+                    yield find("dtype.mixed", name, dtype=dtype, usual=usual, often=often, layers=len(names))
     configured = None if config is None else config.get("torch_dtype") or config.get("dtype")
     if not isinstance(configured, str) or parts or any(about.quantized for about in tensors.values()):
         return
@@ -198,8 +195,7 @@ def check_dtypes(
     row = dtypes.BY_NAME.get(configured)
     if counts and row is not None and row.floating and configured not in counts:
         usual, often = counts.most_common(1)[0]
-        message = f"dtype in config.json is {configured}, but no tensor has it; {often} of {len(tensors)} are {usual}"
-        yield warning("dtype.config", None, message)
+        yield find("dtype.config", configured=configured, usual=usual, often=often, tensors=len(tensors))
 
 
 # ---- with a schema ----
@@ -226,14 +222,14 @@ def check_schema(
     modules: frozenset[str] = frozenset() if quantized is None else quantized.modules
 
     def unchecked(why: str) -> Comparison:
-        return Comparison([note("schema.unchecked", None, f"{why}: names and shapes were not checked")], 0)
+        return Comparison([find("schema.unchecked", why=why)], 0)
 
     try:
         expected = schema.expand(config, tensors.keys())
     except ValueError as problem:
         if inner is not None:
             return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
-        return Comparison([error("schema.config", None, f"schema {schema.name}: {problem}")], 0)
+        return Comparison([find("schema.config", schema=schema.name, problem=problem)], 0)
     names = [name for name in tensors if name in expected and name not in parts]
     if inner is not None and _mostly_absent(expected, tensors, modules):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
@@ -241,13 +237,13 @@ def check_schema(
         if quantized is not None and quantized.configured:
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
-        message = f"is not in schema {schema.name} ({first}); only {len(names)} of {len(tensors)} names are"
-        return Comparison([error("schema.names", next(iter(tensors)), message)], 0)
+        facts: dict[str, Any] = {"schema": schema.name, "first": first, "known": len(names), "tensors": len(tensors)}
+        return Comparison([find("schema.names", next(iter(tensors)), **facts)], 0)
     causes = find_causes(schema, config, tensors, names, expected)
     findings = causes.findings + list(_check_missing(choice, expected, tensors, modules))
     if inner is not None and inner.whole:
-        message = f"names begin with {show(inner.prefix)}, but names of schema {schema.name} do not"
-        findings.append(warning("schema.prefix", next(name for name in tensors if name in expected), message))
+        first = next(name for name in tensors if name in expected)
+        findings.append(find("schema.prefix", first, prefix=show(inner.prefix), schema=schema.name))
     findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized, inner=inner)
     source = "metadata" if schema.config == METADATA else "config"
     findings += _check_shapes(names, {**expected, **causes.expected}, tensors, source)
@@ -266,8 +262,8 @@ def _check_shapes(
         if shape is not None and not fits(tensors[name].shape, shape):
             formula = ", ".join(expected[name].entry.shape or ())
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            message = f"has shape {list(tensors[name].shape)}, but [{formula}] is [{sizes}] by the {source}"
-            yield error("schema.shape", name, message)
+            stored = list(tensors[name].shape)
+            yield find("schema.shape", name, shape=stored, formula=formula, sizes=sizes, source=source)
 
 
 def _mostly_absent(
@@ -299,18 +295,18 @@ def _check_missing(
         if layer is not None and layer in gone:
             if layer not in reported:
                 reported.add(layer)
-                message = f"layer {layer.number} of {layers[layer.stack]} is missing, with all {counts[layer]} tensors"
-                yield error("schema.layer_missing", f"{layer.stack}{layer.number}", message)
+                facts: dict[str, Any] = {"layer": layer.number, "layers": layers[layer.stack], "tensors": counts[layer]}
+                yield find("schema.layer_missing", f"{layer.stack}{layer.number}", **facts)
         elif layer is not None and len(usual[name]) > 1 and everywhere[name] == usual[name]:
             if name not in reported:
                 reported.add(name)
                 count = usual[name].total()
                 total = "" if count == len(usual[name]) else f" ({count:,} tensors)"
-                yield error("schema.missing", w.name, f"is missing in each of the {len(usual[name])} layers{total}")
+                yield find("schema.missing:everywhere", w.name, layers=len(usual[name]), total=total)
         else:
             untied = w.entry.role == "head" and w.entry.tied is not None
             why = f", and the config does not tie it ({w.entry.tied_when})" if untied else ""
-            yield error("schema.missing", w.name, f"is missing{why}")
+            yield find("schema.missing", w.name, why=why)
 
 
 class _Layer(NamedTuple):
@@ -344,7 +340,7 @@ def _check_unexpected(
     inner: Inner | None,
 ) -> Iterator[Finding]:
     """Find tensors outside the schema; note heads and other parts as unchecked."""
-    report, schema = error if choice.complete else warning, choice.schema
+    severity, schema = ERROR if choice.complete else WARNING, choice.schema
     unexpected = [name for name in tensors if name not in expected]
     if not unexpected:
         return
@@ -364,27 +360,26 @@ def _check_unexpected(
             elif quantized is not None and quantized.configured:
                 unknown.append(name)
             else:
-                yield report("schema.unexpected", name, f"is not a tensor of schema {schema.name}")
+                why = f"is not a tensor of schema {schema.name}"
+                yield find("schema.unexpected", name, severity=severity, why=why)
         elif match.layer is not None and match.layer >= counts[match.stack]:
             beyond[_Layer(match.stack, match.layer)] += 1
         elif _is_written_by_gptq(name, tensors):
-            yield warning("schema.unexpected", name, f"{_why_unexpected(match, schema)}; AutoGPTQ stores zeros there")
+            yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
         else:
-            yield report("schema.unexpected", name, _why_unexpected(match, schema))
+            yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
     for layer, count in sorted(beyond.items()):
-        extra = f"layer {layer.number} ({plural(count, 'tensor')})"
-        message = f"{extra} is beyond the {counts[layer.stack]} layers of the config"
-        yield report("schema.layer_extra", f"{layer.stack}{layer.number}", message)
+        facts = {"layer": layer.number, "layers": counts[layer.stack], "tensors": plural(count, "tensor")}
+        yield find("schema.layer_extra", f"{layer.stack}{layer.number}", severity=severity, **facts)
     if heads:
         yield _note_heads(config, heads)
     if unknown:
-        unlisted = f"{plural(len(unknown), 'tensor')} outside schema {schema.name}, next to quantized weights"
-        checks = "name and shape were" if len(unknown) == 1 else "names and shapes were"
-        yield note("schema.unchecked", unknown[0], f"{unlisted}: {checks} not checked")
+        what = "name and shape were" if len(unknown) == 1 else "names and shapes were"
+        several = plural(len(unknown), "tensor")
+        yield find("schema.unchecked:quantized", unknown[0], tensors=several, schema=schema.name, what=what)
     if inner is not None and outside:
-        covered = f"only the part under {inner.key} was checked (schema {schema.name})"
-        message = f"{covered}: names and shapes of {plural(len(outside), 'other tensor')} were not checked"
-        yield note("schema.unchecked", outside[0], message)
+        rest = plural(len(outside), "other tensor")
+        yield find("schema.unchecked:inner", outside[0], key=inner.key, schema=schema.name, tensors=rest)
 
 
 def _is_written_by_gptq(name: str, tensors: Mapping[str, TensorDescription]) -> bool:
@@ -420,5 +415,4 @@ def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Findi
     architecture = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else "of the model"
     names = ", ".join(repr(name) for name in heads[:4]) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
     subject = f"heads {names} were" if len(heads) > 1 else f"head {names} was"
-    message = f"architecture {architecture[:100]}: {subject} not checked"
-    return note("head.unchecked", heads[0], message)
+    return find("head.unchecked", heads[0], architecture=architecture[:100], heads=subject)

@@ -24,7 +24,7 @@ from ..measure.stats import measure
 from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from .findings import Finding, error, note, warning
+from .findings import Finding, find
 from .settings import Limits
 
 # A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
@@ -75,27 +75,24 @@ def check_values(
         about = tensors[name]
         if name in skip or not is_real(about):
             continue
-        for code, kind, count, first in (
-            ("value.nan", "NaN", values.nan, values.first_nan),
-            ("value.inf", "infinite", values.inf, values.first_inf),
+        for rule, bad, first in (
+            ("value.nan", values.nan, values.first_nan),
+            ("value.inf", values.inf, values.first_inf),
         ):
-            if count:
+            if bad:
                 at = "" if first is None else f", the first at {list(first)}"
-                message = f"{count:,} of {values.count:,} values {'is' if count == 1 else 'are'} {kind}{at}"
-                yield error(code, name, message)
+                yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
         if values.count == 0 or math.isnan(values.min) or name in codes or name in zero:
             continue
         low, high = limits.of_norms() if is_norm(name, about, role(name)) else (limits.low, limits.high)
         if name in outliers:
-            bound = figure(outliers[name], 6)
-            message = f"a value of magnitude {figure(values.absmax, 6)}, but 99.9 % of the values are below {bound}"
-            yield error("value.outlier", name, f"{message}; is a bit flipped?")
+            yield find("value.outlier", name, absmax=figure(values.absmax, 6), bound=figure(outliers[name], 6))
         elif values.min < low or values.max > high:
-            extent = f"values range from {figure(values.min, 6)} to {figure(values.max, 6)}"
-            yield warning("value.range", name, f"{extent}, outside [{low:g}, {high:g}]")
+            smallest, largest = figure(values.min, 6), figure(values.max, 6)
+            yield find("value.range", name, min=smallest, max=largest, low=low, high=high)
         if sum(size > 1 for size in about.shape) > 1 and values.nan + values.inf == 0 and values.min == values.max:
-            constant, code = ("0", "value.zero") if values.absmax == 0 else (figure(values.min, 6), "value.constant")
-            yield warning(code, name, f"all {values.count:,} values of the matrix are {constant}")
+            rule = "value.zero" if values.absmax == 0 else "value.constant"
+            yield find(rule, name, count=values.count, value=figure(values.min, 6))
 
 
 def is_real(about: TensorDescription) -> bool:
@@ -187,8 +184,7 @@ def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
 
 
 def _bad_scales(name: str, bad: Array, fault: str, first: str) -> Finding:
-    message = f"{int(bad.sum()):,} of {bad.size:,} {fault}, the first is {first}"
-    return error("quantization.scale", name, message)
+    return find("quantization.scale", name, bad=int(bad.sum()), total=bad.size, fault=fault, first=first)
 
 
 def _check_packed(
@@ -218,12 +214,9 @@ def _check_zeros(name: str, packed: Packed) -> Iterator[Finding]:
     """Find zero points of 0: AutoGPTQ stores -1, with an overflow into the rest of the word."""
     count = wrapped_zeros(packed)
     if count:
-        zeros = f"{count:,} zero {'point is' if count == 1 else 'points are'} 0, stored as -1"
-        message = f"{zeros}: AutoGPTQ then corrupts the other zero points of the word"
-        yield warning("quantization.zero", name, message)
+        yield find("quantization.zero", name, zeros=f"{count:,} zero {'point is' if count == 1 else 'points are'}")
     if zeros_disagree(packed):
-        message = "zero points have another format than the configuration says; safeload recognized it"
-        yield note("quantization.zero", name, message)
+        yield find("quantization.zero:format", name)
 
 
 def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> Iterator[Finding]:
@@ -232,8 +225,7 @@ def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> I
     if bad.any():
         first = int(bad.argmax())
         where = "" if axis is None else f" {first} of axis {axis}"
-        message = f"scale{where} is {scales[first]:g}, expected a finite number >= 0"
-        yield error("quantization.scale", name, message)
+        yield find("quantization.scale:int8", name, where=where, scale=scales[first])
         return
     for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
         number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
@@ -242,8 +234,8 @@ def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> I
         expected = float(number) * factor
         off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
         if off.any():
-            message = f"scale is {scales[int(off.argmax())]:.9g}, expected {expected:.9g}{origin}"
-            yield error("quantization.scale", name, message)
+            scale = scales[int(off.argmax())]
+            yield find("quantization.scale:limit", name, scale=scale, expected=expected, origin=origin)
 
 
 # ---- tied head ----
@@ -261,8 +253,7 @@ def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
         if unequal.any():
             element = (begin + int(unequal.argmax())) // a.row.block_bytes
             index = list(index_of(element, a.shape))
-            message = f"differs from {show(embedding)}, first at {index}, but the config ties them"
-            return warning("head.tied", head, message)
+            return find("head.tied", head, embedding=show(embedding), index=index)
         begin += x.size
     return None
 
