@@ -1,12 +1,12 @@
 """Check tensor and archive contents: CRC-32 of archives, scales, statistics, tied heads.
 
-Readers fill tables of rows, in this process or in pieces on an executor. `check_contents` then judges the rows in a
-fixed order, so that reports do not depend on which process reads, or on which file fails first.
+Readers fill tables of rows, in this process or in pieces on an executor. `check_contents` judges the rows in a fixed
+order, so that reports do not depend on which process reads, or on which file fails first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ...base.gc_pause import paused
 from ...base.scheme import INT8
 from ...base.text import show
 from ...engine.run.progress import Progress
-from ...errors import FormatError, UnsupportedError, one_line
+from ...errors import FormatError, one_line
 from ...models.schema import Schema
 from ...stores.files import Location
 from ..measure.stats import as_plain, measure, of_plain
@@ -27,7 +27,7 @@ from ..sources.plan import INVALID_PIECE, check_version
 from ..sources.reading import MALFORMED, ReadingPiece, Tables, names_of, opened, pieces_of, run_pieces
 from . import files, holes, values
 from .files import FileEntry
-from .findings import ERROR, CheckReport, Finding
+from .findings import ERROR, UNREADABLE, CheckReport, Finding
 from .settings import CheckSettings, Limits
 from .structure import Quantized
 
@@ -35,8 +35,6 @@ from .structure import Quantized
 # entries of archives have the number of the entry, as text.
 _CRC, _SCALES, _STATS, _OUTLIERS, _TIED = "crc", "scales", "stats", "outliers", "tied"
 _VALUES = (_SCALES, _STATS, _OUTLIERS)
-# The errors of an unreadable file, which end a reader.
-UNREADABLE = (FormatError, UnsupportedError, OSError)
 
 
 class Model(NamedTuple):
@@ -46,23 +44,89 @@ class Model(NamedTuple):
     codes: frozenset[str]  # tensors with codes; their values are not checked
     quantized: Quantized | None
     schema: Schema | None
+    config: Mapping[str, Any] | None  # of the part that the schema covers
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The tied heads stored along with their embeddings, and the embeddings."""
+        try:
+            expected = {} if self.schema is None else self.schema.expand(self.config, self.tensors.keys())
+        except ValueError:  # already reported by check_schema
+            return {}
+        tensors = self.tensors
+        return {w.name: w.tied for w in expected.values() if w.tied is not None and {w.name, w.tied} <= tensors.keys()}
 
     def role(self, name: str) -> str | None:
         """Return the role of a tensor, or None if it is not in the schema."""
         return None if self.schema is None else self.schema.role(name)
 
 
+def check_contents(
+    report: CheckReport,
+    catalog: Catalog,
+    model: Model,
+    selected: Set[str],  # tensors with values to check
+    options: CheckSettings,
+    *,
+    entries: Sequence[FileEntry],  # of archives
+    zero: set[str],  # tensors already reported as zero
+) -> None:
+    """Add findings and statistics to the report as they come; an unreadable file is a finding, and ends the check."""
+    names = [name for name in model.tensors if name in selected and name not in model.codes]
+    pairs = {head: tied for head, tied in model.tied.items() if {head, tied} <= selected - zero}
+    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
+    with report.readable():
+        for k, entry in enumerate(entries):
+            for fault in _rows(tables, _CRC, [str(k)]).values():
+                report.add([files.crc_finding(entry, fault)])
+        bad = set()
+        for name in names:
+            if model.tensors[name].quantized:
+                findings = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
+                report.add(findings)
+                if _has_error(findings):
+                    bad.add(name)
+        report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
+        report.add(holes.check_zeros(catalog, report.stats, model.role, zero))
+        codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
+        large = [name for name, row in report.stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
+        report.add(
+            values.check_values(
+                report.stats,
+                model.tensors,
+                options.limits,
+                bad,
+                role=model.role,
+                codes=codes,
+                zero=zero,
+                outliers=_rows(tables, _OUTLIERS, large),
+            )
+        )
+        for pair in pairs.items():
+            if bad.isdisjoint(pair):
+                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
+
+
+def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
+    """Return the rows of subjects in a table; raise the error of the first unread subject."""
+    rows, unread = tables.get(table, {}), tables.get(f"unread {table}", {})
+    for subject in subjects if unread else ():
+        if subject in unread and subject not in rows:
+            raise FormatError(unread[subject])
+    return {subject: rows[subject] for subject in subjects if subject in rows}
+
+
 # ---- reading ----
 
 
-def read_contents(
+def _read(
     catalog: Catalog,
-    names: Sequence[str],  # of tensors with values to check
-    pairs: Mapping[str, str],  # tied heads and their embeddings
-    entries: Sequence[FileEntry],  # of archives
+    names: Sequence[str],
+    pairs: Mapping[str, str],
+    entries: Sequence[FileEntry],
     options: CheckSettings,
 ) -> Tables:
-    """Read the rows for `check_contents`; errors of files become rows, too."""
+    """Read all rows; errors of files become rows, too."""
     if options.executor is not None:
         pieces = [
             *_entry_pieces(entries),
@@ -142,64 +206,6 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
 def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
     """Return the tensors to compute statistics of. Packed tensors with bad scales would only repeat the error."""
     return [name for name in names if not (name in bad and tensors[name].packed)]
-
-
-# ---- judging ----
-
-
-def check_contents(
-    report: CheckReport,
-    catalog: Catalog,
-    model: Model,
-    names: Sequence[str],
-    tables: Tables,  # see `read_contents`
-    *,
-    limits: Limits,
-    pairs: Mapping[str, str],
-    entries: Sequence[FileEntry],
-    zero: set[str],  # tensors already reported as zero
-) -> None:
-    """Add findings and statistics to the report as they come; an unreadable file raises its error as FormatError."""
-    for k, entry in enumerate(entries):
-        for fault in _rows(tables, _CRC, [str(k)]).values():
-            report.add([files.crc_finding(entry, fault)])
-    bad = set()
-    for name in names:
-        if model.tensors[name].quantized:
-            findings = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
-            report.add(findings)
-            if _has_error(findings):
-                bad.add(name)
-    report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
-    for finding, hidden in holes.check_zeros(catalog, report.stats, model.role, zero):
-        report.add([finding])
-        zero.update(hidden)
-    codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
-    large = [name for name, row in report.stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
-    report.add(
-        values.check_values(
-            report.stats,
-            model.tensors,
-            limits,
-            bad,
-            role=model.role,
-            codes=codes,
-            zero=zero,
-            outliers=_rows(tables, _OUTLIERS, large),
-        )
-    )
-    for pair in pairs.items():
-        if bad.isdisjoint(pair):
-            report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
-
-
-def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
-    """Return the rows of subjects in a table; raise the error of the first unread subject."""
-    rows, unread = tables.get(table, {}), tables.get(f"unread {table}", {})
-    for subject in subjects if unread else ():
-        if subject in unread and subject not in rows:
-            raise FormatError(unread[subject])
-    return {subject: rows[subject] for subject in subjects if subject in rows}
 
 
 # ---- in pieces ----

@@ -202,9 +202,9 @@ class Tail(NamedTuple):
 
 
 def check_tails(
-    catalog: Catalog, role: Callable[[str], str | None], *, values: bool
-) -> Iterator[tuple[Finding, list[str]]]:
-    """Find files with an unwritten tail, and yield findings with the names of their zero tensors."""
+    catalog: Catalog, role: Callable[[str], str | None], zero: set[str], *, values: bool
+) -> Iterator[Finding]:
+    """Find files with an unwritten tail, and add the names of their zero tensors to ``zero``."""
     # Compressed arrays of an npz are in a temporary file of our own.
     for file in catalog.weight_files if catalog.format != NPZ else ():
         tail = tail_of(file, values=values)  # without `values`, only a hole at the end counts
@@ -216,7 +216,8 @@ def check_tails(
         small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
         if tail.hole or (size >= _TAIL_AT_LEAST and len(tail.whole) > 1 and weighty):
             severity = WARNING if tail.hole and small else ERROR
-            yield find("file.hole:tail", severity=severity, where=where, zeros=_description(tail)), tail.whole
+            yield find("file.hole:tail", severity=severity, where=where, zeros=_description(tail))
+            zero.update(tail.whole)
 
 
 def _description(tail: Tail) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base.layout import NARROW, quantity, shorten, wrap
 from ...base.names import pattern_of
 from ...base.results import Report
 from ...base.text import clip, plural, printable, size
-from ...errors import exported
+from ...errors import FormatError, UnsupportedError, exported, one_line
 from ..measure.stats_table import StatsTable
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 ERROR: Severity = "error"
 WARNING: Severity = "warning"
 NOTE: Severity = "note"
+
+# The errors of an unreadable file, which end a check.
+UNREADABLE = (FormatError, UnsupportedError, OSError)
 
 # Codes of findings about a single tensor begin with these.
 _TENSOR_CODES = ("value.", "tensor.", "quantization.scale", "quantization.zero", "schema.shape")
@@ -227,6 +231,16 @@ class CheckReport(Report):
         lists = {ERROR: self.errors, WARNING: self.warnings, NOTE: self.notes}
         for finding in findings:
             lists[finding.severity].append(finding)
+
+    @contextmanager
+    def readable(self) -> Iterator[list[bool]]:
+        """Turn the error of an unreadable file into a finding; the list is then empty."""
+        readable = [True]
+        try:
+            yield readable
+        except UNREADABLE as problem:
+            readable.clear()
+            self.add([find("file.read", problem=one_line(problem))])
 
     def leave_out(self, names: Collection[str]) -> None:
         """Remove findings about single tensors. Other findings can name a tensor as an example, and stay."""

@@ -259,23 +259,19 @@ def _files(catalog: Catalog) -> Iterator[tuple[WeightFile, str]]:
             yield file, f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
 
 
-def check_unwritten(
-    catalog: Catalog, role: Callable[[str], str | None], reported: Iterable[str]
-) -> Iterator[tuple[Finding, list[str]]]:
-    """Find long holes of the file system inside files; yield findings with the names of their zero tensors."""
-    known = set(reported)  # in a reported tail
+def check_unwritten(catalog: Catalog, role: Callable[[str], str | None], zero: set[str]) -> Iterator[Finding]:
+    """Find long holes of the file system inside files, and add the names of their zero tensors to ``zero``."""
     for weights, where in _files(catalog):
         holes = _holes_of(weights)
         file = _File.of(weights) if holes else None
         for hole in holes if file is not None else ():
             run = file.run(*hole) if file is not None else None
-            if run is None or file is None or run.end >= file.end or any(place.tensor in known for place in run.places):
+            if run is None or file is None or run.end >= file.end or any(place.tensor in zero for place in run.places):
                 continue
             finding = _finding(run, True, where, role)
             if finding is not None:
-                names = [place.tensor for place in run.whole]
-                known.update(names)
-                yield finding, names
+                yield finding
+                zero.update(place.tensor for place in run.whole)
 
 
 def _holes_of(file: WeightFile) -> list[tuple[int, int]]:
@@ -307,11 +303,11 @@ def check_zeros(
     catalog: Catalog,
     stats: Mapping[str, TensorStats],
     role: Callable[[str], str | None],
-    reported: Iterable[str],
-) -> Iterator[tuple[Finding, list[str]]]:
-    """Find runs of zeros inside files, and yield findings with the names of their zero tensors."""
+    zero: set[str],
+) -> Iterator[Finding]:
+    """Find runs of zeros inside files, and add the names of their zero tensors to ``zero``."""
     # Only tensors with many zeros are read again, and the parts of packed tensors in local files.
-    known = set(reported)  # in a reported hole
+    known = frozenset(zero)  # in a reported hole
     tensors_of: dict[WeightFile, dict[str, str]] = {}  # names by stored name
     if _has_many_zeros(stats):
         for name, weights, k in catalog.entries():
@@ -336,7 +332,8 @@ def check_zeros(
                 continue
             finding = _finding(run, False, where, role)
             if finding is not None:
-                yield finding, [tensors.get(place.tensor, place.tensor) for place in run.whole]
+                yield finding
+                zero.update(tensors.get(place.tensor, place.tensor) for place in run.whole)
 
 
 def _has_many_zeros(stats: Mapping[str, TensorStats]) -> bool:

@@ -6,8 +6,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,7 +34,6 @@ from ...formats.registry import BY_NAME, GGUF
 from ...loading import entry as loading
 from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
 from ...models.module_names import WRAPPERS, stored_names, wrapped_inside
-from ...models.schema import Schema
 from ...packed.quantization import quantization_of
 from ...stores.json_file import read_if_there
 from ...stores.places import Located, places_of
@@ -44,7 +42,7 @@ from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor, check_paths, in_memory
 from . import files, holes, structure
 from .causes import fits
-from .contents import UNREADABLE, Model, check_contents, read_contents
+from .contents import Model, check_contents
 from .findings import CheckReport, Finding, find
 from .gguf_rules import check_gguf
 from .settings import CheckSettings, Limits, settings
@@ -265,7 +263,8 @@ def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSetti
     started = time.perf_counter()
     selected = frozenset(options.selection.of(list(catalog)))
     try:
-        _Validation(report, catalog, selected, options).run()
+        model = _check_structure(report, catalog, options)
+        _check_files(report, catalog, model, selected, options)
     finally:
         report.seconds = time.perf_counter() - started
     if options.selection:
@@ -273,147 +272,101 @@ def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSetti
     return report
 
 
-class _Validation:
-    """All checks of the tensors of a catalog, which add their findings to a report."""
-
-    def __init__(self, report: CheckReport, catalog: Catalog, selected: frozenset[str], options: CheckSettings) -> None:
-        self._report, self._catalog, self._options = report, catalog, options
-        self._selected = selected  # tensors with values to check
-        self._unreadable = False
-        self._tensors = catalog.descriptions([*catalog])
-        self._named = self._tensors  # under the names of the schema
-
-    def run(self) -> None:
-        """Run the checks. If a file can no longer be read, add a finding and stop."""
-        report, catalog, tensors = self._report, self._catalog, self._tensors
-        report.tensors = len(tensors)
-        report.parameters = sum(math.prod(about.shape) for about in tensors.values())
-        report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
-        report.values = self._options.values
-        config = self._config()
-        report.add(files.check_index(catalog))
-        if catalog.format == GGUF and self._options.choose and config is None:
-            model = check_gguf(catalog.metadata, tensors)
-            report.add(model.findings)
-            choice, inner, config = model.choice, None, model.config if model.choice else None
-        else:
-            self._name()
-            choice, inner = self._choose_schema(config)
-        own_config = config if inner is None else inner.config  # of the part covered by the schema
-        schema = None if choice is None else choice.schema
-        report.add(structure.check_sizes(tensors, schema))
-        quantization = quantization_of(config)
-        codes = catalog.find_codes(quantization)
-        quantized = structure.quantized_parts(quantization, schema, tensors, codes)
-        if quantized is not None:
-            report.add([structure.note_quantized(quantized, values=report.values)])
-        if choice is None:
-            report.add(structure.check_layers(tensors, frozenset() if quantized is None else quantized.modules))
-        elif tensors:
-            report.schema = choice.schema.name
-            parts = quantized if quantized is None or self._named is tensors else quantized.unwrapped()
-            comparison = structure.check_schema(choice, own_config, self._named, quantized=parts, inner=inner)
-            report.compared = comparison.compared
-            report.add(comparison.findings)
-        expected = self._options.limits.parameters
-        if expected is not None and report.parameters != expected:
-            report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
-        report.add(structure.check_dtypes(tensors, config, quantized))
-        unknown = catalog.unknown()
-        report.add(_check_unknown(catalog.about(name), one) for name, one in unknown.items())
-        self._selected -= unknown.keys()
-        pairs = {} if schema is None or not report.values else _tied_pairs(schema, own_config, tensors)
-        self._read(Model(tensors, frozenset(codes), quantized, schema), pairs)
-
-    def _name(self) -> None:
-        """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_prefix`."""
-        name = next(filter(wrapped_inside, self._tensors), None) if self._options.choose else None
-        if name is None:
-            return
-        try:
-            stored = stored_names(self._tensors, self._catalog.title)
-        except FormatError as problem:
-            self._report.add([find("schema.names:wrapped", problem.tensor, problem=problem.args[0])])
-            return
-        self._named = {bare: self._tensors[name] for bare, name in stored.items()}
-        self._report.add([find("schema.prefix:wrapped", name, wrappers=", ".join(WRAPPERS))])
-
-    def _config(self) -> Mapping[str, Any] | None:
-        """Return the config passed to `check`, or the config of the checkpoint."""
-        if self._options.config is not None:
-            return self._options.config
-        try:
-            return _params_beside(self._catalog.weight_files) or self._catalog.config
-        except (FormatError, OSError) as problem:
-            self._report.add([find("schema.config:unreadable", problem=one_line(problem))])
-            return None
-
-    def _choose_schema(self, config: Mapping[str, Any] | None) -> tuple[Choice | None, Inner | None]:
-        """Return the schema, and the covered part of the model; None for the whole model."""
-        options, names = self._options, self._named.keys()
-        choice = Choice(options.schema, True) if options.schema is not None else None
-        inner = None
-        row = BY_NAME.get(self._report.format or "")
-        if options.choose and not (row is not None and row.own_names):
-            choice = choose(config, self._report.format, names)
-            inner = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names)
-        log.debug("validate %s: schema %s", self._report.source, None if choice is None else choice.schema.name)
-        return (choice if inner is None else inner.choice), inner
-
-    def _read(self, model: Model, pairs: Mapping[str, str]) -> None:
-        """Run the checks of contents."""
-        report, options = self._report, self._options
-        zero: set[str] = set()
-        with self._readable_files():
-            for finding, names in files.check_tails(self._catalog, model.role, values=options.values):
-                report.add([finding])
-                zero.update(names)
-            for finding, names in holes.check_unwritten(self._catalog, model.role, zero):
-                report.add([finding])
-                zero.update(names)
-        if not options.values or self._unreadable:
-            return
-        readable = self._selected - zero
-        pairs = {head: embedding for head, embedding in pairs.items() if {head, embedding} <= readable}
-        names = [name for name in model.tensors if name in self._selected and name not in model.codes]
-        entries: list[files.FileEntry] = []
-        with self._readable_files():
-            entries = files.entries_of(self._catalog)
-        if self._unreadable:
-            return
-        tables = read_contents(self._catalog, names, pairs, entries, options)  # raises errors of the executor
-        with self._readable_files():
-            check_contents(
-                report,
-                self._catalog,
-                model,
-                names,
-                tables,
-                limits=options.limits,
-                pairs=pairs,
-                entries=entries,
-                zero=zero,
-            )
-
-    @contextmanager
-    def _readable_files(self) -> Iterator[None]:
-        """Turn the error of an unreadable file into a finding."""
-        try:
-            yield
-        except UNREADABLE as problem:
-            self._unreadable = True
-            self._report.add([find("file.read", problem=one_line(problem))])
+def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Model:
+    """Run the checks that read no values, and return the model."""
+    tensors = catalog.descriptions([*catalog])
+    report.tensors = len(tensors)
+    report.parameters = sum(math.prod(about.shape) for about in tensors.values())
+    report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
+    report.values = options.values
+    config = _config(report, catalog, options)
+    report.add(files.check_index(catalog))
+    named: Mapping[str, TensorDescription] = tensors
+    inner = None
+    if catalog.format == GGUF and options.choose and config is None:
+        of_gguf = check_gguf(catalog.metadata, tensors)
+        report.add(of_gguf.findings)
+        choice, config = of_gguf.choice, of_gguf.config if of_gguf.choice else None
+    else:
+        named = _without_wrappers(report, tensors, catalog.title) if options.choose else tensors
+        choice, inner = _choose_schema(config, catalog.format, named, options)
+        log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
+    schema = None if choice is None else choice.schema
+    report.add(structure.check_sizes(tensors, schema))
+    quantization = quantization_of(config)
+    codes = catalog.find_codes(quantization)
+    quantized = structure.quantized_parts(quantization, schema, tensors, codes)
+    if quantized is not None:
+        report.add([structure.note_quantized(quantized, values=report.values)])
+    model = Model(tensors, frozenset(codes), quantized, schema, config if inner is None else inner.config)
+    if choice is None:
+        report.add(structure.check_layers(tensors, frozenset() if quantized is None else quantized.modules))
+    elif tensors:
+        report.schema = choice.schema.name
+        parts = quantized if quantized is None or named is tensors else quantized.unwrapped()
+        findings, report.compared = structure.check_schema(choice, model.config, named, quantized=parts, inner=inner)
+        report.add(findings)
+    expected = options.limits.parameters
+    if expected is not None and report.parameters != expected:
+        report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
+    report.add(structure.check_dtypes(tensors, config, quantized))
+    report.add(_check_unknown(catalog.about(name), unknown) for name, unknown in catalog.unknown().items())
+    return model
 
 
-def _tied_pairs(
-    schema: Schema, config: Mapping[str, Any] | None, tensors: Mapping[str, TensorDescription]
-) -> dict[str, str]:
-    """Return the names of tied heads stored along with their embeddings, and the names of the embeddings."""
+def _config(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Mapping[str, Any] | None:
+    """Return the config passed to `check`, or the config of the checkpoint."""
+    if options.config is not None:
+        return options.config
     try:
-        expected = schema.expand(config, tensors.keys()).values()
-    except ValueError:  # already reported by check_schema
-        return {}
-    return {w.name: w.tied for w in expected if w.tied is not None and w.name in tensors and w.tied in tensors}
+        return _params_beside(catalog.weight_files) or catalog.config
+    except (FormatError, OSError) as problem:
+        report.add([find("schema.config:unreadable", problem=one_line(problem))])
+        return None
+
+
+def _without_wrappers(
+    report: CheckReport, tensors: Mapping[str, TensorDescription], title: str
+) -> Mapping[str, TensorDescription]:
+    """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_prefix`."""
+    wrapped = next(filter(wrapped_inside, tensors), None)
+    if wrapped is None:
+        return tensors
+    try:
+        stored = stored_names(tensors, title)
+    except FormatError as problem:
+        report.add([find("schema.names:wrapped", problem.tensor, problem=problem.args[0])])
+        return tensors
+    report.add([find("schema.prefix:wrapped", wrapped, wrappers=", ".join(WRAPPERS))])
+    return {bare: tensors[name] for bare, name in stored.items()}
+
+
+def _choose_schema(
+    config: Mapping[str, Any] | None, format: str | None, named: Mapping[str, TensorDescription], options: CheckSettings
+) -> tuple[Choice | None, Inner | None]:
+    """Return the schema, and the covered part of the model; None for the whole model."""
+    row = BY_NAME.get(format or "")
+    if not options.choose or (row is not None and row.own_names):
+        return None if options.schema is None else Choice(options.schema, True), None
+    choice = choose(config, format, named.keys())
+    inner = choose_inner(config, named.keys()) if choice is None else choose_prefix(choice, config, named.keys())
+    return (choice if inner is None else inner.choice), inner
+
+
+def _check_files(
+    report: CheckReport, catalog: Catalog, model: Model, selected: Set[str], options: CheckSettings
+) -> None:
+    """Run the checks that read files. If a file can no longer be read, add a finding and stop."""
+    zero: set[str] = set()  # tensors already reported as zero
+    entries: list[files.FileEntry] = []
+    with report.readable() as readable:
+        report.add(files.check_tails(catalog, model.role, zero, values=options.values))
+        report.add(holes.check_unwritten(catalog, model.role, zero))
+        if options.values:
+            entries = files.entries_of(catalog)
+    if readable and options.values:
+        selected = selected - catalog.unknown().keys()
+        check_contents(report, catalog, model, selected, options, entries=entries, zero=zero)
 
 
 def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:

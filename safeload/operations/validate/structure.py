@@ -375,8 +375,8 @@ def _check_unexpected(
         yield _note_heads(config, heads)
     if unknown:
         what = "name and shape were" if len(unknown) == 1 else "names and shapes were"
-        several = plural(len(unknown), "tensor")
-        yield find("schema.unchecked:quantized", unknown[0], tensors=several, schema=schema.name, what=what)
+        tensor_count = plural(len(unknown), "tensor")
+        yield find("schema.unchecked:quantized", unknown[0], tensors=tensor_count, schema=schema.name, what=what)
     if inner is not None and outside:
         rest = plural(len(outside), "other tensor")
         yield find("schema.unchecked:inner", outside[0], key=inner.key, schema=schema.name, tensors=rest)
