@@ -96,9 +96,9 @@ def register(parser: Any) -> None:
 
 
 def _schemas() -> list[str]:
-    from ..models.reading import names  # imported here: only completion needs it
+    from ..models.family import with_schema  # imported here: only completion needs it
 
-    return ["auto", "none", *names()]
+    return ["auto", "none", *with_schema()]
 
 
 def run(options: argparse.Namespace) -> int:

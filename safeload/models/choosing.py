@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .expert_forms import with_expert_form
-from .reading import built_in
+from .family import with_schema
 from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
@@ -49,31 +49,31 @@ def _choose(config: Mapping[str, Any] | None, format: str | None, names: Collect
     model.
     """
     if config is None:
-        for schema in built_in().values():
-            if format in schema.formats:
-                required = [entry.name for entry in schema.entries if not entry.optional]
+        for family in with_schema().values():
+            if format in family.formats:
+                required = [entry.name for entry in family.schema.entries if not entry.optional]
                 if 2 * sum(name in names for name in required) >= len(required):
-                    return Choice(schema, True)
+                    return Choice(family.schema, True)
         return None
     architectures = config.get("architectures")
     listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
     model_type = config.get("model_type")
-    for schema in built_in().values():
-        if any(architecture in schema.architectures for architecture in listed):
-            return Choice(schema, True)
-    for schema in built_in().values():
-        if model_type is not None and model_type in schema.model_types:
-            return Choice(schema, not listed)
+    for family in with_schema().values():
+        if any(architecture in family.architectures for architecture in listed):
+            return Choice(family.schema, True)
+    for family in with_schema().values():
+        if model_type is not None and model_type in family.model_types:
+            return Choice(family.schema, not listed)
     if not listed and model_type is None:
-        for schema in built_in().values():
-            if schema.keys and all(key in config for key in schema.keys):
-                return Choice(schema, not any(map(_is_model, config.values())))
+        for family in with_schema().values():
+            if family.keys and all(key in config for key in family.keys):
+                return Choice(family.schema, not any(map(_is_model, config.values())))
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
         return None  # a model of models, see `choose_inner`
-    families = {_family(architecture) for architecture in listed} - {None}
-    for schema in built_in().values():
-        if any(_family(architecture) in families for architecture in schema.architectures):
-            return Choice(schema, False)
+    stems = {_stem(architecture) for architecture in listed} - {None}
+    for family in with_schema().values():
+        if any(_stem(architecture) in stems for architecture in family.architectures):
+            return Choice(family.schema, False)
     return None
 
 
@@ -82,7 +82,7 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, Mapping) and any(key in value for key in _WIDTHS)
 
 
-def _family(architecture: Any) -> str | None:
+def _stem(architecture: Any) -> str | None:
     if not isinstance(architecture, str) or len(architecture) > _CLASS_LENGTH:
         return None
     match = _CLASS.fullmatch(architecture)

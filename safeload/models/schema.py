@@ -1,9 +1,8 @@
-"""Schemas of architectures: JSON files that map tensor names to shapes over the keys of a config.
+"""Schemas: published names of tensors, and shapes over the keys of a config.
 
-A schema is data, see ``safeload/models/schemas``::
+They are fields of a family's file, see `safeload.models.family`::
 
-    {"name": "tiny", "architectures": ["TinyForCausalLM"], "model_types": ["tiny"], "layers": "num_hidden_layers",
-     "prefixes": ["model.", ""], "defaults": {"head_dim": "hidden_size // num_attention_heads"},
+    {"layers": "num_hidden_layers", "prefixes": ["model.", ""], "defaults": {"head_dim": "hidden_size // num_heads"},
      "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...}}
 
 - ``{}`` in a name is the layer number, from 0 up to ``layers``; ``{expert}`` is a number up to ``counts["expert"]``.
@@ -20,9 +19,6 @@ A schema is data, see ``safeload/models/schemas``::
 - ``tied``: the tensor whose weights this tensor shares if ``tied_when`` is not 0; the tensor can then be absent.
 - ``also``: alternative names.
 - ``more_layers``: the number of additional layers at the end; each of these layers can be absent as a whole.
-- ``extends``: a schema to inherit tensors, ``defaults``, ``counts`` and other fields from, except ``about``,
-  ``architectures``, ``model_types``, ``formats`` and ``keys``. A field of a tensor replaces the inherited field, and
-  null removes it; ``without`` is a list of names or shell patterns of tensors to leave out.
 - ``formats``: file formats of the schema if there is no config. ``keys``: a config with all of these keys selects the
   schema if it has neither ``architectures`` nor ``model_type``. ``config``: the file name of the config.
 """
@@ -104,7 +100,7 @@ class SchemaMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors of an architecture, from `safeload.models.reading`; the module docstring describes the fields."""
+    """The tensors of a family; the module docstring describes the fields."""
 
     name: str
     about: str
@@ -119,6 +115,38 @@ class Schema:
     defaults: Mapping[str, int | str]
     config: str
     entries: tuple[SchemaEntry, ...]
+
+    @classmethod
+    def of(cls, name: str, content: Mapping[str, Any]) -> Schema:
+        """Make the schema of a family from its JSON."""
+        return cls(
+            name=name,
+            about=content.get("about", ""),
+            architectures=content.get("architectures", ()),
+            model_types=content.get("model_types", ()),
+            formats=content.get("formats", ()),
+            keys=content.get("keys", ()),
+            prefixes=content.get("prefixes") or ("",),
+            layers=content.get("layers"),
+            more_layers=content.get("more_layers"),
+            counts=content.get("counts", {}),
+            defaults=content.get("defaults", {}),
+            config=content.get("config", "config.json"),
+            entries=tuple(
+                SchemaEntry(
+                    name,
+                    entry.get("shape"),
+                    entry.get("role", WEIGHT),
+                    entry.get("optional", False),
+                    entry.get("when"),
+                    entry.get("tied"),
+                    entry.get("tied_when"),
+                    entry.get("also", ()),
+                    entry.get("architectures", ()),
+                )
+                for name, entry in content["tensors"].items()
+            ),
+        )
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[SchemaEntry, str | None, tuple[str, ...]]]]:

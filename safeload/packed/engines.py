@@ -1,10 +1,7 @@
 """The engines that load quantized folders: what each leaves unquantized, and the quantization in its ``config.json``.
 
-``engines.json`` has a row per engine, and ``model_types``, whose matrices are all linear modules under the names of
-their files. mlx-lm 0.32.2 stores the models ``same_in_mlx`` as transformers does: their classes have no ``sanitize``,
-or only leave out tensors. Of those ``stacked_in_mlx`` it stacks the experts, as the names of the stacks show, and
-otherwise has the same tensors. Modules of a list under ``fused`` are merged by engines into a single matrix, so they
-must share NVFP4's global scale.
+``engines.json`` has a row per engine. Modules of a list under ``fused`` are merged by engines into a single matrix, so
+they must share NVFP4's global scale.
 
 Sources: llmcompressor 0.14 ``entrypoints/model_free``; compressed-tensors 0.19 ``quantization/quant_scheme.py``;
 transformers 5.17 ``utils/quantization_config.py``; mlx-lm 0.32 ``utils.py`` and ``models``.
@@ -22,6 +19,7 @@ from ..base import dtypes, packing
 from ..base.data import read_data
 from ..base.preset import BITSANDBYTES, COMPRESSED, FP8, MLX, Preset
 from ..base.text import show
+from ..models.family import mlx_experts_of
 from .quantization import MLX_KEY, QUANTIZATION, Quantization, quantization_of, without_quantization
 
 _data = partial(read_data, __name__, "engines.json")
@@ -32,42 +30,6 @@ _ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _STACKED = re.compile(r"\.(?:switch_mlp\.[a-z_]+|self_attn\.embed_q|self_attn\.unembed_out)\.weight\Z")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
-
-_USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
-
-
-class MlxExperts(NamedTuple):
-    """How mlx-lm stores and quantizes the experts of a model."""
-
-    experts: str  # key of config.json: their number
-    renamed: str | None = None  # that key in transformers 5
-    block: str = "mlp"  # module of a layer that holds the experts
-    modules: Mapping[str, str] = MappingProxyType(_USUAL)  # stack of each module
-    router: str | None = None  # format of routers; None for that of other modules
-    keeps_routers: bool = False  # True if routers are not linear modules
-    in_every_layer: bool = False  # True if no layer can be without experts
-    split_heads: bool = False  # True to divide ``kv_b_proj`` by heads
-    dropped: str | None = None  # prefix of tensors that are left out
-    uncast: str | None = None  # suffix of tensors that keep their dtype
-
-
-def mlx_experts_of(model_type: object) -> MlxExperts | None:
-    """Return how mlx-lm stores the experts of a model, or None if it has none."""
-    row = _data()["mlx_experts"].get(model_type) if isinstance(model_type, str) else None
-    return None if row is None else MlxExperts(**row)
-
-
-def model_types() -> tuple[str, ...]:
-    """Return the ``model_type`` of the models that all engines support."""
-    names: tuple[str, ...] = _data()["model_types"]
-    return names
-
-
-def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
-    """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
-    model_type = (config or {}).get("model_type")
-    known = (_data()[key] for key in ("same_in_mlx", "stacked_in_mlx", "model_types"))
-    return isinstance(model_type, str) and not any(model_type in names for names in known)
 
 
 def not_as_in_mlx(model_type: object) -> str:

@@ -6,7 +6,7 @@ import json
 import ml_dtypes
 import numpy as np
 
-from builders.inside import reading
+from builders.models import BUILT_IN_SCHEMAS
 from safeload.numpy import load_file, save_file
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -149,7 +149,7 @@ EXPERTS = {
 
 def expert_model(kind):
     """Config and tensors of a model with experts, each alone; the weights are awkward where they have enough rows."""
-    schema = reading.built_in()[kind]
+    schema = BUILT_IN_SCHEMAS[kind]
     settings = {"architectures": [schema.architectures[0]], "model_type": kind, **EXPERTS[kind]}
     weights = {}
     for seed, tensor in enumerate(schema.expand(settings, ()).values()):

@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 
-from builders.inside import reading
+from builders.inside import families
 from safeload.numpy import save_file
 
 # Schema, config, tensors that must be there, and parameters as the model's publisher or its framework counts them.
@@ -191,7 +191,9 @@ _WHISPER = {
     "encoder_ffn_dim": 128,
     "decoder_ffn_dim": 128,
 }
-_ARCHITECTURES = {name: found.architectures[0] for name, found in reading.built_in().items() if found.architectures}
+# The schemas that come with safeload.
+BUILT_IN_SCHEMAS = {name: family.schema for name, family in families.with_schema().items()}
+_ARCHITECTURES = {name: found.architectures[0] for name, found in BUILT_IN_SCHEMAS.items() if found.architectures}
 
 # Schema and config of small models, one for each schema and for what a config may change.
 SMALL = {
@@ -245,7 +247,7 @@ SMALL = {
 def small(kind, dtype=ml_dtypes.bfloat16):
     """Config and tensors of a small model: what must be there, with values as trained ones are."""
     name, sizes = SMALL[kind]
-    found = reading.built_in()[name]
+    found = BUILT_IN_SCHEMAS[name]
     config = dict(sizes)
     if not found.keys:
         config["model_type"] = next(iter(found.model_types), name)

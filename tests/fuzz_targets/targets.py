@@ -41,15 +41,14 @@ from builders.inside import (
     ConfigError,
     Location,
     choosing,
+    families,
     files_of_manifest,
     files_of_statement,
-    gguf_sources,
     is_manifest,
     npy,
     npz,
     parse_json,
     read_importance,
-    reading,
     registry,
     sentencepiece,
     settings,
@@ -59,6 +58,7 @@ from builders.inside import (
 )
 from builders.inside import base_urls as urls
 from builders.inside import folder_format as folder
+from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 
 import safeload
@@ -428,7 +428,7 @@ save_file({"b": np.ones(3, np.int8)}, SHARDS / "two.safetensors")
 codecs.lookup("cp437")
 codecs.lookup("raw_unicode_escape")
 safeload.load(SHARDS / "one.safetensors", backend="pread")
-BUILT_IN = reading.built_in()
+BUILT_IN = BUILT_IN_SCHEMAS
 
 
 def index(data):
@@ -662,11 +662,11 @@ def model_config(data):
     """A config.json for llama.cpp."""
     path = FOLDER / "config.json"
     path.write_bytes(data)
-    for source in gguf_sources.SOURCES.values():
+    for source in families.gguf_forms().values():
         try:
             with watched():
                 result = settings.settings_of(
-                    settings.ModelConfig(folder.read_config(FOLDER, LOCAL) or {}, "m"), source
+                    settings.ModelConfig(folder.read_config(FOLDER, LOCAL) or {}, "m", source.keys), source
                 )
         except SafeloadError as error:
             check_refusal(error)

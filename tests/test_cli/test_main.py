@@ -263,7 +263,7 @@ def test_a_command_imports_only_what_it_runs(path):
     modules = imported_by("info", path)
     assert [name for name in COMMANDS if inside.path("cli") + f".{name}" in modules] == ["info"]
     assert len(ours(modules)) <= 121
-    late = tuple(map(inside.path, ("reading", "conversion", "torch_zip", "imatrix")))
+    late = tuple(map(inside.path, ("families", "conversion", "torch_zip", "imatrix")))
     assert not [name for name in ours(modules) if name.startswith(late)]
     assert "ml_dtypes" not in modules
     # NumPy imports some of these on some platforms.

@@ -4,7 +4,8 @@ import json
 import math
 
 import pytest
-from builders.inside import choosing, reading
+from builders.inside import choosing
+from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 
 FOLDER = ROOT / "tests" / "data" / "architectures"
@@ -42,8 +43,8 @@ def test_parameters_of_published_models(model):
 
 def test_every_schema_of_transformers_has_its_fixture():
     others = {"bert_multiple_choice", "llama_original", "moondream2"}
-    assert reading.built_in().keys() - FAMILIES.keys() == others
-    listed = {name for schema in reading.built_in().values() for name in schema.architectures}
+    assert BUILT_IN_SCHEMAS.keys() - FAMILIES.keys() == others
+    listed = {name for schema in BUILT_IN_SCHEMAS.values() for name in schema.architectures}
     tested = {one["config"]["architectures"][0] for one in CASES.values()}
     assert listed - tested == {"BitnetForCausalLM"}  # another spelling of BitNetForCausalLM
 
@@ -131,7 +132,7 @@ def test_models_under_the_names_of_their_publishers(model):
 
 def test_the_layers_for_multi_token_prediction_are_whole_or_absent():
     config = {**PUBLISHED["DeepSeek-V3"]["config"], "num_nextn_predict_layers": 1}
-    schema = reading.built_in()["deepseek_v3"]
+    schema = BUILT_IN_SCHEMAS["deepseek_v3"]
     without = schema.expand(config, ())
     # As in the index that is published, where the layer has the embedding and the head of the model once more.
     there = schema.expand(config, ["model.layers.61.eh_proj.weight"])

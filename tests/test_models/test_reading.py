@@ -8,19 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.inside import Config, gguf_architectures, main, names_in, reading
+from builders.inside import Config, families, main, names_in
+from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 
 import safeload
 
 CONTENTS = {
-    path.stem: json.loads(path.read_text("utf-8")) for path in (ROOT / "safeload" / "models" / "schemas").glob("*.json")
+    path.stem: json.loads(path.read_text("utf-8"))
+    for path in (ROOT / "safeload" / "models" / "families").glob("*.json")
 }
 FIELDS = {
-    *("name", "about", "extends", "without", "config", "layers", "more_layers", "architectures", "model_types"),
-    *("formats", "keys", "prefixes", "defaults", "counts", "tensors"),
+    *("about", "like", "without", "config", "layers", "more_layers", "architectures", "model_types"),
+    *("formats", "keys", "prefixes", "defaults", "counts", "tensors", "engines", "mlx", "gguf"),
 }
 ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also", "architectures"}
+GGUF_FIELDS = {
+    *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
+    *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
+}
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
 
@@ -28,8 +34,7 @@ ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
 FUNCTIONS = {"len", "item", "contains", "starts", "times"}
 
-GGUF = gguf_architectures.ARCHITECTURES
-SCHEMAS = {**reading.built_in(), **{f"gguf:{name}": gguf_architectures.schema_of(name) for name in GGUF}}
+SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
 
 
 def keys_of(text):
@@ -68,23 +73,52 @@ def keys_below(node):
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_the_json_of_a_schema_is_well_formed(name):
+def test_the_json_of_a_family_is_well_formed(name):
     content = CONTENTS[name]
-    assert content["name"] == name
+    assert content["about"]
     assert content.keys() <= FIELDS
-    assert content.get("extends") in (None, *CONTENTS)
+    assert content.get("like") in (None, *CONTENTS)
     for field in ("architectures", "model_types", "formats", "keys", "prefixes", "without"):
         assert isinstance(content.get(field, []), list)
         assert all(isinstance(text, str) for text in content.get(field, []))
     assert all("{" not in prefix for prefix in content.get("prefixes", ()))
     assert all(type(value) in (int, str) for value in content.get("defaults", {}).values())
-    inherited = reading.built_in()[content["extends"]] if "extends" in content else None
+    inherited = BUILT_IN_SCHEMAS[content["like"]].entries if "like" in content else ()
     for pattern in content.get("without", ()):
-        assert any(entry.name == pattern or fnmatchcase(entry.name, pattern) for entry in inherited.entries), pattern
-    for entry in content.get("tensors", {}).values():
+        assert any(entry.name == pattern or fnmatchcase(entry.name, pattern) for entry in inherited), pattern
+    for entry in (content.get("tensors") or {}).values():
         assert entry.keys() <= ENTRY_FIELDS
         assert type(entry.get("optional", False)) is bool
         assert all(isinstance(entry.get(field, []), list) for field in ("also", "architectures"))
+
+
+@pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if "gguf" in content])
+def test_the_form_of_llama_cpp_is_well_formed(name):
+    own, form = CONTENTS[name]["gguf"], families.families()[name].gguf
+    assert own.keys() <= GGUF_FIELDS
+    inherited = families.families()[CONTENTS[name]["like"]].gguf if "like" in CONTENTS[name] else form
+    for pattern in own.get("without", ()):
+        assert any(fnmatchcase(text, pattern) for text in (*inherited.layouts, *inherited.keys)), pattern
+    for entry in own.get("tensors", {}).values():
+        assert entry.keys() <= ENTRY_FIELDS | {"from"}
+    keys = form.keys
+    assert {*form.required, *form.restores} <= {*keys, *form.assumes}
+    assert form.chosen_by is None or form.chosen_by in keys
+    # The sizes of a file are numbers of its metadata.
+    shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]
+    sizes = {key for size in shapes if size for key in keys_of(size)} | form.schema.defaults.keys()
+    assert sizes <= {key.replace(".", "_") for key in keys} | {"attn_qkv", "vocab_size", *form.schema.defaults}
+    for target, sources in form.layouts.items():
+        for source, layout in sources.items():
+            assert source.count("{}") == target.count("{}") + layout.stack
+            assert {*layout.heads} <= keys.keys()
+    published = families.families()[name]
+    if published.has_schema:  # every tensor of the schema has a place, or is one that llama.cpp computes
+        names = {entry.name.replace("{prefix}", "model.") for entry in published.schema.entries if not entry.optional}
+        names = {re.sub(r"\{[a-z]+\}", "{}", text) for text in names if not text.startswith(("score.", "qa_outputs."))}
+        missing = {text for text in names if text not in form.targets and not text.endswith(".bias")}
+        dense = {f"model.layers.{{}}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+        assert missing <= (dense if name.endswith("_moe") else {"lm_head.weight"} if form.tied else set())
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -204,7 +238,7 @@ def test_the_guide_lists_every_schema():
     page = (ROOT / "docs" / "guide" / "validating.md").read_text("utf-8")
     table = page.partition("| models | schemas |")[2].partition("\n\n")[0]
     listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[2])]
-    assert sorted(listed) == sorted(CONTENTS)
+    assert sorted(listed) == sorted(BUILT_IN_SCHEMAS)
 
 
 def test_defaults_that_need_each_other_twice_take_linear_time():

@@ -4,8 +4,8 @@ import math
 from importlib.resources import files
 
 import pytest
-from builders.inside import Config, ConfigError, choosing, reading
-from builders.models import PUBLISHED, SMALL, small
+from builders.inside import Config, ConfigError, choosing, families
+from builders.models import BUILT_IN_SCHEMAS, PUBLISHED, SMALL, small
 
 from safeload import layouts
 
@@ -110,7 +110,7 @@ def test_values_that_give_no_size(text, reason):
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_models(model):
     name, config, count, parameters = PUBLISHED[model]
-    wanted = reading.built_in()[name].expand(config, ())
+    wanted = BUILT_IN_SCHEMAS[name].expand(config, ())
     required = [w for w in wanted.values() if w.required]
     assert len(required) == count
     if parameters is not None:
@@ -118,25 +118,25 @@ def test_published_models(model):
 
 
 def test_names_of_published_models():
-    gpt2 = reading.built_in()["gpt2"].expand(PUBLISHED["GPT-2"][1], ["h.0.ln_1.weight", "wte.weight"])
+    gpt2 = BUILT_IN_SCHEMAS["gpt2"].expand(PUBLISHED["GPT-2"][1], ["h.0.ln_1.weight", "wte.weight"])
     assert gpt2["h.11.attn.c_attn.weight"].shape == (768, 2304)
     assert gpt2["h.11.mlp.c_fc.weight"].shape == (768, 3072)
     assert not gpt2["h.0.attn.bias"].required
     names = {"bert.embeddings.LayerNorm.gamma", "bert.encoder.layer.0.output.LayerNorm.beta"}
-    bert = reading.built_in()["bert"].expand(PUBLISHED["BERT-base"][1], names)
+    bert = BUILT_IN_SCHEMAS["bert"].expand(PUBLISHED["BERT-base"][1], names)
     assert names <= bert.keys()
     assert "bert.embeddings.LayerNorm.weight" not in bert
     assert "cls.predictions.decoder.weight" in bert
-    llama = reading.built_in()["llama"].expand(PUBLISHED["Llama-3.2-1B"][1], ())
+    llama = BUILT_IN_SCHEMAS["llama"].expand(PUBLISHED["Llama-3.2-1B"][1], ())
     assert llama["model.layers.15.self_attn.k_proj.weight"].shape == (512, 2048)
     assert llama["lm_head.weight"].tied == "model.embed_tokens.weight"
-    bare = reading.built_in()["qwen3"].expand(PUBLISHED["Qwen3-0.6B"][1], ["embed_tokens.weight", "norm.weight"])
+    bare = BUILT_IN_SCHEMAS["qwen3"].expand(PUBLISHED["Qwen3-0.6B"][1], ["embed_tokens.weight", "norm.weight"])
     assert bare["layers.27.self_attn.q_norm.weight"].shape == (128,)
     assert "model.norm.weight" not in bare
 
 
 def test_moondream_has_the_names_of_its_layout():
-    wanted = reading.built_in()["moondream2"].expand(None, ())
+    wanted = BUILT_IN_SCHEMAS["moondream2"].expand(None, ())
     assert list(wanted) == [tensor.name for tensor in layouts.MOONDREAM2.tensors]
     assert list(wanted)[-4:] == ["v_proj_fc1_w", "v_proj_fc1_b", "v_proj_fc2_w", "v_proj_fc2_b"]
     assert wanted["t_Wqkv_w"].shape == (24, 6144, 2048)
@@ -145,7 +145,7 @@ def test_moondream_has_the_names_of_its_layout():
 
 
 def test_roles():
-    llama = reading.built_in()["llama"]
+    llama = BUILT_IN_SCHEMAS["llama"]
     roles = {
         "model.embed_tokens.weight": "embedding",
         "model.layers.31.input_layernorm.weight": "norm",
@@ -158,15 +158,15 @@ def test_roles():
         "visual.conv1.weight": None,
     }
     assert {name: llama.role(name) for name in roles} == roles
-    assert reading.built_in()["moondream2"].role("t_out_proj_bias") == "bias"
-    assert reading.built_in()["gpt2"].role("transformer.wpe.weight") == "embedding"
+    assert BUILT_IN_SCHEMAS["moondream2"].role("t_out_proj_bias") == "bias"
+    assert BUILT_IN_SCHEMAS["gpt2"].role("transformer.wpe.weight") == "embedding"
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_the_schema_is_found_by_the_config(kind):
     config, tensors = small(kind)
     name = SMALL[kind][0]
-    found = reading.built_in()[name]
+    found = BUILT_IN_SCHEMAS[name]
     if name == "moondream2":
         assert choosing.choose(None, "moon", tensors.keys()).schema.name == name
         assert choosing.choose(None, "moon", ["a"]) is None
@@ -190,12 +190,12 @@ def test_the_schema_is_found_by_the_config(kind):
 
 def test_no_architecture_is_in_two_schemas():
     for field in ("architectures", "model_types"):
-        all_of_them = [text for found in reading.built_in().values() for text in getattr(found, field)]
+        all_of_them = [text for found in BUILT_IN_SCHEMAS.values() for text in getattr(found, field)]
         assert len(all_of_them) == len(set(all_of_them))
 
 
 def test_defaults_and_configs():
-    llama = reading.built_in()["llama"]
+    llama = BUILT_IN_SCHEMAS["llama"]
     config = dict(PUBLISHED["Llama-2-7B"][1])
     assert llama.expand({**config, "num_key_value_heads": None}, ())[
         "model.layers.0.self_attn.k_proj.weight"
@@ -221,10 +221,10 @@ def test_defaults_and_configs():
         llama.expand(None, ())
 
 
-def test_the_installed_package_has_the_schemas():
-    there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "schemas").iterdir()}
-    assert there == set(reading.built_in())
-    assert len(there) == 25
+def test_the_installed_package_has_every_family():
+    there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "families").iterdir()}
+    assert there == set(families.families())
+    assert len(BUILT_IN_SCHEMAS) == 25
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_installed_package_has_the_schemas():
 )
 def test_the_family_of_an_architecture(architecture, name):
     choice = choosing.choose({"architectures": [architecture]}, None, ())
-    assert choice == (None if name is None else (reading.built_in()[name], False))
+    assert choice == (None if name is None else (BUILT_IN_SCHEMAS[name], False))
     inner = {"architectures": [architecture], "text_config": {"model_type": "llama"}}
     assert choosing.choose(inner, None, ()) is None
 

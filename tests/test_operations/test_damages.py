@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import gguf_architectures, main
+from builders.inside import families, main
 from builders.models import small, write_folder
 from builders.paths import DATA
 from builders.quantized import FIXTURES
@@ -67,9 +67,9 @@ def gguf_model(name):
     """A model with all required tensors of an architecture, and its metadata."""
     sizes = {"context_length": 64, "embedding_length": 64, "block_count": 2, "feed_forward_length": 128}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2}
-    if gguf_architectures.ARCHITECTURES[name].keys:
-        sizes |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
-        sizes |= {"expert_shared_feed_forward_length": 48, "attention.sliding_window": 32}
+    form = families.gguf_architectures()[name]
+    sizes |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    sizes |= {"expert_shared_feed_forward_length": 48, "attention.sliding_window": 32}
     metadata = {f"{name}.{key}": np.uint32(value) for key, value in sizes.items()}
     tokens = [chr(33 + k) for k in range(40)]
     metadata |= {
@@ -80,8 +80,8 @@ def gguf_model(name):
         "tokenizer.ggml.merges": ["! #"],
     }
     config = {key.replace(".", "_"): value for key, value in sizes.items()}
-    config |= {"vocab_size": len(tokens), gguf_architectures.FUSED: int(name == "phi3")}
-    expected = gguf_architectures.schema_of(name).expand(config, ())
+    config |= {"vocab_size": len(tokens), "attn_qkv": int(name == "phi3")}
+    expected = form.schema.expand(config, ())
     rng = np.random.default_rng(0)
     required = {tensor.name: tensor.shape for tensor in expected.values() if tensor.required}
     required |= {key: (64,) for key, shape in required.items() if shape is None}
@@ -669,7 +669,7 @@ def test_shared_folders_have_no_error(shared):
         assert not check(path).errors, path
 
 
-@pytest.mark.parametrize("name", gguf_architectures.ARCHITECTURES)
+@pytest.mark.parametrize("name", families.gguf_architectures())
 def test_a_gguf_file_with_all_that_llama_cpp_requires(name, tmp_path):
     save_gguf(tmp_path, *gguf_model(name))
     report = check(tmp_path)

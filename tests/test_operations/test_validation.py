@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import main, reading, tail_of
-from builders.models import SMALL, small, write_folder
+from builders.inside import main, tail_of
+from builders.models import BUILT_IN_SCHEMAS, SMALL, small, write_folder
 from builders.thorough import dealt
 from builders.torch_build import Storage, tensor, zip_file
 
@@ -1050,7 +1050,7 @@ def test_a_decoder_with_cross_attention(kind, class_name, added):
     config, tensors = small(kind)
     config["architectures"] = [class_name]
     whole = {**config, "add_cross_attention": True}
-    wanted = reading.built_in()[kind].expand(whole, tensors)
+    wanted = BUILT_IN_SCHEMAS[kind].expand(whole, tensors)
     crossing = [one for one in wanted.values() if one.required and "cross" in one.name]
     rng = np.random.default_rng(5)
     tensors |= {one.name: rng.standard_normal(one.shape, np.float32) for one in crossing}

@@ -8,8 +8,8 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import TensorDescription, choosing, dtypes, main, reading, structure
-from builders.models import SMALL, small
+from builders.inside import TensorDescription, choosing, dtypes, main, structure
+from builders.models import BUILT_IN_SCHEMAS, SMALL, small
 from builders.paths import ROOT
 from builders.thorough import part_of
 from builders.torch_build import Storage, tensor, zip_file
@@ -71,7 +71,7 @@ def test_the_layer_for_multi_token_prediction():
     config, tensors = small("deepseek_v3")
     config["num_nextn_predict_layers"] = 1
     assert codes(check(tensors, config=config)) == []
-    schema = reading.built_in()["deepseek_v3"]
+    schema = BUILT_IN_SCHEMAS["deepseek_v3"]
     there = schema.expand(config, ["model.layers.3.enorm.weight"])
     rng = np.random.default_rng(5)
     needed = {name: one.shape for name, one in there.items() if one.layer == 3 and one.required}
@@ -119,7 +119,7 @@ def test_tied_heads_of_the_new_schemas():
         ("whisper", "proj_out.weight", "model.decoder.embed_tokens.weight"),
     ):
         config, tensors = small(kind)
-        schema = reading.built_in()[kind]
+        schema = BUILT_IN_SCHEMAS[kind]
         assert schema.tied(tensors.keys(), config) == {head: embedding}
         assert schema.tied(tensors.keys(), {**config, "tie_word_embeddings": False}) == {}
         other = next(name for name in schema.architectures if name not in config["architectures"])
@@ -257,7 +257,7 @@ HOSTILE = (
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_hostile_value_is_a_finding_that_names_its_key(kind):
     config, tensors = small(kind)
-    schema = reading.built_in()[SMALL[kind][0]]
+    schema = BUILT_IN_SCHEMAS[SMALL[kind][0]]
     inner = [(outer, key) for outer, value in config.items() if isinstance(value, dict) for key in value]
     for k, path in enumerate((*((key,) for key in config), *inner)):
         for value in part_of(HOSTILE, k, 2):
@@ -306,7 +306,7 @@ def test_names_of_deepseek_v3_take_seconds():
     """About one; comparing each with all would take hours."""
     config = json.loads((ARCHITECTURES / "published.json").read_text())["DeepSeek-V3"]["config"]
     config |= {"num_hidden_layers": 122, "num_nextn_predict_layers": 1}
-    wanted = reading.built_in()["deepseek_v3"].expand(config, ["model.layers.122.eh_proj.weight"])
+    wanted = BUILT_IN_SCHEMAS["deepseek_v3"].expand(config, ["model.layers.122.eh_proj.weight"])
     row = dtypes.BY_NAME["bfloat16"]
     known = {
         n: TensorDescription(n, "bfloat16", w.shape, 2 * math.prod(w.shape), row, True, None, None)

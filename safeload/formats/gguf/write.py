@@ -155,10 +155,10 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> _Plan:
 
 def _is_image_model(metadata: Mapping[str, Any]) -> bool:
     """Return True if the file names an architecture other than those of llama.cpp's models."""
-    from ...models.gguf_architectures import ARCHITECTURES  # only tensors of 5 axes need the table
+    from ...models.family import gguf_architectures  # only tensors of 5 axes need the table
 
     architecture = metadata.get(ARCHITECTURE)
-    return isinstance(architecture, str) and architecture not in ARCHITECTURES
+    return isinstance(architecture, str) and architecture not in gguf_architectures()
 
 
 def _element_type(name: str, dtype: np.dtype[Any]) -> int:

@@ -12,72 +12,56 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...models.diffusion import ARCHITECTURE
-from ...models.gguf_architectures import U32
-from ...models.gguf_sources import SOURCES, USUAL_BASE, GgufSource
+from ...models.family import gguf_architectures, gguf_forms
+from ...models.gguf import U32, USUAL_BASE, GgufForm
 from ..sources.catalog import Catalog
 from .file_keys import FileKeys, shortest
-from .settings import MAX_FACTORS, ModelConfig, settings_of
+from .settings import MAX_FACTORS, YARN, ModelConfig, kinds_of_layers, query_scale, settings_of
 
-# The class that llama.cpp treats alike; with experts, "llama" is Mixtral.
-_CLASSES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-}  # fmt: skip
-_MIXTRAL = "MixtralForCausalLM"
-_YARN = {
-    "yarn_ext_factor": "extrapolation_factor",
-    "yarn_attn_factor": "attention_factor",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
 _TOKENS = ("bos", "eos", "padding")
 
 
-def class_of(catalog: Catalog) -> str:
-    """Return the class of a foreign file."""
-    architecture = str(catalog.metadata[ARCHITECTURE])
-    if architecture == "llama" and FileKeys(catalog.metadata, catalog.title).count("llama.expert_count"):
-        return _MIXTRAL
-    return _CLASSES[architecture]
+def form_of(catalog: Catalog) -> GgufForm:
+    """Return the family of a foreign file: the one that a key of the file chooses, or the usual one."""
+    architecture, keys = str(catalog.metadata[ARCHITECTURE]), FileKeys(catalog.metadata, catalog.title)
+    for form in gguf_forms().values():
+        if form.architecture == architecture and form.chosen_by and keys.count(f"{architecture}.{form.chosen_by}"):
+            return form
+    return gguf_architectures()[architecture]
 
 
-def config_of(catalog: Catalog, name: str) -> tuple[dict[str, Any], list[str]]:
+def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
-    source, keys = SOURCES[name], FileKeys(catalog.metadata, catalog.title)
-    config: dict[str, Any] = {"architectures": [name], "model_type": source.model_type}
-    for key in source.keys:
-        value = (keys.count if key.kind == U32 else keys.number)(f"{source.architecture}.{key.key}")
-        if value is None or (key.key == "attention.sliding_window" and value == 0):
-            if key.required and key.default is None:
-                raise FormatError(f"key {source.architecture}.{key.key} is missing", catalog.title)
+    keys = FileKeys(catalog.metadata, catalog.title)
+    config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
+    for name, key in form.keys.items():
+        if not key.config:
             continue
-        config[key.source[0]] = value
+        value = (keys.count if key.types[0] == U32 else keys.number)(f"{form.architecture}.{name}")
+        if value is None or (name == "attention.sliding_window" and value == 0):
+            if not key.optional and key.default is None:
+                raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
+            continue
+        config[key.config[0]] = value
     config["vocab_size"] = _rows_of_embedding(catalog)
     config["tie_word_embeddings"] = "output.weight" not in catalog
     config["attention_bias"] = "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog
-    config["hidden_activation" if source.norm_shift else "hidden_act"] = source.activations[
-        -1 if source.norm_shift else 0
-    ]
-    config.update((key, values[0]) for key, values in source.always.items() if values[0] not in (None, [], True, False))
-    config.update(
-        (key, values[0]) for key, values in source.always.items() if key in ("norm_topk_prob", "mlp_only_layers")
-    )
+    config[form.activations["config"][0]] = form.activations["values"][0]
+    config.update((key, form.assumes[key][0]) for key in form.restores)
     for kind in _TOKENS:
         number = keys.number(f"tokenizer.ggml.{kind}_token_id")
         known = isinstance(number, int) and 0 <= number < config["vocab_size"]  # llama.cpp has -1 for no token
         config[f"{'pad' if kind == 'padding' else kind}_token_id"] = number if known else None
-    _add_attention(config, source)
-    _add_rope(config, catalog, source, keys)
+    _add_attention(config, form)
+    _add_rope(config, catalog, form, keys)
     notes = ["the dtype of the weights before conversion"]
-    if source.window_ignored and "sliding_window" not in config:
+    if form.ignores_windows and "sliding_window" not in config:
         notes.append("a sliding window, which llama.cpp ignores")
         config["sliding_window"] = None
-    _check_rope(catalog, config, source)
+    _check_rope(catalog, config, form)
     return config, notes
 
 
@@ -92,20 +76,17 @@ def _rows_of_embedding(catalog: Catalog) -> int:
     return int(shape[0])
 
 
-def _add_attention(config: dict[str, Any], source: GgufSource) -> None:
+def _add_attention(config: dict[str, Any], form: GgufForm) -> None:
     layers = config["num_hidden_layers"]
     heads = max(1, config["num_attention_heads"])
-    if source.attention_scale is not None:
-        wide = layers == source.attention_scale
-        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else config["head_dim"]
-    if source.pattern is not None and layers <= 10_000:
-        config["layer_types"] = [
-            "full_attention" if (k + 1) % source.pattern == 0 else "sliding_attention" for k in range(layers)
-        ]
+    if form.query_scale_by_width is not None:
+        config["query_pre_attn_scalar"] = query_scale(form, layers, config["hidden_size"], heads, config["head_dim"])
+    if form.full_every is not None and layers <= 10_000:
+        config["layer_types"] = kinds_of_layers(layers, form.full_every)
 
 
-def _add_rope(config: dict[str, Any], catalog: Catalog, source: GgufSource, keys: FileKeys) -> None:
-    prefix = f"{source.architecture}.rope."
+def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm, keys: FileKeys) -> None:
+    prefix = f"{form.architecture}.rope."
 
     def number(key: str, default: float) -> float:
         value = keys.number(prefix + key)
@@ -117,7 +98,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, source: GgufSource, keys
         rope.update(rope_type=kind, factor=number("scaling.factor", 1.0))
         if kind == "yarn":
             rope["original_max_position_embeddings"] = number("scaling.original_context_length", 0)
-            settings = ((name, keys.number(f"{prefix}scaling.{key}")) for key, name in _YARN.items())
+            settings = ((names[0], keys.number(f"{prefix}scaling.{key}")) for key, names in YARN.items())
             rope.update((name, value) for name, value in settings if value is not None)
             rope["truncate"] = True
     elif kind not in ("none", "longrope"):
@@ -133,14 +114,14 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, source: GgufSource, keys
         for name in ("long", "short"):
             factors = _factors_in(catalog, f"rope_factors_{name}.weight")
             rope[f"{name}_factor"] = [shortest(factor) for factor in factors.tolist()]
-    if source.architecture == "phi3":
+    if form.rope.dimensions == "partial":
         heads = max(1, config["num_attention_heads"])
         original = number("scaling.original_context_length", config["max_position_embeddings"])
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"] = original
         share = number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
         rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
     config["rope_parameters"] = rope
-    if source.architecture == "gemma3":
+    if form.rope.sliding:
         sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
 
@@ -154,13 +135,13 @@ def _factors_in(catalog: Catalog, name: str) -> Array:
     return factors
 
 
-def _check_rope(catalog: Catalog, config: dict[str, Any], source: GgufSource) -> None:
+def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
     """Compare the settings of rotations with the tensors of the file."""
     rope = config["rope_parameters"]
     for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
         if original is not None:
             rope["original_max_position_embeddings"] = original
-        settings = settings_of(ModelConfig(config, catalog.title), source)
+        settings = settings_of(ModelConfig(config, catalog.title, form.keys), form)
         if all(_equal(catalog, name, expected) for name, expected in settings.tensors.items()):
             return
     raise UnsupportedError(

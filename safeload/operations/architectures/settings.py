@@ -1,6 +1,7 @@
 """The metadata keys of llama.cpp from a ``config.json``.
 
-Every key that changes the computation is either written, or must have the value that llama.cpp assumes.
+A family's file says which keys hold which values, see `safeload.models.gguf`. Every key that changes the computation
+is either written, or must have the value that llama.cpp assumes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,8 @@ from ...base.arrays import Array
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import values
-from ...models import gguf_sources as rows
-from ...models.gguf_architectures import BOOL, F32, TEXT, U32
-from ...models.gguf_sources import GgufKey, GgufSource, Names
+from ...models.gguf import U32, USUAL_BASE, GgufForm, GgufKey
 
-_TYPES: dict[str, Any] = {U32: values.U32, F32: values.F32, BOOL: bool, TEXT: str}
 _MAX_SIZE = (1 << 32) - 1
 # Largest number of rotation factors: half of the largest head.
 MAX_FACTORS = 1 << 16
@@ -39,15 +37,15 @@ _ROPE_KEYS: dict[str, set[str]] = {
     "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
 }
 _ROPE_ALIASES = {"su": "longrope"}
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 class ModelConfig:
     """The values of a ``config.json``, checked as they are read."""
 
-    def __init__(self, values: Mapping[str, Any], title: str) -> None:
+    def __init__(self, values: Mapping[str, Any], title: str, keys: Mapping[str, GgufKey] | None = None) -> None:
         self.values = values
         self._title = title
+        self._keys = keys or {}  # of llama.cpp, which name the keys of the config
 
     def fault(self, text: str) -> FormatError:
         """Return an error about the config."""
@@ -57,7 +55,7 @@ class ModelConfig:
         """Return an error about a setting that llama.cpp does not have."""
         return UnsupportedError(f"{self._title}: config.json: {text}; raw=True writes the tensors as they are")
 
-    def find(self, names: Names) -> Any:
+    def find(self, names: Sequence[str]) -> Any:
         """Return the value of the first name that has a value, or None."""
         return next((value for name in names if (value := self.values.get(name)) is not None), None)
 
@@ -67,31 +65,22 @@ class ModelConfig:
             raise self.fault(f"{name} must be a number, got {show(value)}")
         return float(value)
 
-    def size(self, names: Names) -> int:
-        """Return a positive integer."""
+    def size(self, *keys: str) -> int:
+        """Return the positive integer of the first key of llama.cpp for which the config has a value."""
+        names = next((names for key in keys if self.find(names := self._keys[key].config) is not None), None)
+        if names is None:
+            raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
         value = self.find(names)
-        if value is None:
-            raise self.fault(f"{names[0]} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
             raise self.fault(f"{names[0]} must be a positive integer, got {show(value)}")
         return value
 
     @property
-    def heads(self) -> int:
-        """Number of attention heads."""
-        return self.size(rows.HEADS)
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
-        return self.heads if self.find(rows.KV_HEADS) is None else self.size(rows.KV_HEADS)
-
-    @property
     def head_dim(self) -> int:
         """Elements of a head."""
-        if self.values.get("head_dim") is not None:
-            return self.size(("head_dim",))
-        return max(1, self.size(rows.WIDTH) // self.heads)
+        if self.find(self._keys["attention.key_length"].config) is not None:
+            return self.size("attention.key_length")
+        return max(1, self.size("embedding_length") // self.size("attention.head_count"))
 
 
 def _fits_f32(value: float) -> bool:
@@ -108,76 +97,82 @@ class Settings(NamedTuple):
     tensors: dict[str, Array]  # f32 factors of rotations
 
 
-def settings_of(config: ModelConfig, source: GgufSource) -> Settings:
+def settings_of(config: ModelConfig, form: GgufForm) -> Settings:
     """Return the metadata of a model, and the tensors that hold settings."""
-    _check(config, source)
-    architecture = source.architecture
+    _check(config, form)
+    architecture = form.architecture
     metadata: dict[str, Any] = {}
-    for key in source.keys:
-        value = _value(config, key)
+    for name, key in form.keys.items():
+        value = _value(config, key) if key.config else None
         if value is not None:
-            metadata[f"{architecture}.{key.key}"] = value
+            metadata[f"{architecture}.{name}"] = value
     experts, used = (metadata.get(f"{architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
-    if architecture == "llama":
-        metadata["llama.rope.dimension_count"] = values.U32(config.head_dim)
     rope = Rope.of(config)
-    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(config, source))
-    return Settings(metadata, rope.tensors(config, source))
+    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(config, form))
+    return Settings(metadata, rope.tensors(config, form))
 
 
 def _value(config: ModelConfig, key: GgufKey) -> Any:
-    value = config.find(key.source)
+    value, name = config.find(key.config), key.config[0]
     if value is None:
         if key.default is None:
-            if key.required:
-                raise config.fault(f"{key.source[0]} is missing")
+            if not key.optional:
+                raise config.fault(f"{name} is missing")
             return None
         value = key.default
-    if key.kind == U32:
+    if key.types[0] == U32:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
-            raise config.fault(f"{key.source[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+            raise config.fault(f"{name} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
         return values.U32(value)
-    return _TYPES[key.kind](config.number(value, key.source[0]))
+    return values.F32(config.number(value, name))
 
 
 # ---- what llama.cpp assumes ----
 
 
-def _check(config: ModelConfig, source: GgufSource) -> None:
-    activation = config.find(_ACTIVATIONS[1:] if source.norm_shift else _ACTIVATIONS)
-    activation = config.find(_ACTIVATIONS) if activation is None else activation
-    if activation is not None and activation not in source.activations:
-        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {source.architecture}")
-    for key, allowed in source.always.items():
+def _check(config: ModelConfig, form: GgufForm) -> None:
+    activation = config.find(form.activations["config"])
+    if activation is not None and activation not in form.activations["values"]:
+        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
+    for key, allowed in form.assumes.items():
         value = config.values.get(key)
         if value is None and None not in allowed:
             continue
-        if value not in allowed:
-            expected = " or ".join(map(show, allowed))
+        if (tuple(value) if isinstance(value, list) else value) not in allowed:
+            expected = " or ".join(show([] if item == () else item) for item in allowed)
             raise config.unsupported(
-                f"{key} is {show(value)}, but llama.cpp computes {source.architecture} as with {expected}"
+                f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
             )
-    _check_windows(config, source)
+    _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar")
-    if scale is not None and source.attention_scale is not None:
-        wide = config.size(("num_hidden_layers",)) == source.attention_scale
-        expected_scale = config.size(rows.WIDTH) // config.heads if wide else config.head_dim
+    if scale is not None and form.query_scale_by_width is not None:
+        heads = config.size("attention.head_count")
+        width, layers = config.size("embedding_length"), config.size("block_count")
+        expected_scale = query_scale(form, layers, width, heads, config.head_dim)
         if scale != expected_scale:
             raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {expected_scale}")
 
 
-def _check_windows(config: ModelConfig, source: GgufSource) -> None:
+def query_scale(form: GgufForm, layers: int, width: int, heads: int, head_dim: int) -> int:
+    """Return the number that llama.cpp divides queries by the root of."""
+    return width // heads if layers == form.query_scale_by_width else head_dim
+
+
+def kinds_of_layers(layers: int, full_every: int) -> list[str]:
+    """Return ``layer_types``, as llama.cpp takes every layer of this number for one without a sliding window."""
+    return ["sliding_attention" if k % full_every else "full_attention" for k in range(1, layers + 1)]
+
+
+def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     """Check which layers have a sliding window; llama.cpp does not read this from the files of these models."""
-    values_, layers = config.values, config.size(("num_hidden_layers",))
+    values_, layers, every = config.values, config.size("block_count"), form.full_every
     kinds = values_.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
-    if source.pattern is not None:
-        every = source.pattern
-        usual = ("full_attention" if (k + 1) % every == 0 else "sliding_attention" for k in range(layers))
-        if kinds is not None and kinds != [*usual]:
+    if every is not None:
+        if kinds is not None and kinds != kinds_of_layers(layers, every):
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
         if values_.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
@@ -186,10 +181,10 @@ def _check_windows(config: ModelConfig, source: GgufSource) -> None:
     slides = kinds is not None and any(kind != "full_attention" for kind in kinds)
     if kinds is None:
         slides = window is not None and values_.get("use_sliding_window") is not False
-    if slides and source.window_ignored:
+    if slides and form.ignores_windows:
         log.warning(
             "%s has no sliding windows in llama.cpp: texts longer than %s tokens give other results than transformers",
-            source.architecture,
+            form.architecture,
             show(window),
         )
     elif slides:
@@ -260,12 +255,15 @@ class Rope(NamedTuple):
         base = parameters.get("rope_theta")
         return None if base is None else config.number(base, "rope_theta")
 
-    def keys(self, config: ModelConfig, source: GgufSource) -> Iterator[tuple[str, Any]]:
+    def keys(self, config: ModelConfig, form: GgufForm) -> Iterator[tuple[str, Any]]:
         """Yield the keys of rotations, without the architecture."""
+        rope = form.rope
+        if rope.dimensions == "head":
+            yield "rope.dimension_count", values.U32(config.head_dim)
         base = self.full.get("rope_theta")
-        if base is None and source.rope_default != rows.USUAL_BASE:
-            base = source.rope_default
-        if base is not None and (source.rope_base or base != rows.USUAL_BASE):
+        if base is None and rope.base != USUAL_BASE:
+            base = rope.base
+        if base is not None and base != rope.unless:
             yield "rope.freq_base", values.F32(config.number(base, "rope_theta"))
         if self.sliding_base is not None:
             yield "rope.freq_base_swa", values.F32(self.sliding_base)
@@ -274,55 +272,47 @@ class Rope(NamedTuple):
             yield "rope.scaling.factor", values.F32(self._number(config, "factor"))
         if self.kind == "yarn":
             yield "rope.scaling.original_context_length", values.U32(self._original(config))
-            for key, names in _YARN.items():
+            for key, names in YARN.items():
                 name = next((name for name in names if self.full.get(name) is not None), None)
                 if name is not None:
                     yield f"rope.scaling.{key}", values.F32(self._number(config, name))
         partial = self.full.get("partial_rotary_factor")
-        if source.architecture == "phi3":
-            share = 1.0 if partial is None else config.number(partial, "partial_rotary_factor")
-            yield "rope.dimension_count", values.U32(self._phi3_size(config, share))
+        if rope.dimensions == "partial":
+            yield "rope.dimension_count", values.U32(self._rotated(config))
             yield "rope.scaling.original_context_length", values.U32(self._original(config))
             if self.kind == "longrope":
-                yield "rope.scaling.attn_factor", values.F32(self._phi3_scale(config))
-        if partial not in (None, 1, 1.0) and source.architecture != "phi3":
+                yield "rope.scaling.attn_factor", values.F32(self._attention_factor(config))
+        elif partial not in (None, 1, 1.0):
             raise config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
-    def tensors(self, config: ModelConfig, source: GgufSource) -> dict[str, Array]:
+    def tensors(self, config: ModelConfig, form: GgufForm) -> dict[str, Array]:
         """Return the tensors of factors."""
+        if self.kind not in form.rope.types:
+            raise config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
-            if source.architecture != "llama":
-                raise config.unsupported(f"llama.cpp has no rope type 'llama3' for {source.architecture}")
             return {"rope_freqs.weight": self._llama3(config)}
         if self.kind == "longrope":
-            if source.architecture != "phi3":
-                raise config.unsupported(f"llama.cpp has no rope type 'longrope' for {source.architecture}")
-            return {f"rope_factors_{name}.weight": self._phi3_factors(config, name) for name in ("long", "short")}
-        if source.architecture == "phi3" and self.kind != "default":
-            raise config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for phi3")
+            return {f"rope_factors_{name}.weight": self._factors(config, name) for name in ("long", "short")}
         return {}
 
-    @staticmethod
-    def _phi3_size(config: ModelConfig, share: float) -> int:
+    def _rotated(self, config: ModelConfig) -> int:
         """Return the elements of a head that are rotated."""
+        partial = self.full.get("partial_rotary_factor")
+        share = 1.0 if partial is None else config.number(partial, "partial_rotary_factor")
         if not 0 < share <= 1:
             raise config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
-        return int(share * config.size(rows.WIDTH)) // config.heads
+        return int(share * config.size("embedding_length")) // config.size("attention.head_count")
 
-    def _phi3_factors(self, config: ModelConfig, name: str) -> Array:
-        partial = self.full.get("partial_rotary_factor")
-        count = (
-            self._phi3_size(config, 1.0 if partial is None else config.number(partial, "partial_rotary_factor")) // 2
-        )
-        factors = self.full.get(f"{name}_factor")
+    def _factors(self, config: ModelConfig, name: str) -> Array:
+        count, factors = self._rotated(config) // 2, self.full.get(f"{name}_factor")
         if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
             raise config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
         return np.array([config.number(factor, f"{name}_factor") for factor in factors], np.float32)
 
-    def _phi3_scale(self, config: ModelConfig) -> float:
+    def _attention_factor(self, config: ModelConfig) -> float:
         """Return the factor of attention for long contexts."""
         original = self._original(config)
-        scale = config.size(rows.CONTEXT) / original
+        scale = config.size("context_length") / original
         return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
 
     def _number(self, config: ModelConfig, key: str, default: float | None = None) -> float:
@@ -344,7 +334,7 @@ class Rope(NamedTuple):
         size = config.head_dim
         if size // 2 > MAX_FACTORS:
             raise config.fault(f"head_dim must be at most {2 * MAX_FACTORS}, got {size}")
-        base = np.float32(self._number(config, "rope_theta", rows.USUAL_BASE))
+        base = np.float32(self._number(config, "rope_theta", USUAL_BASE))
         if not base > 0:
             raise config.fault(f"rope_theta must be above 0, got {base}")
         frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
@@ -368,7 +358,8 @@ class Rope(NamedTuple):
         return np.array(factors, np.float32)
 
 
-_YARN: dict[str, Sequence[str]] = {
+# Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
+YARN: dict[str, Sequence[str]] = {
     "yarn_ext_factor": ("extrapolation_factor",),
     "yarn_attn_factor": ("attention_factor", "attn_factor"),
     "yarn_beta_fast": ("beta_fast",),

@@ -34,8 +34,9 @@ from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
 from ...models.diffusion import model_of, with_renamed_shapes
+from ...models.family import changed_by_mlx
 from ...models.layout import Layout
-from ...packed.engines import changed_by_mlx, not_as_in_mlx
+from ...packed.engines import not_as_in_mlx
 from ...packed.quantization import is_kept_by, quantization_of
 from ...stores.files import Location
 from ..folders.shards import Output, ShardWriter, shard_bounds, weight_map, writer_of

@@ -14,8 +14,7 @@ from ...base import log
 from ...errors import SafeloadError, VerificationError
 from ...formats.folder import read_config
 from ...models.choosing import choose
-from ...models.gguf_sources import EMBEDDING, SOURCES
-from ...packed.engines import model_types
+from ...models.family import engine_model_types, gguf_forms
 from ...stores.files import Location
 from ..architectures.to_llama_cpp import source_of
 from ..quantize.engine_rules import EngineRules
@@ -23,6 +22,8 @@ from ..sources.catalog import Catalog
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
+
+_EMBEDDING = "embed_tokens.weight"
 
 
 def model_of_file(
@@ -60,6 +61,6 @@ def model_of_file(
 def _is_supported(config: dict[str, Any], catalog: Catalog, rules: EngineRules | None) -> bool:
     """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
     if rules is not None:
-        known = config.get("model_type") in model_types()
+        known = config.get("model_type") in engine_model_types()
         return known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
-    return source_of(config) in SOURCES and any(name.endswith(EMBEDDING) for name in catalog)
+    return source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)

@@ -16,7 +16,7 @@ from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...models.expert_forms import MAX_EXPERTS, STACK
-from ...packed.engines import MlxExperts, mlx_experts_of
+from ...models.family import MlxExperts, mlx_experts_of
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView

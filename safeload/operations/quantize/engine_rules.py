@@ -12,21 +12,18 @@ from ...base.preset import BITSANDBYTES, COMPRESSED, MLX, PRESETS, Preset, prese
 from ...base.text import show
 from ...errors import UnsupportedError
 from ...models.config_dtype import dtype_in
+from ...models.family import MlxExperts, changed_by_mlx, engine_model_types, mlx_experts_of
 from ...models.schema import Schema
 from ...models.tied import KEY as TIE
 from ...models.tied import tied_heads
 from ...packed.conv1d import conv1d_model, is_named_conv1d
 from ...packed.engines import (
-    MlxExperts,
-    changed_by_mlx,
     config_for,
     engine_of,
     is_expert,
     is_fused,
     is_router,
     is_stack,
-    mlx_experts_of,
-    model_types,
     not_as_in_mlx,
     partners_of,
     quantization_for,
@@ -76,7 +73,7 @@ class EngineRules:
         if isinstance(catalog, EngineCatalog):
             self.kept = Kept(catalog.kept(self._keep))
         model_type = None if config is None else config.get("model_type")
-        supported = schema is not None and model_type in model_types()
+        supported = schema is not None and model_type in engine_model_types()
         if not supported and not chosen:
             raise self._unsupported(model_type)
         if self.preset.engine == MLX and changed_by_mlx(config):
@@ -96,7 +93,7 @@ class EngineRules:
             return UnsupportedError(
                 f"{self.preset.name} needs a config.json with a model_type: pass the folder that has it, or {advice}"
             )
-        supported = ", ".join(sorted(model_types()))
+        supported = ", ".join(sorted(engine_model_types()))
         return UnsupportedError(
             f"{self.preset.name} does not support model_type {show(model_type)} (supported: {supported}): {advice}"
         )

@@ -10,9 +10,10 @@ import numpy as np
 from ...base.text import show
 from ...errors import FormatError
 from ...formats.gguf.values import F32, U32
-from ...models import gguf_architectures as rows
+from ...models import gguf as rows
 from ...models.choosing import Choice
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, DiffusionModel, has_marks, model_of, original_shape, prefix_of
+from ...models.family import gguf_architectures
 from ..sources.description import TensorDescription
 from .findings import Finding, find
 
@@ -43,7 +44,7 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     if diffusion is not None:
         return GgufModel(list(_check_diffusion(metadata, tensors, diffusion)), None, {})
     kind = _text(metadata, _TYPE)
-    known = isinstance(architecture, str) and architecture in rows.ARCHITECTURES
+    known = isinstance(architecture, str) and architecture in gguf_architectures()
     if not known or kind in _OTHER_TYPES:
         subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
         return GgufModel([find("gguf.unchecked", subject=subject)], None, {})
@@ -51,14 +52,14 @@ def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescript
     broken = {key for key, _ in faults}
     findings = [finding for _, finding in faults]
     findings += _check_vectors(tensors)
-    sizes = (*rows.SIZES, *rows.ARCHITECTURES[architecture].keys, *_MORE_SIZES)
+    sizes = (*rows.SIZES, *gguf_architectures()[architecture].required, *_MORE_SIZES)
     config = _config(metadata, architecture, tensors)
     arrays = [key for key in sizes if isinstance(metadata.get(f"{architecture}.{key}"), np.ndarray)]
     if arrays:
         return GgufModel([*findings, find("gguf.unchecked:layers", key=f"{architecture}.{arrays[0]}")], None, config)
     if broken.intersection(f"{architecture}.{key}" for key in sizes):
         return GgufModel(findings, None, config)
-    return GgufModel(findings, Choice(rows.schema_of(architecture), True), config)
+    return GgufModel(findings, Choice(gguf_architectures()[architecture].schema, True), config)
 
 
 def _check_diffusion(
@@ -81,19 +82,19 @@ def _check_diffusion(
 
 def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
     """Yield missing keys and keys of a wrong type, each with its finding."""
-    required = [f"{architecture}.{key}" for key in (*rows.REQUIRED, *rows.ARCHITECTURES[architecture].keys)]
+    form = gguf_architectures()[architecture]
+    required = [f"{architecture}.{key}" for key in (*rows.REQUIRED, *form.required)]
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
     required += [_MERGES] if model == "gpt2" else []
     for key in required:
         if key not in metadata:
             yield key, find("gguf.key", key=key)
-    own = {**rows.KEY_TYPES, **rows.ARCHITECTURES[architecture].types}
-    types = {**rows.GENERAL_TYPES, **{f"{architecture}.{key}": kind for key, kind in own.items()}}
+    types: dict[str, tuple[str, ...]] = {key: (kind,) for key, kind in rows.GENERAL_TYPES.items()}
+    types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}
     for key, kinds in types.items():
-        if key in metadata and not any(_has_type(metadata[key], kind) for kind in kinds.split("/")):
-            expected = kinds.replace("/", " or ")
-            yield key, find("gguf.key_type", key=key, type=_type_of(metadata[key]), expected=expected)
+        if key in metadata and not any(_has_type(metadata[key], kind) for kind in kinds):
+            yield key, find("gguf.key_type", key=key, type=_type_of(metadata[key]), expected=" or ".join(kinds))
     if model is not None and model not in rows.TOKENIZERS:
         expected = ", ".join(rows.TOKENIZERS)
         yield _TOKENIZER, find("gguf.key:tokenizer", key=_TOKENIZER, value=show(model), expected=expected)
@@ -134,7 +135,7 @@ def _config(metadata: Mapping[Any, Any], architecture: str, tensors: Mapping[str
     """Return the integers of the metadata under the names of a schema."""
     prefix = f"{architecture}."
     config: dict[str, Any] = {}
-    for key in (*rows.KEY_TYPES, *rows.ARCHITECTURES[architecture].types):
+    for key in gguf_architectures()[architecture].keys:
         value = metadata.get(f"{prefix}{key}")
         if isinstance(value, int) and not isinstance(value, bool):
             config[key.replace(".", "_")] = int(value)

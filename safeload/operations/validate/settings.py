@@ -11,7 +11,7 @@ from ...base.text import show
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import exported
-from ...models.reading import load as load_schema
+from ...models.family import load as load_schema
 from ...models.schema import Schema
 from ..sources.executors import Executor, check_executor
 

@@ -11,7 +11,7 @@ from ...base import dtypes
 from ...base.names import pattern_of
 from ...base.text import plural, show
 from ...models.choosing import Choice, Inner
-from ...models.gguf_architectures import METADATA
+from ...models.gguf import METADATA
 from ...models.module_names import unwrapped
 from ...models.schema import NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
 from ...packed.codes_without_scale import Codes

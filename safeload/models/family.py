@@ -1,0 +1,196 @@
+"""The families of models that safeload knows, a JSON file each in ``families``, read when first needed.
+
+A file is named after its family, and says of it what is needed to check, convert and quantize its models::
+
+    {"about": "Tiny", "like": "llama", "architectures": ["TinyForCausalLM"], "model_types": ["tiny"],
+     "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...},
+     "engines": true, "mlx": {}, "gguf": {"architecture": "tiny", "keys": {...}, "tensors": {...}}}
+
+- ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
+  removes it; ``without`` is a list of inherited tensors to leave out, names or shell patterns. `_OWN` fields and an
+  absent ``gguf`` are not inherited.
+- ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
+- ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
+- ``engines``: true if engines have all matrices as linear modules under the names of the files.
+- ``mlx``: present if mlx-lm 0.32 has the tensors as transformers does, apart from the experts of a layer, which it
+  stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
+- ``gguf``: how llama.cpp has the family, see `safeload.models.gguf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..base.cached import cached_property
+from ..base.data import read_data
+from ..base.text import show
+from .gguf import GgufForm
+from .schema import Schema
+
+_FOLDER = Path(__file__).parent / "families"
+# Fields that a family does not inherit.
+_OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
+_USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+
+_Content = Mapping[str, Any]
+
+
+class MlxExperts(NamedTuple):
+    """How mlx-lm stores and quantizes the experts of a family."""
+
+    experts: str  # key of config.json: their number
+    renamed: str | None = None  # that key in transformers 5
+    block: str = "mlp"  # module of a layer that holds the experts
+    modules: Mapping[str, str] = MappingProxyType(_USUAL)  # stack of each module
+    router: str | None = None  # format of routers; None for that of other modules
+    keeps_routers: bool = False  # True if routers are not linear modules
+    in_every_layer: bool = False  # True if no layer can be without experts
+    split_heads: bool = False  # True to divide ``kv_b_proj`` by heads
+    dropped: str | None = None  # prefix of tensors that are left out
+    uncast: str | None = None  # suffix of tensors that keep their dtype
+
+
+class FamilyFile:
+    """The file of a family; what it inherits is read when needed, because most calls need the tensors of one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        own = _own(name)
+        self.about: str = own["about"]
+        self.architectures: tuple[str, ...] = own.get("architectures", ())
+        self.model_types: tuple[str, ...] = own.get("model_types", ())
+        self.formats: tuple[str, ...] = own.get("formats", ())
+        self.keys: tuple[str, ...] = own.get("keys", ())
+        self.has_schema = own.get("tensors", "like" in own or None) is not None
+        self.in_engines: bool = own.get("engines", False)
+        self.in_mlx = "mlx" in own
+        self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
+        self.in_gguf = "gguf" in own
+        # Otherwise llama.cpp runs it as the family that it is like.
+        self.names_architecture = self.in_gguf and "architecture" in own["gguf"]
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The published tensors."""
+        return Schema.of(self.name, _merged(self.name))
+
+    @cached_property
+    def gguf(self) -> GgufForm:
+        """The tensors and keys in llama.cpp, if it has the family."""
+        return GgufForm(_merged(self.name)["gguf"], self.architectures[0], self.model_types[0])
+
+
+@cache
+def families() -> dict[str, FamilyFile]:
+    """Return all families by name."""
+    return {name: FamilyFile(name) for name in sorted(path.stem for path in _FOLDER.glob("*.json"))}
+
+
+def _own(name: str) -> _Content:
+    return read_data(__name__, f"families/{name}.json")
+
+
+@cache
+def _merged(name: str) -> _Content:
+    """Return the content of a family's file, merged with the family that it is like."""
+    own = _own(name)
+    if "like" not in own:
+        return own
+    inherited = _merged(own["like"])
+    base = {key: value for key, value in inherited.items() if key not in _OWN or (key == "gguf" and key in own)}
+    return _over(base, own)
+
+
+def _over(base: _Content, own: _Content) -> dict[str, Any]:
+    """Merge two objects: null removes a value, and ``without`` leaves names out of the tables of the first."""
+    without = own.get("without", ())
+    result = dict(base)
+    for key, value in base.items():
+        if without and isinstance(value, Mapping) and key in ("tensors", "keys"):
+            result[key] = {k: v for k, v in value.items() if not any(fnmatchcase(k, text) for text in without)}
+    for key, value in own.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            inherited = result.get(key)
+            result[key] = (
+                _over(inherited if isinstance(inherited, Mapping) else {}, value)
+                if isinstance(value, Mapping)
+                else value
+            )
+    return result
+
+
+# ---- schemas ----
+
+
+@cache
+def with_schema() -> dict[str, FamilyFile]:
+    """Return the families with a schema by name."""
+    return {name: family for name, family in families().items() if family.has_schema}
+
+
+def load(name: Any) -> Schema:
+    """Return a schema by name.
+
+    Raises:
+        ValueError: there is no such schema, or the name is a path or the content of a schema.
+    """
+    listed = ", ".join(with_schema())
+    if not isinstance(name, str):
+        raise ValueError(f"schema must be the name of a built-in schema, got {show(name)}; expected one of {listed}")
+    if name in with_schema():
+        return families()[name].schema
+    is_path = name.endswith(".json") or not {"/", "\\"}.isdisjoint(name)
+    advice = ": only built-in schemas are supported, no files" if is_path else _nearest(name)
+    raise ValueError(f"unknown schema {show(name)}{advice}; expected one of {listed}")
+
+
+def _nearest(text: str) -> str:
+    """Suggest the schema with the nearest name, as a question."""
+    import difflib  # imported here, because few calls need it
+
+    plain = text.lower().replace("-", "_").replace(".", "_")
+    close = difflib.get_close_matches(plain[:100], with_schema(), n=1)
+    return f", did you mean {show(close[0])}?" if close else ""
+
+
+# ---- engines ----
+
+
+def engine_model_types() -> list[str]:
+    """Return the ``model_type`` of the models that all engines support."""
+    return [name for family in families().values() if family.in_engines for name in family.model_types]
+
+
+def mlx_experts_of(model_type: object) -> MlxExperts | None:
+    """Return how mlx-lm stores the experts of a model, or None if it has none."""
+    return next((family.mlx_experts for family in families().values() if model_type in family.model_types), None)
+
+
+def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
+    """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
+    model_type = (config or {}).get("model_type")
+    known = (family.model_types for family in families().values() if family.in_mlx)
+    return isinstance(model_type, str) and not any(model_type in names for names in known)
+
+
+# ---- llama.cpp ----
+
+
+@cache
+def gguf_forms() -> dict[str, GgufForm]:
+    """Return the families that llama.cpp has, by class."""
+    return {family.architectures[0]: family.gguf for family in families().values() if family.in_gguf}
+
+
+@cache
+def gguf_architectures() -> dict[str, GgufForm]:
+    """Return the family after which each architecture of llama.cpp is named, not those that it runs alike."""
+    named = (family.gguf for family in families().values() if family.names_architecture)
+    return {form.architecture: form for form in named}

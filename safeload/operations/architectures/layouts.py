@@ -1,0 +1,250 @@
+"""Tensors of a model as llama.cpp lays them out, and back, by the table of the model's family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...base.messages import error_about
+from ...base.text import plural, show
+from ...errors import FormatError, UnsupportedError
+from ...models.expert_forms import MAX_EXPERTS
+from ...models.gguf import FUSED as ONE_MATRIX
+from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
+from ...models.module_names import stored_names
+from ..sources.catalog import Catalog
+from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
+from .file_keys import FileKeys
+from .settings import ModelConfig
+
+SINGLE, FUSED = "single", "fused"
+
+_HEAD = "lm_head.weight"
+# Suffixes of buffers that llama.cpp computes itself.
+_BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
+# Tensors with values that the config has.
+_SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_MOST_SHOWN = 3
+# Stands for the recipe of a stack until all experts are found.
+_LATER = TensorRecipe((), ())
+
+
+class ToLlamaCpp:
+    """Builds the recipes of a file for llama.cpp."""
+
+    def __init__(self, catalog: Catalog, config: ModelConfig, form: GgufForm) -> None:
+        self._catalog, self._title = catalog, catalog.title
+        self._config = config
+        self._form = form
+        self._stored = stored_names(catalog, catalog.title)  # by name without wrappers
+        self._experts: dict[str, dict[int, str]] = {}  # stacks: the tensor of each expert
+        self._forms: set[str] = set()
+
+    def run(self) -> tuple[dict[str, TensorRecipe], str | None]:
+        """Return the recipes in the order of their first source, and how the model stores experts."""
+        recipes: dict[str, TensorRecipe] = {}
+        unknown = []
+        tied = self._config.values.get("tie_word_embeddings", self._form.tied)
+        if self._form.tied and tied is not True and _HEAD in self._stored:
+            raise self._config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
+        for name, stored in self._stored.items():
+            if name.endswith(_BUFFERS) or (name == _HEAD and self._form.tied):
+                continue
+            placed = dict(self._of(name))
+            if not placed:
+                unknown.append(stored)
+            for target, recipe in placed.items():
+                if target in recipes and recipe != _LATER:
+                    raise error_about(FormatError, f"is a second {target}", path=self._title, tensor=stored)
+                recipes.setdefault(target, recipe)
+        _refuse(unknown, self._title, f"llama.cpp's {self._form.architecture}")
+        if tied is not True and _HEAD not in self._stored and not self._form.tied:
+            text = "is missing, and tie_word_embeddings is not true"
+            raise error_about(FormatError, text, path=self._title, tensor=_HEAD)
+        recipes.update((target, self._stack(target, sources)) for target, sources in self._experts.items())
+        if len(self._forms) > 1:
+            raise FormatError("some layers have fused experts and some do not", self._title)
+        return recipes, next(iter(self._forms), None)
+
+    def _of(self, name: str) -> Iterator[tuple[str, TensorRecipe]]:
+        """Yield the tensors that a published tensor becomes a part of; a stack's recipe comes later."""
+        pattern, numbers = without_numbers(name)
+        stored = self._stored[name]
+        shape = tuple(self._catalog.about(stored).shape)
+        for place, layout in self._form.targets.get(pattern, ()):
+            target = place.replace(PLACE, numbers[0]) if numbers else place
+            if layout.stack:
+                if int(numbers[1]) < MAX_EXPERTS:
+                    self._forms.add(SINGLE)
+                    self._experts.setdefault(target, {})[int(numbers[1])] = stored
+                    yield target, _LATER
+            elif layout.part is not None:
+                self._forms.add(FUSED)
+                yield target, self._part(stored, shape, layout, 2 if target.endswith(".bias") else 3)
+            elif not layout.transposed:
+                yield target, self._same(stored, shape, layout)
+            elif len(shape) == 3 and shape[0] <= MAX_EXPERTS:
+                moves = (Move(stored, TensorView(k, transposed=True), TensorView(k)) for k in range(shape[0]))
+                yield target, TensorRecipe((shape[0], shape[2], shape[1]), tuple(moves))
+
+    def _same(self, name: str, shape: tuple[int, ...], layout: GgufLayout) -> TensorRecipe:
+        heads = self._config.size(*layout.heads) if layout.heads else 0
+        if heads and (not shape or shape[0] % (2 * heads)):
+            raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
+        if layout.row and shape not in ((width := self._config.size("embedding_length"),), (1, width)):
+            text = f"must have the shape [1, {width}], got {list(shape)}"
+            raise error_about(FormatError, text, tensor=name)
+        return TensorRecipe(shape, (Move(name),), heads, shift=layout.add)
+
+    def _part(self, name: str, shape: tuple[int, ...], layout: GgufLayout, axes: int) -> TensorRecipe:
+        """Return gate or up of all experts, which the model holds together."""
+        rows = shape[-1 if layout.transposed else -2] if len(shape) == axes else 1
+        parts = 1 if layout.part is None else layout.part[1]
+        if rows % parts or shape[0] > MAX_EXPERTS:
+            text = f"{list(shape)} does not hold gate and up of experts"
+            raise error_about(FormatError, text, tensor=name)
+        view = _rows(layout, rows // parts)
+        moves = tuple(Move(name, view(item), TensorView(item)) for item in range(shape[0]))
+        columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
+        return TensorRecipe((shape[0], rows // parts, *columns), moves)
+
+    def _stack(self, target: str, sources: Mapping[int, str]) -> TensorRecipe:
+        count = self._config.size("expert_count")
+        missing = next((k for k in range(count) if k not in sources), None)
+        if missing is not None or len(sources) != count:
+            fault = f"expert {missing} is missing" if missing is not None else f"it has {len(sources)} experts"
+            text = f"needs {count} experts, but {fault}"
+            raise error_about(FormatError, text, path=self._title, tensor=target)
+        shapes = {tuple(self._catalog.about(name).shape) for name in sources.values()}
+        if len(shapes) > 1:
+            text = "is a stack of experts, but these have different shapes"
+            raise error_about(FormatError, text, path=self._title, tensor=target)
+        moves = tuple(Move(sources[k], written=TensorView(k)) for k in range(count))
+        return TensorRecipe((count, *shapes.pop()), moves)
+
+
+class FromLlamaCpp:
+    """Builds the recipes of a model of transformers."""
+
+    def __init__(self, catalog: Catalog, form: GgufForm, experts: str) -> None:
+        self._catalog, self._title = catalog, catalog.title
+        self._form = form
+        self._chosen = -1 if experts == FUSED else 0  # of the published tensors that llama.cpp has as one
+
+    def run(self) -> dict[str, TensorRecipe]:
+        """Return the recipes in the order of the file."""
+        recipes: dict[str, TensorRecipe] = {}
+        unknown = []
+        for name in self._catalog:
+            if name not in _SETTINGS:
+                placed = dict(self._of(name))
+                recipes.update(placed)
+                unknown += [] if placed else [name]
+        _refuse(unknown, self._title, "transformers")
+        return recipes
+
+    def _of(self, name: str) -> Iterator[tuple[str, TensorRecipe]]:
+        """Yield the published tensors that a tensor of the file becomes, or becomes a part of."""
+        pattern, numbers = without_numbers(name)
+        sources = [*self._form.layouts.get(pattern, {}).items()]
+        if not sources:
+            return
+        place, layout = sources[self._chosen]
+        full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, self._shape(name)
+        if "_exps." in name and (len(shape) != (2 if name.endswith(".bias") else 3) or not 0 < shape[0] <= MAX_EXPERTS):
+            raise error_about(FormatError, f"{list(shape)} does not hold experts", path=self._title, tensor=name)
+        if layout.stack:
+            for k in range(shape[0]):
+                yield full.replace(PLACE, str(k)), TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
+        elif layout.part is not None:
+            parts = {other.replace(PLACE, numbers[0]): layout for other, layout in self._form.targets[place]}
+            yield full, self._whole(parts, layout)
+        elif layout.transposed:
+            moves = tuple(Move(name, TensorView(k), TensorView(k, transposed=True)) for k in range(shape[0]))
+            yield full, TensorRecipe((shape[0], shape[2], shape[1]), moves)
+        elif layout.row and len(shape) == 1:
+            yield full, TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
+        else:
+            heads = self._heads(layout.heads) if layout.heads else 0
+            if heads and (not shape or shape[0] % (2 * heads)):
+                text = f"{list(shape)} does not have {heads} heads"
+                raise error_about(FormatError, text, path=self._title, tensor=name)
+            yield full, TensorRecipe(shape, (Move(name),), heads, inverse=True, shift=-layout.add)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._catalog.about(name).shape)
+
+    def _heads(self, names: Sequence[str]) -> int:
+        keys, prefix = FileKeys(self._catalog.metadata, self._title), f"{self._form.architecture}."
+        heads = next((count for name in names if (count := keys.count(prefix + name)) is not None), None)
+        if not heads:
+            raise FormatError(f"key {prefix}{names[-1]} must be a positive integer, got {heads}", self._title)
+        return heads
+
+    def _whole(self, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
+        """Return gate and up of all experts as one tensor."""
+        first = next(iter(parts))
+        if first not in self._catalog:
+            raise error_about(FormatError, "is missing", path=self._title, tensor=first)
+        shape = self._shape(first)
+        other = next((name for name in parts if name not in self._catalog or self._shape(name) != shape), None)
+        if other is not None:
+            text = f"is missing or differs in shape from {show(first)}"
+            raise error_about(FormatError, text, path=self._title, tensor=other)
+        views = {name: _rows(part, shape[1]) for name, part in parts.items()}
+        moves = tuple(Move(name, TensorView(k), view(k)) for k in range(shape[0]) for name, view in views.items())
+        rows = shape[1] * len(parts)
+        return TensorRecipe((shape[0], *shape[2:], rows) if layout.transposed else (shape[0], rows, *shape[2:]), moves)
+
+
+def _rows(layout: GgufLayout, rows: int) -> Callable[[int], TensorView]:
+    """Return which rows of an expert a part of so many rows is."""
+    part, parts = layout.part or (0, 1)
+    chosen = RowRange(part, None, parts) if layout.interleaved else RowRange(part * rows, (part + 1) * rows)
+    return lambda item: TensorView(item, chosen, layout.transposed)
+
+
+def _refuse(unknown: Sequence[str], title: str, holder: str) -> None:
+    if unknown:
+        text = f"{title}: {_some_of(unknown)}: {holder} has no such tensor; raw=True writes the tensors as they are"
+        raise UnsupportedError(text, tensor=unknown[0])
+
+
+def _some_of(names: Sequence[str]) -> str:
+    """Return the first names, and how many follow."""
+    more = f" and {plural(len(names) - _MOST_SHOWN, 'more tensor')}" if names[_MOST_SHOWN:] else ""
+    return f"{', '.join(map(show, names[:_MOST_SHOWN]))}{more}"
+
+
+def check_tensors(
+    shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int, title: str, form: GgufForm
+) -> None:
+    """Compare the tensors of a file with those that llama.cpp expects."""
+    prefix = f"{form.architecture}."
+    sizes = {
+        key.removeprefix(prefix).replace(".", "_"): int(value)
+        for key, value in metadata.items()
+        if isinstance(key, str) and key.startswith(prefix) and isinstance(value, int) and not isinstance(value, bool)
+    }
+    sizes["vocab_size"] = tokens
+    sizes[ONE_MATRIX] = int(any(name.endswith(".attn_qkv.weight") for name in shapes))
+    try:
+        expected = form.schema.expand(sizes, shapes.keys())
+    except ValueError as error:
+        raise FormatError(f"sizes of the model: {error}", title) from None
+    missing = [name for name, tensor in expected.items() if tensor.required and name not in shapes]
+    if missing:
+        raise FormatError(f"tensors are missing: llama.cpp needs {_some_of(missing)}", title, tensor=missing[0])
+    for name, shape in shapes.items():
+        if name not in expected:
+            raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)
+        required_shape = expected[name].shape
+        if required_shape is not None and not _fits(shape, required_shape):
+            text = f"has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}"
+            raise error_about(FormatError, text, path=title, tensor=name)
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(
+        size is None or size == own for own, size in zip(shape, expected, strict=True)
+    )
