@@ -24,8 +24,8 @@ from ...engine.run.progress import Progress
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError
 from ...formats.folder import CONFIG
-from ...formats.opening import OpenedPath, Recipe, reopen_subset
-from ...formats.registry import formats_of, row_of
+from ...formats.opening import reopen_subset
+from ...formats.registry import Opened, Recipe, formats_of, row_of
 from ...stores.files import LOCAL
 from ...stores.local import check_unchanged, identity_of
 from . import executors
@@ -214,7 +214,7 @@ def names_of(piece: Mapping[str, Any]) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
-def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, Any] | None) -> OpenedPath:
+def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, Any] | None) -> Opened:
     """Open the files of a source, unchanged."""
     try:
         seen = tuple((path, (size, version)) for path, size, version, _ in source["files"])
