@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import pickle
+import pickletools
 import random
 import struct
 import sys
@@ -25,6 +26,7 @@ from builders import inside
 from builders.inside import format_contents as contents
 from builders.inside import main, trace
 from builders.paths import ROOT
+from builders.thorough import examples
 
 import safeload
 from safeload.numpy import save
@@ -303,6 +305,53 @@ def test_the_names_are_those_that_python_looks_up(protocol, tmp_path):
         assert names == reader.names - {f"{__name__}.Outer.Inner"}
         assert report.verdict in ("harmless", "unknown")
         assert report.unreadable == []
+
+
+def with_length(width):
+    """A length and as many bytes of ASCII, which pickletools decodes."""
+
+    def make(rng):
+        size = int(rng.choice((0, 3, 40) if width == 1 else (0, 3, 2000)))
+        return size.to_bytes(width, "little") + b"." * size
+
+    return make
+
+
+ARGUMENTS = {
+    **{f"uint{width}": lambda rng, width=width: rng.bytes(width) for width in (1, 2, 4, 8)},
+    **{f"{kind}1": with_length(1) for kind in ("long", "string", "bytes", "unicodestring")},
+    **{f"{kind}4": with_length(4) for kind in ("long", "string", "bytes", "unicodestring")},
+    **{f"{kind}8": with_length(8) for kind in ("bytes", "bytearray", "unicodestring")},
+    "int4": lambda rng: rng.bytes(4),
+    "float8": lambda rng: rng.bytes(8),
+    "floatnl": lambda rng: b"1.5\n",
+    "decimalnl_short": lambda rng: b"%d\n" % rng.integers(0, 100),
+    "decimalnl_long": lambda rng: b"%dL\n" % rng.integers(-100, 100),
+    "stringnl": lambda rng: b"'a\\n\\'%d'\n" % rng.integers(0, 100),
+    "stringnl_noescape": lambda rng: b"id%d\n" % rng.integers(0, 100),
+    "stringnl_noescape_pair": lambda rng: b"m%d\nf\n" % rng.integers(0, 100),
+    "unicodestringnl": lambda rng: b"\\u1234 %d\n" % rng.integers(0, 100),
+    None: lambda rng: b"",
+}
+
+
+def test_any_opcodes_are_decoded_as_the_standard_library_does(tmp_path):
+    """Only a reader that finds the end of each argument meets the globals of pickletools and no others."""
+    rng = np.random.default_rng(7)
+    opcodes = [opcode for opcode in pickletools.opcodes if opcode.name not in ("STOP", "PROTO")]
+    for _ in range(examples(150)):
+        content = b"\x80\x04"
+        for k in rng.integers(0, len(opcodes), 30):
+            content += opcodes[k].code.encode("latin-1") + ARGUMENTS[opcodes[k].arg and opcodes[k].arg.name](rng)
+        content += b"cwitness\nlast\n."
+        expected = {
+            argument.replace(" ", ".")
+            for opcode, argument, _ in pickletools.genops(content)
+            if opcode.name in ("GLOBAL", "INST")
+        }
+        report = scanned(tmp_path, "x.pkl", content)
+        others = ("extension code", "<computed>", "<not text>")  # named by other opcodes
+        assert {f.name for f in report.findings if not f.name.startswith(others)} == expected, content
 
 
 def test_files_of_joblib_are_followed_through_their_arrays(tmp_path):

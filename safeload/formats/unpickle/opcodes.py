@@ -1,65 +1,114 @@
-"""The less frequent opcodes of the pickle machine, one function each.
+"""The opcodes of pickles: how each reads its argument, and what it does to the stack.
 
-run.py has the frequent opcodes, and turns exceptions into errors: IndexError if the stack is empty or the bytes end
-(`Machine.at` is then past the end), KeyError if a memo entry does not exist, ValueError if text cannot be decoded.
+Two machines run this table: `Builder` (run.py) builds inert values and ends at the first fault, `Tracer` (trace.py)
+lists globals and continues as lenient readers do. They differ only in the methods of `Machine` without a body.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import LimitError, UnsupportedError
-from .keys import add, put
-from .machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, LargeBytes, Machine, PickleEnd, describe
+from ...errors import UnsupportedError
+from .machine import Fault, PickleEnd
 
-_U16, U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
-_I32, _F64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
+# Longest line with a name or a number, and longest line of text. Real names have about 100 characters.
+MAX_LINE, MAX_TEXT_LINE = 10_000, 1 << 30
+
+
+class Machine:
+    """The stack of a pickle, and what its opcodes ask for."""
+
+    __slots__ = ("at", "marks", "stack")
+
+    def __init__(self, at: int) -> None:
+        self.at = at  # position of the next byte
+        self.stack: list[Any] = []  # values since the last mark
+        self.marks: list[list[Any]] = []  # the stacks below the last mark
+
+    # Bytes: the next ones, those of a line, and a line that names something.
+    def take(self, size: int) -> Any: ...
+    def line(self, limit: int = MAX_LINE) -> Any: ...
+    def name(self) -> Any: ...
+
+    def number(self, width: int, *, signed: bool = False) -> int:
+        """Read an integer of ``width`` bytes."""
+        return int.from_bytes(self.take(width), "little", signed=signed)
+
+    # The stack and the memo.
+    def push(self, value: Any) -> None:
+        """Push a value if a mark may have been popped for it, so that ``stack`` is another list now."""
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        """Pop the top value."""
+        return self.stack.pop()
+
+    def top(self) -> Any:
+        """Return the top value."""
+        return self.stack[-1]
+
+    def pop_mark(self) -> list[Any]:
+        """Pop the values since the last mark."""
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def recall(self, number: int) -> Any: ...
+    def remember(self, number: int, value: Any) -> None: ...
+    def memoize(self) -> None: ...
+    def index(self) -> Any: ...
+
+    # Values.
+    def integer(self, digits: Any) -> Any: ...
+    def long(self, size: int) -> Any: ...
+    def real(self, digits: Any) -> Any: ...
+    def text(self, size: int) -> Any: ...
+    def string(self, size: int) -> Any: ...
+    def quoted(self, line: Any) -> Any: ...
+    def escaped(self, line: Any) -> Any: ...
+    def content(self, size: int, kind: type = bytes) -> Any: ...
+
+    # Containers: a new one, and changes of the top value.
+    def new(self, kind: type, items: list[Any]) -> Any: ...
+    def extend(self, values: list[Any], kind: type = list) -> None: ...
+    def set_items(self, pairs: list[Any]) -> None: ...
+    def build(self, state: Any) -> None: ...
+
+    # Globals, calls, and data outside the pickle.
+    def named(self, module: Any, name: Any) -> Any: ...
+    def extension(self, number: int) -> Any: ...
+    def call(self, function: Any, args: Any) -> Any: ...
+    def joined(self, args: Any, keywords: Any) -> Any: ...
+    def stored(self, key: Any, *, is_line: bool = False) -> Any: ...
+    def frame(self, size: int) -> None: ...
+    def buffer(self, value: Any) -> Any: ...
+
 
 Opcode = Callable[[Machine], None]
 
 
-def _unknown(m: Machine) -> None:
+def unknown(m: Machine) -> None:
+    """Refuse a byte that is not an opcode."""
     raise Fault("unknown opcode")
 
 
-OPCODES: list[Opcode] = [_unknown] * 256
-
-
-def _op(code: bytes) -> Callable[[Opcode], Opcode]:
-    def add(function: Opcode) -> Opcode:
-        OPCODES[code[0]] = function
-        return function
-
-    return add
-
-
-# ---- the frame of a pickle ----
-
-
-@_op(b"\x80")
 def _proto(m: Machine) -> None:
-    protocol = m.take(1)[0]
+    protocol = m.number(1)
     if protocol > 5:
         raise Fault(f"protocol {protocol}, but the newest is 5", UnsupportedError)
 
 
-@_op(b"\x95")
-def _frame(m: Machine) -> None:
-    _size(m, _U64, 8)  # only a hint for readers of streams
-
-
-@_op(b".")
 def _stop(m: Machine) -> None:
     raise PickleEnd
 
 
-# ---- the stack and the memo ----
+def _mark(m: Machine) -> None:
+    m.marks.append(m.stack)
+    m.stack = []
 
 
-@_op(b"0")
 def _pop(m: Machine) -> None:
     if m.stack:
         m.stack.pop()
@@ -67,398 +116,102 @@ def _pop(m: Machine) -> None:
         m.pop_mark()
 
 
-@_op(b"1")
 def _pop_mark(m: Machine) -> None:
     m.pop_mark()
 
 
-@_op(b"2")
-def _dup(m: Machine) -> None:
-    m.stack.append(m.stack[-1])
-
-
-@_op(b"j")
-def _long_binget(m: Machine) -> None:
-    at = m.at
-    m.at = at + 4
-    m.stack.append(m.recall(U32(m.data, at)[0]))
-
-
-@_op(b"g")
-def _get(m: Machine) -> None:
-    m.stack.append(m.recall(_integer(m.line())))
-
-
-@_op(b"p")
-def _put(m: Machine) -> None:
-    m.remember(_integer(m.line()), m.stack[-1])
-
-
-@_op(b"\x94")
-def _memoize(m: Machine) -> None:
-    m.memo[len(m.memo) + len(m.far)] = m.stack[-1]
-
-
-# ---- scalars ----
-
-
-def _constant(code: bytes, value: Any) -> None:
-    def push(m: Machine) -> None:
-        m.stack.append(value)
-
-    _op(code)(push)
-
-
-_constant(b"N", None)
-_constant(b"\x88", True)
-
-
-@_op(b"J")
-def _binint(m: Machine) -> None:
-    at = m.at
-    m.at = at + 4
-    m.stack.append(_I32(m.data, at)[0])
-
-
-def _integer(digits: bytes) -> int:
-    if len(digits) > MAX_INT_BYTES * 5 // 2 or not re.fullmatch(rb"-?[0-9]+", digits):
-        raise Fault(f"{describe(digits)} is not an integer, or is too long")
-    return int(digits)
-
-
-@_op(b"I")
 def _int(m: Machine) -> None:
     line = m.line()
-    m.stack.append(line == b"01" if line in (b"00", b"01") else _integer(line))
+    m.push(line == b"01" if line in (b"00", b"01") else m.integer(line))
 
 
-@_op(b"L")
-def _long(m: Machine) -> None:
-    m.stack.append(_integer(m.line().removesuffix(b"L")))
-
-
-@_op(b"\x8a")
-def _long1(m: Machine) -> None:
-    m.stack.append(int.from_bytes(m.take(m.take(1)[0]), "little", signed=True))
-
-
-@_op(b"\x8b")
-def _long4(m: Machine) -> None:
-    size = _I32(m.take(4))[0]
-    if not 0 <= size <= MAX_INT_BYTES:
-        raise Fault(f"an integer of {size} bytes, the limit is {MAX_INT_BYTES}", LimitError)
-    m.stack.append(int.from_bytes(m.take(size), "little", signed=True))
-
-
-@_op(b"G")
-def _binfloat(m: Machine) -> None:
-    at = m.at
-    m.at = at + 8
-    m.stack.append(_F64(m.data, at)[0])
-
-
-@_op(b"F")
-def _float(m: Machine) -> None:
-    line = m.line()
-    if len(line) > 100:
-        raise Fault(f"{describe(line)} is too long for a float")
-    m.stack.append(float(line))
-
-
-# ---- text and bytes ----
-
-
-def _size(m: Machine, unpack: Callable[..., tuple[int]], width: int) -> int:
-    """Read a length, which must not exceed the bytes left."""
-    size = unpack(m.take(width))[0]
-    if size > len(m.data) - m.at:
-        m.at = len(m.data) + 1
-        raise IndexError
-    return size
-
-
-@_op(b"\x8c")
-def _short_binunicode(m: Machine) -> None:
-    m.stack.append(str(m.take(m.take(1)[0]), "utf-8", "surrogatepass"))
-
-
-@_op(b"\x8d")
-def _binunicode8(m: Machine) -> None:
-    m.stack.append(str(m.take(_size(m, _U64, 8)), "utf-8", "surrogatepass"))
-
-
-@_op(b"V")
-def _unicode(m: Machine) -> None:
-    m.stack.append(str(m.line(len(m.data)), "raw-unicode-escape"))
-
-
-def _bytes(m: Machine, value: bytes | bytearray) -> None:
-    if value:
-        m.places[id(value)] = m.at - len(value)
-    m.stack.append(value)
-
-
-# Bytes of a mapped pickle that are not copied.
-_LARGE = 1 << 16
-
-
-def _take_bytes(m: Machine, size: int) -> None:
-    if size < _LARGE or type(m.data) is bytes:
-        _bytes(m, m.take(size))
-    else:
-        m.stack.append(LargeBytes(m.data, m.at, size))
-        m.at += size
-
-
-@_op(b"C")
-def _short_binbytes(m: Machine) -> None:
-    _bytes(m, m.take(m.take(1)[0]))
-
-
-@_op(b"B")
-def _binbytes(m: Machine) -> None:
-    _take_bytes(m, _size(m, U32, 4))
-
-
-@_op(b"\x8e")
-def _binbytes8(m: Machine) -> None:
-    _take_bytes(m, _size(m, _U64, 8))
-
-
-@_op(b"\x96")
-def _bytearray8(m: Machine) -> None:
-    _bytes(m, bytearray(m.take(_size(m, _U64, 8))))
-
-
-def _python2(text: bytes) -> str | bytes:
-    """Convert a str of Python 2: text if it is UTF-8, else bytes."""
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return text
-
-
-@_op(b"U")
-def _short_binstring(m: Machine) -> None:
-    m.stack.append(_python2(m.take(m.take(1)[0])))
-
-
-@_op(b"T")
 def _binstring(m: Machine) -> None:
-    size = _I32(m.take(4))[0]
+    size = m.number(4, signed=True)
     if size < 0:
         raise Fault(f"a string of {size} bytes")
-    m.stack.append(_python2(m.take(size)))
+    m.push(m.string(size))
 
 
-_ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a", b"f": b"\f", b"v": b"\v"}
-
-
-def _unescape(match: re.Match[bytes]) -> bytes:
-    text = match[1]
-    if text[:1] == b"x":
-        return bytes((int(text[1:], 16),))
-    if text.isdigit():
-        return bytes((int(text, 8) & 0xFF,))
-    return _ESCAPES.get(text, text)
-
-
-@_op(b"S")
-def _string(m: Machine) -> None:
-    line = m.line(len(m.data)).strip()
-    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
-        raise Fault(f"{describe(line)} is not a quoted string")
-    m.stack.append(_python2(re.sub(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", _unescape, line[1:-1])))
-
-
-# ---- containers ----
-
-
-@_op(b"\x87")
-def _tuple3(m: Machine) -> None:
-    stack = m.stack
-    third = stack.pop()
-    second = stack.pop()
-    stack[-1] = (stack[-1], second, third)
-
-
-@_op(b"]")
-def _empty_list(m: Machine) -> None:
-    m.stack.append([])
-
-
-@_op(b"l")
-def _list(m: Machine) -> None:
-    items = m.pop_mark()
-    m.stack.append(items)
-
-
-def _extend(m: Machine, into: Any, values: list[Any]) -> None:
-    if type(into) is list:
-        into.extend(values)
-    elif type(into) is Inert:
-        put(into, [x for pair in enumerate(values, len(into.items)) for x in pair], m.watched)
-    else:
-        raise Fault(f"appending to {describe(into)}, which is not a list")
-
-
-@_op(b"a")
-def _append(m: Machine) -> None:
-    value = m.stack.pop()
-    _extend(m, m.stack[-1], [value])
-
-
-@_op(b"e")
-def _appends(m: Machine) -> None:
-    values = m.pop_mark()
-    _extend(m, m.stack[-1], values)
-
-
-@_op(b"}")
-def _empty_dict(m: Machine) -> None:
-    m.stack.append({})
-
-
-@_op(b"d")
-def _dict(m: Machine) -> None:
-    items: dict[Any, Any] = {}
-    put(items, m.pop_mark(), m.watched)
-    m.stack.append(items)
-
-
-@_op(b"s")
-def _setitem(m: Machine) -> None:
-    value = m.stack.pop()
-    key = m.stack.pop()
-    put(m.stack[-1], [key, value], m.watched)
-
-
-@_op(b"u")
-def _setitems(m: Machine) -> None:
-    pairs, into = m.pop_mark(), m.stack[-1]
-    if pairs:
-        put(into, pairs, m.watched)
-
-
-@_op(b"\x8f")
-def _empty_set(m: Machine) -> None:
-    m.stack.append(set())
-
-
-@_op(b"\x90")
-def _additems(m: Machine) -> None:
-    values = m.pop_mark()
-    into = m.stack[-1]
-    if type(into) is set:
-        add(into, values, m.watched)
-    elif type(into) is Inert:
-        _extend(m, into, values)
-    else:
-        raise Fault(f"adding to {describe(into)}, which is not a set")
-
-
-_NO_ELEMENTS: frozenset[Any] = frozenset()
-
-
-@_op(b"\x91")
-def _frozenset(m: Machine) -> None:
-    elements: set[Any] = set()
-    add(elements, m.pop_mark(), {})
-    m.stack.append(frozenset(elements) if elements else _NO_ELEMENTS)
-
-
-# ---- globals, and opcodes that call in other machines ----
-
-
-def _named(m: Machine, module: Any, name: Any) -> None:
-    if type(module) is not str or type(name) is not str:
-        raise Fault(f"a global must be named by two strings, got {describe(module)} and {describe(name)}")
-    if len(module) + len(name) > 1000:
-        raise Fault(f"a global's name of {len(module) + len(name)} characters, the limit is 1000", LimitError)
-    m.stack.append(m.global_named(f"{module}.{name}"))
-
-
-@_op(b"c")
-def _global(m: Machine) -> None:
-    module = m.line().decode()
-    _named(m, module, m.line().decode())
-
-
-@_op(b"\x93")
-def _stack_global(m: Machine) -> None:
-    name = m.stack.pop()
-    _named(m, m.stack.pop(), name)
-
-
-def _extension(m: Machine, code: int) -> None:
-    """Push a global by its number in copyreg.add_extension."""
-    m.stack.append(m.global_named(f"extension code {code} of copyreg"))
-
-
-@_op(b"\x82")
-def _ext1(m: Machine) -> None:
-    _extension(m, m.take(1)[0])
-
-
-@_op(b"\x83")
-def _ext2(m: Machine) -> None:
-    _extension(m, _U16(m.take(2))[0])
-
-
-@_op(b"\x84")
-def _ext4(m: Machine) -> None:
-    _extension(m, _I32(m.take(4))[0])
-
-
-@_op(b"\x92")
-def _newobj_ex(m: Machine) -> None:
-    keywords = m.stack.pop()
-    args = m.stack.pop()
-    if keywords and type(args) is tuple:
-        m.charge(8 * len(args))
-        args = (*args, keywords)
-    m.stack[-1] = m.call(m.stack[-1], args)
-
-
-@_op(b"i")
-def _inst(m: Machine) -> None:
-    module = m.line().decode()
-    name = m.line().decode()
-    args = tuple(m.pop_mark())
-    _named(m, module, name)
-    m.stack[-1] = m.call(m.stack[-1], args)
-
-
-@_op(b"o")
 def _obj(m: Machine) -> None:
     function, *args = m.pop_mark() or [None]
-    m.stack.append(m.call(function, tuple(args)))
+    m.push(m.call(function, m.new(tuple, args)))
 
 
-@_op(b"b")
-def _build(m: Machine) -> None:
-    state = m.stack.pop()
-    into = m.stack[-1]
-    if type(into) is Inert:
-        into.state = state if into.state is None else (into.state, state)
-    elif isinstance(into, Built):
-        into.build(state)
-    elif type(into) is not dict and type(into) is not Foreign:
-        raise Fault(f"a state set on {describe(into)}")
-    # The state of an OrderedDict is its attributes, which are not items: torch sets `_metadata` (versions of modules).
-
-
-# ---- data outside the pickle ----
-
-
-@_op(b"P")
-def _persid(m: Machine) -> None:
-    m.stack.append(m.persistent(m.line().decode()))
-
-
-@_op(b"\x97")
-def _next_buffer(m: Machine) -> None:
-    raise Fault("a buffer outside the pickle", UnsupportedError)
-
-
-OPCODES[0x98] = _next_buffer  # READONLY_BUFFER
+# Arguments are evaluated from left to right, and keywords in the order in which they are written.
+_TABLE: dict[bytes, Opcode] = {
+    b"\x80": _proto,
+    b"\x95": lambda m: m.frame(m.number(8)),  # FRAME
+    b".": _stop,
+    # the stack and the memo
+    b"(": _mark,
+    b"0": _pop,
+    b"1": _pop_mark,
+    b"2": lambda m: m.stack.append(m.top()),  # DUP
+    b"g": lambda m: m.stack.append(m.recall(m.index())),  # GET
+    b"h": lambda m: m.stack.append(m.recall(m.number(1))),  # BINGET
+    b"j": lambda m: m.stack.append(m.recall(m.number(4))),  # LONG_BINGET
+    b"p": lambda m: m.remember(m.index(), m.top()),  # PUT
+    b"q": lambda m: m.remember(m.number(1), m.top()),  # BINPUT
+    b"r": lambda m: m.remember(m.number(4), m.top()),  # LONG_BINPUT
+    b"\x94": lambda m: m.memoize(),  # MEMOIZE
+    # numbers
+    b"N": lambda m: m.stack.append(None),  # NONE
+    b"\x88": lambda m: m.stack.append(True),  # NEWTRUE
+    b"\x89": lambda m: m.stack.append(False),  # NEWFALSE
+    b"K": lambda m: m.stack.append(m.number(1)),  # BININT1
+    b"M": lambda m: m.stack.append(m.number(2)),  # BININT2
+    b"J": lambda m: m.stack.append(m.number(4, signed=True)),  # BININT
+    b"I": _int,
+    b"L": lambda m: m.stack.append(m.integer(m.line().removesuffix(b"L"))),  # LONG
+    b"\x8a": lambda m: m.stack.append(m.long(m.number(1))),  # LONG1
+    b"\x8b": lambda m: m.stack.append(m.long(m.number(4, signed=True))),  # LONG4
+    b"G": lambda m: m.stack.extend(struct.unpack(">d", m.take(8))),  # BINFLOAT
+    b"F": lambda m: m.stack.append(m.real(m.line())),  # FLOAT
+    # text and bytes
+    b"\x8c": lambda m: m.stack.append(m.text(m.number(1))),  # SHORT_BINUNICODE
+    b"X": lambda m: m.stack.append(m.text(m.number(4))),  # BINUNICODE
+    b"\x8d": lambda m: m.stack.append(m.text(m.number(8))),  # BINUNICODE8
+    b"V": lambda m: m.stack.append(m.escaped(m.line(MAX_TEXT_LINE))),  # UNICODE
+    b"C": lambda m: m.stack.append(m.content(m.number(1))),  # SHORT_BINBYTES
+    b"B": lambda m: m.stack.append(m.content(m.number(4))),  # BINBYTES
+    b"\x8e": lambda m: m.stack.append(m.content(m.number(8))),  # BINBYTES8
+    b"\x96": lambda m: m.stack.append(m.content(m.number(8), bytearray)),  # BYTEARRAY8
+    b"U": lambda m: m.stack.append(m.string(m.number(1))),  # SHORT_BINSTRING
+    b"T": _binstring,
+    b"S": lambda m: m.stack.append(m.quoted(m.line(MAX_TEXT_LINE).strip())),  # STRING
+    # containers
+    b")": lambda m: m.stack.append(()),  # EMPTY_TUPLE
+    b"\x85": lambda m: m.push(m.new(tuple, [m.pop()])),  # TUPLE1
+    b"\x86": lambda m: m.push(m.new(tuple, [m.pop(), m.pop()][::-1])),  # TUPLE2
+    b"\x87": lambda m: m.push(m.new(tuple, [m.pop(), m.pop(), m.pop()][::-1])),  # TUPLE3
+    b"t": lambda m: m.push(m.new(tuple, m.pop_mark())),  # TUPLE
+    b"]": lambda m: m.stack.append(m.new(list, [])),  # EMPTY_LIST
+    b"l": lambda m: m.push(m.new(list, m.pop_mark())),  # LIST
+    b"a": lambda m: m.extend([m.pop()]),  # APPEND
+    b"e": lambda m: m.extend(m.pop_mark()),  # APPENDS
+    b"}": lambda m: m.stack.append(m.new(dict, [])),  # EMPTY_DICT
+    b"d": lambda m: m.push(m.new(dict, m.pop_mark())),  # DICT
+    b"s": lambda m: m.set_items([m.pop(), m.pop()][::-1]),  # SETITEM
+    b"u": lambda m: m.set_items(m.pop_mark()),  # SETITEMS
+    b"\x8f": lambda m: m.stack.append(m.new(set, [])),  # EMPTY_SET
+    b"\x90": lambda m: m.extend(m.pop_mark(), set),  # ADDITEMS
+    b"\x91": lambda m: m.push(m.new(frozenset, m.pop_mark())),  # FROZENSET
+    # globals and calls
+    b"c": lambda m: m.stack.append(m.named(m.name(), m.name())),  # GLOBAL
+    b"\x93": lambda m: m.push(m.named(name=m.pop(), module=m.pop())),  # STACK_GLOBAL
+    b"\x82": lambda m: m.stack.append(m.extension(m.number(1))),  # EXT1
+    b"\x83": lambda m: m.stack.append(m.extension(m.number(2))),  # EXT2
+    b"\x84": lambda m: m.stack.append(m.extension(m.number(4, signed=True))),  # EXT4
+    b"R": lambda m: m.push(m.call(args=m.pop(), function=m.pop())),  # REDUCE
+    b"\x81": lambda m: m.push(m.call(args=m.pop(), function=m.pop())),  # NEWOBJ
+    b"\x92": lambda m: m.push(m.call(args=m.joined(keywords=m.pop(), args=m.pop()), function=m.pop())),  # NEWOBJ_EX
+    b"i": lambda m: m.push(m.call(m.named(m.name(), m.name()), tuple(m.pop_mark()))),  # INST
+    b"o": _obj,
+    b"b": lambda m: m.build(m.pop()),  # BUILD
+    # data outside the pickle
+    b"P": lambda m: m.stack.append(m.stored(m.line(), is_line=True)),  # PERSID
+    b"Q": lambda m: m.push(m.stored(m.pop())),  # BINPERSID
+    b"\x97": lambda m: m.stack.append(m.buffer(None)),  # NEXT_BUFFER
+    b"\x98": lambda m: m.push(m.buffer(m.pop())),  # READONLY_BUFFER
+}
+OPCODES = [_TABLE.get(bytes((code,)), unknown) for code in range(256)]

@@ -9,14 +9,16 @@ stack as in CPython, with these differences:
 3. Dict keys and set elements are scalars or small tuples of scalars. Keys are unique: no entry hides another.
    Colliding keys (keys.py) and keys with slow hashes are refused.
 4. Every length is checked against the bytes left before anything is allocated. Bytes copied from values that the pickle
-   can refer to again are counted (`Machine.charge`).
+   can refer to again are counted (`Builder.charge`).
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, the values of rows and
-persistent ids, `Global`, `Foreign` and `Inert`. `_run` has the opcodes of tensors, opcodes.py has the rest.
+persistent ids, `Global`, `Foreign` and `Inert`. `_run` runs the opcodes of tensors without calls, which takes a quarter
+of the time; opcodes.py has all of them.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
@@ -27,8 +29,9 @@ from ...base.gc_pause import paused
 from ...base.messages import error_about
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from .machine import NEAR, Fault, Global, Machine, PickleEnd, describe
-from .opcodes import OPCODES, U32
+from .keys import add, put
+from .machine import Built, Fault, Foreign, Global, Inert, LargeBytes, PickleEnd, describe
+from .opcodes import MAX_LINE, OPCODES, Machine
 
 # 50 times the opcodes of the largest known real file (400,000). An opcode allocates at most 216 bytes (an empty set)
 # beyond the bytes copied from the file. The worst case is a list of sets as metadata: about 340 bytes per byte of the
@@ -36,13 +39,270 @@ from .opcodes import OPCODES, U32
 MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real pickles have about 10 MB: tensors are stored elsewhere.
 MAX_PICKLE = 1 << 30
+# Longest integer in bytes, as for LONG1 of protocol 2, because printing an integer takes quadratic time. Real integers
+# have 8 bytes, states of random generators 16.
+MAX_INT_BYTES = 255
+# Maximum number of bytes to copy per byte of the pickle read so far, and bytes that a pickle of any size can copy: a
+# few bytes can request a copy again and again (joined text, a list made into a tuple, combined arguments). Real pickles
+# copy fewer bytes than they have.
+MAX_COPIED, _COPIED_FREE = 50, 1 << 16
+# Memo numbers up to this distance from the number of entries count as consecutive.
+NEAR = 8
+# Bytes of a mapped pickle that are not copied.
+_LARGE = 1 << 16
 # Bytes of arguments, for opcodes with a case in `_run`.
-_ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x71: 1, 0x72: 4}
+_ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x71: 1, 0x72: 4, 0x8C: 1}
 _CLAUSE = "the pickle references"
 # Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
 # Maximum number of names in a message.
 MAX_SHOWN = 100
+
+
+_U32 = struct.Struct("<I").unpack_from
+_NO_ELEMENTS: frozenset[Any] = frozenset()
+_ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a", b"f": b"\f", b"v": b"\v"}
+
+
+class Builder(Machine):
+    """The machine that builds values.
+
+    It raises IndexError if the stack is empty or the bytes end (``at`` is then past the end), KeyError if a memo entry
+    does not exist, ValueError if text cannot be decoded.
+    """
+
+    __slots__ = (
+        *("data", "foreign", "harmless", "memo", "persistent", "places", "table", "watched"),
+        *("_copied", "far"),
+    )
+
+    def __init__(self, data: bytes, table: Mapping[str, Global], persistent: Callable[[Any], Any]) -> None:
+        super().__init__(0)
+        self.data = data
+        self.memo: dict[int, Any] = {}  # values by number, for numbers in order
+        self.table = table  # the harmless globals by name
+        self.persistent = persistent  # returns the value for a persistent id
+        self.harmless: dict[str, Global] = {}  # globals of the pickle in the table
+        self.foreign: dict[str, Foreign] = {}  # globals of the pickle outside the table
+        self.watched: dict[int, Any] = {}  # tables of dicts and sets with keys of predictable hashes
+        self.places: dict[int, int] = {}  # position of bytes objects in the data, by id, which can be reused since
+        self._copied = 0
+        self.far: dict[str, Any] = {}  # values by the text of their number, for all other numbers
+
+    def charge(self, size: int) -> None:
+        """Count bytes before copying them from values that the pickle can refer to again."""
+        self._copied += size
+        if self._copied > MAX_COPIED * self.at + _COPIED_FREE:
+            raise Fault(f"copied values take more than {MAX_COPIED} times the pickle's own bytes", LimitError)
+
+    # ---- bytes ----
+
+    def take(self, size: int) -> bytes:
+        at = self.at
+        self.at = at + size
+        if self.at > len(self.data):
+            raise IndexError
+        return self.data[at : self.at]
+
+    def line(self, limit: int = MAX_LINE) -> bytes:
+        end = self.data.find(b"\n", self.at, self.at + limit + 1)
+        if end < 0:
+            if len(self.data) - self.at > limit:
+                raise Fault(f"a line of more than {limit} bytes", LimitError)
+            self.at = len(self.data) + 1
+            raise IndexError
+        line = self.data[self.at : end]
+        self.at = end + 1
+        return line
+
+    def name(self) -> str:
+        return self.line().decode()
+
+    def frame(self, size: int) -> None:  # only a hint for readers of streams
+        if size > len(self.data) - self.at:
+            self.at = len(self.data) + 1
+            raise IndexError
+
+    # ---- the memo ----
+
+    def recall(self, number: int) -> Any:
+        if number in self.memo:
+            return self.memo[number]
+        value = self.far.get(str(number), self)
+        if value is self:
+            raise KeyError(number)
+        return value
+
+    def remember(self, number: int, value: Any) -> None:
+        if number <= len(self.memo) + NEAR:
+            self.memo[number] = value
+        else:  # str keys have random hashes; ints out of order could be chosen to collide
+            self.far[str(number)] = value
+
+    def memoize(self) -> None: ...  # in `_run`
+
+    def index(self) -> int:
+        return self.integer(self.line())
+
+    # ---- values ----
+
+    def integer(self, digits: bytes) -> int:
+        if len(digits) > MAX_INT_BYTES * 5 // 2 or not re.fullmatch(rb"-?[0-9]+", digits):
+            raise Fault(f"{describe(digits)} is not an integer, or is too long")
+        return int(digits)
+
+    def long(self, size: int) -> int:
+        if not 0 <= size <= MAX_INT_BYTES:
+            raise Fault(f"an integer of {size} bytes, the limit is {MAX_INT_BYTES}", LimitError)
+        return self.number(size, signed=True)
+
+    def real(self, digits: bytes) -> float:
+        if len(digits) > 100:
+            raise Fault(f"{describe(digits)} is too long for a float")
+        return float(digits)
+
+    def text(self, size: int) -> str:
+        return str(self.take(size), "utf-8", "surrogatepass")
+
+    def string(self, size: int) -> str | bytes:
+        return _python2(self.take(size))
+
+    def quoted(self, line: bytes) -> str | bytes:
+        if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
+            raise Fault(f"{describe(line)} is not a quoted string")
+        return _python2(re.sub(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", _unescape, line[1:-1]))
+
+    def escaped(self, line: bytes) -> str:
+        return str(line, "raw-unicode-escape")
+
+    def content(self, size: int, kind: type = bytes) -> Any:
+        at = self.at
+        if kind is bytes and size >= _LARGE and type(self.data) is not bytes and size <= len(self.data) - at:
+            self.at = at + size
+            return LargeBytes(self.data, at, size)
+        data = self.take(size)
+        value = data if kind is bytes else bytearray(data)
+        if value:
+            self.places[id(value)] = at
+        return value
+
+    # ---- containers ----
+
+    def new(self, kind: type, items: list[Any]) -> Any:
+        if kind is list:
+            return items
+        if kind is dict:
+            pairs: dict[Any, Any] = {}
+            if items:
+                put(pairs, items, self.watched)
+            return pairs
+        if kind is frozenset:
+            elements: set[Any] = set()
+            add(elements, items, {})
+            return frozenset(elements) if elements else _NO_ELEMENTS
+        return kind(items)
+
+    def extend(self, values: list[Any], kind: type = list) -> None:
+        into = self.stack[-1]
+        actual = type(into)
+        if actual is Inert:
+            put(into, [x for pair in enumerate(values, len(into.items)) for x in pair], self.watched)
+        elif actual is not kind:
+            verb = "appending" if kind is list else "adding"
+            raise Fault(f"{verb} to {describe(into)}, which is not a {kind.__name__}")
+        elif kind is list:
+            into.extend(values)
+        else:
+            add(into, values, self.watched)
+
+    def set_items(self, pairs: list[Any]) -> None:
+        into = self.stack[-1]
+        if pairs:
+            put(into, pairs, self.watched)
+
+    def build(self, state: Any) -> None:
+        into = self.stack[-1]
+        if type(into) is Inert:
+            into.state = state if into.state is None else (into.state, state)
+        elif isinstance(into, Built):
+            into.build(state)
+        # The state of an OrderedDict is its attributes, which are not items: torch sets `_metadata` (module versions).
+        elif type(into) is not dict and type(into) is not Foreign:
+            raise Fault(f"a state set on {describe(into)}")
+
+    # ---- globals, calls, and data outside the pickle ----
+
+    def named(self, module: Any, name: Any) -> Global | Foreign:
+        if type(module) is not str or type(name) is not str:
+            raise Fault(f"a global must be named by two strings, got {describe(module)} and {describe(name)}")
+        if len(module) + len(name) > 1000:
+            raise Fault(f"a global's name of {len(module) + len(name)} characters, the limit is 1000", LimitError)
+        return self._global(f"{module}.{name}")
+
+    def _global(self, name: str) -> Global | Foreign:
+        known = self.table.get(name)
+        if known is not None:
+            self.harmless[name] = known
+            return known
+        foreign = self.foreign.get(name)
+        if foreign is None:
+            self.charge(len(name))  # the pickle can combine modules and names in many ways
+            foreign = self.foreign[name] = Foreign(name)
+        return foreign
+
+    def extension(self, number: int) -> Global | Foreign:
+        return self._global(f"extension code {number} of copyreg")
+
+    def call(self, function: Any, args: Any) -> Any:
+        if type(args) is not tuple:
+            raise Fault(f"arguments must be a tuple, got {describe(args)}")
+        if type(function) is Global and function.build is not None:
+            if function.copies and args:
+                self.charge(_copied_size(args))
+            return function.build(args)
+        if type(function) in (Foreign, Inert):
+            return Inert(function.name, args)
+        raise Fault(f"{describe(function)} cannot be called")
+
+    def joined(self, args: Any, keywords: Any) -> Any:
+        if keywords and type(args) is tuple:
+            self.charge(8 * len(args))
+            return (*args, keywords)
+        return args
+
+    def stored(self, key: Any, *, is_line: bool = False) -> Any:
+        return self.persistent(key.decode() if is_line else key)
+
+    def buffer(self, value: Any) -> Any:
+        raise Fault("a buffer outside the pickle", UnsupportedError)
+
+
+def _python2(text: bytes) -> str | bytes:
+    """Convert a str of Python 2: text if it is UTF-8, else bytes."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return text
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    text = match[1]
+    if text[:1] == b"x":
+        return bytes((int(text[1:], 16),))
+    if text.isdigit():
+        return bytes((int(text, 8) & 0xFF,))
+    return _ESCAPES.get(text, text)
+
+
+def _copied_size(args: tuple[Any, ...]) -> int:
+    """Return an upper bound for the bytes of copied arguments: 100 per item, which can become a dict entry."""
+    size = 0
+    for arg in args:
+        if type(arg) is str or type(arg) is bytes:
+            size += 4 * len(arg)
+        elif type(arg) in (list, tuple, dict):
+            size += 100 * len(arg)
+    return size
 
 
 class TruncatedError(FormatError):
@@ -58,7 +318,7 @@ class Unpickled(NamedTuple):
     harmless: list[str]  # names of its globals in the table
     foreign: list[str]  # names of its globals outside the table
     data: Any = b""  # the bytes that hold it
-    places: Mapping[int, int] = MappingProxyType({})  # see `Machine`
+    places: Mapping[int, int] = MappingProxyType({})  # see `Builder`
     base: int | None = None  # offset of `data` in the file; None if the file stores it compressed
     members: Mapping[str, Collection[str]] = MappingProxyType({})  # see `Tree` of torch
 
@@ -74,7 +334,7 @@ def unpickle(
     complete: bool = True,  # False if the file has more bytes to read after a `TruncatedError`
 ) -> Unpickled:
     """Run a pickle; if ``inert``, unknown globals become placeholders instead of a `ForbiddenError` that lists all."""
-    machine = Machine(data, table, persistent)
+    machine = Builder(data, table, persistent)
     try:
         with paused(len(data)):  # a pickle can make an object per byte
             value = _run(machine, path, base)
@@ -112,10 +372,10 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fau
     raise error_about(ForbiddenError, text, path=path)
 
 
-def _run(machine: Machine, path: str, base: int | None) -> Any:
+def _run(machine: Builder, path: str, base: int | None) -> Any:
     """Run the opcodes, return the value on the stack, and turn exceptions into errors with a position."""
     data, size = machine.data, len(machine.data)
-    stack, marks, memo = machine.stack, machine.marks, machine.memo
+    stack, marks, memo, far = machine.stack, machine.marks, machine.memo, machine.far
     call, persistent = machine.call, machine.persistent
     at = room = 0
 
@@ -126,7 +386,7 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
         for _ in repeat(None, MAX_OPCODES):
             match data[at]:  # an IndexError at the end
                 case 0x72:  # LONG_BINPUT
-                    number = U32(data, at + 1)[0]
+                    number = _U32(data, at + 1)[0]
                     if number <= room or number <= (room := len(memo) + NEAR):
                         memo[number] = stack[-1]
                     else:
@@ -153,7 +413,7 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
                     stack[-1] = (stack[-1], value)
                     at += 1
                 case 0x58:  # BINUNICODE
-                    end = at + 5 + U32(data, at + 1)[0]
+                    end = at + 5 + _U32(data, at + 1)[0]
                     if end > size:
                         machine.at = end
                         raise IndexError
@@ -187,6 +447,16 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
                     else:
                         machine.remember(number, stack[-1])
                     at += 2
+                case 0x8C:  # SHORT_BINUNICODE
+                    end = at + 2 + data[at + 1]
+                    if end > size:
+                        machine.at = end
+                        raise IndexError
+                    stack.append(str(data[at + 2 : end], "utf-8", "surrogatepass"))
+                    at = end
+                case 0x94:  # MEMOIZE
+                    memo[len(memo) + len(far)] = stack[-1]
+                    at += 1
                 case code:
                     machine.at = at + 1
                     machine.stack = stack

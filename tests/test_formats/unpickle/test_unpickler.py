@@ -180,6 +180,37 @@ def test_every_opcode_of_the_standard_library_is_known():
         assert ("unknown opcode" in str(attempt(b"(" * 9 + code))) == (code not in codes), code
 
 
+ARGUMENTS = {
+    "uint1": (b"\x05",), "uint2": (b"\1\2",), "int4": (b"\1\0\0\0",), "uint4": (b"\0\0\0\0",), "uint8": (bytes(8),),
+    "float8": (bytes(8),), "floatnl": (b"1.5\n", b"-3\n"), "decimalnl_short": (b"12\n", b"00\n"),
+    "decimalnl_long": (b"12L\n", b"-7\n"), "stringnl": (b"'a\\n'\n",), "stringnl_noescape": (b"17\n",),
+    "stringnl_noescape_pair": (b"a\npair\n",), "unicodestringnl": (b"\\u1234 a\n",), "long1": (b"\0", b"\2ab"),
+    "long4": (b"\0\0\0\0", b"\2\0\0\0ab"), None: (b"",),
+    **dict.fromkeys(("string1", "bytes1", "unicodestring1"), (b"\0", b"\3abc")),
+    **dict.fromkeys(("string4", "bytes4", "unicodestring4"), (b"\0\0\0\0", b"\3\0\0\0abc")),
+    **dict.fromkeys(("bytes8", "unicodestring8", "bytearray8"), (bytes(8), b"\3" + bytes(7) + b"abc")),
+}  # fmt: skip
+# Stacks before an opcode: one of them has what it needs.
+STACKS = (
+    *(b"Nq\0q\5p12\n", b"(NN", b"}NN", b"]N", b"](", b"}N", b"}(", b"}NNN", b"\x8f(", b"U\1aU\1b"),
+    *(b"ca\npair\n)", b"(ca\npair\n", b"ca\npair\n)}"),
+)
+
+
+def test_each_opcode_reads_the_argument_that_the_standard_library_reads():
+    import pickletools
+
+    for opcode in pickletools.opcodes:
+        for argument in ARGUMENTS[opcode.arg and opcode.arg.name]:
+            code = opcode.code.encode("latin-1") + (b"\5" if opcode.name == "PROTO" else argument)
+            if opcode.name in ("STOP", "NEXT_BUFFER", "READONLY_BUFFER"):  # none follows, or it is refused
+                continue
+            assert [at for _, _, at in pickletools.genops(code + b".")] == [0, len(code)]
+            faults = {stack: attempt(stack + code + b"\xff", inert=True) for stack in STACKS}
+            expected = "pickle opcode 0xff: unknown opcode (p.pkl, byte {})"
+            assert any(fault == expected.format(len(stack + code)) for stack, fault in faults.items()), (code, faults)
+
+
 def test_a_global_of_the_table_is_built_by_its_row():
     for call in (b"ca\npair\n(K\x01K\x02tR.", b"(K\x01K\x02ia\npair\n.", b"(ca\npair\nK\x01K\x02o."):
         assert load(call) == (2, 1)
