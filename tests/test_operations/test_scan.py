@@ -379,6 +379,55 @@ def test_what_follows_an_array_of_joblib_is_judged(protocol, tmp_path):
     assert scanned(tmp_path, "x.joblib", content).findings[0].name == "os.system"
 
 
+def wrapped_state(items, name=b"joblib.numpy_pickle\nNumpyArrayWrapper"):
+    """The description of an array by its attributes, each a pickle of protocol 2 without its frame."""
+    pairs = b"".join(b"U%c%s%s" % (len(name), name, value) for name, value in items.items())
+    return b"\x80\x02c" + name + b"\n)\x81}(" + pairs + b"ub"
+
+
+def bare(value):
+    return pickletools.optimize(pickle.dumps(value, 2))[2:-1]
+
+
+F8, TWO, FOUR = bare(np.dtype("f8")), bare((2,)), bare((4,))
+HIDING = {  # attributes of 32 bytes of elements, by the rules of joblib and NumPy
+    "an alignment that is not an integer": {b"dtype": F8, b"shape": FOUR, b"numpy_array_alignment_bytes": b"F16.0\n"},
+    "fields with objects": {b"dtype": bare(np.dtype([("a", "O")])), b"shape": FOUR},
+    "a flag of objects": {b"dtype": F8.replace(b"K\0tb", b"K\x3ftb"), b"shape": FOUR},
+    "another size": {b"dtype": bare(np.dtype("S8")).replace(b"K\x08K\1K\0", b"K\x10K\1K\0"), b"shape": TWO},
+    "a key that equals a text": {b"dtype": F8, b"shape": TWO + bare(np.str_("shape")) + FOUR},
+    "many items": {
+        b"dtype": F8,
+        b"shape": TWO + b"u(" + b"".join(b"I%d\nN" % k for k in range(17)) + b"U\5shape" + FOUR,
+    },
+}
+
+
+@pytest.mark.parametrize("case", HIDING)
+def test_the_size_of_an_array_of_joblib_is_that_of_its_readers(case, tmp_path):
+    """16 bytes that a scan of 16 bytes skips, then opcodes that end a pickle unless they are elements too."""
+    hidden = EVIL[2:-1] + b"0N." if "object" in case else b"." * 16 + EVIL[2:]
+    padding = b"\0" if "alignment" in case else b""
+    content = wrapped_state(HIDING[case]) + padding + b"." * 16 * ("object" not in case) + hidden
+    report = scanned(tmp_path, "x.joblib", content)
+    assert report.unreadable or "os.system" in {f.name for f in report.findings}, report
+
+
+def test_arrays_of_any_module_that_has_the_class_of_joblib_are_skipped(tmp_path):
+    for name in (b"joblib.numpy_pickle\nNumpyArrayWrapper", b"joblib._store_backends\nnumpy_pickle.NumpyArrayWrapper"):
+        content = wrapped_state({b"dtype": F8, b"shape": TWO}, name) + b"0N." + b"." * 13 + b"0" + EVIL[2:]
+        assert "os.system" in {f.name for f in scanned(tmp_path, "x.joblib", content).findings}
+
+
+def test_structured_arrays_of_joblib_are_skipped(tmp_path):
+    joblib = pytest.importorskip("joblib")
+    for dtype in ([("a", "<f4"), ("b", "S3")], [("a", "O"), ("b", "<i4")], "S5", "U3", ">i2"):
+        joblib.dump([np.zeros(3, dtype), Outer.Inner], tmp_path / "x.joblib")
+        report = safeload.scan(tmp_path / "x.joblib")
+        assert report.unreadable == []
+        assert f"{__name__}.Outer.Inner" in {f.name for f in report.findings}
+
+
 def test_a_torch_file_inside_a_pickle_is_judged(tmp_path):
     inner = zipped({"x/data.pkl": EVIL})
     content = b"\x80\x04ctorch.storage\n_load_from_bytes\nB" + struct.pack("<I", len(inner)) + inner + b"\x85R."

@@ -35,7 +35,9 @@ _FIRST, _WINDOW = 512, 1 << 16
 # Bytes of a line that count as an opcode.
 _CHARGED = 64
 
-_WRAPPER = "joblib.numpy_pickle.NumpyArrayWrapper"
+# A class of joblib, which several of its modules import, and the attributes that tell the size of an array.
+_WRAPPER = ".NumpyArrayWrapper"
+_ATTRIBUTES = ("shape", "dtype", "numpy_array_alignment_bytes")
 _NAME, _DIGITS = re.compile(rb"[\w.\x80-\xff]*"), re.compile(rb"[\s0-9_+-]*")
 _SMALL = re.compile(rb"-?[0-9]{1,18}")
 _DTYPE = re.compile(r"[<>|=]?([?a-zA-Z])([0-9]{0,6})", re.ASCII)
@@ -73,11 +75,12 @@ class _Unknown:
 class _Computed:
     """The result of a call, which can be any value when the pickle runs."""
 
-    __slots__ = ("args", "name")
+    __slots__ = ("args", "name", "state")
 
     def __init__(self, name: str, args: Any) -> None:
         self.name = name
         self.args = args
+        self.state: Any = None  # set by BUILD; unknown after a second one
 
 
 class _Named:
@@ -330,8 +333,10 @@ class _Tracer(Machine):
         into = self._changed()
         if type(into) is _Named and into.name in self.called:  # no writer sets the attributes of a class or function
             self.names.setdefault(f"{COMPUTED}.{into.name}", self.start)
-        if isinstance(into, _Computed) and _wraps(into) and type(state) is dict:
-            _skip_array(self, state)
+        if isinstance(into, _Computed):
+            into.state = state if into.state is None else _UNKNOWN
+            if _wraps(into):
+                _skip_array(self, into.state)
 
     # ---- globals, calls, and data outside the pickle ----
 
@@ -401,9 +406,11 @@ def _part(value: Any) -> str:
 
 
 def _updated(into: dict[Any, Any], pairs: list[Any]) -> dict[Any, Any]:
-    """Set the items of a small dict whose keys are texts."""
-    if len(into) + len(pairs) // 2 <= _ITEMS:
-        into.update((key, value) for key, value in zip(pairs[::2], pairs[1::2], strict=False) if type(key) is str)
+    """Set the items of a dict; an item None marks a dict that is large, or has keys other than short texts."""
+    if len(into) + len(pairs) // 2 <= _ITEMS and all(type(key) is str for key in pairs[::2]):
+        into.update(zip(pairs[::2], pairs[1::2], strict=False))
+    else:
+        into[None] = None
     return into
 
 
@@ -412,43 +419,50 @@ def _updated(into: dict[Any, Any], pairs: list[Any]) -> dict[Any, Any]:
 
 def _wraps(value: _Computed) -> bool:
     """Return True if a call makes joblib's description of an array, after which come BUILD and the bytes."""
-    if value.name == _WRAPPER:
+    if value.name.endswith(_WRAPPER):
         return True
     args: tuple[Any, ...] = value.args or ()  # copyreg._reconstructor, in protocols 0 and 1
-    return bool(args) and isinstance(args[0], _Named) and args[0].name == _WRAPPER
+    return bool(args) and isinstance(args[0], _Named) and args[0].name.endswith(_WRAPPER)
 
 
-def _skip_array(t: _Tracer, state: dict[str, Any]) -> None:
+def _skip_array(t: _Tracer, state: Any) -> None:
     """Skip the bytes of an array, or enter the pickle of an array of objects."""
-    shape, dtype = state.get("shape"), state.get("dtype")
+    plain = type(state) is dict and None not in state
+    shape, dtype, alignment = map(state.get, _ATTRIBUTES) if plain else (None, None, None)
     size = _itemsize(dtype)
     if size == 0:
         t.nested = True
         return
-    if (
-        size is None
-        or type(shape) is not tuple
-        or not all(isinstance(dim, int) and 0 <= dim < 1 << 48 for dim in shape)
-    ):
+    sizes = (*shape, alignment or 0) if type(shape) is tuple else (None,)
+    if size is None or not all(isinstance(dim, int) and 0 <= dim < 1 << 48 for dim in sizes):
         raise Fault("an array of joblib whose size is not plain", LimitError)
-    if isinstance(state.get("numpy_array_alignment_bytes"), int):
+    if alignment is not None:
         t.skip(t.take(1)[0])
-    t.skip(size * math.prod(shape))
+    t.skip(size * math.prod(sizes[:-1]))
 
 
 def _itemsize(dtype: Any) -> int | None:
     """Return the bytes of an element of a pickled dtype, 0 for objects, None if it is not plain."""
     if not isinstance(dtype, _Computed) or dtype.name != "numpy.dtype" or not dtype.args:
         return None
-    spec = dtype.args[0]
+    spec, state = dtype.args[0], dtype.state
     match = _DTYPE.fullmatch(spec) if type(spec) is str else None
     if match is None:
         return None
-    if match[1] == "O":
-        return 0
-    if match[1] == "U":
-        return 4 * int(match[2] or 0) or None
-    return (int(match[2]) if match[2] else _SIZES.get(match[1])) or None
+    kind, size = match[1], int(match[2] or 0)
+    if state is not None:  # (version, order, subarray, names, fields, size, alignment, flags), which replaces the size
+        if type(state) is not tuple or len(state) not in (8, 9) or state[0] not in (3, 4) or state[2] is not None:
+            return None
+        full, flags = state[5], state[7]
+        if not isinstance(full, int) or not isinstance(flags, int):
+            return None
+        if flags & 1:  # it has objects
+            return 0
+        if kind in "SUV":
+            return full if full > 0 else None
+    if kind == "O":
+        return 0 if state is None else None
+    return (4 * size if kind == "U" else size or _SIZES.get(kind)) or None
 
 
 # ---- a run ----
