@@ -31,7 +31,7 @@ from ..stores.json_file import read_if_there, read_json
 from ..stores.store import read_at
 from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
-from .gguf import split as gguf_split
+from .gguf import read as gguf
 from .numbered import (
     DCP_METADATA,
     DCP_RANK,
@@ -158,9 +158,9 @@ def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[Wei
 
 def open_parts(first: Opened, request: OpenRequest) -> Opened:
     """Add the other parts to an open file if it is part of a split GGUF file."""
-    if first.format != GGUF or not gguf_split.is_part(first.file):
+    if first.format != GGUF or not gguf.is_part(first.file):
         return first
-    files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, request).file)
+    files, metadata = gguf.open_parts(first.file, lambda path: open_file(path, request).file)
     where: dict[str, tuple[WeightFile, int]] = {}
     for file in files:
         add(where, places_in(file))

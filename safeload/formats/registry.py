@@ -379,7 +379,7 @@ ROWS = (
            _TORCH_SUFFIXES, nested=True, family="torch", ranges=False),
     Format("pickle", "pickled NumPy arrays", _PICKLE, foreign.is_pickle, ".pickle_file",
            (".pdparams", ".pdopt"), nested=True, ranges=False),
-    Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), ".gguf.file",
+    Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), ".gguf.read",
            (".gguf",), writes=True, metadata=True, public=True),
     Format("npz", "npz", _ZIP, foreign.is_zip, ".npz", (".npz",), writes=True, ambiguous=True),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),

@@ -127,7 +127,7 @@ NAMES = {
     "MAX_FOLDERS": "formats.registry:MAX_FOLDERS",
     "OpenRequest": "formats.registry:OpenRequest",
     "module_of": "formats.registry:module_of",
-    "gguf_values_of": "formats.gguf.file:values_of",
+    "gguf_values_of": "formats.gguf.write:values_of",
     "imatrix": "formats.gguf.imatrix",
     "mixtures": "formats.gguf.mixtures",
     "ModelSizes": "formats.gguf.mixtures:ModelSizes",

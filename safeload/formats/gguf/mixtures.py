@@ -3,10 +3,16 @@
 A file type has a base, and cells for the kinds of tensors that get another type: of the cells of a kind, the first
 whose conditions all hold counts. A kind is found by a part of the name; the first match counts. Source:
 https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp (llama_tensor_get_type).
+
+Tensors of diffusion models get the types of ComfyUI-GGUF's llama-quantize (``image_types.json``), also by kind. A cell
+has the type of the first tensors of a kind, or of all, if it is not the base of the file type. ComfyUI-GGUF writes no
+``refused`` file types; ``foreign`` parts of names belong to other models, or to other parts of a checkpoint. Source:
+https://github.com/city96/ComfyUI-GGUF/blob/main/tools/lcpp.patch (img_tensor_get_type).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,11 +26,14 @@ from ...base.messages import error_about
 from ...base.scheme import SCHEMES
 from ...base.text import nearest, show
 from ...errors import UnsupportedError
-from ...models.diffusion import ARCHITECTURE, model_of
+from ...models.diffusion import ARCHITECTURE, DIFFUSION_MODELS, model_of
 
 _data = partial(read_data, __name__, "mixtures.json")
+_image_data = partial(read_data, __name__, "image_types.json")
 
 FILE_TYPE = "general.file_type"
+# Its numbers of dtypes, in enum llama_ftype of https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h.
+_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 32}
 QUANTIZATION_VERSION = "general.quantization_version"
 # The version of ggml's block layouts, which llama.cpp writes into every quantized file.
 CURRENT_VERSION = 2
@@ -321,3 +330,64 @@ def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[t
     if model_of(metadata) is not None:
         return {**metadata, **last}
     return {**{key: value for key, value in metadata.items() if key not in last}, **last}
+
+
+def with_updated_file_type(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any, Any]:
+    """Return metadata with its file type number, if it has one, updated for the tensors to write."""
+    if FILE_TYPE not in metadata:
+        return metadata
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            elements[getattr(tensor, "scheme", None) or tensor.dtype.name] += math.prod(tensor.shape)
+    # The type of most weights decides. If it has no number, the metadata loses the key.
+    commonest = max(elements, key=elements.__getitem__, default=None)
+    # K-quants have a number for each mixture; the lowest is that of a single type (S).
+    mixtures = [row.number for row in file_types().values() if row.base == commonest]
+    number = min(mixtures) if mixtures else _NUMBERS.get(commonest or "")
+    if number is not None and model_of(metadata) is not None:
+        return {**metadata, FILE_TYPE: np.uint32(number)}  # in its place
+    rest = {key: value for key, value in metadata.items() if key != FILE_TYPE}
+    return rest if number is None else {**rest, FILE_TYPE: np.uint32(number)}
+
+
+# ---- diffusion models ----
+
+
+def choose_for_image(file_type: str, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, TensorType]:
+    """Return the type of each tensor; it depends on the place among its kind, so ``shapes`` must be in file order."""
+    if file_type not in _image_file_types():
+        raise UnsupportedError(
+            f"file type {file_type} has no rules for diffusion models, expected one of {', '.join(_image_file_types())}"
+        )
+    row, data = file_types()[file_type], _image_data()
+    counters: Counter[str] = Counter()
+    types: dict[str, TensorType] = {}
+    for name, shape in shapes.items():
+        if not _is_quantized_image(name, shape, architecture):
+            types[name] = TensorType(None)
+            continue
+        part = next((part for part in data["foreign"] if part in name), None)
+        if part is not None:
+            text = f"is no tensor of {architecture}, because of {part}"
+            raise error_about(UnsupportedError, text, tensor=name)
+        kind = next((kind for kind, parts in data["kinds"].items() if any(part in name for part in parts)), "")
+        number = counters[kind]
+        counters[kind] += 1
+        cells = data["cells"].get(file_type, {}).get(kind, ())
+        chosen = next((cell["type"] for cell in cells if number < cell.get("first", len(shapes))), row.base)
+        whole = shape[-1] % SCHEMES[chosen].block == 0
+        requires = whole and row.requires_imatrix and chosen == row.base
+        types[name] = TensorType(chosen if whole else FLOAT16, None, requires)
+    return types
+
+
+def _image_file_types() -> list[str]:
+    return [name for name in file_types() if name not in _image_data()["refused"]]
+
+
+def _is_quantized_image(name: str, shape: tuple[int, ...], architecture: str) -> bool:
+    if axes_of(shape) != 2 or not is_quantized(name, shape, architecture):
+        return False
+    parts = DIFFUSION_MODELS[architecture].unquantized or ()
+    return not any(name == part[1:] if part.startswith("=") else part in name for part in parts)

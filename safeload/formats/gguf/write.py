@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base import dtypes
+from ...base import dtypes, log
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ...base.messages import encode, error_about
 from ...base.native import lib
 from ...base.packing import CODES, GGUF, SCALE
 from ...base.paths import PathLike
 from ...base.scheme import INT8
-from ...base.text import check_name, show, tensor_named
+from ...base.text import check_name, clip, printable, show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError
-from ...models.diffusion import ARCHITECTURE, SHAPE_KEY
-from .file_type import KEY as FILE_TYPE
+from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, model_of
+from ..metadata import as_texts
+from .mixtures import FILE_TYPE
 from .read import Metadata
 from .values import DTYPES, NUMBERS
 
@@ -56,6 +58,8 @@ _INTEGERS = (
     (lib.SL_GGUF_I64, -(1 << 63), (1 << 63) - 1),
     (lib.SL_GGUF_U64, 0, (1 << 64) - 1),
 )
+# Tensor names of transformers; names of llama.cpp begin with blk, token_embd, output.
+_HUGGING_FACE_NAME = r"(?a)^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]"
 _OF_NUMBER = {kind: number for number, kind in NUMBERS.items()}
 _OF_DTYPE = {dtype: number for number, dtype in DTYPES.items()}
 
@@ -415,3 +419,42 @@ def _numbers(number: int, values: Sequence[Any]) -> bytes:
             return np.array(values, dtype).tobytes()
     except (OverflowError, FloatingPointError):  # a caller made the instance of a class of values.py
         raise SafeloadError(f"a number does not fit {dtype.name}") from None
+
+
+def save_converted(
+    tensors: Mapping[str, Any], metadata: Mapping[Any, Any], path: PathLike, *, overwrite: bool, durable: bool
+) -> None:
+    """Write tensors of any format, and warn if no engine will load the file."""
+    values = values_of(metadata)
+    _warn(tensors, values, str(path))
+    save(tensors, path, values, overwrite=overwrite, durable=durable)
+
+
+def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
+    """Convert metadata to GGUF: values without a GGUF type become JSON; values that JSON cannot hold are dropped."""
+    values: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if can_hold(value):
+            values[str(key)] = value
+        else:
+            values.update(as_texts({key: value}))
+    return values
+
+
+def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> None:
+    """Warn if the file lacks what an engine needs, because conversion copies tensors and does not build a model."""
+    if model_of(values) is not None:
+        return
+    missing = []
+    if not isinstance(values.get(ARCHITECTURE), str):
+        missing.append(f"the metadata has no {ARCHITECTURE}")
+    foreign = next((name for name in tensors if re.search(_HUGGING_FACE_NAME, name)), None)
+    if foreign is not None:
+        missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
+    if tensors and missing:
+        log.warning(
+            "%s: no engine will load this file: %s. The folder of a supported model, with config.json and tokenizer, "
+            "becomes a file that llama.cpp loads unless raw=True is passed",
+            printable(path),
+            "; ".join(missing),
+        )

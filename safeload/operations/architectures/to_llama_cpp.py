@@ -9,7 +9,7 @@ from typing import Any
 from ...base.messages import error_about
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
-from ...formats.gguf import file_type, mixtures, values
+from ...formats.gguf import mixtures, values
 from ...models.diffusion import ARCHITECTURE
 from ...models.family import gguf_forms
 from ...models.gguf import is_kept_f32
@@ -74,7 +74,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         "general.type": "model",
         **general_keys(files.folder, shapes, config),
         **settings.metadata,
-        file_type.KEY: values.U32(0),  # replaced once types are decided
+        mixtures.FILE_TYPE: values.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
         **dict(vocabulary.keys()),
         **dict(SpecialTokens(files, config, vocabulary).keys()),

@@ -29,8 +29,8 @@ from ...engine.read.plan import Entry
 from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...errors import UnsupportedError
-from ...formats.gguf import file_type
 from ...formats.gguf.imatrix import ImportanceMatrix
+from ...formats.gguf.mixtures import FILE_TYPE, with_updated_file_type
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
 from ...models.diffusion import model_of, with_renamed_shapes
@@ -300,8 +300,8 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
         metadata = with_renamed_shapes(metadata, names)
     own = options.get("metadata") or {}
     chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
-    if format == "gguf" and chosen and file_type.KEY not in own:
-        metadata = file_type.updated(metadata, outputs.values())
+    if format == "gguf" and chosen and FILE_TYPE not in own:
+        metadata = with_updated_file_type(metadata, outputs.values())
     if format == "gguf" and isinstance(rules, Rules):
         metadata = metadata_with(metadata, rules, matrix, own)
     engine_rules = rules if isinstance(rules, EngineRules) else None

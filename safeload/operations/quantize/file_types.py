@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from ...base.messages import error_about
 from ...base.text import show
 from ...errors import UnsupportedError
-from ...formats.gguf import image_types, mixtures
+from ...formats.gguf import mixtures
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.gguf.mixtures import FLOAT16, ModelSizes, TensorType
 from ...models.diffusion import DIFFUSION_MODELS, QUANTIZED
@@ -77,7 +77,7 @@ class FileTypeRules(Rules):
         """
         shapes = {name: about.shape for name, about in tensors.items()}
         if self._sizes.architecture in DIFFUSION_MODELS:
-            self._types = image_types.choose(self.file_type, shapes, self._sizes.architecture)
+            self._types = mixtures.choose_for_image(self.file_type, shapes, self._sizes.architecture)
         else:
             self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
         for name, chosen in self._types.items():
