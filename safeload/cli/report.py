@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     # Imported here: they would slow down the other commands.
     from ..operations.folders.output import Output
     from ..operations.report.page import is_page
-    from ..operations.report.report import PageRequest, page_of
+    from ..operations.report.report import page_of
 
     if options.output == STANDARD and options.json:
         raise ValueError("--output - and --json both write to stdout; pass only one of them")
@@ -78,9 +78,15 @@ def run(options: argparse.Namespace) -> int:
     output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
     if options.output != STANDARD:
         output.check()
-    request = PageRequest(options.quantize, options.digest, options.threads, bar)
     with read_again(options.path) as path:
-        text, report = page_of(path, opening(options), request)
+        text, report = page_of(
+            path,
+            opening(options),
+            scheme=options.quantize,
+            digest=options.digest,
+            threads=options.threads,
+            bars=bar,
+        )
     nbytes = write_to_stdout(text) if options.output == STANDARD else output.write(text, report.files)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": report.ok}, indent=1))

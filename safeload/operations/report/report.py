@@ -1,36 +1,69 @@
-"""Write an HTML page about a checkpoint, with charts."""
+"""Write an HTML page about a checkpoint: findings, contents, charts, sizes, tables, and the digests of its files."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Mapping
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
+from ..._version import __version__
+from ...base.layout import figure
 from ...base.paths import PathLike, native_path
-from ...base.scheme import parse
+from ...base.scheme import parse, usual_axis
+from ...base.table import TensorInfo
+from ...base.text import plural, show, size
+from ...checkpoint import Checkpoint
+from ...engine.codes.pieces import Meter, in_order
 from ...engine.run.progress import Bars, Progress, bars
-from ...errors import SafeloadError, public
+from ...errors import RangeError, SafeloadError, public
 from ...formats.registry import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ...stores.url import is_url
 from ..folders.output import Output
+from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
 from ..quantize.quantize import SchemeName
-from ..validate.findings import CheckReport
+from ..sources.catalog import Catalog
+from ..validate.findings import CheckReport, gather
 from ..validate.run import validate_path
 from ..validate.settings import settings
-from .content import digest_section, findings_section, sections
-from .page import facts, head, is_page, page
-from .source import File, about, files_of, now
+from . import plots
+from .page import collapsible, facts, finding, head, is_page, page, part, section, soft, table
+from .plots import Line, ReportContent, content
 
+# Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
+_ROWS = 5000
+_LISTED = 1000
 
-class PageRequest(NamedTuple):
-    """Options of a page besides the findings and the contents."""
+# Maximum number of groups of findings.
+_GROUPS = 500
 
-    scheme: SchemeName | None = None  # show the error of quantizing to this scheme
-    digest: bool = True  # show the SHA-256 of local files
-    threads: int | None = None
-    bar: Bars = bars(None)
+# Maximum number of metadata entries, and of characters in each.
+_METADATA, _LENGTH = 100, 200
+
+_HEAT = (
+    "Number of values by magnitude, for each kind of tensor. Shades are relative to the fullest column of a row. "
+    "Zeros, NaN and infinity are left out."
+)
+_BARS = "Colours match the layers below."
+_SIZES = "Memory of all arrays if loaded with this dtype, or by load_quantized with this scheme."
+_QUANTIZED = "With a scheme, embeddings, norms, biases and tensors that do not fit it stay float32."
+
+_SPREAD = (
+    Line("largest absolute value", 1, lambda row: float(row.stats.absmax)),
+    Line("standard deviation", 0, lambda row: float(row.stats.std)),
+)
+
+# Bytes per read: enough to amortize the call.
+_PIECE = 1 << 20
+
+# The variable with the date of the page, in seconds since 1970: https://reproducible-builds.org/specs/source-date-epoch/
+_EPOCH = "SOURCE_DATE_EPOCH"
 
 
 @public
@@ -95,25 +128,30 @@ def report(
     sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
     output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
     output.check()
-    request = PageRequest(scheme, digest, threads, bars(progress))
-    text, checked = page_of(path, opening, request)
+    text, checked = page_of(path, opening, scheme=scheme, digest=digest, threads=threads, bars=bars(progress))
     output.write(text, checked.files)
     return checked
 
 
-def page_of(path: PathLike | Located, opening: Mapping[str, Any], request: PageRequest) -> tuple[str, CheckReport]:
+def page_of(
+    path: PathLike | Located,
+    opening: Mapping[str, Any],
+    *,
+    scheme: SchemeName | None,  # show the error of quantizing to this scheme
+    digest: bool,  # show the SHA-256 of local files
+    threads: int | None,
+    bars: Bars,
+) -> tuple[str, CheckReport]:
     """Return the page about a checkpoint, and the report of its check."""
-    date = now()
-    with request.bar("report") as progress:
-        checks = settings(threads=request.threads, progress=progress, histogram=True)
-        report = validate_path(path, opening, checks)
-    parts = [findings_section(report)]
-    remote = is_url(report.source)
-    local = isinstance(path, (str, os.PathLike)) and not remote
-    files: list[File] = []
+    date = _now()
+    with bars("report") as progress:
+        report = validate_path(path, opening, settings(threads=threads, progress=progress, histogram=True))
+    parts = [_findings(report)]
+    local = isinstance(path, (str, os.PathLike)) and not is_url(report.source)
+    files: list[_File] = []
     if local:
-        paths = report.files or [report.source]
-        files = files_of(paths, digest=request.digest, threads=request.threads, bars=request.bar)
+        files = [_File(file, _size_of(file)) for file in report.files or [report.source]]
+        files = _with_digests(files, threads, bars) if digest else files
     try:
         checkpoint = loading.open(path, **opening) if report.files else None
     except (SafeloadError, OSError):
@@ -122,13 +160,233 @@ def page_of(path: PathLike | Located, opening: Mapping[str, Any], request: PageR
         checkpoint = None  # the findings say why
     if checkpoint is not None:
         with checkpoint as opened:
-            parts += sections(opened, report, request.scheme, threads=request.threads, bars=request.bar)
+            parts += _sections(opened, report, scheme, threads, bars)
             if not local:  # read only once
-                files = [File(file.path, file.identity[0]) for file in opened.weight_files]
-    parts.append(digest_section(files))
+                files = [_File(file.path, file.identity[0]) for file in opened.weight_files]
+    rows = [(os.path.basename(file.path), file.digest, f"{file.nbytes:,}") for file in files if file.digest is not None]
+    if len(files) > 1 and rows:
+        title = _some(len(rows), _ROWS, "file", "files")
+        listed = table(title, ("file", "SHA-256", "bytes"), rows[:_ROWS], label="SHA-256 of each file", words=2)
+        parts.append(section("Files", listed))
     mood = "bad" if report.errors else "odd" if report.warnings else "calm" if report.notes else "good"
     checked = f"checked: {report.checked}" if report.tensors else ""
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     title = os.path.basename(name) or report.source
-    top = head(title, report.verdict, mood, checked, facts(about(report.source, files, date), "meta"))
-    return page(title, top, parts), report
+    about = facts(_about(report.source, files, date), "meta")
+    return page(title, head(title, report.verdict, mood, checked, about), parts), report
+
+
+# ---- sections ----
+
+
+def _findings(report: CheckReport) -> str:
+    """Return the findings of `safeload.check`; equal findings about several tensors form a group."""
+    groups = [group for listed in (report.errors, report.warnings, report.notes) for group in gather(listed)]
+    items = []
+    for first, more in groups[:_GROUPS]:
+        similar = [(item.tensor or "file", item.message) for item in more[:_LISTED]]
+        items.append(finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
+    if not items:
+        return ""
+    left = len(groups) - len(items)
+    rest = f'<p class="soft">and {left:,} more; safeload check --json lists all.</p>' if left > 0 else ""
+    return section("Findings", f'<ul class="findings">{"".join(items)}</ul>', rest)
+
+
+def _sections(
+    opened: Checkpoint, report: CheckReport, scheme: SchemeName | None, threads: int | None, bars: Bars
+) -> Iterator[str]:
+    """Yield the sections about an open checkpoint; ``scheme`` adds its quantization error."""
+    infos = opened.tensors
+    shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
+    metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]
+    title = _some(len(opened.metadata), _METADATA, "metadata entry", "metadata entries")
+    listed = collapsible(title, facts(metadata, "pairs"), rows=len(metadata))
+    yield section("Contents", facts(_facts(opened, report), "tiles"), listed)
+    if not infos:
+        return
+    layered = bool(shown.layered)
+    layers = len({row.layer for row in shown.layered})
+    cut = f"The first {plots.LAYERS} of {layers:,} layers." if layers > plots.LAYERS else ""
+    by_layer = part("By layer", soft(cut) + plots.stacks(shown)) if layered else ""
+    yield section("Size breakdown", plots.bars(shown), by_layer, note=_BARS if layered else "")
+    yield _sizes(opened)
+    lines = [row for row in shown.layered if row.stats is not None]
+    yield section("Values by layer", plots.panels(lines, _SPREAD, log=True), note=cut)
+    measured = [row for row in shown.tensors if row.stats is not None]
+    yield section("Magnitude distribution", plots.heat(measured, round(math.log2(HISTOGRAM_EDGES[0]))), note=_HEAT)
+    if scheme is not None:
+        yield _quantized(opened, shown, scheme, threads, bars)
+    header = ("tensor", "dtype", "shape", "size", "min", "max", "mean", "std", "NaN, Inf")
+    rows = [_row(info, report.stats.get(name)) for name, info in islice(infos.items(), _ROWS)]
+    title = _some(len(infos), _ROWS, "tensor", "tensors")
+    yield section("Tensors", table(title, header, rows, label="all tensors", words=3))
+
+
+def _row(info: TensorInfo, stats: TensorStats | None) -> tuple[str, ...]:
+    """Return the cells of a tensor."""
+    numbers = [""] * 5
+    if stats is not None:
+        bad = f"{stats.nan + stats.inf:,}" if stats.nan + stats.inf else ""
+        values = (stats.min, stats.max, stats.mean, stats.std)
+        numbers = [*("" if math.isnan(value) else figure(value, 4) for value in values), bad]
+    return info.name, info.dtype, str(list(info.shape)), size(info.nbytes), *numbers
+
+
+def _some(count: int, limit: int, singular: str, plural: str) -> str:
+    """Return the title of a list that is cut at a limit."""
+    total = f"{count:,} {singular if count == 1 else plural}"
+    return total if count <= limit else f"the first {limit:,} of {total}"
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, str):
+        return show(value)
+    return value if len(value) <= _LENGTH else f"{value[:_LENGTH]}…"
+
+
+def _facts(opened: Checkpoint, report: Any) -> Iterator[tuple[str, str]]:
+    yield "format", opened.format
+    yield "tensors", f"{report.tensors:,}"
+    yield "parameters", f"{report.parameters:,}"
+    yield "tensor size", size(report.nbytes)
+    totals: dict[str, int] = {}
+    for info in opened.tensors.values():
+        totals[info.dtype] = totals.get(info.dtype, 0) + info.nbytes
+    if totals:
+        yield "dtypes", ", ".join(sorted(totals, key=lambda code: -totals[code]))
+    if report.schema is not None:
+        yield "schema", report.schema
+
+
+def _sizes(opened: Checkpoint) -> str:
+    """Return the memory that the checkpoint takes as each dtype and scheme."""
+    from ..measure.sizes import sizes
+
+    loaded = sizes(opened)
+    unquantized = loaded.dtypes.get("float32")
+    schemes = {name: total for name, total in loaded.schemes.items() if total != unquantized}
+    note = f"{_SIZES} {_QUANTIZED}" if schemes else _SIZES
+    rows = [*loaded.dtypes.items(), *schemes.items()]
+    return section("Size when loaded", plots.measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
+
+
+# ---- quantization error ----
+
+
+def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars) -> str:
+    """Return the section on the quantization error, reading tensors one at a time."""
+    errors, refused = _errors(opened, scheme, threads, bars)
+    if not errors and not refused:
+        return ""
+    from ..quantize.quantization_error import COLUMNS
+
+    worst = sorted(errors.items(), key=lambda item: item[1].snr_db)
+    header, rows = ["tensor", *COLUMNS], [[name, *error.cells()] for name, error in worst[:_ROWS]]
+    if refused:
+        header.append("not quantized")
+        rows = [[*row, ""] for row in rows]
+        rows += [[name, "", "", "", reason] for name, reason in islice(refused.items(), _ROWS)]
+    line = Line("signal-to-noise ratio in dB, higher is better", 2, lambda row: float(errors[row.name].snr_db))
+    title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
+    return section(
+        f"Error when quantized to {scheme}",
+        plots.panels([row for row in shown.layered if row.name in errors], [line], log=False),
+        table(title, header, rows, label=f"quantization error of {scheme}"),
+    )
+
+
+def _errors(
+    opened: Checkpoint, scheme: SchemeName, threads: int | None, bars: Bars
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Measure the errors of tensors that `load_quantized` quantizes; list reasons why tensors cannot be quantized."""
+    from ..quantize.checkpoint import ModelRules, Rules
+    from ..quantize.quantization_error import quantization_error
+    from ..quantize.quantize import quantize
+
+    catalog, rules = Catalog.of(opened), Rules(scheme, None)
+    rules.schema = ModelRules.of(catalog).schema
+    errors: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    sizes = catalog.sizes([*catalog])
+    with bars(scheme) as progress:
+        meter = Meter(progress, sum(sizes.values()))
+        for name, nbytes in sizes.items():
+            about = catalog.about(name)
+            if name in catalog.codes or about.quantized:
+                refused[name] = "holds codes, not weights" if name in catalog.codes else "is already quantized"
+            elif rules.plan(name, about).scheme is not None:
+                value = catalog.array(name, threads)
+                try:
+                    quantized = quantize(value, scheme, axis=usual_axis(scheme, about.shape), threads=threads)
+                    errors[name] = quantization_error(value, quantized)
+                except RangeError as problem:
+                    refused[name] = str(problem)
+            meter.add(nbytes)
+    return errors, refused
+
+
+# ---- source files ----
+
+
+class _File(NamedTuple):
+    """A file of the source."""
+
+    path: str
+    nbytes: int | None  # None if it cannot be read
+    digest: str | None = None  # SHA-256; None if it cannot be read or was not requested
+
+
+def _with_digests(files: Sequence[_File], threads: int | None, bars: Bars) -> list[_File]:
+    """Add the SHA-256 of files, hashing several files at a time."""
+    total = sum(file.nbytes or 0 for file in files)
+    with bars("sha256") as progress:
+        meter = Meter(progress, total)
+        digests = in_order(lambda file: _sha256(file, meter), files, threads, total)
+        return [file._replace(digest=value) for file, value in zip(files, digests, strict=True)]
+
+
+def _about(path: str, files: Sequence[_File], seconds: int) -> Iterator[tuple[str, str]]:
+    """Yield names and values of the head: path, date, size, digest, version."""
+    yield "Path", path
+    yield "Date", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    sizes = [file.nbytes for file in files if file.nbytes is not None]
+    if sizes:
+        count = f" in {plural(len(sizes), 'file')}" if len(sizes) > 1 else ""
+        yield "Size", f"{size(sum(sizes))}{count} ({sum(sizes):,} bytes)"
+    if any(file.digest for file in files):
+        yield "SHA-256", (len(files) == 1 and files[0].digest) or "see the table of files at the end"
+    yield "Written by", f"safeload {__version__}"
+
+
+def _now() -> int:
+    """Return the time in seconds since 1970, or SOURCE_DATE_EPOCH for reproducible pages."""
+    text = os.environ.get(_EPOCH)
+    if text is None:
+        return int(time.time())
+    if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) < 253_402_300_800):
+        raise ValueError(f"{_EPOCH} must be seconds since 1970, got {text[:40]!r}")
+    return int(text)
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
+
+
+def _sha256(file: _File, meter: Meter) -> str | None:
+    if file.nbytes is None:
+        return None
+    digest = hashlib.sha256()
+    memory = memoryview(bytearray(_PIECE))
+    try:
+        with open(file.path, "rb", buffering=0) as stream:
+            while count := stream.readinto(memory):
+                digest.update(memory[:count])
+                meter.add(count)
+    except OSError:
+        return None
+    return digest.hexdigest()
