@@ -28,7 +28,7 @@ from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP,
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .models.module_names import adapter_kind, adapter_note
-from .packed import codes_without_scale  # here, because a child forked during a later import would hang
+from .packed import finder  # here, because a child forked during a later import would hang
 from .packed.quantization import Quantization, quantization_of
 from .stores.files import Location
 
@@ -91,8 +91,6 @@ class Checkpoint(Mapping[str, TensorLike]):
                     where = unpack_all(files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         if not stored and kind in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files):
-            from .packed import families_to_tables  # only here: most checkpoints do not need it
-
             with paused(sum(file.table.count for file in files)):
                 shapes: dict[str, tuple[int, ...]] = {}
                 if kind == GGUF:
@@ -100,7 +98,7 @@ class Checkpoint(Mapping[str, TensorLike]):
 
                     for file in files:
                         shapes.update(original_shapes(file.table))
-                logical = families_to_tables.make_logical(
+                logical = finder.make_logical(
                     files,
                     where,
                     quantization_of(config),
@@ -117,7 +115,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
-        self._codes: Mapping[str, codes_without_scale.Codes] | None = None
+        self._codes: Mapping[str, finder.Codes] | None = None
         self._closed = False
         self._recipe = recipe
         self._index = index_file
@@ -226,7 +224,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._check_open()
         file, index = self._locate(name)
         if dtype is not None:
-            codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
+            finder.refuse(codes_of(self), [name], "dtype=", self.path)
         options = OpenRequest() if self._recipe is None else self._recipe.options
         return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
@@ -270,7 +268,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._check_open()
         file, index = self._locate(name)
         if dtype is not None:
-            codes_without_scale.refuse(codes_of(self), [name], "dtype=", self.path)
+            finder.refuse(codes_of(self), [name], "dtype=", self.path)
         return take_rows(file, index, rows, dtype, name)
 
     @overload
@@ -531,7 +529,7 @@ def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, 
         names = choose(checkpoint, names, only, drop)
     parts = tensors_of(checkpoint, names)
     if dtype is not None:
-        codes_without_scale.refuse(codes_of(checkpoint), (part[0] for part in parts), "dtype=", checkpoint.path)
+        finder.refuse(codes_of(checkpoint), (part[0] for part in parts), "dtype=", checkpoint.path)
     return parts
 
 
@@ -550,11 +548,11 @@ def settings_of(checkpoint: Checkpoint) -> Quantization | None:
     return checkpoint._quantization if checkpoint._searched else quantization_of(checkpoint.config)
 
 
-def codes_of(checkpoint: Checkpoint) -> Mapping[str, codes_without_scale.Codes]:
+def codes_of(checkpoint: Checkpoint) -> Mapping[str, finder.Codes]:
     """Return the tensors with quantization codes, which mean nothing without their scales."""
     if checkpoint._codes is None:
         alone = checkpoint.config is None and checkpoint.format in _WITH_CONFIG
-        checkpoint._codes = codes_without_scale.codes_of(
+        checkpoint._codes = finder.codes_of(
             checkpoint.weight_files,
             tensors_of(checkpoint),
             settings_of(checkpoint),
@@ -563,7 +561,7 @@ def codes_of(checkpoint: Checkpoint) -> Mapping[str, codes_without_scale.Codes]:
             refused=checkpoint._refused,
         )
         if checkpoint.format == KERAS:
-            checkpoint._codes = codes_without_scale.codes_of_keras(tensors_of(checkpoint))
+            checkpoint._codes = finder.codes_of_keras(tensors_of(checkpoint))
     return checkpoint._codes
 
 

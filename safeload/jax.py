@@ -100,9 +100,9 @@ def load_file(
     try:
         tensors = Tensors.in_file(file, names)
         if target is not None:
-            from .packed import codes_without_scale  # only here: most loads do not need it
+            from .packed import finder  # only here: most loads do not need it
 
-            codes_without_scale.refuse_floating(file, tensors, "load_file")
+            finder.refuse_floating(file, tensors, "load_file")
         options = jax_loading.Options(
             lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
             sharding,

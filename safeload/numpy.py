@@ -186,9 +186,9 @@ def load_file(
     try:
         tensors = Tensors.in_file(file, names)
         if dtype is not None:
-            from .packed import codes_without_scale  # only here: most loads do not need it
+            from .packed import finder  # only here: most loads do not need it
 
-            codes_without_scale.refuse_floating(file, tensors, "load_file")
+            finder.refuse_floating(file, tensors, "load_file")
         return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()

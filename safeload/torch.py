@@ -146,9 +146,9 @@ def load_file(
         check_backend(backend)
         tensors = Tensors.in_file(file, names)
         if dtype is not None:
-            from .packed import codes_without_scale  # only here: most loads do not need it
+            from .packed import finder  # only here: most loads do not need it
 
-            codes_without_scale.refuse_floating(file, tensors, "load_file")
+            finder.refuse_floating(file, tensors, "load_file")
         if place is None:
             arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
             raw = None

@@ -143,9 +143,9 @@ class safe_open:  # noqa: N801 - safetensors' name
         file = self._opened()
         parts = Tensors.in_file(file)
         if dtype is not None:
-            from ..packed import codes_without_scale  # only here: most loads do not need it
+            from ..packed import finder  # only here: most loads do not need it
 
-            codes_without_scale.refuse_floating(file, parts, "get_tensors")
+            finder.refuse_floating(file, parts, "get_tensors")
 
         def read() -> dict[str, Array]:
             arrays: dict[str, Array]

@@ -17,7 +17,7 @@ from ..engine.codes.code_ranges import rows_apart
 from ..engine.codes.source import Source, in_file
 from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError
-from ..packed import codes_without_scale
+from ..packed import finder
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -89,7 +89,7 @@ def _shape_of(file: WeightFile, index: int) -> tuple[int, ...]:
 
 def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> AdapterTarget:
     """Return a tensor of an open checkpoint as a target."""
-    codes_without_scale.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
+    finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
     packed, row = file.table.packed(index), file.table.row(index)
     shape = _shape_of(file, index)
     quantized = packed is not None or file.table.is_quantized(index)

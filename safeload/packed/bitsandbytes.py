@@ -19,11 +19,22 @@ from ..base.packing import Grid, Packing
 from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
-from .families import GPTQMODEL_PARTS, GPTQMODEL_STATE, STATE_PARTS, STATES
+from .families import Family, Strays
 from .grid import Misfit, Refused, matrices_of
 from .packed_group import MOST, NUMBERS, PackedGroup
 from .quantization import is_length
 
+# The JSON beside 4-bit codes, by kind, and the other parts, by role.
+_STATES = {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+_STATE_PARTS = {
+    packing.SCALE: ".absmax",
+    packing.TABLE: ".quant_map",
+    packing.NESTED: ".nested_absmax",
+    packing.NESTED_TABLE: ".nested_quant_map",
+}
+# GPTQModel's suffixes of the JSON and of the other parts.
+_GPTQMODEL_STATE = "_quant_state"
+_GPTQMODEL_PARTS = {role: f"_{suffix[1:]}" for role, suffix in _STATE_PARTS.items()}
 # Values per scale, or scales per nested scale. bitsandbytes has at most 4096 and 256; a block takes memory.
 _LONGEST_BLOCK = 1 << 16
 # Axes of a shape: NumPy's limit before version 2.
@@ -76,14 +87,14 @@ def four_bits(group: PackedGroup) -> Packing:
 
 def _missing(group: PackedGroup, role: str) -> str:
     """Return the expected name of a missing part, for messages."""
-    suffixes = GPTQMODEL_PARTS if group.names[packing.STATE].endswith(GPTQMODEL_STATE) else STATE_PARTS
+    suffixes = _GPTQMODEL_PARTS if group.names[packing.STATE].endswith(_GPTQMODEL_STATE) else _STATE_PARTS
     return show(group.codes + suffixes[role])
 
 
 def _kind(group: PackedGroup, state: Mapping[str, Any]) -> str:
     """Return the ``quant_type`` of the JSON, which the name of its tensor repeats."""
     name, kind = group.names[packing.STATE], state.get("quant_type")
-    kinds = [known for known, suffix in STATES.items() if name.endswith(suffix)] or list(STATES)
+    kinds = [known for known, suffix in _STATES.items() if name.endswith(suffix)] or list(_STATES)
     if not isinstance(kind, str) or kind not in kinds:
         raise Misfit(f"{show(name)} has quant_type {show(kind)}, expected {' or '.join(kinds)}")
     return kind
@@ -111,7 +122,7 @@ def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Pa
 def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
     if group.dtype(role) not in NUMBERS or math.prod(group.shape(role)) != count:
         raise Misfit(
-            f"{STATE_PARTS[role][1:]} is {group.dtype(role)} {list(group.shape(role))}, expected F32 [{count}]"
+            f"{_STATE_PARTS[role][1:]} is {group.dtype(role)} {list(group.shape(role))}, expected F32 [{count}]"
         )
 
 
@@ -165,3 +176,35 @@ def eight_bits(group: PackedGroup) -> Packing:
             raise Refused(f"its weight_format is {order or show(list(content[:8]))}, an order of codes for one GPU")
     grid = Grid(1, max(1, shape[1]), shape[0], 1)
     return group.packing("bitsandbytes", "int8 row", shape, 8, "I8", grid=grid, factor=_RECIPROCAL)
+
+
+# ---- rows ----
+
+FAMILIES = [
+    Family(
+        "bitsandbytes, 4 bits",
+        "",
+        # Storage dtypes of the codes: `bnb_4bit_quant_storage`.
+        frozenset(("U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")),
+        {packing.STATE: (*_STATES.values(), _GPTQMODEL_STATE)},
+        four_bits,
+        {role: (suffix, _GPTQMODEL_PARTS[role]) for role, suffix in _STATE_PARTS.items()},
+        telling=(*_STATES.values(), ".quant_map", _GPTQMODEL_STATE, "_quant_map"),
+        wide=True,
+        described_in=(*_STATES.values(), _GPTQMODEL_STATE),
+        strays=Strays(
+            "bitsandbytes",
+            (*_STATES.values(), *_STATE_PARTS.values(), _GPTQMODEL_STATE, *reversed(_GPTQMODEL_PARTS.values())),
+            "but not the quant_state or the codes",
+        ),
+    ),
+    Family(
+        "bitsandbytes, 8 bits",
+        ".weight",
+        frozenset(("I8",)),
+        {packing.SCALE: (".SCB", ".weight_scb")},
+        eight_bits,
+        {packing.FORMAT: (".weight_format",)},
+        described_in=(".weight_format",),
+    ),
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,16 +25,20 @@ _BATCH = 64 << 20
 _MOST = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
 
 
+def part_of(places: Mapping[str, tuple[WeightFile, int]], name: str) -> Part | None:
+    """Return a stored tensor as a part; None if its bytes are not in C order and little-endian."""
+    file, index = places[name]
+    table = file.table
+    if table.strides(index) is not None or table.big_endian(index):
+        return None
+    return Part(name, file, table.row(index), table.shape(index), *table.byte_range(index))
+
+
 class PackedContents:
     """Reads small tensors in a batch on first use."""
 
-    def __init__(
-        self,
-        places: Mapping[str, tuple[WeightFile, int]],
-        part_of: Callable[[Mapping[str, tuple[WeightFile, int]], str], Part | None],
-        suffixes: tuple[str, ...],
-    ) -> None:
-        self._places, self._part_of, self._suffixes = places, part_of, suffixes
+    def __init__(self, places: Mapping[str, tuple[WeightFile, int]], suffixes: tuple[str, ...]) -> None:
+        self._places, self._suffixes = places, suffixes
         self._read: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
 
@@ -68,7 +72,7 @@ class PackedContents:
         return text if isinstance(text, str) else None
 
     def _part(self, name: str) -> Part | None:
-        part = self._part_of(self._places, name)
+        part = part_of(self._places, name)
         if part is None or part.row.code not in _MOST or part.end - part.begin > _MOST[part.row.code]:
             return None
         return part

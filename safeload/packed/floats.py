@@ -1,4 +1,7 @@
-"""Families of 4-, 6- and 8-bit floats and plain int8: a number per code, a scale per block."""
+"""Plain fp8 and int8, and E2M1 codes: a number per code, a scale per block.
+
+Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4}.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import math
 from ..base import packing
 from ..base.packing import Grid, Packing
 from ..base.text import show
-from .families import FP8
+from .families import FP8, Family
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
-from .packed_group import NUMBERS, PackedGroup, check_global, configured_bits, configured_grid, configured_group_size
+from .packed_group import PackedGroup, configured_bits, configured_grid, configured_group_size
 from .quantization import brief, is_length
 
 # ---- fp8 and int8 ----
@@ -104,14 +107,14 @@ def deepseek_v4(group: PackedGroup) -> Packing:
     if len(shape) < 2 or len(scale) != len(shape) or group.dtype(packing.SCALE) not in ("F8_E8M0", "U8", "F32"):
         raise Misfit("its scale is not the scale of a weight")
     if group.dtype() == "I8":
-        return _fp4(group, "mxfp4", 32, "F8_E8M0")
+        return fp4(group, "mxfp4", 32, "F8_E8M0")
     return plain(group)
 
 
 # ---- 4-bit rows: E2M1 ----
 
 
-def _fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str = "e2m1") -> Packing:
+def fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str = "e2m1") -> Packing:
     """Two 4-bit codes per byte, the first in the low bits, and a scale per ``block`` codes."""
     stored = group.shape()
     if len(stored) < 2:
@@ -126,69 +129,6 @@ def _fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: st
         raise Misfit(f"scales {list(group.shape(packing.SCALE))} do not fit rows of {shape[-1]} in blocks of {block}")
     grid = whole_grid(shape, 1, block)
     return group.packing("fp4", label, shape, 4, numbers, grid=grid, scale_dtype=group.scale_dtype(exponents))
-
-
-def modelopt_nvfp4(group: PackedGroup) -> Packing:
-    """NVFP4 with a multiplying global scale and the factors of AWQ."""
-    algorithm = None if group.config is None else group.config.algorithm(group.module)
-    if algorithm is not None and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
-        raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
-    if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
-        raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
-    packed = check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))
-    if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
-        raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
-    return packed._replace(scale_rule=packing.MULTIPLIED)
-
-
-def modelopt_experts(group: PackedGroup) -> Packing:
-    """Experts in a single tensor; Llama 4 stores them as [in, out], packed along ``in``."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
-    if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
-        return modelopt_nvfp4(group)
-    if group.dtype(packing.SCALE) != "F8_E4M3":
-        raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.dtype(packing.SCALE)}")
-    shape = (stored[0], stored[1] * 2, stored[2])
-    packed = group.packing(
-        "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
-    )
-    return check_global(group, packed)._replace(scale_rule=packing.MULTIPLIED)
-
-
-def ct_fp4(group: PackedGroup) -> Packing:
-    """compressed-tensors: NVFP4 with or without a dividing global scale; MXFP4; MXFP6 with 4 codes in 3 bytes.
-
-    auto-round uses the same names; its ``data_type`` mx_int means other numbers.
-    """
-    packed = _ct_small_floats(group)
-    configured_grid(group, packed.shape)  # raises if the configured groups have another size
-    return packed
-
-
-def _ct_small_floats(group: PackedGroup) -> Packing:
-    kind = group.settings().get("data_type") if group.method in AUTO_ROUND else None
-    if isinstance(kind, str) and kind.startswith("mx_int"):
-        return _fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
-    if group.has(packing.GLOBAL):
-        return check_global(group, _fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(
-            scale_rule=packing.DIVIDED
-        )
-    if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
-        if {weights.get("strategy") for weights in group.weights()} != {"group"}:  # NVFP4 has a global scale
-            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
-        return _fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
-    stored, scale = group.shape(), group.shape(packing.SCALE)
-    if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
-        shape = (*stored[:-1], stored[-1] // 3 * 4)
-        grid = whole_grid(shape, 1, 32)
-        return group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=group.scale_dtype("F8_E8M0"))
-    return _fp4(group, "mxfp4", 32, "F8_E8M0")
-
-
-def _scale_of_nvfp4(group: PackedGroup) -> str:
-    """Return the dtype of scales of 16 codes: F8_E4M3, or by ``scale_dtype`` another float."""
-    dtype = group.dtype(packing.SCALE)
-    return dtype if dtype in NUMBERS else "F8_E4M3"
 
 
 def gpt_oss(group: PackedGroup) -> Packing:
@@ -209,3 +149,30 @@ def gpt_oss(group: PackedGroup) -> Packing:
     return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype=scales)._replace(
         matrices=matrices, rows=rows, columns=columns, row_bytes=columns // 2, transpose=transpose
     )
+
+
+# ---- rows ----
+
+FAMILIES = [
+    Family("DeepSeek V4", ".weight", FP8 | {"I8"}, {packing.SCALE: (".scale",)}, deepseek_v4),
+    Family("gpt-oss", "_blocks", frozenset(("U8",)), {packing.SCALE: ("_scales",)}, gpt_oss, logical=""),
+    Family("gpt-oss, OpenAI's", ".blocks", frozenset(("U8",)), {packing.SCALE: (".scales",)}, gpt_oss, logical=""),
+    Family("Mistral", ".weight", FP8, {packing.SCALE: (".qscale_weight",)}, plain),
+    Family("ComfyUI", ".weight", FP8, {packing.SCALE: (".scale_weight",)}, plain),
+    Family(
+        "fp8",
+        "",
+        FP8,
+        {packing.SCALE: ("_scale_inv", "_scale", "_weight_scale")},
+        plain,
+        {packing.ZERO: ("_zero_point",)},
+    ),
+    Family(
+        "int8",
+        ".weight",
+        frozenset(("I8",)),
+        {packing.SCALE: (".weight_scale",)},
+        smoothed,
+        {packing.ZERO: (".weight_zero_point",), packing.FACTORS: (".pre_quant_scale",)},
+    ),
+]

@@ -12,6 +12,7 @@ from ..base import packing
 from ..base.packing import Packing
 from ..base.text import show
 from ..errors import UnsupportedError
+from .families import Family
 from .grid import Misfit, Refused, label_of, whole_grid
 from .packed_group import PackedGroup
 from .patterns import compiled
@@ -66,3 +67,19 @@ def _is_in(pattern: object, module: str) -> bool:
         return compiled(pattern if anchored else f".*({pattern})", "module_quant_configs").matches(module)
     except UnsupportedError as error:
         raise Refused(str(error.args[0])) from None
+
+
+_INTEGERS = frozenset(("U8", "I8"))
+
+FAMILIES = [
+    Family("Gemma", ".weight", _INTEGERS, {packing.SCALE: (".weight_scale",)}, gemma, method="gemma"),
+    Family(
+        "Gemma, embeddings",
+        ".embedding_quantized",
+        _INTEGERS,
+        {packing.SCALE: (".embedding_scale",)},
+        gemma,
+        logical=".weight",
+        method="gemma",
+    ),
+]

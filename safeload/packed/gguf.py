@@ -11,6 +11,7 @@ from typing import Any
 
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
+from .families import Family
 from .grid import Misfit, matrices_of
 from .methods import GGUF
 from .packed_group import PackedGroup
@@ -83,3 +84,11 @@ def ternary(files: Iterable[Any]) -> Iterator[tuple[str, Packed]]:
             codes = Part(name, file, _U8, (*shape[:-1], packed.row_bytes), begin, middle)
             scale = Part(f"{name}_scale", file, _F32, (), middle, middle + _F32.block_bytes)
             yield name, Packed(packed, {CODES: codes, SCALE: scale})
+
+
+FAMILIES = [
+    Family("GGUF NVFP4", ".weight", frozenset(("U8",)), {SCALE: (".scale",)}, nvfp4, method=GGUF),
+    Family("GGUF I2_S", "", frozenset(("U8",)), {SCALE: ("_scale",)}, i2_s, method=GGUF),
+]
+# The rows for GGUF files, in which dtypes name block types.
+IN_GGUF = [Family("NVFP4", ".weight", frozenset(("NVFP4",)), {SCALE: (".scale",)}, nvfp4)]

@@ -18,6 +18,7 @@ from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
 from ..engine.codes import zero_points
 from ..engine.codes.restore import read_part
+from .families import Family
 from .grid import Misfit, Refused
 from .methods import AUTO_ROUND, QUARK_ORDERS
 from .packed_group import PackedGroup
@@ -272,3 +273,18 @@ def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:
         grid=Grid(1, size, scale[0], scale[1]),
         zeros=Zeros(packing.ROWS, 4),
     )
+
+
+# ---- rows ----
+
+FAMILIES = [
+    Family(
+        "GPTQ, auto-round, AWQ",
+        ".qweight",
+        frozenset(("I8", "I16", "I32")),
+        {packing.SCALE: (".scales", ".qscales")},  # transformers 5.6 and later save Quark's with an extra q
+        describe,
+        {packing.ZERO: (".qzeros", ".qqzeros"), packing.GROUPS: (".g_idx",)},
+        logical=".weight",
+    )
+]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 
 from ..base import dtypes, packing
 from ..base.arrays import Array
 from ..base.packing import Packing
 from ..base.preset import Preset
-from .families import FAMILIES, Family, Stored
+from .families import Stored, families
 from .grid import Misfit
-from .packed_group import GroupContext, PackedGroup, check
+from .packed_group import GroupContext, PackedGroup
 from .quantization import Quantization
 
 
@@ -47,25 +46,14 @@ def packing_of(preset: Preset, name: str, parts: Mapping[str, Array], quantizati
         contents[names[role]] = array
     context = GroupContext(stored, quantization, quantization.text(), _Contents(contents))  # type: ignore[arg-type]
     codes = names[packing.CODES]
-    for family in FAMILIES:
-        if stored[codes].row.code not in family.dtypes or not _has_parts(family, codes, stored):
+    own = {role: text for role, text in names.items() if role != packing.NAME}
+    for family in families():
+        if family.describe is None or stored[codes].row.code not in family.dtypes or not codes.endswith(family.main):
             continue
-        if family.method is not None and family.method != quantization.method:
+        if family.method not in (None, quantization.method) or family.parts_beside(codes, stored) is None:
             continue
-        own = {role: text for role, text in names.items() if role != packing.NAME}
-        group = PackedGroup(codes, name, own, context)
-        module, _, function = family.describe.partition(".")
         try:
-            described: Packing = getattr(import_module(f".{module}", __package__), function)(group)
-            return check(group, described)
+            return PackedGroup(codes, name, own, context).described(family)
         except Misfit:
             continue
     raise AssertionError(f"no family reads {preset.name}")
-
-
-def _has_parts(family: Family, codes: str, stored: Mapping[str, Stored]) -> bool:
-    """Return True if a family finds all its parts beside codes of this name."""
-    if not codes.endswith(family.main):
-        return False
-    stem = codes.removesuffix(family.main)
-    return all(any(stem + suffix in stored for suffix in suffixes) for suffixes in family.required.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from ..base import packing
 from ..base.packing import Grid, Packing
 from ..base.text import show
 from .contents import PackedContents
-from .families import Stored
+from .families import Family, Stored
 from .grid import Misfit, described_grid, matrices_of
 from .quantization import Quantization, brief
 
@@ -51,20 +50,13 @@ class PackedGroup:
 
     def __init__(self, codes: str, logical: str, names: Mapping[str, str], context: GroupContext) -> None:
         self.codes, self.logical, self.names = codes, logical, names
+        self.module = logical.removesuffix(".weight")  # the name of the weight's module
         self.config = context.quantization
-        self._context, self._tensors = context, context.tensors
+        self.method = None if self.config is None else self.config.method  # ``quant_method``
+        self.parts = {role: context.tensors[name] for role, name in names.items()}  # by role
+        self._context = context
         self._weights: list[Mapping[str, Any]] | None = None
         self._overrides: list[Mapping[str, Any] | None] = []  # `layer_overrides` of the module once known
-
-    @property
-    def module(self) -> str:
-        """The name of the weight's module."""
-        return self.logical.removesuffix(".weight")
-
-    @property
-    def method(self) -> str | None:
-        """``quant_method`` of the configuration."""
-        return None if self.config is None else self.config.method
 
     # ---- configuration ----
 
@@ -111,34 +103,34 @@ class PackedGroup:
 
     def of_shape(self, shape: tuple[int, ...]) -> PackedGroup:
         """Return the group as if its codes had this shape."""
-        row = self._tensors[self.codes].row
-        tensors = ChainMap({self.codes: Stored(row, shape)}, self._tensors)  # type: ignore[arg-type]
-        return PackedGroup(self.codes, self.logical, self.names, self._context._replace(tensors=tensors))
+        group = PackedGroup(self.codes, self.logical, self.names, self._context)
+        group.parts[packing.CODES] = self.parts[packing.CODES]._replace(shape=shape)
+        return group
 
     def has(self, role: str) -> bool:
         """Return True if there is a part with this role."""
-        return role in self.names
+        return role in self.parts
 
     def has_beside(self, suffix: str) -> bool:
         """Return True if the module has another tensor with this suffix."""
-        return f"{self.module}{suffix}" in self._tensors
+        return f"{self.module}{suffix}" in self._context.tensors
 
     def shape(self, role: str = packing.CODES) -> tuple[int, ...]:
         """Return the shape of a part."""
-        return self._tensors[self.names[role]].shape
+        return self.parts[role].shape
 
     def dtype(self, role: str = packing.CODES) -> str:
         """Return the dtype code of a part."""
-        return self._tensors[self.names[role]].row.code
+        return self.parts[role].row.code
 
     def nbytes(self) -> int:
         """Return the size of the codes."""
-        stored = self._tensors[self.codes]
-        return stored.row.nbytes(math.prod(stored.shape))
+        row, shape = self.parts[packing.CODES]
+        return row.nbytes(math.prod(shape))
 
     def element_bytes(self) -> int:
         """Return the size of an element of the codes."""
-        return self._tensors[self.codes].row.block_bytes
+        return self.parts[packing.CODES].row.block_bytes
 
     def content(self, role: str) -> bytes:
         """Return the bytes of a small part."""
@@ -160,12 +152,17 @@ class PackedGroup:
         """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor."""
         matrices, rows, columns = matrices_of(shape)
         stored = self.shape()
-        row_bytes = self._tensors[self.codes].row.nbytes(stored[-1]) if stored else 1
+        row_bytes = self.parts[packing.CODES].row.nbytes(stored[-1]) if stored else 1
         fields = {
             "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
             "config": self._context.text, **fields,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
+
+    def described(self, family: Family) -> Packing:
+        """Return the checked packing of the group as a family describes it."""
+        assert family.describe is not None
+        return check(self, family.describe(self))
 
     def scale_dtype(self, dtype: str) -> str | None:
         """Return ``dtype``, a float8, if the scales store its bits as U8."""
@@ -227,10 +224,10 @@ def check_global(group: PackedGroup, packed: Packing) -> Packing:
 
 def check(group: PackedGroup, packed: Packing) -> Packing:
     """Return the packing if all parts fit it in size and dtype."""
-    for role, name in group.names.items():
-        if role in _DTYPES and group.dtype(role) not in _DTYPES[role]:
+    for role, part in group.parts.items():
+        if role in _DTYPES and part.row.code not in _DTYPES[role]:
             expected = ", ".join(sorted(_DTYPES[role]))
-            raise Misfit(f"{name} is {group.dtype(role)}, expected one of {expected}")
+            raise Misfit(f"{group.names[role]} is {part.row.code}, expected one of {expected}")
     plain = packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE
     if plain and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
         raise Misfit("its scales are U8, and nothing says which float8 they hold")
@@ -289,7 +286,7 @@ def _check_grid(group: PackedGroup, packed: Packing) -> None:
     grid = packed.grid
     assert grid is not None
     count = (1 if grid.shared else packed.matrices) * grid.rows * grid.columns
-    roles = [packing.SCALE, packing.BIAS] if packed.zeros is not None else [packing.SCALE, packing.BIAS, packing.ZERO]
+    roles = (packing.SCALE, packing.BIAS) if packed.zeros is not None else (packing.SCALE, packing.BIAS, packing.ZERO)
     for role in roles:
-        if group.has(role) and math.prod(group.shape(role)) != count:
+        if role in group.parts and math.prod(group.parts[role].shape) != count:
             raise Misfit(f"{role} {list(group.shape(role))} must have {count} elements to fit its codes")

@@ -8,7 +8,7 @@ Source: quark ``torch/utils/pack.py``, ``torch/export/nn/modules``, ``torch/kern
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..base import packing
@@ -16,16 +16,16 @@ from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
 from ..errors import UnsupportedError
 from . import floats
-from .families import FP8
+from .families import FP8, Family
 from .grid import Misfit, Refused, label_of, matrices_of, whole_grid
-from .methods import QUARK_ORDERS, part_of, quark_dtypes, unknown_setting
+from .methods import QUARK, QUARK_ORDERS, part_of, quark_dtypes, unknown_setting
 from .packed_group import NUMBERS, PackedGroup
-from .quantization import brief, is_length
-from .refused import quark_specs, unread_specs
+from .quantization import Quantization, brief, is_length
 
 _CODES_IN_WORD = 8
 # Values of `ch_axis` for the rows and for the columns of a weight.
 _ROWS, _COLUMNS = (0, -2), (1, -1)
+READER = "AMD Quark"
 _EXPONENTS = ("U8", "F8_E8M0")
 
 
@@ -305,3 +305,85 @@ def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[
     assert packed.grid is not None
     label = "nvfp4" if packed.grid.column_block == 16 else packed.label
     return packed._replace(label=label, scale_rule=packing.MULTIPLIED)
+
+
+# ---- unsupported settings ----
+
+
+def unread(quantization: Quantization, name: str) -> str | None:
+    """Return the unsupported quantization of a tensor, or None."""
+    return unread_specs(quantization, name, quark_specs(quantization, name))
+
+
+def unread_or_none(quantization: Quantization, name: str) -> str | None:
+    """Like `unread`; opening the checkpoint reports errors of its configuration, except with stored=True."""
+    try:
+        return unread(quantization, name)
+    except UnsupportedError:
+        return None
+
+
+def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Like `unread`, for the `quark_specs` of the tensor."""
+    if _is_rotated(quantization, _module_of(name)):
+        return "Quark's weights in a rotated basis (algo_config)"
+    kinds = [brief(str(spec.get("dtype"))) for spec in specs]
+    if any(spec.get("scale_format") == "e5m3" for spec in specs):
+        return f"Quark's {kinds[0]} with scales of e5m3"
+    if len(specs) > 1 and kinds not in (["fp4", "fp8_e4m3"], ["fp8_e4m3", "int4"], ["fp8_e4m3", "uint4"]):
+        return f"Quark's {' and '.join(kinds[:3])} in stages"
+    if kinds and "dtype" in specs[0] and kinds[0] not in quark_dtypes():
+        return f"Quark's {kinds[0]}"
+    return None
+
+
+def quark_specs(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
+    """Return Quark's settings of a tensor, an item per stage of quantization."""
+    layer = quantization.quark_settings(_module_of(name))
+    value = layer.get("bias" if name.endswith(".bias") else "weight")
+    specs = value if isinstance(value, list) else [value]
+    return [spec for spec in specs if isinstance(spec, Mapping)]
+
+
+def _module_of(name: str) -> str:
+    """Return the module of a weight or bias."""
+    return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+
+
+def _is_rotated(quantization: Quantization, module: str) -> bool:
+    """Return True if the module's weights are rotated, and its inputs at run time."""
+    config = quantization.get("algo_config")
+    for algorithm in config if isinstance(config, list) else [config]:
+        online = algorithm.get("online_config") if isinstance(algorithm, Mapping) else None
+        layers = online.get("online_rotation_layers") if isinstance(online, Mapping) else None
+        if isinstance(layers, list) and module in layers:
+            return True
+    return False
+
+
+# ---- rows ----
+
+# Suffixes of scales and zero points in checkpoints for transformers, then for diffusers.
+_SCALE = ("_scale", "_quantizer.scale", "_quantizer.0.scale")
+_SECOND_SCALE = ("_scale_2", "_quantizer.1.scale")
+
+FAMILIES = [
+    Family(
+        "Quark, int4 in fp8",
+        "",
+        frozenset(("I32",)),
+        {packing.SCALE: _SECOND_SCALE, packing.FACTORS: _SCALE},
+        in_fp8,
+        {packing.ZERO: ("_zero_point_2", "_quantizer.1.zero_point")},
+        method=QUARK,
+    ),
+    Family(
+        "Quark",
+        "",
+        FP8 | {"I8", "U8", "I32"},
+        {packing.SCALE: _SCALE},
+        describe,
+        {packing.ZERO: ("_zero_point", "_quantizer.zero_point"), packing.GLOBAL: _SECOND_SCALE},
+        method=QUARK,
+    ),
+]

@@ -12,7 +12,7 @@ from ..base.packing import Grid, Packing
 from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
-from .families import FP8
+from .families import FP8, Family
 from .floats import plain
 from .grid import Misfit, Refused, label_of, matrices_of
 from .packed_group import NUMBERS, PackedGroup
@@ -82,3 +82,18 @@ def _check_type(group: PackedGroup) -> None:
     kind = description.get("_type")
     if not isinstance(kind, str) or kind not in _TYPES:
         raise Refused(f"torchao's {show(kind)} stores codes in the order of one kernel")
+
+
+FAMILIES = [
+    Family("quanto", "._data", FP8 | {"I8"}, {packing.SCALE: ("._scale",)}, quanto, logical=""),
+    Family(
+        "torchao",
+        "_qdata",
+        FP8 | {"I8"},
+        {packing.SCALE: ("_scale",)},
+        torchao,
+        {packing.ZERO: ("_zero_point",), packing.FACTORS: ("_act_pre_scale",)},
+        logical="",
+        private=True,
+    ),
+]

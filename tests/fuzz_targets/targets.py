@@ -35,7 +35,6 @@ with contextlib.suppress(ImportError):
     import tokenizers  # noqa: F401
 from builders import dcp_build, gguf_build, inside, orbax_build
 from builders.inside import (
-    FAMILIES,
     LOCAL,
     Config,
     ConfigError,
@@ -70,8 +69,7 @@ inside.preload(
     "missing_path",
     "merge",
     "validation",
-    "codes_without_scale",
-    "families_to_tables",
+    "finder",
     "assembled",
     "edit_journal",
 )
@@ -80,8 +78,7 @@ for row in registry.ROWS:
 for container in registry.CONTAINERS:
     inside.module_of(container.module)
 os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
-for family in FAMILIES:
-    inside.family_describer(family.describe)
+families()
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24

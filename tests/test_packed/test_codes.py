@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import codes_without_scale, main, quantization_of
-from builders.inside import packed_families as families
+from builders.inside import Stored, families, finder, main, quantization_of
 from builders.random import rng
 from builders.thorough import part_of
 
@@ -482,13 +481,11 @@ def test_integers_that_a_config_names(tmp_path):
         "model.position_ids": codes(I32, 1, 64),
         "mask": codes(U8, 1, 1, 8, 8),
     }
-    rows = {
-        name: codes_without_scale.Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()
-    }
-    assert list(codes_without_scale.find(rows, quantization_of({"quantization_config": {"quant_method": "gptq"}}))) == [
+    rows = {name: Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
+    assert list(finder.find(rows, quantization_of({"quantization_config": {"quant_method": "gptq"}}))) == [
         f"{P}.qweight"
     ]
-    assert not codes_without_scale.find(rows)
+    assert not finder.find(rows)
 
 
 @pytest.mark.parametrize(
@@ -508,21 +505,18 @@ def test_integers_that_a_config_names(tmp_path):
     ids=range(10),
 )
 def test_what_are_no_codes(tensors):
-    rows = {
-        name: codes_without_scale.Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()
-    }
-    assert not codes_without_scale.find(rows)
+    rows = {name: Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
+    assert not finder.find(rows)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
-def test_each_family_has_a_function_and_is_recognized_without_it(family):
-    assert callable(inside.family_describer(family.describe))
+@pytest.mark.parametrize("family", [row for row in families() if row.required], ids=lambda family: family.name)
+def test_codes_of_each_family_are_recognized_by_their_names(family):
     name = f"{P}.weight" if family.main == "" else P + family.main
     stem = name.removesuffix(family.main)
-    rows = {name: codes_without_scale.Stored(inside.dtypes.BY_CODE[min(family.dtypes)], (8, 1))}
+    rows = {name: Stored(inside.dtypes.BY_CODE[min(family.dtypes)], (8, 1))}
     for suffixes in family.required.values():
-        rows[stem + suffixes[0]] = codes_without_scale.Stored(inside.dtypes.BY_CODE["F32"], (8, 1))
-    assert name in codes_without_scale.find(rows) or ".scale" in family.required["scale"]  # of norms too
+        rows[stem + suffixes[0]] = Stored(inside.dtypes.BY_CODE["F32"], (8, 1))
+    assert name in finder.find(rows) or ".scale" in family.required["scale"]  # of norms too
 
 
 def test_int8_of_our_own_is_no_riddle(tmp_path):

@@ -21,7 +21,7 @@ from ...errors import FormatError
 from ...formats.registry import KERAS, SAFETENSORS
 from ...models.diffusion import model_of
 from ...models.layout import Layout, StackedTensor
-from ...packed import codes_without_scale
+from ...packed import finder
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Rules, Summary, described
 from ..quantize.encoding import WEIGHTS
@@ -101,7 +101,7 @@ class Decider:
         if self._target is not None or rules is not None or self._format != SAFETENSORS or unnamed:
             cause = f"the format {self._format}" if self._target is None else "dtype="
             cause = cause if rules is None else "quantize="
-            codes_without_scale.refuse(catalog.codes, self.descriptions, f"convert with {cause}")
+            finder.refuse(catalog.codes, self.descriptions, f"convert with {cause}")
 
     @property
     def names(self) -> list[str]:
@@ -173,7 +173,7 @@ class Decider:
         decisions: dict[str, Decision] = {}
         for stack in plan(self.descriptions, layout, self._target):
             name = stack.entry.name
-            codes_without_scale.refuse(self._catalog.codes, stack.names, "convert with layout=")
+            finder.refuse(self._catalog.codes, stack.names, "convert with layout=")
             planned = None if self._rules is None else self._planned(name, _description_of(stack))
             scheme, kept = (None, None) if planned is None else (planned.scheme, planned.reason or None)
             decisions[name] = Decision(tuple(stack.names), stack.row.code, scheme, kept, stack.entry)

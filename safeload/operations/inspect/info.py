@@ -158,11 +158,9 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
     if codes:
         count = plural(len(codes), "tensor")
         yield f"codes{config}: {count} of a quantization that safeload cannot dequantize"
-        refusals = {entry.refusal for entry in codes.values() if entry.refusal is not None}
-        yield from sorted(f"they are {refusal.what}: {refusal.reader} reads it" for refusal in refusals)
-        reasons = Counter(
-            entry.reason for entry in codes.values() if entry.reason is not None and entry.refusal is None
-        )
+        refusals = {(entry.reason, entry.reader) for entry in codes.values() if entry.reader is not None}
+        yield from sorted(f"they are {what}: {reader} reads it" for what, reader in refusals)
+        reasons = Counter(entry.reason for entry in codes.values() if entry.reason is not None and entry.reader is None)
         yield from (
             f"not dequantized: {plural(tensors, 'tensor')}: {reason}"
             for reason, tensors in reasons.most_common(_REASONS)

@@ -46,9 +46,9 @@ from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import SafeloadError
 from ...loading.entry import open
-from ...packed import codes_without_scale
-from ...packed.codes_without_scale import Codes
+from ...packed import finder
 from ...packed.families import Stored
+from ...packed.finder import Codes
 from ...packed.quantization import Quantization, quantization_of
 from ...stores.places import Located, is_file_object, is_located
 from .description import TensorDescription, about_value, stored_as
@@ -433,12 +433,12 @@ class Catalog:
             row, shape = (None, ()) if file is not None else stored_as(origin[name])
             if row is not None:
                 stored[name] = Stored(row, shape)
-        stored.update(codes_without_scale.stored_of(self.entries()))
-        return {**codes_without_scale.find(stored, quantization), **recognized}
+        stored.update(finder.stored_of(self.entries()))
+        return {**finder.find(stored, quantization), **recognized}
 
     def refuse_codes(self, names: Iterable[str], operation: str) -> None:
         """Refuse to treat codes as numbers."""
-        codes_without_scale.refuse(self.codes, names, operation, self._where)
+        finder.refuse(self.codes, names, operation, self._where)
 
 
 def read_values(value: Source | QuantizedTensor, row: dtypes.Dtype, array: Array, threads: int | None = None) -> Array:

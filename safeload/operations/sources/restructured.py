@@ -19,7 +19,7 @@ from ...engine.read.tensors import FileTensor, Tensors
 from ...engine.run.cast import astype
 from ...errors import FormatError
 from ...models.config_dtype import dtype_in
-from ...packed.codes_without_scale import Codes
+from ...packed.finder import Codes
 from .catalog import Catalog, TensorPlace
 from .description import TensorDescription
 from .recipes import TensorRecipe

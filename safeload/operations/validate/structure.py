@@ -14,7 +14,7 @@ from ...models.choosing import Choice, Inner
 from ...models.gguf import METADATA
 from ...models.module_names import unwrapped
 from ...models.schema import NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
-from ...packed.codes_without_scale import Codes
+from ...packed.finder import Codes
 from ...packed.quantization import Quantization
 from ..sources.description import TensorDescription
 from .causes import find_causes, fits

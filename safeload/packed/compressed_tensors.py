@@ -1,0 +1,291 @@
+"""compressed-tensors: words of integers, small floats, and sparse values with a mask of their positions.
+
+Sources: compressed-tensors ``compressors/``, and of 0.12.2 ``compressors/sparse_compressors`` (`bitmask_decompress`,
+`sparse24_bitmask_decompress`), ``utils/helpers.py`` (`pack_bitmasks`), ``model_compressor.py``: sparse values can be
+the codes of a quantization.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..base import packing
+from ..base.packing import Grid, Packing, Zeros
+from ..base.text import show
+from ..engine.codes.zero_points import words_for
+from .families import FP8, SPARSE, Family, Strays
+from .floats import fp4, plain
+from .grid import Misfit, Refused, label_of, whole_grid
+from .methods import AUTO_ROUND
+from .packed_group import NUMBERS, PackedGroup, check_global, configured_grid, configured_group_size
+from .quantization import is_length
+
+# ---- integers ----
+
+
+def ct_packed(group: PackedGroup) -> Packing:
+    """compressed-tensors, pack-quantized: words of codes, scales per group, row or tensor."""
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    if len(stored) < 2:
+        raise Misfit(f"codes {list(stored)} are not a matrix")
+    shape, bits, words = _ct_shape(group)
+    rows = shape[-2]
+    grid = configured_grid(group, shape) or _ct_grid(shape, scale)
+    zeros = _ct_zeros(group, grid, Zeros(packing.COLUMNS, bits, words)) if group.has(packing.ZERO) else None
+    if group.has(packing.GROUPS):
+        if 1 < grid.row_block < rows:
+            raise Misfit("it has a g_idx, but its scales are per block")
+        form = group.dtype(packing.GROUPS), group.shape(packing.GROUPS)
+        if form != ("I32", shape[-1:]):
+            raise Misfit(f"g_idx is {form[0]} {list(form[1])}, expected I32 [{shape[-1]}]")
+    label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), configured_group_size(group) == shape[-1])
+    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
+
+
+def _ct_zeros(group: PackedGroup, grid: Grid, packed: Zeros) -> Zeros | None:
+    """Return how zero points are packed: down the rows, if per row or group. None if they are plain numbers."""
+    if group.dtype(packing.ZERO) != "I32":
+        zeros, expected = None, group.shape(packing.SCALE)
+    elif grid.row_block == 1:
+        zeros, expected = packed, (*group.shape()[:-2], words_for(packed, grid.rows), grid.columns)
+    else:
+        raise Misfit(f"zero points are packed, but scales {list(group.shape(packing.SCALE))} are not per row")
+    if group.shape(packing.ZERO) != expected:
+        raise Misfit(f"zero points are {list(group.shape(packing.ZERO))}, expected {list(expected)}")
+    return zeros
+
+
+def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
+    """Return the grid of scales per group, row or tensor if the configuration does not define it."""
+    if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
+        if math.prod(scale) == 1:
+            return Grid(max(1, shape[-2]), max(1, shape[-1]), 1, 1, shared=True)
+        raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
+    if not scale[-1] or shape[-1] % scale[-1]:
+        raise Misfit(f"rows of {shape[-1]} codes do not divide into {scale[-1]} equal groups")
+    return Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
+
+
+def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
+    """Return the logical shape, bits of a code, and codes per word before compressed-tensors 0.17 (since then 0)."""
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    described = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights()] or [(None, None)]
+    grouped = math.prod(scale) > 1
+    counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in described]
+    fits = _ct_fits(stored[-1], counts, described)
+    # Read weight_shape only if group sizes do not decide: a checkpoint of experts has 100,000 groups, and reading the
+    # weights compares it anyway.
+    if group.has(packing.SHAPE) and not (len(fits) == 1 and None not in counts and _is_usual_shape(group)):
+        counts = [_ct_columns(group)] * len(described)
+        fits = _ct_fits(stored[-1], counts, described)
+    elif None in counts:
+        raise Misfit("it has no weight_shape, and config.json has no group_size")
+    if not fits:
+        rows = " or ".join(str(count) for count in sorted({count for count in counts if count is not None}))
+        configured = ", ".join(str(bits) for bits, _ in described) if group.weights() else "1 to 8"
+        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {configured} bits (config_groups)")
+    if len(fits) > 1:
+        raise Misfit(f"words {list(stored)} can hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
+    count, bits, words = next(iter(fits))
+    return (*stored[:-1], count), bits, words
+
+
+def _is_usual_shape(group: PackedGroup) -> bool:
+    """Return True if weight_shape has its usual form beside scales of two or more groups."""
+    form = group.dtype(packing.SHAPE), group.shape(packing.SHAPE)
+    return form[0] in ("I32", "I64") and form[1] in ((2,), (len(group.shape()),)) and group.shape(packing.SCALE)[-1] > 1
+
+
+def _ct_columns(group: PackedGroup) -> int:
+    """Return the columns in weight_shape."""
+    stored, logical = group.shape(), group.integers(packing.SHAPE)
+    if (
+        not 2 <= len(logical) <= len(stored)
+        or min(logical) < 0
+        or logical[-2] != stored[-2]
+        or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
+    ):
+        raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
+    return logical[-1]
+
+
+def _ct_fits(
+    width: int, counts: Sequence[int | None], described: Sequence[tuple[Any, Any]]
+) -> dict[tuple[int, int, int], None]:
+    """Return all columns, bits, and codes per word of the old layout (else 0) for rows of ``width`` words."""
+    fits: dict[tuple[int, int, int], None] = {}
+    for count, (configured, _) in zip(counts, described, strict=True):
+        for bits in (configured,) if type(configured) is int and 1 <= configured <= 8 else range(1, 9):
+            if count is None:
+                continue
+            if -(-count * bits // 32) == width:
+                fits[count, bits, 0] = None
+            elif -(-count // (32 // bits)) == width:
+                fits[count, bits, 32 // bits] = None
+    return fits
+
+
+# ---- small floats ----
+
+
+def ct_fp4(group: PackedGroup) -> Packing:
+    """compressed-tensors: NVFP4 with or without a dividing global scale; MXFP4; MXFP6 with 4 codes in 3 bytes.
+
+    auto-round uses the same names; its ``data_type`` mx_int means other numbers.
+    """
+    packed = _ct_small_floats(group)
+    configured_grid(group, packed.shape)  # raises if the configured groups have another size
+    return packed
+
+
+def _ct_small_floats(group: PackedGroup) -> Packing:
+    kind = group.settings().get("data_type") if group.method in AUTO_ROUND else None
+    if isinstance(kind, str) and kind.startswith("mx_int"):
+        return fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
+    if group.has(packing.GLOBAL):
+        return check_global(group, fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(scale_rule=packing.DIVIDED)
+    if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
+        if {weights.get("strategy") for weights in group.weights()} != {"group"}:  # NVFP4 has a global scale
+            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
+        return fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
+        shape = (*stored[:-1], stored[-1] // 3 * 4)
+        grid = whole_grid(shape, 1, 32)
+        return group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=group.scale_dtype("F8_E8M0"))
+    return fp4(group, "mxfp4", 32, "F8_E8M0")
+
+
+def _scale_of_nvfp4(group: PackedGroup) -> str:
+    """Return the dtype of scales of 16 codes: F8_E4M3, or by ``scale_dtype`` another float."""
+    dtype = group.dtype(packing.SCALE)
+    return dtype if dtype in NUMBERS else "F8_E4M3"
+
+
+# ---- sparse values ----
+
+_SPARSE_NUMBERS = frozenset(("F32", "F16", "BF16"))
+# Suffixes of the other parts, the most telling first.
+_SPARSE_PARTS = (".bitmask", ".row_offsets", ".shape")
+
+
+def bitmask(group: PackedGroup) -> Packing:
+    """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
+    if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
+        raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
+    shape = _shape_of_pairs(group) if len(group.shape()) == 2 else _sparse_shape(group)
+    mask = (*shape[:-1], -(-shape[-1] // 8))
+    if (group.dtype(packing.MASK), group.shape(packing.MASK)) != ("U8", mask):
+        form = f"{group.dtype(packing.MASK)} {list(group.shape(packing.MASK))}"
+        raise Misfit(f"bitmask is {form}, expected U8 {list(mask)} for shape {list(shape)}")
+    pairs = len(group.shape()) == 2
+    if not pairs:
+        _check_offsets(group, shape)
+    prefix = "sparse 2:4" if pairs else "sparse"
+    return _sparse_values(group, prefix, shape)._replace(
+        layout=packing.MASKED, row_bytes=group.shape()[1] * group.element_bytes() if pairs else 0
+    )
+
+
+def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
+    """Return the packing of the values as if all were stored."""
+    numbers = group.dtype()
+    if numbers in _SPARSE_NUMBERS:
+        if group.has(packing.SCALE):
+            raise Misfit(f"{numbers} values must not have a scale, got {show(group.names[packing.SCALE])}")
+        bits = 8 * group.element_bytes()
+        return group.packing("sparse", f"{prefix} {numbers.lower()}", shape, bits, numbers)
+    if not group.has(packing.SCALE):
+        raise Misfit(f"its values are {numbers} codes, but their scale is missing")
+    packed = plain(group.of_shape(shape))
+    if packed.scale_rule != packing.STORED:
+        raise Refused("its scales divide the values, which safeload does not compute for sparse tensors")
+    return packed._replace(label=f"{prefix} {packed.label}")
+
+
+def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
+    """Return the logical shape from its own tensor: the mask only implies its number of bytes."""
+    if len(group.shape()) != 1:
+        raise Misfit(f"values must be a list or a matrix, got shape {list(group.shape())}")
+    shape = group.integers(packing.SHAPE)
+    if len(shape) > 2:
+        raise Refused(f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix")
+    if not shape or min(shape) < 0:
+        raise Misfit(f"shape {list(shape)} is not the shape of a weight")
+    return shape
+
+
+def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
+    if not group.has(packing.OFFSETS):
+        raise Misfit("its row_offsets are missing")
+    form = group.dtype(packing.OFFSETS), group.shape(packing.OFFSETS)
+    if form[0] not in ("I64", "I32") or form[1] not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
+        raise Misfit(
+            f"row_offsets is {form[0]} {list(form[1])}, expected I64 {list(shape[:-1])} for shape {list(shape)}"
+        )
+
+
+def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
+    """Return the logical shape if rows store two of every four values."""
+    rows, columns = group.shape()[0], 2 * group.shape()[1]
+    if columns % 4:
+        raise Misfit(f"values {list(group.shape())} are not two of every four columns")
+    if group.shape(packing.SHAPE) not in ((2, 1), (2,)) or group.dtype(packing.SHAPE) not in ("I64", "I32"):
+        raise Misfit(f"shape is {group.dtype(packing.SHAPE)} {list(group.shape(packing.SHAPE))}, expected I64 [2, 1]")
+    return rows, columns
+
+
+# ---- rows ----
+
+
+def _sparse(stem: str) -> Family:
+    """Return the row of sparse values; early versions name the tensor, which can be a bias, before the suffixes."""
+    return Family(
+        "compressed-tensors, sparse",
+        stem + SPARSE,
+        _SPARSE_NUMBERS | FP8 | {"I8"},
+        {packing.MASK: (stem + ".bitmask",), packing.SHAPE: (stem + ".shape",)},
+        bitmask,
+        {
+            packing.OFFSETS: (stem + ".row_offsets",),
+            packing.SCALE: (".weight_scale",),
+            packing.ZERO: (".weight_zero_point",),
+        },
+        logical=stem or ".weight",
+    )
+
+
+FAMILIES = [
+    Family(
+        "compressed-tensors",
+        "_packed",
+        frozenset(("I32",)),
+        {packing.SCALE: ("_scale",)},
+        ct_packed,
+        {packing.ZERO: ("_zero_point",), packing.GROUPS: ("_g_idx",), packing.SHAPE: ("_shape",)},
+        logical="",
+    ),
+    Family(
+        "compressed-tensors fp4",
+        "_packed",
+        frozenset(("U8",)),
+        {packing.SCALE: ("_scale",)},
+        ct_fp4,
+        {packing.GLOBAL: ("_global_scale",)},
+        logical="",
+    ),
+    _sparse(".weight"),
+    _sparse(".bias"),
+    _sparse("")._replace(
+        telling=_SPARSE_PARTS,
+        described_in=(".shape",),
+        strays=Strays(
+            "compressed-tensors",
+            (SPARSE, *_SPARSE_PARTS[:2]),
+            "but not the other parts of a sparse tensor",
+            (".weight", ".bias"),
+        ),
+    ),
+]

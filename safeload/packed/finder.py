@@ -1,0 +1,718 @@
+"""Find the quantized tensors of a checkpoint: those that become logical tensors, and codes without meaning.
+
+A packed weight appears once, without its scales. Groups are formed over all files: a scale can be in another shard than
+its weight. Codes outside all groups are numbers that mean nothing without a scale, but look like weights of any other
+dtype; their dtype, the names of their companions and the configuration tell. Operations should call `refuse` before
+they treat tensors as plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..base import dtypes, packing
+from ..base.listed_table import ListedTable, Listing
+from ..base.packing import CODES, Packed, Part
+from ..base.text import clip, plural, printable, show, tensor_named
+from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.run.weight_file import WeightFile
+from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError
+from ..stores.json_file import read_json
+from .companions import IGNORED, is_zero_point, unread
+from .conv1d import as_stored, conv1d_model, is_named_conv1d
+from .families import FP8, SPARSE, Family, Stored, Strays, families
+from .grid import Misfit, Refused
+from .methods import QUARK
+from .quantization import Quantization, config_beside, config_inside, find_quantization, quantization_beside
+
+# Faults listed in an error.
+_LISTED = 5
+# Maximum number of indexes to read beside a shard: each variant of a model has its own.
+_MOST_INDEXES = 4
+# Markers of ComfyUI, which stores 4-bit codes in another order and can rotate wider codes, except fp8.
+_COMFY_METADATA, _COMFY_SUFFIX = "_quantization_metadata", ".comfy_quant"
+# Markers beside scales with ordinary names; the markers are more specific.
+_MARKERS = (_COMFY_SUFFIX, ".input_rotation")
+_CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
+# Dtypes of codes with ordinary names.
+_PACKING = frozenset(("U8", "I8", "U32"))
+# Maximum number of codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
+_PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
+
+_U8 = dtypes.BY_CODE["U8"]
+
+# Location of a tensor: file and index in its table.
+Place = tuple[WeightFile, int]
+
+
+def _present(suffixes: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the suffixes with which any name ends: a checkpoint uses few of the many families."""
+    ends = "\n".join([*names, ""])
+    return {suffix for suffix in suffixes if f"{suffix}\n" in ends}
+
+
+# ---- packed tensors ----
+
+
+class Logical(NamedTuple):
+    """The tables of a checkpoint with packed tensors, see `make_logical`."""
+
+    where: dict[str, Place] | None  # file and index of each tensor; None for a single file
+    hidden: dict[str, str]  # unlisted names, with their packed tensor ("" for activation scales)
+    ignored: dict[str, Part]  # activation scales by name
+    refused: dict[str, str]  # unsupported codes, with the reason
+    quantization: Quantization | None  # from the configuration, the files or their folders
+
+
+def make_logical(
+    files: Sequence[WeightFile],
+    where: Mapping[str, Place] | None,
+    quantization: Quantization | None,
+    *,
+    title: str,
+    complete: bool,
+    in_gguf: bool = False,
+    config: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Logical:
+    """Give open files tables in which each packed tensor appears once.
+
+    A missing scale is an error if the files are a ``complete`` checkpoint.
+    """
+    places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
+    if quantization is None and not in_gguf:
+        quantization = find_quantization(files, title)
+    comfy = not in_gguf and any(_COMFY_METADATA in (file.table.metadata() or ()) for file in files)
+    rival = None if quantization is None else quantization.rival
+    if rival is not None and all(row.code != "U32" for file in files for row in file.table.rows):
+        quantization = rival  # the settings of MLX are stray
+    conv1d = None
+    if not in_gguf and any(map(is_named_conv1d, places)):
+        conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
+    finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=comfy, model_type=conv1d)
+    try:
+        finder.run()
+        finder.restore_shapes(shapes)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
+        ) from None
+    if conv1d is not None:
+        finder.turn([name for name, (logical, _) in finder.packed.items() if is_named_conv1d(logical)])
+    if finder.faults and (complete or in_gguf):
+        for file in files:
+            file.close()
+        listed = "; ".join(finder.faults[:_LISTED])
+        more = len(finder.faults) - _LISTED
+        rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
+        raise FormatError(f"{listed}{rest}. Pass stored=True to open the tensors as stored", title)
+    packed, hidden = finder.packed, finder.hidden
+    if not packed and not finder.shapes:
+        return Logical(None if where is None else places, {}, {}, finder.refused, quantization)
+    changed = {part.file for _, each in packed.values() for part in each.parts.values()}
+    changed |= {places[name][0] for name in (*hidden, *finder.shapes)}
+    aside = ((name, finder.part(name)) for name, owner in hidden.items() if not owner)
+    ignored = {name: part for name, part in aside if part is not None}
+    for file in changed:
+        unknown = file.table.unknown
+        file.table = ListedTable(_listings(file, finder), file.table.metadata())
+        file.table.unknown = unknown
+    result = None
+    if where is not None:
+        result = {}
+        for name, (file, index) in places.items():
+            if name in packed or name not in hidden:
+                logical = packed[name][0] if name in packed else name
+                result[logical] = (file, file.table.find(logical) if file in changed else index)
+    return Logical(result, hidden, ignored, finder.refused, quantization)
+
+
+def _listings(file: WeightFile, finder: _Finder) -> Iterable[Listing]:
+    table = file.table
+    for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
+        if name in finder.packed:
+            logical, packed = finder.packed[name]
+            yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
+        elif name not in finder.hidden:
+            index = table.find(name)
+            own = finder.shapes.get(name, shape)
+            yield Listing(name, row, own, begin, end, table.strides(index), table.scale(index))
+
+
+class _Finder:
+    """Finds the packed tensors of a checkpoint."""
+
+    def __init__(
+        self,
+        places: Mapping[str, Place],
+        quantization: Quantization | None,
+        *,
+        in_gguf: bool,
+        comfy: bool,
+        model_type: str | None,
+    ) -> None:
+        import json  # only here: it takes a millisecond, and most checkpoints need no table
+
+        from .contents import PackedContents
+        from .gguf import IN_GGUF
+        from .packed_group import GroupContext
+
+        self._rows = IN_GGUF if in_gguf else families()
+        self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
+        self.shapes: dict[str, tuple[int, ...]] = {}  # original shapes of plain tensors that are stored as rows
+        self.hidden: dict[str, str] = {}  # parts, with their packed tensor, and ignored tensors, with ""
+        self.faults: list[str] = []  # missing or misfitting parts
+        self.refused: dict[str, str] = {}  # unsupported codes, with the reason
+        self._companions: set[str] = set()  # of refused codes
+        columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
+        self._tensors = {
+            name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
+        }
+        self._places, self._quantization, self._in_gguf = places, quantization, in_gguf
+        self._comfy = comfy
+        described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
+        text = "" if model_type is None else json.dumps({"model_type": model_type})
+        text = text if quantization is None else quantization.text(model_type)
+        self._context = GroupContext(self._tensors, quantization, text, PackedContents(places, described_in))
+
+    def part(self, name: str) -> Part | None:
+        """Return a stored tensor as a part; None if its bytes are not in C order and little-endian."""
+        from .contents import part_of
+
+        return part_of(self._places, name)
+
+    def run(self) -> None:
+        """Find all packed tensors and faults."""
+        quantization = self._quantization
+        if quantization is not None and quantization.is_rotated:
+            return  # weights in a rotated basis
+        families = self._families()
+        for name, stored in self._tensors.items():
+            code = stored.row.code
+            if families[code] and (not self._comfy or code in FP8):
+                self._group(name, stored, families[code])
+        self._hide_parts()
+        self._refuse_unread()
+        if self._in_gguf:
+            from .gguf import ternary
+
+            files = {file for file, _ in self._places.values()}
+            self.packed.update((name, (name, packed)) for name, packed in ternary(files))
+        if self.packed:  # activation scales and similar companions
+            for name in self._tensors:
+                if name.rpartition(".")[2] in IGNORED and name not in self.packed:
+                    self.hidden.setdefault(name, "")
+        if quantization is not None and quantization.is_covered():
+            self._add_codes_without_scale(quantization)
+            for family in self._rows:
+                if family.strays is not None and family.strays.method == quantization.method:
+                    self._add_strays(family.strays)
+
+    def _families(self) -> dict[str, list[Family]]:
+        """Return the families that the tensors can form, by the dtype of the codes."""
+        method = None if self._quantization is None else self._quantization.method
+        rows = [family for family in self._rows if family.describe is not None and family.method in (None, method)]
+        by_code = {
+            code: [family for family in rows if code in family.dtypes]
+            for code in {stored.row.code for stored in self._tensors.values()}
+        }
+        required = {
+            suffix
+            for each in by_code.values()
+            for family in each
+            for suffixes in family.required.values()
+            for suffix in suffixes
+        }
+        present = _present((*required, _COMFY_SUFFIX), self._tensors)
+        self._comfy |= _COMFY_SUFFIX in present
+        return {
+            code: [family for family in each if not any(map(present.isdisjoint, family.required.values()))]
+            for code, each in by_code.items()
+        }
+
+    def restore_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Add tensors that are stored as rows of another length."""
+        for name, shape in shapes.items():
+            file, index = self._places[name]
+            across = shape[-1] % file.table.row(index).block and 0 not in shape  # blocks cross rows
+            part = self.part(name) if across else None
+            if part is not None:
+                from .gguf import of_rows
+
+                self.packed[name] = name, of_rows(part, shape)
+            elif name not in self.packed:
+                self.shapes[name] = shape
+
+    def _group(self, name: str, stored: Stored, rows: Iterable[Family]) -> None:
+        """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
+        from .packed_group import PackedGroup
+
+        fault, quantization = None, self._quantization
+        for family in rows:
+            names = family.parts_beside(name, self._tensors) if name.endswith(family.main) else None
+            logical = family.logical_name(name)
+            if names is None or logical is None:
+                continue
+            group = PackedGroup(name, logical, names, self._context)
+            try:
+                why = None if self._in_gguf else group.unknown()
+                if why is not None:
+                    raise Refused(f"{why} (config.json) can change their values in an unknown way")
+                packed = group.described(family)
+            except Refused as refused:
+                self._refuse(name, str(refused), names.values())
+                return
+            except Misfit as misfit:
+                fault = fault or f"tensor {show(logical)}: {misfit}"
+                if family.method is not None and stored.row.code not in FP8:
+                    break
+                continue
+            if logical != name and logical in self._tensors:
+                fault = f"tensor {show(logical)}: stored twice, as itself and as {show(name)}"
+                continue
+            parts = {role: self.part(part) for role, part in names.items()}
+            if None in parts.values():
+                continue
+            self.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
+            return
+        if fault is not None and (self._in_gguf or (quantization is not None and quantization.is_covered(name))):
+            self.faults.append(fault)
+
+    def turn(self, names: Iterable[str]) -> None:
+        """Give the weights of Conv1D layers the axes of their files, or refuse them."""
+        for name in names:
+            logical, packed = self.packed[name]
+            stored = as_stored(packed.packing)
+            if isinstance(stored, str):
+                self._refuse(name, stored, self._remove(name)[1])
+            else:
+                self.packed[name] = logical, packed._replace(packing=stored)
+
+    def _refuse(self, codes: str, reason: str, names: Iterable[str]) -> None:
+        self.refused.setdefault(codes, reason)
+        self._companions.update(names)
+
+    def _remove(self, codes: str) -> tuple[str, list[str]]:
+        """Remove a packed tensor, and return its logical name and the names of its parts."""
+        logical, packed = self.packed.pop(codes)
+        parts = [part.name for part in packed.parts.values()]
+        for part in parts:
+            self.hidden.pop(part, None)
+        return logical, parts
+
+    def _hide_parts(self) -> None:
+        """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
+        parts = {
+            part.name for _, packed in self.packed.values() for role, part in packed.parts.items() if role != CODES
+        }
+        for name in parts & self.packed.keys():
+            del self.packed[name]
+        owners: dict[str, str] = {}
+        for name, (logical, packed) in list(self.packed.items()):
+            if owners.setdefault(logical, name) != name:
+                first = show(owners[logical])
+                self.faults.append(f"tensor {show(logical)}: stored twice, as {first} and as {show(name)}")
+                del self.packed[name]
+                continue
+            self.hidden.update((part.name, logical) for part in packed.parts.values() if part.name != logical)
+
+    def _refuse_unread(self) -> None:
+        """Refuse codes beside an unread companion if its name suggests a change of their values."""
+        owners = {logical: codes for codes, (logical, _) in self.packed.items()}
+        unknown = [name for name in self._tensors if name not in self.packed and name not in self.hidden]
+        for codes, name in unread(unknown, owners) if owners else ():
+            if codes in self.packed:
+                logical, parts = self._remove(codes)
+                shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
+                self._refuse(codes, f"{shown} beside its codes can change their values", [*parts, name])
+
+    # ---- faults of a covered configuration ----
+
+    def _add_codes_without_scale(self, quantization: Quantization) -> None:
+        reported = {fault.split(": ", 1)[0] for fault in self.faults}
+        for name, stored in self._tensors.items():
+            if len(stored.shape) < 2 or any(name in names for names in (self.packed, self.hidden, self.refused)):
+                continue
+            if name in self._companions or not _looks_like_codes(name, stored, quantization):
+                continue
+            stems = (
+                name,
+                name.removesuffix("_packed"),
+                name.removesuffix("_blocks"),
+                name.replace(".qweight", ".weight"),
+            )
+            if quantization.method == QUARK:
+                from .quark import unread
+
+                if unread(quantization, name) is not None:
+                    continue
+            if quantization.is_covered(name) and reported.isdisjoint(map(tensor_named, stems)):
+                self.faults.append(
+                    f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
+                    f"({quantization} in config.json)"
+                )
+
+    def _add_strays(self, strays: Strays) -> None:
+        """Add faults for parts without the rest of their tensor: codes left alone look like weights."""
+        reported = {fault.split(": ", 1)[0] for fault in self.faults}
+        for name in self._tensors:
+            suffix = next((suffix for suffix in strays.suffixes if name.endswith(suffix)), None)
+            if suffix is None or name in self.hidden or name in self.packed or name in self._companions:
+                continue
+            stem = name.removesuffix(suffix)
+            owner = tensor_named(stem if stem.endswith(strays.ends) else f"{stem}.weight")
+            if owner not in reported and not any(stem + other in self.refused for other in strays.suffixes):
+                reported.add(owner)
+                self.faults.append(f"{owner}: the checkpoint has {show(name)}, {strays.missing}")
+
+
+def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> bool:
+    """Return True if a matrix without a scale must be codes under a covered configuration."""
+    code = stored.row.code
+    if code in FP8 or name.endswith(("_packed", "_blocks")):
+        return not is_zero_point(name)
+    if code == "I32":
+        return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
+    return code in _PACKING and name.endswith(("weight", "_proj"))
+
+
+# ---- codes outside packed tensors ----
+
+
+class Codes(NamedTuple):
+    """A code tensor, its companion and its quantization."""
+
+    dtype: str  # of the codes, such as "F8_E4M3"
+    scale: str | None  # the companion tensor; None if only the configuration identifies the codes
+    method: str | None  # ``quant_method`` of the configuration
+    reason: str | None = None  # why this tensor is not dequantized: the unsupported quantization, if it has a reader
+    reader: str | None = None  # the tool that reads the codes
+
+
+class _Companions(NamedTuple):
+    """Names of the tensors beside codes that identify their quantization."""
+
+    main: str  # suffix of the name of the codes
+    suffixes: tuple[str, ...]  # replace ``main`` in the names of companions
+    fit: bool  # the shape of the companion must fit the codes
+
+
+# Companions that no family lists.
+_MORE = (
+    _Companions("", ("_scale_2", "_scales", "_scb"), True),
+    _Companions("_quantized", ("_scale",), True),
+    _Companions("_qdata", ("_scale",), True),  # torchao
+    _Companions("._data._data", ("._scale",), True),  # quanto, 2 and 4 bits
+    _Companions("._data._data", ("._shift",), False),
+)
+# Norms have a parameter of this name too: see `_deepseek_scale`.
+_AMBIGUOUS = ".scale"
+
+
+@cache
+def _companion_rows() -> tuple[_Companions, ...]:
+    """Return the names of companions: scales of families, then those in refusals, then other parts of families."""
+    scales: dict[str, dict[str, None]] = {}
+    parts: dict[str, dict[str, None]] = {}
+    marks: dict[str, dict[str, None]] = {}
+    for family in (*_refusals(), *reversed(families())):  # the usual names are in the last rows
+        if packing.MASK in family.required:
+            continue  # see `_identifying`
+        for role, suffixes in (*family.required.items(), *family.optional.items()):
+            rows = marks if family.describe is None else scales if role == packing.SCALE else parts
+            ambiguous = () if rows is marks else (_AMBIGUOUS,)
+            names = (suffix for suffix in suffixes if suffix not in ambiguous)
+            rows.setdefault(family.main, {}).update(dict.fromkeys(names))
+    return (
+        *(_Companions(main, tuple(suffixes), True) for main, suffixes in scales.items()),
+        *_MORE,
+        *(_Companions(main, tuple(suffixes), False) for main, suffixes in marks.items()),
+        *(
+            _Companions(main, tuple(suffix for suffix in suffixes if suffix not in scales.get(main, ())), False)
+            for main, suffixes in parts.items()
+        ),
+    )
+
+
+@cache
+def _mains() -> tuple[str, ...]:
+    """Return the suffixes of codes without a companion, which can be in a missing shard, if a method is configured.
+
+    Floating codes need no such name.
+    """
+    mains = (row.main for row in _companion_rows() if row.main)
+    return tuple(dict.fromkeys((".weight", *mains, "gate_up_proj", "down_proj")))
+
+
+@cache
+def _companion_suffixes() -> frozenset[str]:
+    return frozenset(suffix for row in _companion_rows() for suffix in row.suffixes)
+
+
+def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
+    """Return True if any of these dtypes can store codes."""
+    return any(row.code in _CODES for row in set(rows))
+
+
+def find(
+    tensors: Mapping[str, Stored], quantization: Quantization | None = None, elsewhere: Collection[str] = ()
+) -> dict[str, Codes]:
+    """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
+    coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
+    present = _present(_companion_suffixes(), (*tensors, *elsewhere)) if coded else set()
+    rows = [row for row in _companion_rows() if not present.isdisjoint(row.suffixes)]
+    companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
+    bare = {name: name for name, companion in companions.items() if companion is None and _is_fp8_matrix(tensors[name])}
+    if bare:
+        beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(_AMBIGUOUS))
+        companions.update(
+            (name, other)
+            for name, other in beside
+            if _is_scale(tensors[other].row) and _fits(tensors[name], tensors[other].shape)
+        )
+    scales = set(companions.values())
+    method = None if quantization is None else quantization.shown
+    codes = {}
+    for name, companion in companions.items():
+        if companion is None and (quantization is None or name in scales or not _is_named(name, tensors[name])):
+            continue
+        code, stem = tensors[name].row.code, name.removesuffix(".weight")
+        marker = next((stem + suffix for suffix in _MARKERS if stem + suffix in tensors), companion)
+        codes[name] = Codes(code, companion, method, *_refusal_of(name, code, marker, quantization))
+    telling = [family for family in families() if family.telling]
+    for name, stored in tensors.items():
+        identifying = () if name in codes else _identifying(name, stored, telling)
+        companion = next((other for other in identifying if other in tensors or other in elsewhere), None)
+        if companion is not None:
+            code = stored.row.code
+            codes[name] = Codes(code, companion, method, *_refusal_of(name, code, companion, quantization))
+    return codes
+
+
+def _identifying(name: str, stored: Stored, families: Iterable[Family]) -> Iterator[str]:
+    """Yield the names of companions that make a tensor of any dtype a code tensor."""
+    for family in families:
+        if name.endswith(family.main) and (not family.wide or stored.shape[1:] == (1,)):
+            stem = name.removesuffix(family.main)
+            yield from (stem + suffix for suffix in family.telling)
+
+
+def _is_fp8_matrix(stored: Stored) -> bool:
+    """Return True if any companion with the name of a scale is enough to identify codes."""
+    return stored.row.code in FP8 and len(stored.shape) > 1
+
+
+def _is_named(name: str, stored: Stored) -> bool:
+    """Return True if a tensor without a companion holds codes under a configuration with a quantization."""
+    if stored.row.code in dtypes.FLOAT_CODES:
+        return not is_zero_point(name)
+    return len(stored.shape) > 1 and name.endswith(_mains())
+
+
+def _companion(
+    name: str,
+    stored: Stored,
+    tensors: Mapping[str, Stored],
+    elsewhere: Collection[str],
+    rows: Iterable[_Companions],
+) -> str | None:
+    """Return the identifying companion of a code tensor; in an unopened shard its name, not its shape, counts."""
+    beside = [
+        (name[: len(name) - len(main)] + suffix, fit)
+        for main, suffixes, fit in rows
+        if name.endswith(main)
+        for suffix in suffixes
+    ]
+    for other, fit in beside:
+        companion = tensors.get(other)
+        if companion is not None and (not fit or (_is_scale(companion.row) and _fits(stored, companion.shape))):
+            return other
+    scale = _deepseek_scale(name, stored, tensors)
+    return scale if scale is not None else next((other for other, _ in beside if other in elsewhere), None)
+
+
+def _deepseek_scale(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str | None:
+    """Return ``X.scale`` of DeepSeek V4 if it has an element per block. Norms also have such a parameter."""
+    if not name.endswith(".weight") or stored.row.block_bytes != 1:
+        return None
+    scale = name.removesuffix(".weight") + _AMBIGUOUS
+    other = tensors.get(scale)
+    if other is None or not _is_scale(other.row) or len(other.shape) != len(stored.shape) or len(stored.shape) < 2:
+        return None
+    smaller = all(a <= b for a, b in zip(other.shape, stored.shape, strict=True)) and other.shape != stored.shape
+    return scale if smaller else None
+
+
+def _is_scale(row: dtypes.Dtype) -> bool:
+    """Return True if scales can have this dtype: a float, or U8 with the bits of a float8."""
+    return row.floating or row.code == "U8"
+
+
+def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
+    """Return True if a scale of this shape can be broadcast over codes, with a block of codes per element.
+
+    Axes of the scale longer than 1 must match different axes of the codes, in order, without exceeding their lengths.
+    """
+    per_element = _PER_ELEMENT.get(codes.row.code, 1)
+    axes: Iterator[int] = iter(codes.shape)
+    return all(any(length <= axis * per_element for axis in axes) for length in scale if length != 1)
+
+
+# ---- refusing ----
+
+# Keys with more specific values than the method.
+_KEYS = ("format", "checkpoint_format", "version", "quant_algo")
+
+
+@cache
+def _refusals() -> tuple[Family, ...]:
+    return tuple(family for family in families() if family.describe is None)
+
+
+def _refusal_of(
+    name: str, dtype: str, companion: str | None, quantization: Quantization | None
+) -> tuple[str | None, str | None]:
+    """Return the unsupported quantization of codes and its reader, or None twice."""
+    for family in _refusals() if companion is not None else ():
+        if name.endswith(family.main) and dtype in family.dtypes:
+            stem = name.removesuffix(family.main)
+            if any(companion == stem + suffix for suffixes in family.required.values() for suffix in suffixes):
+                return family.name, family.reader
+    if quantization is None:
+        return None, None
+    if quantization.is_rotated:
+        return "compressed-tensors in a rotated basis (transform_config)", "vLLM"  # of any dtype
+    if quantization.method == QUARK:
+        from .quark import READER, unread_or_none
+
+        reason = unread_or_none(quantization, name)
+        return reason, reason and READER
+    for value in (quantization.method, *map(quantization.get, _KEYS)) if dtype not in FP8 else ():
+        for family in _refusals():
+            if value in family.methods:
+                return family.name, family.reader
+    return None, None
+
+
+def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: str = "") -> None:
+    """Raise an error if a requested tensor holds codes, preferably about codes with a known reason."""
+    refused = [name for name in names if name in codes] if codes else ()
+    if not refused:
+        return
+    name = next((name for name in refused if codes[name].reason is not None), refused[0])
+    dtype, scale, method, reason, reader = codes[name]
+    kind, other = ("values", "mask") if name.endswith(SPARSE) else ("codes", "scale")
+    beside = f"whose {other} is {'not here' if scale is None else show(scale)}"
+    configured = "" if method is None else f" (quant_method {clip(printable(method), 90)} in config.json)"
+    head = f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} {kind}, {beside}{configured}. "
+    advice = "safeload.load without dtype= returns them as stored"
+    if reader is not None:
+        why = f"This is {reason}: safeload does not dequantize it, {reader} reads it. "
+    elif reason is not None:
+        why = f"safeload does not dequantize it: {reason}. "
+    else:
+        why = ""
+        advice = (
+            "safeload.load of the whole checkpoint returns true weights if it can dequantize them, and the codes as "
+            "stored with stored=True"
+        )
+    message = f"{head}{why}{what} would treat the codes as weights. {advice}"
+    raise UnsupportedError(message, path=where or None, tensor=name)
+
+
+# ---- in files ----
+
+
+def stored_of(parts: Iterable[FileTensor]) -> dict[str, Stored]:
+    """Return the stored dtype and shape of tensors outside packed tensors."""
+    stored = {}
+    for name, file, index in parts:
+        table = file.table
+        if not table.is_quantized(index):
+            stored[name] = Stored(table.rows[index], table.shapes[index])
+    return stored
+
+
+def codes_of(
+    files: Sequence[WeightFile],
+    parts: Sequence[FileTensor],
+    quantization: Quantization | None,
+    *,
+    search: bool = False,
+    incomplete: bool = False,
+    refused: Mapping[str, str] | None = None,
+) -> dict[str, Codes]:
+    """Return the code tensors of open files."""
+    if not any(could_hold(file.table.rows) or file.table.quantized for file in files):
+        return {}
+    if search:
+        quantization = quantization_beside(files[0])
+    elsewhere = _shards_beside(files[0]) if incomplete and len(files) == 1 else ()
+    codes = find(stored_of(parts), quantization, elsewhere)
+    if refused:
+        method = None if quantization is None else quantization.shown
+        code_dtypes = {name: file.table.row(index).code for name, file, index in parts}
+        for name, reason in refused.items():
+            known = codes.get(name, Codes(code_dtypes[name], None, method))
+            codes[name] = known if known.reader is not None else known._replace(reason=reason)
+    return codes
+
+
+def codes_of_keras(parts: Iterable[FileTensor]) -> dict[str, Codes]:
+    """Return the code tensors of a Keras file: matrices of 8-bit integers in a layer with floating variables.
+
+    ``Model.quantize`` stores weight = code / scale, in 4 bits two codes a byte. Variables have numbers, not names,
+    so only the configuration of the model says which scale belongs to which codes.
+    """
+    codes: dict[str, tuple[str, str]] = {}
+    floating: dict[str, str] = {}  # by layer: the last variable before integer zero points, which is the scale
+    integers: Counter[str] = Counter()
+    for name, file, index in parts:
+        row, layer = file.table.row(index), name.rpartition(".")[0]
+        if row.floating and integers[layer] < 2:
+            floating[layer] = name
+        elif row.code in ("I8", "U8") and len(file.table.shape(index)) > 1:
+            integers[layer] += 1
+            codes[name] = row.code, layer
+    reason = "a quantized layer of Keras, and only Keras computes weights from its codes"
+    return {
+        name: Codes(code, floating[layer], None, reason=reason)
+        for name, (code, layer) in codes.items()
+        if layer in floating
+    }
+
+
+def _shards_beside(file: WeightFile) -> Collection[str]:
+    """Return the tensors in the other shards of a file opened alone, from the index in its folder."""
+    files = file.files
+    folder, base = files.split(file.place if file.remote else file.path)
+    names: set[str] = set()
+    try:
+        indexes = [name for name, _ in files.listing(folder or ".") if name.endswith(".index.json")]
+        for index in indexes[:_MOST_INDEXES]:
+            weight_map = read_json(files.join(folder, index), "index.json", files).get("weight_map")
+            if isinstance(weight_map, Mapping) and base in weight_map.values():
+                names.update(name for name, shard in weight_map.items() if shard != base)
+    except VerificationError:
+        raise
+    except (SafeloadError, OSError):  # ignored: nobody requested this file
+        pass
+    return names
+
+
+def refuse_floating(file: WeightFile, parts: Iterable[FileTensor], what: str) -> None:
+    """Refuse ``dtype=`` for floating codes, in functions that return stored tensors."""
+    rows = file.table.rows
+    if not could_hold(rows):
+        return
+    wide = any(shape[1:] == (1,) for shape in file.table.shapes)
+    sparse = any(name.endswith(SPARSE) for name in file.table.names)
+    if not wide and not sparse and not could_hold(row for row in set(rows) if row.floating):
+        return
+    codes = codes_of([file], Tensors.in_file(file), None, search=True, incomplete=True)
+    converted = (name for name, _, index in parts if file.table.row(index).floating)
+    refuse(codes, converted, f"{what} with dtype=", file.path)

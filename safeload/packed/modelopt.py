@@ -1,0 +1,56 @@
+"""NVIDIA ModelOpt's NVFP4. Source: nvidia-modelopt ``torch/quantization/qtensor``."""
+
+from __future__ import annotations
+
+from ..base import packing
+from ..base.packing import Packing
+from .families import Family
+from .floats import fp4
+from .grid import Misfit, Refused, whole_grid
+from .packed_group import PackedGroup, check_global
+
+
+def modelopt_nvfp4(group: PackedGroup) -> Packing:
+    """NVFP4 with a multiplying global scale and the factors of AWQ."""
+    algorithm = None if group.config is None else group.config.algorithm(group.module)
+    if algorithm is not None and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
+        raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
+    if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
+        raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
+    packed = check_global(group, fp4(group, "nvfp4", 16, "F8_E4M3"))
+    if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
+        raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
+    return packed._replace(scale_rule=packing.MULTIPLIED)
+
+
+def modelopt_experts(group: PackedGroup) -> Packing:
+    """Experts in a single tensor; Llama 4 stores them as [in, out], packed along ``in``."""
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
+        return modelopt_nvfp4(group)
+    if group.dtype(packing.SCALE) != "F8_E4M3":
+        raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.dtype(packing.SCALE)}")
+    shape = (stored[0], stored[1] * 2, stored[2])
+    packed = group.packing(
+        "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
+    )
+    return check_global(group, packed)._replace(scale_rule=packing.MULTIPLIED)
+
+
+FAMILIES = [
+    Family(
+        "modelopt NVFP4",
+        ".weight",
+        frozenset(("U8",)),
+        {packing.SCALE: (".weight_scale",), packing.GLOBAL: (".weight_scale_2",)},
+        modelopt_nvfp4,
+        {packing.FACTORS: (".pre_quant_scale",)},
+    ),
+    Family(
+        "modelopt NVFP4, experts",
+        "",
+        frozenset(("U8",)),
+        {packing.SCALE: ("_weight_scale",), packing.GLOBAL: ("_weight_scale_2",)},
+        modelopt_experts,
+    ),
+]
