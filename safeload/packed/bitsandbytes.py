@@ -10,16 +10,18 @@ Sources: bitsandbytes ``functional.py`` (`QuantState.as_dict`, `dequantize_4bit`
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..base import packing
 from ..base.packing import Grid, Packing
+from ..base.preset import BITSANDBYTES, Preset
 from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
-from .families import Family, Strays
+from .families import Family, Strays, filled
 from .grid import Misfit, Refused, matrices_of
 from .packed_group import MOST, NUMBERS, PackedGroup
 from .quantization import is_length
@@ -178,6 +180,22 @@ def eight_bits(group: PackedGroup) -> Packing:
     return group.packing("bitsandbytes", "int8 row", shape, 8, "I8", grid=grid, factor=_RECIPROCAL)
 
 
+# ---- writing ----
+
+
+def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization for ``config.json``."""
+    kind = preset.name.removeprefix("bnb_")
+    return filled(BITSANDBYTES, bnb_4bit_quant_type=kind, llm_int8_skip_modules=list(left) or None)
+
+
+def state_of(preset: Preset, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the JSON beside 4-bit codes."""
+    kind = preset.name.removeprefix("bnb_")
+    state = {"quant_type": kind, "blocksize": preset.group, "dtype": dtype, "shape": list(shape)}
+    return json.dumps(state).encode()
+
+
 # ---- rows ----
 
 FAMILIES = [
@@ -197,6 +215,8 @@ FAMILIES = [
             (*_STATES.values(), *_STATE_PARTS.values(), _GPTQMODEL_STATE, *reversed(_GPTQMODEL_PARTS.values())),
             "but not the quant_state or the codes",
         ),
+        engine=BITSANDBYTES,
+        settings=settings,
     ),
     Family(
         "bitsandbytes, 8 bits",

@@ -11,11 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..base import packing
+from ..base import dtypes, packing
 from ..base.packing import Grid, Packing, Zeros
+from ..base.preset import COMPRESSED, Preset
 from ..base.text import show
 from ..engine.codes.zero_points import words_for
-from .families import FP8, SPARSE, Family, Strays
+from .families import FP8, SPARSE, Family, Strays, filled
 from .floats import fp4, plain
 from .grid import Misfit, Refused, label_of, whole_grid
 from .methods import AUTO_ROUND
@@ -237,6 +238,45 @@ def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
     return rows, columns
 
 
+# ---- writing ----
+
+
+def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization for ``config.json``."""
+    parts, blocks = preset.parts, preset.row_block > 1
+    kind = "float" if parts[packing.CODES].dtype in ("F8_E4M3", "U8") else "int"
+    scale_dtype, grouped = parts[packing.SCALE].dtype, preset.group is not None and not blocks
+    strategy = "tensor_group" if packing.GLOBAL in parts else "group" if grouped else "channel"
+    weights = _arguments(
+        kind,
+        preset.bits,
+        "block" if blocks else strategy,
+        group_size=preset.group if grouped else None,
+        block_structure=[preset.row_block, preset.group] if blocks else None,
+        symmetric=packing.ZERO not in parts,
+        zp_dtype="torch.int8" if packing.ZERO in parts else None,
+        scale_dtype=None if scale_dtype is None else f"torch.{dtypes.BY_CODE[scale_dtype].name}",
+    )
+    activations, layout = None, f"{preset.name.removesuffix('a16')}-pack-quantized"
+    if packing.SHAPE in parts:
+        layout = "pack-quantized"
+    elif preset.bits == 8:
+        layout, by = f"{kind}-quantized", {"group_size": 128} if blocks else {}
+        activations = _arguments(kind, 8, "group" if by else "token", dynamic=True, **by)
+    group = {
+        "format": layout,
+        "input_activations": activations,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return filled(COMPRESSED, config_groups={"group_0": group}, format=layout, ignore=list(left))
+
+
+def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, Any]:
+    return filled("arguments of compressed-tensors", **fields, num_bits=bits, strategy=strategy, type=kind)
+
+
 # ---- rows ----
 
 
@@ -266,6 +306,8 @@ FAMILIES = [
         ct_packed,
         {packing.ZERO: ("_zero_point",), packing.GROUPS: ("_g_idx",), packing.SHAPE: ("_shape",)},
         logical="",
+        engine=COMPRESSED,
+        settings=settings,
     ),
     Family(
         "compressed-tensors fp4",

@@ -15,11 +15,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..base import dtypes, packing
 from ..base.data import read_data
-from ..base.preset import BITSANDBYTES, COMPRESSED, FP8, MLX, Preset
+from ..base.preset import MLX, Preset
 from ..base.text import show
 from ..models.family import mlx_experts_of
+from .families import families
 from .quantization import MLX_KEY, QUANTIZATION, Quantization, quantization_of, without_quantization
 
 _data = partial(read_data, __name__, "engines.json")
@@ -150,74 +150,7 @@ def quantization_for(preset: Preset, exceptions: Mapping[str, Preset] = MappingP
 
 
 def settings_of(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization for ``config.json``.
-
-    Args:
-        left: see `config_for`.
-    """
-    if preset.engine == MLX:
-        mode = preset.name.removeprefix("mlx-") if preset.name.startswith("mlx-") else "affine"
-        return {"group_size": preset.group, "bits": preset.bits, "mode": mode}
-    if preset.engine == FP8:
-        return {
-            "activation_scheme": "dynamic",
-            "modules_to_not_convert": list(left),
-            "quant_method": "fp8",
-            "weight_block_size": [preset.row_block, preset.group],
-        }
-    if preset.engine == BITSANDBYTES:
-        kind = preset.name.removeprefix("bnb_")
-        return _filled(BITSANDBYTES, bnb_4bit_quant_type=kind, llm_int8_skip_modules=list(left) or None)
-    return _compressed(preset, left)
-
-
-def _filled(key: str, **fields: Any) -> dict[str, Any]:
-    """Return settings of an engine with some fields filled in, in its order."""
-    return {**_data()["settings"][key], **fields}
-
-
-def _compressed(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
-    kind = "float" if _is_float(preset) else "int"
-    scale_dtype = preset.parts[packing.SCALE].dtype
-    grouped = preset.group is not None and preset.row_block == 1
-    strategy = "tensor_group" if packing.GLOBAL in preset.parts else "group" if grouped else "channel"
-    weights = _arguments(
-        kind,
-        preset.bits,
-        "block" if preset.row_block > 1 else strategy,
-        group_size=preset.group if grouped else None,
-        block_structure=[preset.row_block, preset.group] if preset.row_block > 1 else None,
-        symmetric=packing.ZERO not in preset.parts,
-        zp_dtype="torch.int8" if packing.ZERO in preset.parts else None,
-        scale_dtype=None if scale_dtype is None else f"torch.{dtypes.BY_CODE[scale_dtype].name}",
-    )
-    activations = None
-    if packing.SHAPE not in preset.parts and preset.bits == 8:
-        by = {"group_size": 128} if preset.row_block > 1 else {}
-        activations = _arguments(kind, 8, "group" if by else "token", dynamic=True, **by)
-    form = _format(preset, kind)
-    group = {
-        "format": form,
-        "input_activations": activations,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": weights,
-    }
-    return _filled(COMPRESSED, config_groups={"group_0": group}, format=form, ignore=list(left))
-
-
-def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, Any]:
-    fields |= {"num_bits": bits, "strategy": strategy, "type": kind}
-    return _filled("arguments of compressed-tensors", **fields)
-
-
-def _is_float(preset: Preset) -> bool:
-    return preset.parts[packing.CODES].dtype in ("F8_E4M3", "U8")
-
-
-def _format(preset: Preset, kind: str) -> str:
-    if packing.SHAPE in preset.parts:
-        return "pack-quantized"
-    if preset.bits == 8:
-        return f"{kind}-quantized"
-    return f"{preset.name.removesuffix('a16')}-pack-quantized"
+    """Return the quantization for ``config.json``; see `config_for`."""
+    settings = next(family.settings for family in families() if family.engine == preset.engine)
+    assert settings is not None
+    return settings(preset, left)

@@ -7,13 +7,15 @@ The finder (`find`) tries the rows in order, and recognizes codes of unsupported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..base import dtypes
+from ..base.data import read_data
 from ..base.packing import CODES, Packing
+from ..base.preset import Preset
 
 MODULES = [
     "quark", "modelopt", "bitnet", "gemma", "bitsandbytes", "mlx", "compressed_tensors", "gptq", "subclasses", "gguf",
@@ -41,6 +43,10 @@ class Strays(NamedTuple):
     ends: tuple[str, ...] = ("",)  # of the names of tensors; other names get ".weight"
 
 
+# Of a format, and the names of the linear modules that stay unquantized.
+Settings: TypeAlias = Callable[[Preset, Sequence[str]], dict[str, Any]]
+
+
 class Family(NamedTuple):
     """A family of packed tensors, or a recognized quantization that safeload does not dequantize."""
 
@@ -59,6 +65,10 @@ class Family(NamedTuple):
     described_in: tuple[str, ...] = ()  # suffixes of small parts, to read in a batch
     strays: Strays | None = None
     reader: str | None = None  # the tool that reads an unsupported quantization; ``name`` says why it is unsupported
+    engine: str | None = None  # the engine that loads folders with this row's tensors, if we write them
+    settings: Callable[[Preset, Sequence[str]], dict[str, Any]] | None = (
+        None  # for config.json: see `engines.settings_of`
+    )
     methods: tuple[str, ...] = ()  # of an unsupported quantization: values of ``quant_method``, ``format`` and so on
 
     def logical_name(self, codes: str) -> str | None:
@@ -89,3 +99,8 @@ class Family(NamedTuple):
 def families() -> tuple[Family, ...]:
     """Return all rows; their modules are imported here, because most checkpoints need none."""
     return tuple(row for name in MODULES for row in import_module(f".{name}", __package__).FAMILIES)
+
+
+def filled(key: str, **fields: Any) -> dict[str, Any]:
+    """Return settings of ``engines.json`` with some fields filled in, in the order of the engine's tool."""
+    return {**read_data(__name__, "engines.json")["settings"][key], **fields}

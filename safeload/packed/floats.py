@@ -6,9 +6,13 @@ Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrain
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from ..base import packing
 from ..base.packing import Grid, Packing
+from ..base.preset import FP8 as ENGINE
+from ..base.preset import Preset
 from ..base.text import show
 from .families import FP8, Family
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
@@ -151,6 +155,16 @@ def gpt_oss(group: PackedGroup) -> Packing:
     )
 
 
+def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization for ``config.json`` of fp8 in blocks, as DeepSeek writes it."""
+    return {
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": list(left),
+        "quant_method": "fp8",
+        "weight_block_size": [preset.row_block, preset.group],
+    }
+
+
 # ---- rows ----
 
 FAMILIES = [
@@ -166,6 +180,8 @@ FAMILIES = [
         {packing.SCALE: ("_scale_inv", "_scale", "_weight_scale")},
         plain,
         {packing.ZERO: ("_zero_point",)},
+        engine=ENGINE,
+        settings=settings,
     ),
     Family(
         "int8",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ..base import packing
 from ..base.packing import Packing
+from ..base.preset import MLX, Preset
 from ..base.text import show
 from .families import Family
 from .grid import Misfit, Refused, whole_grid
@@ -77,6 +81,12 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     return (check_global(group, packed) if group.has(packing.GLOBAL) else packed)._replace(scale_rule=rule)
 
 
+def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization for ``config.json``, which does not name unquantized modules."""
+    mode = preset.name.removeprefix("mlx-") if preset.name.startswith("mlx-") else "affine"
+    return {"group_size": preset.group, "bits": preset.bits, "mode": mode}
+
+
 FAMILIES = [
     Family(
         "MLX",
@@ -85,5 +95,7 @@ FAMILIES = [
         {packing.SCALE: (".scales",)},
         mlx,
         {packing.BIAS: (".biases", ".qbiases"), packing.GLOBAL: (".global_scale",)},
+        engine=MLX,
+        settings=settings,
     )
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from itertools import islice
@@ -19,6 +18,7 @@ from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ...engine.run.threads import thread_count
 from ...errors import RangeError, UnsupportedError
+from ...packed.bitsandbytes import state_of
 from ...stores.thread_group import in_order
 from .weights import Weights
 
@@ -64,14 +64,7 @@ class Encoding(NamedTuple):
         return parts
 
     def _state(self) -> bytes:
-        """Return bitsandbytes' description of the codes."""
-        state = {
-            "quant_type": self.preset.name.removeprefix("bnb_"),
-            "blocksize": self.preset.group,
-            "dtype": self.row.name,
-            "shape": list(self.shape),
-        }
-        return json.dumps(state).encode()
+        return state_of(self.preset, self.row.name, self.shape)
 
 
 def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
