@@ -14,6 +14,7 @@ from ..engine.run import jobs
 from ..engine.run.job import Job, Origin
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
+from .families import Stored
 from .grid import Misfit
 
 # Bytes of a description; bitsandbytes' longest has about 250.
@@ -25,22 +26,30 @@ _BATCH = 64 << 20
 _MOST = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
 
 
-def part_of(places: Mapping[str, tuple[WeightFile, int]], name: str) -> Part | None:
-    """Return a stored tensor as a part; None if its bytes are not in C order and little-endian."""
-    file, index = places[name]
-    table = file.table
-    if table.strides(index) is not None or table.big_endian(index):
-        return None
-    return Part(name, file, table.row(index), table.shape(index), *table.byte_range(index))
-
-
 class PackedContents:
-    """Reads small tensors in a batch on first use."""
+    """The stored tensors of a checkpoint; reads small tensors in a batch on first use."""
 
     def __init__(self, places: Mapping[str, tuple[WeightFile, int]], suffixes: tuple[str, ...]) -> None:
         self._places, self._suffixes = places, suffixes
+        columns: dict[WeightFile, tuple[Any, Any]] = {}
+        self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
+        self.tensors: dict[str, Stored] = {}
+        for name, (file, index) in places.items():
+            if file not in columns:
+                columns[file] = file.table.rows, file.table.shapes
+            rows, shapes = columns[file]
+            self.tensors[name] = Stored(rows[index], shapes[index])
         self._read: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
+
+    def part(self, name: str) -> Part | None:
+        """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
+        file, index = self._places[name]
+        if file.table.strides(index) is not None or file.table.big_endian(index):
+            return None
+        if file not in self._ranges:
+            self._ranges[file] = file.table.byte_ranges()
+        return Part(name, file, *self.tensors[name], *self._ranges[file][index])
 
     def __call__(self, name: str) -> bytes:
         """Return the bytes of a tensor."""
@@ -72,7 +81,7 @@ class PackedContents:
         return text if isinstance(text, str) else None
 
     def _part(self, name: str) -> Part | None:
-        part = part_of(self._places, name)
+        part = self.part(name)
         if part is None or part.row.code not in _MOST or part.end - part.begin > _MOST[part.row.code]:
             return None
         return part

@@ -168,22 +168,14 @@ class _Finder:
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
-        columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
-        self._tensors = {
-            name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
-        }
         self._places, self._quantization, self._in_gguf = places, quantization, in_gguf
         self._comfy = comfy
         described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
         text = "" if model_type is None else json.dumps({"model_type": model_type})
         text = text if quantization is None else quantization.text(model_type)
-        self._context = GroupContext(self._tensors, quantization, text, PackedContents(places, described_in))
-
-    def part(self, name: str) -> Part | None:
-        """Return a stored tensor as a part; None if its bytes are not in C order and little-endian."""
-        from .contents import part_of
-
-        return part_of(self._places, name)
+        contents = PackedContents(places, described_in)
+        self.part, self._tensors = contents.part, contents.tensors
+        self._context = GroupContext(self._tensors, quantization, text, contents)
 
     def run(self) -> None:
         """Find all packed tensors and faults."""
@@ -335,7 +327,7 @@ class _Finder:
     def _add_codes_without_scale(self, quantization: Quantization) -> None:
         reported = {fault.split(": ", 1)[0] for fault in self.faults}
         for name, stored in self._tensors.items():
-            if len(stored.shape) < 2 or any(name in names for names in (self.packed, self.hidden, self.refused)):
+            if len(stored.shape) < 2 or name in self.packed or name in self.hidden or name in self.refused:
                 continue
             if name in self._companions or not _looks_like_codes(name, stored, quantization):
                 continue
@@ -462,6 +454,8 @@ def find(
     tensors: Mapping[str, Stored], quantization: Quantization | None = None, elsewhere: Collection[str] = ()
 ) -> dict[str, Codes]:
     """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
+    if not tensors:
+        return {}
     coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
     present = _present(_companion_suffixes(), (*tensors, *elsewhere)) if coded else set()
     rows = [row for row in _companion_rows() if not present.isdisjoint(row.suffixes)]

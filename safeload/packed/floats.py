@@ -26,11 +26,11 @@ from .quantization import brief, is_length
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     """8-bit codes, and scales broadcast over blocks."""
     shape, numbers = group.shape(), group.dtype()
-    scale = group.shape(packing.SCALE)
+    scale_row, scale = group.parts[packing.SCALE]
     matrices, rows, columns = matrices_of(shape)
     grid = configured_grid(group, shape) or _flat_grid(group)
     if grid is None:
-        exact = block is not None or (group.config is not None and group.config.has_block)
+        exact = block is not None or (group.config is not None and group.config.block is not None)
         block = block or _block_of(group)
         if has_halves(shape, scale, block):
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
@@ -41,7 +41,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         raise Misfit(
             f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(group.shape(packing.SCALE))}"
         )
-    exponents = group.dtype(packing.SCALE) in ("F8_E8M0", "U8")
+    exponents = scale_row.code in ("F8_E8M0", "U8")
     label = label_of(prefix, grid, shape, zeros)
     bits = configured_bits(group) if prefix == "int8" else None
     if bits is not None:  # naive-quantized: a byte per code, even for codes of fewer bits
@@ -49,7 +49,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     if exponents and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
     return group.packing(
-        "fp8" if numbers in FP8 else "int8",
+        prefix,
         label,
         shape,
         8,
@@ -99,10 +99,10 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
     if grouped and size is not None and scale[-1] > 1:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(codes)} in groups of {size} (group_size)")
     exponents = group.dtype(packing.SCALE) in ("F8_E8M0", "U8")
-    in_groups = grouped and scale[-1] * 32 == codes[-1] and (exponents or not group.config.has_block)
+    in_groups = grouped and scale[-1] * 32 == codes[-1] and (exponents or group.config.block is None)
     if group.method == "mxfp8" or in_groups:
         return 1, 32
-    return group.config.block((128, 128))
+    return group.config.block or (128, 128)
 
 
 def deepseek_v4(group: PackedGroup) -> Packing:

@@ -151,8 +151,8 @@ class PackedGroup:
     ) -> Packing:
         """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor."""
         matrices, rows, columns = matrices_of(shape)
-        stored = self.shape()
-        row_bytes = self.parts[packing.CODES].row.nbytes(stored[-1]) if stored else 1
+        row, stored = self.parts[packing.CODES]
+        row_bytes = row.nbytes(stored[-1]) if stored else 1
         fields = {
             "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
             "config": self._context.text, **fields,
@@ -229,7 +229,8 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
             expected = ", ".join(sorted(_DTYPES[role]))
             raise Misfit(f"{group.names[role]} is {part.row.code}, expected one of {expected}")
     plain = packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE
-    if plain and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
+    scales = group.parts.get(packing.SCALE)
+    if plain and scales is not None and scales.row.code == "U8":
         raise Misfit("its scales are U8, and nothing says which float8 they hold")
     if max(1, packed.matrices) * max(1, packed.rows) * max(1, packed.columns) >= MOST:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")
@@ -238,7 +239,7 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
     if packed.grid is not None:
         _check_grid(group, packed)
     _check_bits(group, packed)
-    if not group.has(packing.ZERO):
+    if packing.ZERO not in group.parts:
         _check_symmetric(group, packed)
     elif all(weights.get("symmetric") is True for weights in group.weights()) and group.weights():
         return packed._replace(symmetric=True)

@@ -274,15 +274,12 @@ class Quantization:
 
     # ---- blocks and groups of scales ----
 
-    @property
-    def has_block(self) -> bool:
-        """True if ``weight_block_size`` holds the rows and columns of a block."""
-        return _is_block(self.get("weight_block_size"))
-
-    def block(self, default: tuple[int, int]) -> tuple[int, int]:
-        """Return ``weight_block_size``: the rows and columns of a block."""
+    @cached_property
+    def block(self) -> tuple[int, int] | None:
+        """The rows and columns of a block in ``weight_block_size``; None if it holds none."""
         size = self.get("weight_block_size")
-        return (size[0], size[1]) if _is_block(size) else default
+        valid = isinstance(size, (list, tuple)) and len(size) == 2 and all(map(is_length, size))
+        return (size[0], size[1]) if valid else None
 
     @cached_property
     def grids(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
@@ -377,10 +374,6 @@ def _is_target(target: Any, module: str) -> bool:
     if target.startswith("re:"):
         return compiled(target[3:], "config_groups").matches(module)
     return target == module
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_length, value))
 
 
 def is_length(value: Any) -> TypeGuard[int]:

@@ -28,6 +28,8 @@ from .code_tables import table_of
 
 _F32 = dtypes.BY_CODE["F32"]
 
+# Roles of the parts that become float32 grids.
+_SCALES = frozenset((packing.SCALE, packing.ZERO, packing.BIAS, packing.NESTED))
 # The unused code of ternary planes.
 _NOT_TERNARY = 3
 
@@ -44,7 +46,7 @@ class CodeReader:
     def cost(self) -> int:
         grid = self._packed.grid
         places = (mask_bytes(self._packed) + 8) * self._part.rows if self._packed.layout == packing.MASKED else 0
-        kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS, packing.NESTED))
+        kinds = len(_SCALES & self._parts.keys())
         scales = 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * self._grid_columns(grid)
         return places + scales
 
