@@ -99,7 +99,7 @@ class Packing(NamedTuple):
     layout: int  # such as `ROWS`
     bits: int  # per code
     # The numbers that codes stand for: the code of an 8-bit dtype, the name of a table in
-    # `safeload.engine.codes.code_tables`, or `TABLE` for the part with that role. For `BLOCKS`, the name of the block
+    # `safeload.engine.codes.restore`, or `TABLE` for the part with that role. For `BLOCKS`, the name of the block
     # type; for `MASKED`, the code of the values' dtype.
     numbers: str
     row_bytes: int  # per stored row; for `MASKED`, 0 unless all rows store equally many values

@@ -31,14 +31,11 @@ class PackedContents:
 
     def __init__(self, places: Mapping[str, tuple[WeightFile, int]], suffixes: tuple[str, ...]) -> None:
         self._places, self._suffixes = places, suffixes
-        columns: dict[WeightFile, tuple[Any, Any]] = {}
+        columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
         self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
-        self.tensors: dict[str, Stored] = {}
-        for name, (file, index) in places.items():
-            if file not in columns:
-                columns[file] = file.table.rows, file.table.shapes
-            rows, shapes = columns[file]
-            self.tensors[name] = Stored(rows[index], shapes[index])
+        self.tensors = {
+            name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
+        }
         self._read: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
 

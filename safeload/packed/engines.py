@@ -94,16 +94,10 @@ def partners_of(name: str) -> tuple[str, ...]:
 def config_for(
     preset: Preset,
     config: Mapping[str, Any] | None,
-    left: Sequence[str],
-    exceptions: Mapping[str, Preset] = MappingProxyType({}),
+    left: Sequence[str],  # names of the linear modules that stay unquantized
+    exceptions: Mapping[str, Preset] = MappingProxyType({}),  # modules with another format of the engine
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a folder.
-
-    Args:
-        config: the config of the source.
-        left: names of the linear modules that stay unquantized.
-        exceptions: modules with another format of the engine.
-    """
+    """Return the ``config.json`` of a folder from the config of the source."""
     result = without_quantization(config or {})
     if preset.engine != MLX:
         return {**result, QUANTIZATION: settings_of(preset, left)}
@@ -139,11 +133,7 @@ def _as_mlx_reads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantization_for(preset: Preset, exceptions: Mapping[str, Preset] = MappingProxyType({})) -> Quantization:
-    """Return the quantization of a folder, as its reader would parse it.
-
-    Args:
-        exceptions: see `config_for`.
-    """
+    """Return the quantization of a folder, as its reader would parse it; see `config_for`."""
     quantization = quantization_of(config_for(preset, None, (), exceptions))
     assert quantization is not None
     return quantization

@@ -385,49 +385,34 @@ class Codes(NamedTuple):
     reader: str | None = None  # the tool that reads the codes
 
 
-class _Companions(NamedTuple):
-    """Names of the tensors beside codes that identify their quantization."""
-
-    main: str  # suffix of the name of the codes
-    suffixes: tuple[str, ...]  # replace ``main`` in the names of companions
-    fit: bool  # the shape of the companion must fit the codes
-
-
-# Companions that no family lists.
+# Pairs of suffixes, of codes and of companions, that no family lists.
 _MORE = (
-    _Companions("", ("_scale_2", "_scales", "_scb"), True),
-    _Companions("_quantized", ("_scale",), True),
-    _Companions("_qdata", ("_scale",), True),  # torchao
-    _Companions("._data._data", ("._scale",), True),  # quanto, 2 and 4 bits
-    _Companions("._data._data", ("._shift",), False),
+    *(("", suffix) for suffix in ("_scale_2", "_scales", "_scb")),
+    ("_quantized", "_scale"),
+    ("_qdata", "_scale"),  # torchao
+    ("._data._data", "._scale"),  # quanto, 2 and 4 bits
 )
+_QUANTO_SHIFT = ("._data._data", "._shift")
 # Norms have a parameter of this name too: see `_deepseek_scale`.
 _AMBIGUOUS = ".scale"
 
 
 @cache
-def _companion_rows() -> tuple[_Companions, ...]:
-    """Return the names of companions: scales of families, then those in refusals, then other parts of families."""
-    scales: dict[str, dict[str, None]] = {}
-    parts: dict[str, dict[str, None]] = {}
-    marks: dict[str, dict[str, None]] = {}
-    for family in (*_refusals(), *reversed(families())):  # the usual names are in the last rows
-        if packing.MASK in family.required:
-            continue  # see `_identifying`
-        for role, suffixes in (*family.required.items(), *family.optional.items()):
-            rows = marks if family.describe is None else scales if role == packing.SCALE else parts
-            ambiguous = () if rows is marks else (_AMBIGUOUS,)
-            names = (suffix for suffix in suffixes if suffix not in ambiguous)
-            rows.setdefault(family.main, {}).update(dict.fromkeys(names))
-    return (
-        *(_Companions(main, tuple(suffixes), True) for main, suffixes in scales.items()),
-        *_MORE,
-        *(_Companions(main, tuple(suffixes), False) for main, suffixes in marks.items()),
-        *(
-            _Companions(main, tuple(suffix for suffix in suffixes if suffix not in scales.get(main, ())), False)
-            for main, suffixes in parts.items()
-        ),
-    )
+def _companions() -> tuple[tuple[str, str, bool], ...]:
+    """Return the suffixes of codes and companions: of scales, whose shape must fit the codes, then of other tensors."""
+    scales: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
+    marks = [(family.main, suffix) for family in _refusals() for suffix in family.required.get(packing.SCALE, ())]
+    for family in reversed(families()):  # the usual names are in the last rows
+        if family.describe is not None and packing.MASK not in family.required:  # else see `_identifying`
+            for role, suffixes in (*family.required.items(), *family.optional.items()):
+                by_main = scales if role == packing.SCALE else parts
+                by_main.setdefault(family.main, []).extend(suffix for suffix in suffixes if suffix != _AMBIGUOUS)
+    rest = ((main, suffix) for main, suffixes in parts.items() for suffix in suffixes)
+    fitting = [*((main, suffix) for main, suffixes in scales.items() for suffix in suffixes), *_MORE]
+    names_only = [_QUANTO_SHIFT, *marks, *(pair for pair in rest if pair[1] not in scales.get(pair[0], ()))]
+    rows = [*((*pair, True) for pair in fitting), *((*pair, False) for pair in names_only)]
+    return tuple(dict.fromkeys(rows))
 
 
 @cache
@@ -436,18 +421,8 @@ def _mains() -> tuple[str, ...]:
 
     Floating codes need no such name.
     """
-    mains = (row.main for row in _companion_rows() if row.main)
+    mains = (main for main, *_ in _companions() if main)
     return tuple(dict.fromkeys((".weight", *mains, "gate_up_proj", "down_proj")))
-
-
-@cache
-def _companion_suffixes() -> frozenset[str]:
-    return frozenset(suffix for row in _companion_rows() for suffix in row.suffixes)
-
-
-def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
-    """Return True if any of these dtypes can store codes."""
-    return any(row.code in _CODES for row in set(rows))
 
 
 def find(
@@ -457,8 +432,8 @@ def find(
     if not tensors:
         return {}
     coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
-    present = _present(_companion_suffixes(), (*tensors, *elsewhere)) if coded else set()
-    rows = [row for row in _companion_rows() if not present.isdisjoint(row.suffixes)]
+    present = _present({suffix for _, suffix, _ in _companions()}, (*tensors, *elsewhere)) if coded else set()
+    rows = [row for row in _companions() if row[1] in present]
     companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
     bare = {name: name for name, companion in companions.items() if companion is None and _is_fp8_matrix(tensors[name])}
     if bare:
@@ -512,15 +487,10 @@ def _companion(
     stored: Stored,
     tensors: Mapping[str, Stored],
     elsewhere: Collection[str],
-    rows: Iterable[_Companions],
+    rows: Iterable[tuple[str, str, bool]],
 ) -> str | None:
     """Return the identifying companion of a code tensor; in an unopened shard its name, not its shape, counts."""
-    beside = [
-        (name[: len(name) - len(main)] + suffix, fit)
-        for main, suffixes, fit in rows
-        if name.endswith(main)
-        for suffix in suffixes
-    ]
+    beside = [(name[: len(name) - len(main)] + suffix, fit) for main, suffix, fit in rows if name.endswith(main)]
     for other, fit in beside:
         companion = tensors.get(other)
         if companion is not None and (not fit or (_is_scale(companion.row) and _fits(stored, companion.shape))):
@@ -641,7 +611,7 @@ def codes_of(
     refused: Mapping[str, str] | None = None,
 ) -> dict[str, Codes]:
     """Return the code tensors of open files."""
-    if not any(could_hold(file.table.rows) or file.table.quantized for file in files):
+    if not any(file.table.may_be_packed() or file.table.quantized for file in files):
         return {}
     if search:
         quantization = quantization_beside(files[0])
@@ -700,12 +670,11 @@ def _shards_beside(file: WeightFile) -> Collection[str]:
 
 def refuse_floating(file: WeightFile, parts: Iterable[FileTensor], what: str) -> None:
     """Refuse ``dtype=`` for floating codes, in functions that return stored tensors."""
-    rows = file.table.rows
-    if not could_hold(rows):
+    if not file.table.may_be_packed():
         return
     wide = any(shape[1:] == (1,) for shape in file.table.shapes)
     sparse = any(name.endswith(SPARSE) for name in file.table.names)
-    if not wide and not sparse and not could_hold(row for row in set(rows) if row.floating):
+    if not wide and not sparse and all(row.code not in dtypes.FLOAT_CODES for row in set(file.table.rows)):
         return
     codes = codes_of([file], Tensors.in_file(file), None, search=True, incomplete=True)
     converted = (name for name, _, index in parts if file.table.row(index).floating)

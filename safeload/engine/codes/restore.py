@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from ..run.job import Job, Origin
 from ..run.memory import address_of
 from . import masked, stored_grids, zero_points
 from .code_ranges import Range, bytes_before, mask_bytes, ranges_of, stored_rows, values_before, whole
-from .code_tables import table_of
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -111,7 +111,7 @@ class CodeReader:
         elif packed.numbers == packing.TABLE:
             fields["table"] = self._finite(packing.TABLE, self._floats(packing.TABLE, 0, 1 << packed.bits))
         else:
-            fields["table"] = table_of(packed.numbers, packed.bits)
+            fields["table"] = _table_of(packed.numbers, packed.bits)
         if packing.SHAPE in self._parts:
             self._check_shape()
         if packed.layout == packing.MASKED:
@@ -328,6 +328,38 @@ class CodeReader:
         if np.array_equal(groups, np.arange(groups.size) // block):  # blocks are faster
             return None
         return np.ascontiguousarray(groups.astype(np.uint32))
+
+
+# ---- values of codes ----
+
+# Positive values: OCP Microscaling Formats (MX) Specification 1.0, section 5.3, and auto-round's quarters.
+_POSITIVE = {
+    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+    "e2m3": (*(m / 8 for m in range(8)), *(2.0**e * (1 + m / 8) for e in range(3) for m in range(8))),
+    "e3m2": (*(m / 16 for m in range(4)), *(2.0**e * (1 + m / 4) for e in range(-2, 5) for m in range(4))),
+    "mxint4": tuple(k / 4 for k in range(8)),
+}
+
+
+@cache
+def _table_of(numbers: str, bits: int) -> Array:
+    """Return the values of all codes: floats, quarters, or integers.
+
+    Integers are "unsigned", "signed" (two's complement), have an "offset" of half of their range, or are "ternary"
+    (-1, 0 and 1).
+    """
+    codes, half = range(1 << bits), 1 << bits - 1
+    values: Iterable[float] = codes
+    if numbers in _POSITIVE:
+        values = (*_POSITIVE[numbers], *(-value for value in _POSITIVE[numbers]))
+    elif numbers == "ternary":
+        values = (-1, 0, 1, math.nan)
+    elif numbers != "unsigned":
+        values = [(code if numbers == "offset" else code ^ half) - half for code in codes]
+    return np.array([*values], np.float32)
+
+
+# ---- jobs ----
 
 
 def restore_jobs(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
-from ...base.preset import PRESETS
+from ...base.packing import Packing
+from ...base.preset import PRESETS, Preset
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress, reporter
 from ...models.choosing import choose
-from ...packed.in_memory import names_of, packing_of
+from ...packed.families import Stored, families
+from ...packed.grid import Misfit
+from ...packed.packed_group import GroupContext, PackedGroup
+from ...packed.quantization import Quantization
 from ..sources.catalog import Catalog, read_values
 from ..sources.description import TensorDescription
 from .encoding import Encoding, encode, largest_in
@@ -86,7 +91,7 @@ class _EngineLoader:
         parts = encode(encoding, self._weights(name, row), largest=largest, threads=self._threads)
         parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
         return QuantizedTensor.of_parts(
-            packing_of(preset, name, parts, self._quantization), names_of(preset, name), parts
+            _packing_of(preset, name, parts, self._quantization), _names_of(preset, name), parts
         )
 
     def kept(self, name: str) -> Array:
@@ -106,3 +111,51 @@ class _EngineLoader:
         array = private_array(self._abouts[name].shape, dtypes.array_dtype(row.number))
         value = self._catalog.restoring(name) or self._catalog.source(name)
         return read_values(value, row, array, self._threads)
+
+
+# ---- packings ----
+
+
+class _Contents:
+    """The contents of small parts; see `contents.PackedContents`."""
+
+    def __init__(self, parts: Mapping[str, Array]) -> None:
+        self._parts = parts
+
+    def __call__(self, name: str) -> bytes:
+        return self._parts[name].tobytes()
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        return tuple(self._parts[name].tolist())
+
+    def note(self, name: str, key: str) -> str | None:
+        return None
+
+
+def _names_of(preset: Preset, name: str) -> dict[str, str]:
+    """Return the names of the parts of a weight by role, and its own under `packing.NAME`."""
+    module = name.removesuffix(".weight")
+    return {packing.NAME: name, **{role: module + part.suffix for role, part in preset.parts.items()}}
+
+
+def _packing_of(preset: Preset, name: str, parts: Mapping[str, Array], quantization: Quantization) -> Packing:
+    """Return the packing of a weight."""
+    names = _names_of(preset, name)
+    stored, contents = {}, {}
+    for role, array in parts.items():
+        row = dtypes.BY_CODE[preset.parts[role].dtype or dtypes.row_of(array.dtype).code]  # type: ignore[union-attr]
+        stored[names[role]] = Stored(row, array.shape)
+        contents[names[role]] = array
+    context = GroupContext(stored, quantization, quantization.text(), _Contents(contents))  # type: ignore[arg-type]
+    codes = names[packing.CODES]
+    own = {role: text for role, text in names.items() if role != packing.NAME}
+    for family in families():
+        if family.describe is None or stored[codes].row.code not in family.dtypes or not codes.endswith(family.main):
+            continue
+        if family.method not in (None, quantization.method) or family.parts_beside(codes, stored) is None:
+            continue
+        try:
+            return PackedGroup(codes, name, own, context).described(family)
+        except Misfit:
+            continue
+    raise AssertionError(f"no family reads {preset.name}")
