@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -13,10 +12,9 @@ import numpy as np
 from ...base import log
 from ...base.arrays import Array
 from ...base.paths import native_path
-from ...base.text import plural, show
 from ...engine.run.progress import Progress, reporter
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, MissingShardError
+from ...errors import FormatError
 from ...stores import url as urls
 from ...stores.files import LOCAL, Files
 from .catalog import Catalog
@@ -227,23 +225,3 @@ def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         if isinstance(value, dict) and isinstance(own.get(key), Mapping):
             merged[key] = _merged(value, own[key])
     return merged
-
-
-@contextmanager
-def named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
-    """Name a tensor in errors if its file is gone or has changed; ``tensors`` holds the first of each path."""
-    more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
-    try:
-        yield
-    except FileNotFoundError as error:
-        path = str(error.filename or error)
-        if path not in tensors:
-            raise
-        message = f"the file of tensor {show(tensors[path])}{more} is gone, or not on this machine"
-        raise MissingShardError(message, path, tensor=tensors[path]) from None
-    except FormatError as error:
-        path = error.path or ""
-        if type(error) is not FormatError or error.tensor is not None or path not in tensors:
-            raise
-        message = f"the file of tensor {show(tensors[path])}{more}: {error.args[0]}"
-        raise FormatError(message, path, error.offset, tensor=tensors[path]) from None

@@ -13,10 +13,10 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.paths import absolute
-from ...base.text import show
+from ...base.text import plural, show
 from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError
+from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
 from ...formats.opening import reopen_subset
 from ...formats.registry import Recipe, formats_of, row_of
@@ -24,7 +24,7 @@ from ...stores import url as urls
 from ...stores.files import Location
 from ...stores.local import check_unchanged, identity_of
 from .catalog import Catalog
-from .executors import check_path, check_paths, files_at, named_tensor
+from .executors import check_path, check_paths, files_at
 
 # ---- sources in a plan ----
 
@@ -265,7 +265,7 @@ def _find(source: PieceSource, names: Sequence[str], storage_options: Mapping[st
         path = file.path if urls.is_url(file.path) and files.remote else files.join(source.folder, file.path)
         tensors[files.shown(path)] = names[file.first] if 0 <= file.first < len(names) else ""
         if not files.remote:
-            with named_tensor(tensors, names):
+            with _named_tensor(tensors, names):
                 if not os.path.exists(path):
                     raise FileNotFoundError(path)
                 check_unchanged(path, file.identity)
@@ -284,8 +284,28 @@ def _find(source: PieceSource, names: Sequence[str], storage_options: Mapping[st
         files,
     )
     config = config_from(source.config)
-    with named_tensor(tensors, names):
+    with _named_tensor(tensors, names):
         return reopen_subset(tuple(versions), config, recipe, source.unlisted)
+
+
+@contextmanager
+def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
+    """Name a tensor in errors if its file is gone or has changed; ``tensors`` holds the first of each path."""
+    more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
+    try:
+        yield
+    except FileNotFoundError as error:
+        path = str(error.filename or error)
+        if path not in tensors:
+            raise
+        message = f"the file of tensor {show(tensors[path])}{more} is gone, or not on this machine"
+        raise MissingShardError(message, path, tensor=tensors[path]) from None
+    except FormatError as error:
+        path = error.path or ""
+        if type(error) is not FormatError or error.tensor is not None or path not in tensors:
+            raise
+        message = f"the file of tensor {show(tensors[path])}{more}: {error.args[0]}"
+        raise FormatError(message, path, error.offset, tensor=tensors[path]) from None
 
 
 def config_from(config: FileVersion | dict[str, Any] | None) -> dict[str, Any] | None:

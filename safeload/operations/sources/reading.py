@@ -18,11 +18,11 @@ from ...base import dtypes
 from ...base.arrays import Array
 from ...base.gc_pause import paused
 from ...base.paths import absolute
-from ...base.text import show
+from ...base.text import plural, show
 from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.progress import Progress
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError
+from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
 from ...formats.opening import reopen_subset
 from ...formats.registry import Opened, Recipe, formats_of, row_of
@@ -30,7 +30,7 @@ from ...stores.files import LOCAL
 from ...stores.local import check_unchanged, identity_of
 from . import executors
 from .catalog import Catalog
-from .executors import Executor, check_path, check_paths, files_at, named_tensor
+from .executors import Executor, check_path, check_paths, files_at
 from .plan import INVALID_PIECE, check_version
 
 # Rows by tensor, by the name of the table.
@@ -237,9 +237,29 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
         if not os.path.exists(path):
             raise FormatError("the configuration is gone", path)
         check_unchanged(path, identity)
-    with named_tensor(first, names):
+    with _named_tensor(first, names):
         for path, identity in seen if files is LOCAL else ():
             if not os.path.exists(path):
                 raise FileNotFoundError(path)
             check_unchanged(path, identity)
         return reopen_subset(seen, config, recipe, unlisted)
+
+
+@contextmanager
+def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
+    """Name a tensor in errors if its file is gone or has changed; ``tensors`` holds the first of each path."""
+    more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
+    try:
+        yield
+    except (FileNotFoundError, FormatError) as error:
+        gone = isinstance(error, FileNotFoundError)
+        path = str(getattr(error, "filename", None) or error) if gone else getattr(error, "path", None) or ""
+        known = type(error) is FormatError and error.tensor is None
+        if path not in tensors or not (gone or known):
+            raise
+        subject = f"the file of tensor {show(tensors[path])}{more}"
+        if gone:
+            message = f"{subject} is gone, or not on this machine"
+            raise MissingShardError(message, path, tensor=tensors[path]) from None
+        offset = getattr(error, "offset", None)
+        raise FormatError(f"{subject}: {error.args[0]}", path, offset, tensor=tensors[path]) from None
