@@ -41,7 +41,6 @@ from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor, check_paths, in_memory
 from . import files, holes, structure
-from .causes import fits
 from .contents import Model, check_contents
 from .findings import CheckReport, Finding, find
 from .gguf_rules import check_gguf
@@ -253,7 +252,7 @@ def _validate_array(
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
             raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-        if not fits(about.shape, tuple(shape)):
+        if not structure.fits(about.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([find("array.shape", ARRAY, shape=list(about.shape), sizes=sizes)])
     return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
