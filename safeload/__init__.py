@@ -44,6 +44,7 @@ _MODULE_OF = {
         "formats.tensor_slice": "TensorSlice",
         "loading.entry": "load open",
         "models.layout": "Layout StackedTensor",
+        "models.listing": "ModelFamily families",
         "operations.convert.convert": "convert",
         "operations.convert.planning": "plan_convert",
         "operations.convert.run_plan": "finalize",

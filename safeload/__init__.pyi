@@ -46,6 +46,8 @@ from .loading.entry import load as load
 from .loading.entry import open as open
 from .models.layout import Layout as Layout
 from .models.layout import StackedTensor as StackedTensor
+from .models.listing import ModelFamily as ModelFamily
+from .models.listing import families as families
 from .operations.convert.convert import convert as convert
 from .operations.convert.planning import plan_convert as plan_convert
 from .operations.convert.run_plan import finalize as finalize

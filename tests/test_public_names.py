@@ -33,7 +33,7 @@ DiffReport Finding HISTOGRAM_EDGES KEPT_NAMES Layout LimitError Limits LoadStats
 RangeError RemotePermissionError RemoteTimeoutError SafeSlice StackedDict StackedTensor Summary TensorDiff TensorMeta
 TensorSpec TensorStats _safe_open_handle deserialize finalize plan_convert run_piece serialize
 serialize_file stack Edit FileCheck LayerStream LocalModel LocalModels ScanFinding ScanReport TensorLike
-TensorSlice TensorStream VerifyReport
+TensorSlice TensorStream VerifyReport families ModelFamily
 """
 
 MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "plugins", "remote", "torch")
@@ -138,6 +138,7 @@ def instances(folder):
     table = safeload.quantization_error(path, safeload.load_quantized(path, {"*": "q8_0"}))
     yield from (table, table["w"], safeload.load_quantized(path, {"*": "q8_0"}).summary)
     yield from (safeload.convert(path, str(folder / "w.npz")), safeload.local_models(str(folder)))
+    yield safeload.families()[0]
     yield from (safeload.plan_convert(path, str(folder / "out"), max_shard_size="1MB"), safeload.Limits())
     yield from (safeload.layouts.MOONDREAM2, safeload.layouts.MOONDREAM2.tensors[0], safeload.Signature("s", "k"))
     yield from (

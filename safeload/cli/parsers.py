@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "compare files with a signature or a manifest",
     "sign": "sign the files of a model",
     "ls": "list the models on this machine",
+    "families": "list the known families of models",
     "completion": "print a completion script for a shell",
 }
 
