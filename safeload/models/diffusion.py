@@ -1,4 +1,4 @@
-"""The diffusion models that ComfyUI loads from GGUF files, a row per architecture, by the names of their tensors.
+"""The diffusion models that ComfyUI loads from GGUF files, a row per architecture in ``diffusion.json``.
 
 Source: https://github.com/city96/ComfyUI-GGUF (tools/convert.py; tools/lcpp.patch for `DiffusionModel.unquantized`).
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.data import read_data
 from ..base.table import Table
 from ..base.text import show
 from ..errors import FormatError
@@ -42,83 +44,15 @@ class DiffusionModel(NamedTuple):
     unquantized: tuple[str, ...] | None = None  # parts of names, or "=" and a whole name; None if nothing is quantized
 
 
-_CONVOLUTIONS = (
-    "class_embedding.", "time_embedding.", "add_embedding.", "time_embed.", "label_emb.", "conv_in.", "conv_out.",
-    "=input_blocks.0.0.weight", "=out.2.weight",
-)  # fmt: skip
-_DOWN = "down_blocks.0.downsamplers.0.conv.weight"
+@cache
+def diffusion_models() -> dict[str, DiffusionModel]:
+    """Return the rows by ``general.architecture``, in the order in which they are tried."""
+    return {name: DiffusionModel(**fields) for name, fields in read_data(__name__, "diffusion.json").items()}
 
-#: By ``general.architecture``, in the order in which they are tried.
-DIFFUSION_MODELS = {
-    "flux": DiffusionModel(
-        (("double_blocks.0.img_attn.proj.weight",),),
-        "transformer_blocks.0.attn.norm_added_k.weight",
-        unquantized=("txt_in.", "img_in.", "time_in.", "vector_in.", "guidance_in.", "final_layer."),
-    ),
-    "sd3": DiffusionModel(
-        (("joint_blocks.0.x_block.attn.qkv.weight",),), "transformer_blocks.0.attn.add_q_proj.weight"
-    ),
-    "aura": DiffusionModel(
-        (("double_layers.3.modX.1.weight",),), "joint_transformer_blocks.3.ff_context.out_projection.weight"
-    ),
-    "hidream": DiffusionModel(
-        (("caption_projection.0.linear.weight", "double_stream_blocks.0.block.ff_i.shared_experts.w3.weight"),),
-        kept_f32=(".ff_i.gate.weight", "img_emb.emb_pos"),
-    ),
-    "cosmos": DiffusionModel(
-        (("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_cross_attn.1.weight"),),
-        kept_f32=("pos_embedder",),
-        left_out=("_extra_state", "accum_"),
-    ),
-    "ltxv": DiffusionModel(
-        (
-            (
-                "adaln_single.emb.timestep_embedder.linear_2.weight",
-                "transformer_blocks.27.scale_shift_table",
-                "caption_projection.linear_2.weight",
-            ),
-        ),
-        kept_f32=("scale_shift_table",),
-    ),
-    "hyvid": DiffusionModel(
-        (
-            (
-                "double_blocks.0.img_attn_proj.weight",
-                "txt_in.individual_token_refiner.blocks.1.self_attn_qkv.weight",
-            ),
-        )
-    ),
-    "wan": DiffusionModel(
-        (("blocks.0.self_attn.norm_q.weight", "text_embedding.2.weight", "head.modulation"),),
-        kept_f32=(".modulation",),
-    ),
-    "sdxl": DiffusionModel(
-        (
-            (_DOWN, "add_embedding.linear_1.weight"),
-            (
-                *("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight"),
-                *("output_blocks.2.2.conv.weight", "output_blocks.5.2.conv.weight"),
-            ),
-            ("label_emb.0.0.weight",),
-        ),
-        rearranged=True,
-        unquantized=_CONVOLUTIONS,
-    ),
-    "sd1": DiffusionModel(
-        (
-            (_DOWN,),
-            (
-                *(f"input_blocks.{k}.0.op.weight" for k in (3, 6, 9)),
-                *("output_blocks.2.1.conv.weight", "output_blocks.5.2.conv.weight", "output_blocks.8.2.conv.weight"),
-            ),
-        ),
-        rearranged=True,
-        unquantized=_CONVOLUTIONS,
-    ),
-    "lumina2": DiffusionModel((("cap_embedder.1.weight", "context_refiner.0.attention.qkv.weight"),)),
-}
-#: The architectures with rules for types of blocks.
-QUANTIZED = tuple(name for name, model in DIFFUSION_MODELS.items() if model.unquantized is not None)
+
+def quantized_models() -> list[str]:
+    """Return the architectures with rules for types of blocks."""
+    return [name for name, model in diffusion_models().items() if model.unquantized is not None]
 
 
 class DiffusionNames(NamedTuple):
@@ -132,7 +66,7 @@ class DiffusionNames(NamedTuple):
 def recognize(names: Collection[str]) -> DiffusionNames | None:
     """Return the architecture of tensors with these names, or None."""
     prefix = prefix_of(names)
-    for architecture, model in DIFFUSION_MODELS.items():
+    for architecture, model in diffusion_models().items():
         refused = model.diffusers is not None and prefix + model.diffusers in names
         if refused or has_marks(names, model, prefix):
             return DiffusionNames(architecture, prefix, model.diffusers if refused else None)
@@ -155,7 +89,7 @@ def prefix_of(names: Collection[str]) -> str:
 def model_of(metadata: Mapping[Any, Any]) -> DiffusionModel | None:
     """Return the row of a GGUF file, or None if it holds no diffusion model."""
     architecture = metadata.get(ARCHITECTURE)
-    return DIFFUSION_MODELS.get(architecture) if isinstance(architecture, str) else None
+    return diffusion_models().get(architecture) if isinstance(architecture, str) else None
 
 
 def is_rearranged(metadata: Mapping[Any, Any] | None) -> bool:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from builders.diffusion import FILE_TYPES, INNER, MODELS, model, others
 from builders.http_server import Server
-from builders.inside import DIFFUSION_MODELS, SHAPE_KEY, Catalog, comfyui, dtypes, main
-from builders.inside import QUANTIZED_DIFFUSION as QUANTIZED
+from builders.inside import SHAPE_KEY, Catalog, comfyui, diffusion_models, dtypes, main, quantized_diffusion
 from builders.llama_quantize import digest
 from builders.paths import DATA
 
@@ -35,9 +34,9 @@ def convert(tensors, **options):
 
 
 def test_the_fixtures_have_every_architecture_and_file_type():
-    assert {name.split()[0] for name in MODELS} == DIFFUSION_MODELS.keys()
+    assert {name.split()[0] for name in MODELS} == diffusion_models().keys()
     assert EXPECTED["converted"].keys() == MODELS.keys()
-    assert EXPECTED["quantized"].keys() == set(QUANTIZED)
+    assert EXPECTED["quantized"].keys() == set(quantized_diffusion())
     assert all(row.keys() == set(FILE_TYPES) for row in EXPECTED["quantized"].values())
 
 
@@ -47,7 +46,7 @@ def test_files_equal_those_of_comfyuis_converter(name):
         assert convert(model(name, dtype)) == expected, dtype
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", quantized_diffusion())
 def test_files_equal_those_of_comfyuis_llama_quantize(name):
     """In one step from the checkpoint, and in two steps as with ComfyUI-GGUF's tools."""
     tensors = model(name)
@@ -201,7 +200,7 @@ def refused(error, message, tensors, **options):
         safeload.open("x.gguf")
 
 
-@pytest.mark.parametrize("name", [name for name in DIFFUSION_MODELS if name not in QUANTIZED])
+@pytest.mark.parametrize("name", [name for name in diffusion_models() if name not in quantized_diffusion()])
 @pytest.mark.parametrize("quantize", ["q4_k_m", {"*": "q8_0"}])
 def test_other_architectures_are_not_quantized(name, quantize):
     message = rf'quantizes the diffusion models flux, sdxl, sd1, not {name}: pass dtype="float16"'
@@ -215,7 +214,7 @@ def test_file_types_without_rules_are_refused(file_type):
     )
 
 
-@pytest.mark.parametrize("diffusers", [model.diffusers for model in DIFFUSION_MODELS.values() if model.diffusers])
+@pytest.mark.parametrize("diffusers", [model.diffusers for model in diffusion_models().values() if model.diffusers])
 def test_the_layout_of_diffusers_is_refused(diffusers):
     tensors = {"transformer_blocks.0.norm.weight": np.ones(8, np.float32), diffusers: np.ones((8, 8), np.float32)}
     refused(UnsupportedError, "is from Diffusers, but ComfyUI loads", tensors)
@@ -286,7 +285,7 @@ def test_there_and_back_is_the_identity(name, dtype):
     convert(tensors)
     safeload.convert("x.gguf", "back.safetensors", dtype=dtype)
     back = safeload.open("back.safetensors")
-    ignored = DIFFUSION_MODELS[name.split()[0]].left_out
+    ignored = diffusion_models()[name.split()[0]].left_out
     expected = {key: array for key, array in tensors.items() if not any(part in key for part in ignored)}
     assert back.keys() == expected.keys()
     for key, array in expected.items():

@@ -26,7 +26,7 @@ from ...base.messages import error_about
 from ...base.scheme import SCHEMES
 from ...base.text import nearest, show
 from ...errors import UnsupportedError
-from ...models.diffusion import ARCHITECTURE, DIFFUSION_MODELS, model_of
+from ...models.diffusion import ARCHITECTURE, diffusion_models, model_of
 
 _data = partial(read_data, __name__, "mixtures.json")
 _image_data = partial(read_data, __name__, "image_types.json")
@@ -389,5 +389,5 @@ def _image_file_types() -> list[str]:
 def _is_quantized_image(name: str, shape: tuple[int, ...], architecture: str) -> bool:
     if axes_of(shape) != 2 or not is_quantized(name, shape, architecture):
         return False
-    parts = DIFFUSION_MODELS[architecture].unquantized or ()
+    parts = diffusion_models()[architecture].unquantized or ()
     return not any(name == part[1:] if part.startswith("=") else part in name for part in parts)

@@ -15,10 +15,10 @@ from ...formats.gguf import mixtures, values
 from ...formats.gguf.mixtures import FILE_TYPE, QUANTIZATION_VERSION
 from ...models.diffusion import (
     ARCHITECTURE,
-    DIFFUSION_MODELS,
     SHAPE_KEY,
     DiffusionModel,
     DiffusionNames,
+    diffusion_models,
     original_shape,
     recognize,
 )
@@ -53,7 +53,7 @@ def recognized(catalog: Catalog) -> DiffusionNames | None:
 
 def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
     """Return the tensors and the metadata of a diffusion model as ComfyUI needs them."""
-    model = DIFFUSION_MODELS[diffusion.architecture]
+    model = diffusion_models()[diffusion.architecture]
     names = {name: name.removeprefix(diffusion.prefix) for name in catalog if name.startswith(diffusion.prefix)}
     names = {name: bare for name, bare in names.items() if not any(part in bare for part in model.left_out)}
     catalog.refuse_codes(names, "convert for ComfyUI")

@@ -12,7 +12,7 @@ from ...errors import UnsupportedError
 from ...formats.gguf import mixtures
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.gguf.mixtures import FLOAT16, ModelSizes, TensorType
-from ...models.diffusion import DIFFUSION_MODELS, QUANTIZED
+from ...models.diffusion import diffusion_models, quantized_models
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .checkpoint import Rules, check_restorable
@@ -76,7 +76,7 @@ class FileTypeRules(Rules):
             UnsupportedError: llama.cpp has no rule for a tensor, or requires importance that is missing.
         """
         shapes = {name: about.shape for name, about in tensors.items()}
-        if self._sizes.architecture in DIFFUSION_MODELS:
+        if self._sizes.architecture in diffusion_models():
             self._types = mixtures.choose_for_image(self.file_type, shapes, self._sizes.architecture)
         else:
             self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
@@ -86,7 +86,7 @@ class FileTypeRules(Rules):
 
     def ordered(self, names: Iterable[str]) -> Iterable[str]:
         """Return the names in llama-quantize's order."""
-        return names if self._sizes.architecture in DIFFUSION_MODELS else sorted(names, key=mixtures.sort_key)
+        return names if self._sizes.architecture in diffusion_models() else sorted(names, key=mixtures.sort_key)
 
     def _check_importance(self, name: str, chosen: TensorType) -> None:
         if self._matrix is not None and name in self._matrix.vectors:
@@ -129,9 +129,9 @@ def rules_for(
         UnsupportedError: the model is a diffusion model that ComfyUI-GGUF has no rules for.
     """
     sizes = ModelSizes.of(catalog.metadata) if model else None
-    if sizes is not None and sizes.architecture in DIFFUSION_MODELS and sizes.architecture not in QUANTIZED:
+    if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
         raise UnsupportedError(
-            f"{catalog.title}: safeload quantizes the diffusion models {', '.join(QUANTIZED)}, not "
+            f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "
             f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
             "ComfyUI-GGUF quantizes the result"
         )

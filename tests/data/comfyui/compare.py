@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from builders.diffusion import CLONE, INNER, MODELS, model, others
-from builders.inside import QUANTIZED_DIFFUSION as QUANTIZED
+from builders.inside import quantized_diffusion
 
 import safeload
 from safeload.numpy import save_file
@@ -56,7 +56,7 @@ def compare(name, options, folder):
 
 def main(folder):
     for name in MODELS:
-        for quantize in (None, *(("q4_k_m", "q8_0", "q5_k_s", "q3_k_l") if name in QUANTIZED else ())):
+        for quantize in (None, *(("q4_k_m", "q8_0", "q5_k_s", "q3_k_l") if name in quantized_diffusion() else ())):
             compare(name, {} if quantize is None else {"quantize": quantize}, Path(folder))
 
 
