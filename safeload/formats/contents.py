@@ -18,7 +18,6 @@ import json
 import lzma
 import math
 import re
-import struct
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator
@@ -28,11 +27,12 @@ from ..base.text import plural, show
 from ..errors import SafeloadError
 from .keras.code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
-from .tar import records
+from .tar import is_header, number, records
 from .torch.globals import ALLOWED
 from .torch.sources import replaced_modules
-from .unpickle.trace import MAX_TRACED, Readable, Traced, trace
+from .unpickle.trace import MAX_TRACED, Traced, trace
 from .unpickle.verdicts import DANGEROUS, HARMLESS, judge
+from .zip import Readable, ZipEntry, every_entry, local_readings
 
 # Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
 MAX_UNPACKED = 256 << 20
@@ -209,7 +209,7 @@ class PickleFinder:
         head = content.read_at(0, _HEAD)
         closed = next((kind for magic, kind in _CLOSED if head.startswith(magic)), None)
         unpack = _unpacker(head)
-        is_zip, is_tar = head[:4] in (b"PK\x03\x04", b"PK\x05\x06"), head[257:262] == b"ustar" or _is_tar(head)
+        is_zip, is_tar = head[:4] in (b"PK\x03\x04", b"PK\x05\x06"), head[257:262] == b"ustar" or is_header(head)
         is_npy = _is_npy(content)
         plain = not (
             closed or is_zip or is_tar or is_npy or head.startswith(_WITHOUT) or _is_safetensors(content, head)
@@ -219,7 +219,7 @@ class PickleFinder:
             yield from self._compressed(content, place, name, level, unpack[0], sure=sure)
             plain = plain and not sure
         is_new_end = self._is_new(content, _BY_END)
-        listed = _listed(content) if is_new_end else []
+        listed = every_entry(content, MAX_MEMBERS) if is_new_end else []
         if is_zip:
             yield from self._zip(content, place, level, listed)
         end = yield from self._pickles(content, place, name, level, plain=plain)
@@ -279,7 +279,7 @@ class PickleFinder:
         rest = ContentRange(content, at, content.size - at)
         head = rest.read_at(0, _HEAD) if at or not search else b""
         unpack = _unpacker(head)
-        if head.startswith(_ENTERED) or _is_tar(head):
+        if head.startswith(_ENTERED) or is_header(head):
             yield from self._enter(rest, f"{place}@{at}", "", level + 1)
         elif unpack is not None:
             yield from self._compressed(rest, place, "", level, unpack[0], sure=False)
@@ -431,7 +431,7 @@ class PickleFinder:
         self._unpacked += count
         return b"".join(chunks)[:room], fault, at - len(data)
 
-    def _zip(self, content: ContentRange, place: str, level: int, listed: list[ArchiveMember]) -> Iterator[PickleSite]:
+    def _zip(self, content: ContentRange, place: str, level: int, listed: list[ZipEntry]) -> Iterator[PickleSite]:
         """Enter the entries of zip archives, listed in a directory or not."""
         folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
         if fault := replaced_modules(entry.name for entry in listed):
@@ -439,7 +439,7 @@ class PickleFinder:
         at = 0
         for entry in sorted(listed, key=lambda entry: entry.at):
             yield from self._between(content, place, level, at, entry.at)
-            begin, readings = _local(content, entry)
+            begin, readings = local_readings(content, entry)
             storage = _STORAGE.fullmatch(entry.name)
             used = []
             for reading in readings:
@@ -470,16 +470,14 @@ class PickleFinder:
                     if self._members > MAX_MEMBERS:
                         return
                     start = begin + at + match.start()
-                    first, [entry] = _local(content, ArchiveMember(start, "", 0, 0, 0), listed=False)
+                    first, [entry] = local_readings(content, ZipEntry("", 0, 0, 0, 0, 0, start), listed=False)
                     if entry.method < _METHODS and first < end:
                         packed = ContentRange(content, first, entry.packed or end - first)
                         yield from self._entry(packed, place, level, entry)
                 at += _CHUNK
         yield from self._search(gap, place, 0, level)
 
-    def _entry(
-        self, packed: ContentRange, place: str, level: int, entry: ArchiveMember
-    ) -> Generator[PickleSite, None, int]:
+    def _entry(self, packed: ContentRange, place: str, level: int, entry: ZipEntry) -> Generator[PickleSite, None, int]:
         """Enter an entry of a zip archive and return the number of bytes it takes."""
         inner = f"{place}/{entry.name}" if place else entry.name
         self._members += 1
@@ -501,7 +499,7 @@ class PickleFinder:
             return used
         return packed.size
 
-    def _encrypted(self, packed: ContentRange, place: str, level: int, entry: ArchiveMember) -> Iterator[PickleSite]:
+    def _encrypted(self, packed: ContentRange, place: str, level: int, entry: ZipEntry) -> Iterator[PickleSite]:
         """Enter an entry that is marked as encrypted: some readers ignore the mark, so attacks set it."""
         content = packed
         if entry.method != 0:
@@ -527,8 +525,8 @@ class PickleFinder:
                 zeros = len(data) - len(data.lstrip(b"\0"))
                 at += max(512, zeros - zeros % 512)
                 continue
-            size, kind = _tar_number(header[124:136]), header[156:157]
-            if size is None or not _is_tar(header):
+            size, kind = number(header[124:136]), header[156:157]
+            if size is None or not is_header(header):
                 yield PickleSite(place, at, None, fault="the tar archive has a malformed header")
                 return
             name = header[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
@@ -621,141 +619,10 @@ def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:
     return None
 
 
-# ---- zip ----
-
 _ENTRY_UNPACKERS: dict[int, Callable[[], Any]] = {
     8: lambda: zlib.decompressobj(-15),
     12: bz2.BZ2Decompressor,
 }
-
-
-class ArchiveMember(NamedTuple):
-    """An entry of a zip archive, as a header or the directory has it."""
-
-    at: int  # of the local header
-    name: str
-    method: int
-    flags: int
-    packed: int  # bytes
-
-
-def _listed(content: Readable) -> list[ArchiveMember]:
-    """Return the entries that archives in a content list: torch.distributed writes an archive for each chunk."""
-    end = content.size
-    entries: list[ArchiveMember] = []
-    listed: set[tuple[int, int]] = set()  # offsets and shifts of entries, to read each once
-    while len(listed) <= MAX_MEMBERS and (records := _ends_of_zip(content, end)):
-        before = len(entries)
-        for record in records:
-            entries += _directory(content, record, listed)
-        begin = max(last - size - offset for last, size, offset in _directories(content, records[-1]))
-        end = min([entry.at for entry in entries[before:] if entry.at >= max(0, begin)], default=records[-1])
-        if end >= records[0]:
-            break
-    return entries
-
-
-def _ends_of_zip(content: Readable, end: int) -> list[int]:
-    """Return the offsets of possible last end records before an offset, in descending order."""
-    start = max(0, end - 22 - 0xFFFF)
-    tail = content.read_at(start, end - start)
-    return [start + match.start() for match in re.finditer(rb"PK\x05\x06", tail)][::-1]
-
-
-def _directories(content: Readable, end: int) -> list[tuple[int, int, int]]:
-    """Return end, size and offset of the directories to which an end record can lead readers."""
-    size, offset = struct.unpack_from("<II", content.read_at(end, 22).ljust(22, b"\xff"), 12)
-    locator = content.read_at(end - 20, 20) if end >= 20 else b""
-    if locator[:4] != b"PK\x06\x07":
-        return [(end, size, offset)]
-    directories = [(offset + size, size, offset)]
-    # The locator counts from the beginning of its archive, which other bytes can precede.
-    for at in (end - 20 - 56, struct.unpack_from("<Q", locator, 8)[0]):
-        record = content.read_at(min(at, content.size), 56) if at >= 0 else b""
-        if record[:4] == b"PK\x06\x06" and len(record) == 56:
-            directories.append((at, *struct.unpack_from("<QQ", record, 40)))
-    return directories
-
-
-def _directory(content: Readable, end: int, listed: set[tuple[int, int]]) -> Iterator[ArchiveMember]:
-    """Iterate over the entries of the directories of an end record, as far as they can be read."""
-    for last, size, offset in _directories(content, end):
-        for at, shift in ((last - size, last - size - offset), (offset, 0)):
-            while at >= 0 and (at, shift) not in listed and len(listed) <= MAX_MEMBERS:
-                listed.add((at, shift))
-                head = content.read_at(min(at, content.size), 46)
-                if len(head) < 46 or head[:4] != b"PK\x01\x02":
-                    break
-                flags, method = struct.unpack_from("<HH", head, 8)
-                packed, full = struct.unpack_from("<II", head, 20)
-                name_size, extra_size, comment_size = struct.unpack_from("<HHH", head, 28)
-                rest = content.read_at(at + 46, name_size + extra_size)
-                name = rest[:name_size].decode("utf-8", "backslashreplace")
-                packed, local = _zip64(rest[name_size:], full, packed, struct.unpack_from("<I", head, 42)[0])
-                yield ArchiveMember(local + shift, name, method, flags, packed)
-                at += 46 + name_size + extra_size + comment_size
-
-
-def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:
-    """Return packed size and offset, from the ZIP64 field if they are there."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            data = extra[at + 4 : at + 4 + size]
-            values = list(struct.unpack_from(f"<{len(data) // 8}Q", data))
-            large = 0xFFFFFFFF
-            if full == large and values:
-                values.pop(0)
-            if packed == large and values:
-                packed = values.pop(0)
-            if local == large and values:
-                local = values.pop(0)
-        at += 4 + size
-    return packed, local
-
-
-def _local(content: Readable, entry: ArchiveMember, *, listed: bool = True) -> tuple[int, list[ArchiveMember]]:
-    """Return the first byte of an entry, its entry in the directory and, if different, its local header."""
-    head = content.read_at(entry.at, 30) if 0 <= entry.at < content.size else b""
-    if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        return entry.at + 30, [entry]
-    flags, method = struct.unpack_from("<HH", head, 6)
-    packed, full = struct.unpack_from("<II", head, 18)
-    name_size, extra_size = struct.unpack_from("<HH", head, 26)
-    rest = content.read_at(entry.at + 30, name_size + extra_size)
-    packed, _ = _zip64(rest[name_size:], full, packed, 0)
-    begin = entry.at + 30 + name_size + extra_size
-    name = rest[:name_size].decode("utf-8", "backslashreplace")
-    local = ArchiveMember(entry.at, name, method, flags, packed if packed != 0xFFFFFFFF else 0)
-    if not listed:
-        return begin, [local]
-    entry = entry._replace(flags=entry.flags | (flags & 1))
-    if local.packed == 0:  # the size follows the data, or is only in the directory
-        local = local._replace(packed=entry.packed)
-    same = (local.method, local.packed) == (entry.method, entry.packed)
-    return begin, [entry] if same else [entry, local._replace(name=entry.name)]
-
-
-# ---- tar ----
-
-
-def _is_tar(header: bytes) -> bool:
-    """Return True if 512 bytes have the checksum of a tar header."""
-    checksum = _tar_number(header[148:156])
-    if len(header) < 512 or not checksum:
-        return False
-    summed = header[:148] + b" " * 8 + header[156:]
-    return checksum in (sum(summed), sum(summed) - 256 * sum(byte > 127 for byte in summed))
-
-
-def _tar_number(field: bytes) -> int | None:
-    if field[:1] in (b"\x80", b"\xff"):
-        return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None
-    digits = field.strip(b"\0 ")
-    if not digits:
-        return 0
-    return int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else None
 
 
 def _pax_size(description: bytes, kind: bytes) -> tuple[int, str]:

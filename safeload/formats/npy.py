@@ -36,7 +36,7 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from .metadata import without_metadata
 from .registry import Candidate, Content, OpenRequest
-from .unpickle.trace import Readable
+from .zip import Readable
 
 SUFFIX = ".npy"
 

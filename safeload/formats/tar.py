@@ -155,26 +155,43 @@ def _headers(file: WeightFile) -> Iterator[_MemberHeader]:
         at += _BLOCK + size + -size % _BLOCK
 
 
+def number(field: bytes) -> int | None:
+    """Return the number in a field of a header, or None."""
+    if field[:1] in (b"\x80", b"\xff"):
+        return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None
+    digits = field.strip(b" \0")
+    return int(digits or b"0", 8) if re.fullmatch(rb"[0-7]*", digits) else None
+
+
+def _sums(block: bytes) -> tuple[int, int]:
+    """Return the checksum of a header, and the checksum with signed bytes, as some old programs compute it."""
+    summed = block[:148] + b" " * 8 + block[156:]
+    return sum(summed), sum(summed) - 256 * sum(byte > 127 for byte in summed)
+
+
+def is_header(block: bytes) -> bool:
+    """Return True if a content begins with the checksum of a header."""
+    checksum = number(block[148:156])
+    return len(block) >= _BLOCK and bool(checksum) and checksum in _sums(block)
+
+
 def _checked_size(block: bytes, path: str, at: int) -> int:
     """Return the size in a header, after checking its magic number and its checksum."""
     if block[257:262] != b"ustar":
         raise FormatError("a tar header has no magic number: the archive is damaged or cut off", path, at)
     checksum = _number(block[148:156], "checksum", path, at + 148)
-    summed = block[:148] + b" " * 8 + block[156:]
-    signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # as some old programs compute it
-    if checksum not in (sum(summed), signed):
-        raise FormatError(f"the checksum of a tar header is {checksum}, expected {sum(summed)}", path, at + 148)
+    sums = _sums(block)
+    if checksum not in sums:
+        raise FormatError(f"the checksum of a tar header is {checksum}, expected {sums[0]}", path, at + 148)
     return _number(block[124:136], "size", path, at + 124)
 
 
 def _number(field: bytes, label: str, path: str, at: int) -> int:
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    digits = field.strip(b" \0")
-    if field[0] == 0xFF or not re.fullmatch(rb"[0-7]*", digits):
+    value = number(field)
+    if value is None:
         shown = "a negative number" if field[0] == 0xFF else show(field)
         raise FormatError(f"the {label} in a tar header must be an octal number, got {shown}", path, at)
-    return int(digits or b"0", 8)
+    return value
 
 
 def _name(block: bytes, pax: Mapping[bytes, bytes], long_name: bytes | None, path: str, at: int) -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from operator import le
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -52,6 +53,8 @@ Columns: TypeAlias = np.ndarray[Any, Any]  # of `_FIELDS`
 _MAGIC = int.from_bytes(b"PK\x01\x02", "little")
 _LENGTHS = struct.Struct("<3H").unpack_from  # of name, extra field and comment
 _LENGTHS_AT = 28
+# The other fields as well: flags, method, CRC, sizes, the lengths, and the offset of the local header.
+_CENTRAL = struct.Struct("<8x2H4x3I3H8xI").unpack_from
 # Newest version that zipfile reads.
 _NEWEST = 63
 
@@ -86,6 +89,15 @@ _BLOCK = 1 << 20
 _NEAR = 512
 # Bytes of an entry to inflate at a time.
 _CHUNK = 1 << 20
+
+
+class Readable(Protocol):
+    """Bytes at random access."""
+
+    size: int
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return bytes, fewer at the end."""
 
 
 class ZipEntry(NamedTuple):
@@ -492,3 +504,99 @@ def _contents(block: bytes, heads: Any, fields: Columns, lengths: Any) -> Any:
     for size in ("packed", "size"):
         sound &= (local[size] == fields[size]) | (local[size] == 0) | (local[size] == _LARGE)
     return np.where(sound, heads + _LOCAL_SIZE + lengths + local["extra"], -(1 << 62))
+
+
+# ---- every reading of an archive, for judging it ----
+
+
+def every_entry(content: Readable, most: int) -> list[ZipEntry]:
+    """Return at most ``most`` entries of all archives in a content; torch.distributed writes one for each chunk."""
+    end = content.size
+    entries: list[ZipEntry] = []
+    listed: set[tuple[int, int]] = set()  # offsets and shifts of entries, to read each once
+    while len(listed) <= most and (records := _ends(content, end)):
+        before = len(entries)
+        for record in records:
+            entries += _listed(content, record, listed, most)
+        begin = max(last - size - offset for last, size, offset in _directories(content, records[-1]))
+        end = min([entry.at for entry in entries[before:] if entry.at >= max(0, begin)], default=records[-1])
+        if end >= records[0]:
+            break
+    return entries
+
+
+def _ends(content: Readable, end: int) -> list[int]:
+    """Return the offsets of possible last end records before an offset, in descending order."""
+    start = max(0, end - _END.size - 0xFFFF)
+    tail = content.read_at(start, end - start)
+    return [start + match.start() for match in re.finditer(rb"PK\x05\x06", tail)][::-1]
+
+
+def _directories(content: Readable, end: int) -> list[tuple[int, int, int]]:
+    """Return end, size and offset of the directories to which an end record can lead readers."""
+    *_, size, offset, _ = _END.unpack(content.read_at(end, _END.size).ljust(_END.size, b"\xff"))
+    locator = content.read_at(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
+    if locator[:4] != b"PK\x06\x07":
+        return [(end, size, offset)]
+    directories = [(offset + size, size, offset)]
+    # The locator counts from the beginning of its archive, which other bytes can precede.
+    for at in (end - _LOCATOR.size - _END64.size, _LOCATOR.unpack(locator)[2]):
+        record = content.read_at(min(at, content.size), _END64.size) if at >= 0 else b""
+        if record[:4] == b"PK\x06\x06" and len(record) == _END64.size:
+            directories.append((at, *_END64.unpack(record)[-2:]))
+    return directories
+
+
+def _listed(content: Readable, end: int, listed: set[tuple[int, int]], most: int) -> Iterator[ZipEntry]:
+    """Iterate over the entries of the directories of an end record, as far as they can be read."""
+    for last, size, offset in _directories(content, end):
+        for at, shift in ((last - size, last - size - offset), (offset, 0)):
+            while at >= 0 and (at, shift) not in listed and len(listed) <= most:
+                listed.add((at, shift))
+                head = content.read_at(min(at, content.size), _FIELDS.itemsize)
+                if len(head) < _FIELDS.itemsize or head[:4] != b"PK\x01\x02":
+                    break
+                flags, method, crc, packed, full, name_size, extra_size, comment_size, local = _CENTRAL(head)
+                rest = content.read_at(at + _FIELDS.itemsize, name_size + extra_size)
+                name = rest[:name_size].decode("utf-8", "backslashreplace")
+                packed, local = _zip64(rest[name_size:], full, packed, local)
+                yield ZipEntry(name, flags, method, crc, packed, full, local + shift)
+                at += _FIELDS.itemsize + name_size + extra_size + comment_size
+
+
+def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:
+    """Return packed size and offset, from the ZIP64 field if they are there."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            data = extra[at + 4 : at + 4 + size]
+            values = list(struct.unpack_from(f"<{len(data) // 8}Q", data))
+            if full == _LARGE and values:
+                values.pop(0)
+            if packed == _LARGE and values:
+                packed = values.pop(0)
+            if local == _LARGE and values:
+                local = values.pop(0)
+        at += 4 + size
+    return packed, local
+
+
+def local_readings(content: Readable, entry: ZipEntry, *, listed: bool = True) -> tuple[int, list[ZipEntry]]:
+    """Return the first byte of an entry, its entry in the directory and, if different, its local header."""
+    head = content.read_at(entry.at, _LOCAL_SIZE) if 0 <= entry.at < content.size else b""
+    if len(head) < _LOCAL_SIZE or head[:4] != b"PK\x03\x04":
+        return entry.at + _LOCAL_SIZE, [entry]
+    flags, method, packed, full, name_size, extra_size = _LOCAL(head)
+    rest = content.read_at(entry.at + _LOCAL_SIZE, name_size + extra_size)
+    packed, _ = _zip64(rest[name_size:], full, packed, 0)
+    begin = entry.at + _LOCAL_SIZE + name_size + extra_size
+    name = rest[:name_size].decode("utf-8", "backslashreplace")
+    local = ZipEntry(name, flags, method, 0, packed if packed != _LARGE else 0, full, entry.at)
+    if not listed:
+        return begin, [local]
+    entry = entry._replace(flags=entry.flags | (flags & 1))
+    if local.packed == 0:  # the size follows the data, or is only in the directory
+        local = local._replace(packed=entry.packed)
+    same = (local.method, local.packed) == (entry.method, entry.packed)
+    return begin, [entry] if same else [entry, local._replace(name=entry.name)]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..unpickle.trace import Readable
+from ..zip import Readable
 
 # Largest config, in bytes.
 MAX_CONFIG = 16 << 20

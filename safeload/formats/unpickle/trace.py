@@ -15,9 +15,10 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...errors import FormatError, LimitError
+from ..zip import Readable
 from .machine import FROM_TYPE, Fault
 from .opcodes import MAX_LINE, OPCODES, Machine, unknown
 
@@ -43,15 +44,6 @@ _SMALL = re.compile(rb"-?[0-9]{1,18}")
 _DTYPE = re.compile(r"[<>|=]?([?a-zA-Z])([0-9]{0,6})", re.ASCII)
 # Elements of dtypes without a size in their name.
 _SIZES = {"?": 1, "b": 1, "B": 1}
-
-
-class Readable(Protocol):
-    """Bytes at random access."""
-
-    size: int
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        """Return bytes, fewer at the end."""
 
 
 class Traced(NamedTuple):
