@@ -419,6 +419,13 @@ def test_arrays_of_any_module_that_has_the_class_of_joblib_are_skipped(tmp_path)
         assert "os.system" in {f.name for f in scanned(tmp_path, "x.joblib", content).findings}
 
 
+@pytest.mark.parametrize("alignment", [b"N", b"K\x10"])
+def test_an_array_of_joblib_is_also_read_as_the_opcodes_that_pickle_takes_it_for(alignment, tmp_path):
+    items = {b"dtype": F8, b"shape": FOUR, b"numpy_array_alignment_bytes": alignment}
+    content = wrapped_state(items) + b"0N" * (alignment != b"N") + EVIL0.ljust(80, b".")
+    assert "os.system" in {f.name for f in scanned(tmp_path, "x.pkl", content).findings}
+
+
 def test_structured_arrays_of_joblib_are_skipped(tmp_path):
     joblib = pytest.importorskip("joblib")
     for dtype in ([("a", "<f4"), ("b", "S3")], [("a", "O"), ("b", "<i4")], "S5", "U3", ">i2"):

@@ -128,14 +128,16 @@ class _Tracer(Machine):
     """The machine that lists globals; it raises nothing but `Fault`."""
 
     __slots__ = (
-        *("called", "charged", "_content", "count", "inner", "memo", "names", "nested", "start", "strict"),
-        *("_base", "_buffer", "_window"),
+        *("called", "charged", "_content", "count", "has_arrays", "inner", "joblib", "memo", "names", "nested"),
+        *("start", "strict", "_base", "_buffer", "_window"),
     )
 
-    def __init__(self, content: Readable, begin: int, *, strict: bool) -> None:
+    def __init__(self, content: Readable, begin: int, *, strict: bool, joblib: bool) -> None:
         super().__init__(begin)
         self._content = content
         self.strict = strict  # a missing value, mark or memo entry is a fault
+        self.joblib = joblib  # the reader is joblib, which reads arrays between opcodes
+        self.has_arrays = False  # of joblib
         self.start = begin  # of the current opcode
         self.memo: dict[int, Any] = {}
         self.count = 0  # memo entries, as MEMOIZE counts them
@@ -328,7 +330,9 @@ class _Tracer(Machine):
         if isinstance(into, _Computed):
             into.state = state if into.state is None else _UNKNOWN
             if _wraps(into):
-                _skip_array(self, into.state)
+                self.has_arrays = True
+                if self.joblib:
+                    _skip_array(self, into.state)
 
     # ---- globals, calls, and data outside the pickle ----
 
@@ -463,7 +467,22 @@ def _itemsize(dtype: Any) -> int | None:
 def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool = False) -> Traced:
     """Follow the opcodes of a pickle, at most ``most``, to its STOP or to a fault."""
     # If `strict`, a missing value, mark or memo entry is a fault too, as for every reader.
-    tracer = _Tracer(content, begin, strict=strict)
+    traced, has_arrays = _follow(content, begin, most, strict=strict, joblib=True)
+    if not has_arrays:
+        return traced
+    # Pickle's own reader takes the bytes of joblib's arrays for opcodes. By chance, they call nothing.
+    plain, _ = _follow(content, begin, most, strict=strict, joblib=False)
+    return traced._replace(
+        names={name: at for name, at in plain.names.items() if name in plain.called} | traced.names,
+        called=traced.called | (plain.called & plain.names.keys()),
+        inner=list(dict.fromkeys((*traced.inner, *plain.inner))),
+        opcodes=traced.opcodes + plain.opcodes,
+    )
+
+
+def _follow(content: Readable, begin: int, most: int, *, strict: bool, joblib: bool) -> tuple[Traced, bool]:
+    """Return what a pickle names, and True if it has arrays of joblib."""
+    tracer = _Tracer(content, begin, strict=strict, joblib=joblib)
     outer: list[_Tracer] = []
     opcodes = 0
     globals_at: set[int] = set()
@@ -497,14 +516,14 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
                 tracer.nested = False
                 if len(outer) >= _ITEMS:
                     raise Fault("arrays of joblib nested too deep", LimitError)
-                inner = _Tracer(content, tracer.at, strict=strict)
+                inner = _Tracer(content, tracer.at, strict=strict, joblib=joblib)
                 inner.charged = tracer.charged
                 inner.names, inner.called, inner.inner = tracer.names, tracer.called, tracer.inner
                 outer.append(tracer)
                 tracer = inner
     except Fault as problem:
         fault, limited = str(problem), problem.kind is LimitError
-    return Traced(
+    traced = Traced(
         tracer.names,
         frozenset(tracer.called),
         tracer.inner,
@@ -515,3 +534,4 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
         frozenset(globals_at),
         frozenset(heads),
     )
+    return traced, (outer or [tracer])[0].has_arrays
